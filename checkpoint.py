@@ -1,0 +1,253 @@
+"""A Hugging Face folder -> Transformer, and back.
+
+    load_config         config.json -> Config
+    load_model          config.json + *.safetensors -> Transformer, filled tensor by tensor
+    random_model        the same shapes with random weights, to measure without a download
+    save_model          Transformer -> config.json + model.safetensors, the inverse of load_model
+
+The model is built on the meta device and every weight is copied once, from the mapped file to its place inside
+its (fused) matrix, so that loading needs the weights' own memory and no more. Everything is checked against the
+files' headers before the first byte is copied. This file does not know tokenizers, decoding or devices' habits.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from model import Config, Transformer
+
+# Our module -> the Hugging Face modules whose rows, one after the other, make its matrix.
+OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
+INNER = {
+    "attention_norm": ["input_layernorm"],
+    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.q_norm": ["self_attn.q_norm"],
+    "attention.k_norm": ["self_attn.k_norm"],
+    "attention.out": ["self_attn.o_proj"],
+    "ffn_norm": ["post_attention_layernorm"],
+    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "ffn.down": ["mlp.down_proj"],
+}
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+MOST_NAMES = 8  # an error lists so many tensors and counts the rest
+
+
+def sources(name: str) -> list[str]:
+    """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and up's."""
+    module, kind = name.rsplit(".", 1)
+    if module in OUTER:
+        return [f"{source}.{kind}" for source in OUTER[module]]
+    _, layer, module = module.split(".", 2)
+    return [f"model.layers.{layer}.{source}.{kind}" for source in INNER[module]]
+
+
+def row_counts(config: Config, name: str) -> list[int] | None:
+    """Rows that each source brings to a fused matrix; None where there is one source."""
+    if ".qkv." in name:
+        return [heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+    return [config.ffn_dim] * 2 if ".gate_up." in name else None
+
+
+def pieces(config: Config, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory."""
+    rows = row_counts(config, name)
+    parts = [parameter] if rows is None else parameter.split(rows)
+    yield from zip(sources(name), parts, strict=True)
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+def read_json(file: Path) -> dict:
+    """A JSON object from a file; ValueError names the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def load_config(checkpoint_dir: str | Path) -> Config:
+    """The Config of a folder. ValueError names the file, the key and the value that cannot be used."""
+    return config_of(Path(checkpoint_dir) / "config.json")
+
+
+def config_of(file: Path) -> Config:
+    """Config.from_hf of one file, its errors led by the file's folder."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{file.parent}: no such folder")
+    hf = read_json(file)
+    try:
+        return Config.from_hf(hf)
+    except ValueError as error:
+        # Config speaks of "config.json: …"; put the path that the user gave in its place.
+        raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def shards(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: model.safetensors, or those that the index names."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+        hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first" if pickles else ""
+        raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{hint}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map is missing or empty")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index}: {name!r} is not the name of a safetensors file beside it")
+        if not (folder / name).exists():
+            raise ValueError(f"{folder / name}: no such file, but {index.name} lists it")
+    return [folder / name for name in names]
+
+
+def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
+    """Tensor name -> (file, open reader). Only headers are read."""
+    readers = {}
+    for file in files:
+        try:
+            reader = safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file}: not a readable safetensors file: {error}") from None
+        for name in reader.keys():  # noqa: SIM118, a reader is no dict
+            if name in readers:
+                raise ValueError(f"{file}: {name} stands in {readers[name][0].name} too")
+            readers[name] = (file, reader)
+    return readers
+
+
+def check_headers(folder: Path, config: Config, model: Transformer, readers: dict) -> None:
+    """Every tensor that the model needs is there, with the right shape and type, and no other."""
+    expected = {
+        source: tuple(part.shape)
+        for name, parameter in model.named_parameters()
+        for source, part in pieces(config, name, parameter)
+    }
+    missing = [name for name in expected if name not in readers]
+    # Old checkpoints store RoPE's frequencies; a tied head may be stored although the embedding stands for it.
+    extra = [
+        name
+        for name in readers
+        if name not in expected
+        and not name.endswith("rotary_emb.inv_freq")
+        and not (config.tie_embeddings and name == "lm_head.weight")
+    ]
+    wrong = []
+    for name in expected.keys() & readers.keys():
+        header = readers[name][1].get_slice(name)
+        if tuple(header.get_shape()) != expected[name]:
+            wrong.append(f"{name} is {header.get_shape()} instead of {list(expected[name])}")
+        elif header.get_dtype() not in DTYPES:
+            wrong.append(f"{name} is of type {header.get_dtype()}; {', '.join(DTYPES)} can be read")
+    problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
+    found = [f"{what}: {_some(names)}" for what, names in problems if names]
+    if missing == ["lm_head.weight"]:
+        found.append("if the head shares the embedding's weights, config.json should say tie_word_embeddings: true")
+    if found:
+        raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(found)}")
+
+
+def _some(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+# -------------------------------------------------------------------------------------------- building
+
+
+def empty_model(config: Config, dtype: torch.dtype) -> Transformer:
+    """A Transformer on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return Transformer(config).to(dtype)
+
+
+def allocate(model: Transformer, device: str | torch.device) -> Transformer:
+    """Give a meta model uninitialised memory on a device; the tied head stays tied."""
+    model.to_empty(device=device)
+    if model.config.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+    return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def load_model(
+    checkpoint_dir: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    quantize: str | None = None,
+    tp=None,
+    progress: bool = False,
+) -> Transformer:
+    """Read a Hugging Face folder of the Llama family (config.json and safetensors; no tokenizer is needed).
+
+    `progress` shows a bar on stderr. Raises ValueError, naming file and tensor, before any weight is copied.
+    `quantize` and `tp` take only None so far.
+    """
+    if quantize is not None:
+        raise ValueError(f"quantize = {quantize!r}: weight-only quantization is not available yet; use None")
+    if tp is not None:
+        raise ValueError(f"tp = {tp!r}: tensor parallelism is not available yet; use None")
+    folder = Path(checkpoint_dir)
+    config = load_config(folder)
+    files = shards(folder)
+    model = empty_model(config, dtype)
+    readers = open_shards(files)
+    check_headers(folder, config, model, readers)
+    allocate(model, device)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress) as bar:
+        for name, parameter in model.named_parameters():
+            for source, part in pieces(config, name, parameter):
+                part.copy_(readers[source][1].get_tensor(source))  # casts and moves on the way, no copy between
+                bar.update(part.nbytes)
+    return model
+
+
+@torch.no_grad()
+def random_model(
+    config: Config, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Transformer:
+    """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, made on the device."""
+    model = allocate(empty_model(config, dtype), device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.02, generator=generator)
+        else:
+            parameter.fill_(0 if name.endswith("bias") else 1)
+    return model
+
+
+def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None:
+    """Write config.json (`hf`) and model.safetensors under Hugging Face names. An interrupted write leaves no file
+    that load_model would take."""
+    folder = Path(checkpoint_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        source: part.detach().contiguous().clone()
+        for name, parameter in model.named_parameters()
+        for source, part in pieces(model.config, name, parameter)
+    }
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors creates files that only their owner can read
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    os.replace(partial, folder / "model.safetensors")

@@ -1,0 +1,432 @@
+"""Measure quickdraft on a CPU, and write what was measured where its readers expect it.
+
+    python -m scripts.bench decode --peers --gptfast ../gpt-fast --write benchmarks/cpu.json
+
+Each measurement is a function that returns rows {"id", "value", "min", "max", "unit", "note"}. `--write` puts them
+into a results file with the commit, the hardware and the command; a later run of the same id replaces its row.
+
+    decode        tokens/s and bytes/s of the 1.1B shape by dtype, batch and compilation; with --peers against
+                  llama.cpp, gpt-fast and transformers
+    prefill       prompts of 32, 128 and 512 tokens; with --peers against transformers
+    cache         one step with 100 tokens filled in a cache of 256 and of 32,768; with 100 to 16,000 filled; windowed
+    compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
+    breakdown     where the milliseconds of one step go, from the profiler
+    load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
+    first_token   start of `python generate.py` on the demo until its first byte of text
+
+Whatever is compared runs in turn, A B A B …, each in a process of its own that waits while the others run, with the
+device's read bandwidth measured in every round; ratios are taken within a round. Greedy throughout.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from checkpoint import load_model, random_model, save_model
+from generate import Engine, attended_bytes, prefill, weight_bytes
+from model import Config
+from sampling import GREEDY, Sampling
+
+ROOT = Path(__file__).parent.parent
+
+TINYLLAMA = {  # the 1.1B shape that CPU figures are quoted for
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32000,
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+SHORT_NAME = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+WAIT_S = 1200  # for a worker to load and compile
+
+
+def row(id: str, values: list[float], unit: str, note: str = "") -> dict:
+    """One result: the median of `values` with their range."""
+    value, low, high = (float(f"{f(values):.4g}") for f in (statistics.median, min, max))
+    return {"id": id, "value": value, "min": low, "max": high, "unit": unit, "note": note}
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+class Worker:
+    """A process that loads one contender, then answers one JSON line with another; idle in between."""
+
+    def __init__(self, *command: str, env: dict[str, str] | None = None):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL, env={**os.environ, **(env or {})},
+        )  # fmt: skip
+        self.command = command
+
+    def ask(self, **request) -> dict:
+        """ValueError when the worker has died: its stderr is thrown away, so run its command by hand to see why."""
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            raise ValueError(f"the worker died; see why with: python -m {' '.join(self.command)}") from None
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def ours(**spec) -> Worker:
+    """A quickdraft worker: see `Contender` for the keys of spec."""
+    env = spec.pop("env", None)
+    return Worker("scripts.bench", "--worker", json.dumps(spec), env=env)
+
+
+class Contender:
+    """quickdraft with random weights, inside a worker. Answers {"steps", "filled"} and {"prefill"} with seconds."""
+
+    def __init__(
+        self, hf: dict, dtype: str = "bfloat16", compile: bool = False, batch: int = 1, cache: int = 1024, device="cpu"
+    ):
+        self.model = random_model(Config.from_hf(hf), device=device, dtype=getattr(torch, dtype))
+        self.engine = Engine(self.model, batch, cache, compile=compile)
+        self.compile_s = self.engine.warm_up(GREEDY) if compile else 0.0
+        self.batch, self.device = batch, torch.device(device)
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def decode(self, steps: int, filled: int) -> dict:
+        """Median seconds of a step whose first has `filled` positions in every row, its own included; and its bytes."""
+        prompt = [[7] * filled] * self.batch
+        self.engine.state.start(prompt, [steps + 1] * self.batch, (), 0, Sampling(0))
+        seconds = []
+        for step in range(steps):
+            start = time.perf_counter()
+            self.engine.step(GREEDY, filled + step)
+            self.sync()
+            seconds.append(time.perf_counter() - start)
+        read = weight_bytes(self.model) + self.batch * attended_bytes(self.model, filled + steps // 2)
+        return {"seconds": statistics.median(seconds), "bytes": read, "compile_s": self.compile_s}
+
+    @torch.inference_mode()
+    def prefill(self, length: int) -> dict:
+        """Seconds until the logits after `length` tokens are there."""
+        self.engine.state.start([[7] * length] * self.batch, [1] * self.batch, (), 0, Sampling(0))
+        start = time.perf_counter()
+        prefill(self.engine, [length] * self.batch)
+        self.sync()
+        return {"seconds": time.perf_counter() - start}
+
+    def breakdown(self, steps: int, filled: int) -> dict:
+        """Milliseconds a step spends by kind of operation, from the profiler's own times; the rest is overhead."""
+        from torch.profiler import ProfilerActivity, profile
+
+        plain = self.decode(steps, filled)["seconds"] * 1e3
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            self.decode(steps, filled)
+        kinds = {"matmul": ("mm", "linear", "matmul"), "attention": ("scaled_dot_product",), "norm": ("rms_norm",)}
+        spent = dict.fromkeys([*kinds, "other"], 0.0)
+        for event in trace.key_averages():
+            kind = next((kind for kind, words in kinds.items() if any(word in event.key for word in words)), "other")
+            spent[kind] += event.self_cpu_time_total / 1e3 / steps
+        return {"step": plain, **spent}
+
+
+def serve(spec: dict) -> None:
+    """Answer requests from stdin until it closes."""
+    contender = Contender(**spec)
+    for line in sys.stdin:
+        request = json.loads(line)
+        what = request.pop("what")
+        print(json.dumps(getattr(contender, what)(**request)), flush=True)
+
+
+READ_BYTES = 2**31
+
+
+def read_bandwidth(buffer: torch.Tensor) -> float:
+    """Bytes/s of a dot product of a buffer's halves, far larger than the caches: what reading weights once could reach.
+    (A sum reads a fifth slower on the same machine: its additions wait for each other.)"""
+    half = buffer.numel() // 2
+    start = time.perf_counter()
+    torch.dot(buffer[:half], buffer[half:])
+    return buffer.nbytes / (time.perf_counter() - start)
+
+
+def interleave(workers: dict[str, Worker], rounds: int, request: dict) -> tuple[dict[str, list[dict]], list[float]]:
+    """Ask every worker in turn, `rounds` times after one uncounted round: (name -> answers, bandwidths)."""
+    buffer = torch.ones(READ_BYTES // 4)
+    answers, bandwidths = {name: [] for name in workers}, []
+    for number in range(rounds + 1):
+        measured = max(read_bandwidth(buffer) for _ in range(2))
+        for name, worker in workers.items():
+            answer = worker.ask(**request)
+            if number:
+                answers[name].append(answer)
+        if number:
+            bandwidths.append(measured)
+    return answers, bandwidths
+
+
+def seconds_of(answers: list[dict]) -> list[float]:
+    return [answer["seconds"] for answer in answers]
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def peers(args, what: str) -> dict[str, Worker]:
+    """The other programs, as far as they are installed (llama_cpp, transformers) or given (a gpt-fast checkout)."""
+    import importlib.util
+
+    shape, found = json.dumps(TINYLLAMA), {}
+    if not args.peers:
+        return found
+    if importlib.util.find_spec("transformers"):
+        found["transformers"] = Worker("scripts.peers", "transformers", shape)
+        if what == "decode":
+            found["transformers.compiled"] = Worker("scripts.peers", "transformers_compiled", shape)
+    if what == "decode" and importlib.util.find_spec("llama_cpp"):
+        found["llamacpp"] = Worker("scripts.peers", "llamacpp", shape)
+    if what == "decode" and args.gptfast:
+        found["gptfast"] = Worker("scripts.peers", "gptfast", shape, str(args.gptfast.resolve()))
+    return found
+
+
+def measure_decode(args) -> list[dict]:
+    """100 tokens filled. Ours in bf16 (eager, compiled, batch 4) and float32, the peers in bf16."""
+    workers = {
+        "bf16": ours(hf=TINYLLAMA), "bf16.compiled": ours(hf=TINYLLAMA, compile=True),
+        "bf16.batch4": ours(hf=TINYLLAMA, batch=4), "fp32": ours(hf=TINYLLAMA, dtype="float32"),
+        **peers(args, "decode"),
+    }  # fmt: skip
+    answers, bandwidth = interleave(workers, args.rounds, {"what": "decode", "steps": args.steps, "filled": 100})
+    times = {name: seconds_of(found) for name, found in answers.items()}
+    note = f"read bandwidth {statistics.median(bandwidth) / 1e9:.1f} GB/s in the same run"
+    rows = [
+        row("read_bandwidth_gb_s", [value / 1e9 for value in bandwidth], "GB/s", "dot product over 2 GiB of float32")
+    ]
+    for name, seconds in times.items():
+        batch = 4 if name.endswith("batch4") else 1
+        rows.append(row(f"1b.{name}.tok_s", [batch / s for s in seconds], "tok/s", note))
+    for name in ("bf16", "bf16.compiled", "fp32"):
+        share = [a["bytes"] / a["seconds"] / b for a, b in zip(answers[name], bandwidth, strict=True)]
+        rows.append(row(f"1b.{name}.of_read_bandwidth", share, "ratio", note))
+    best = min(("bf16", "bf16.compiled"), key=lambda name: statistics.median(times[name]))
+    for peer in set(times) & {"llamacpp", "gptfast", "transformers", "transformers.compiled"}:
+        ratio = [other / own for own, other in zip(times[best], times[peer], strict=True)]
+        rows.append(row(f"1b.bf16.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
+    close(workers)
+    return rows
+
+
+def measure_prefill(args) -> list[dict]:
+    """Prompts of three lengths in bf16; the ratio against transformers at 512."""
+    workers = {"ours": ours(hf=TINYLLAMA), "compiled": ours(hf=TINYLLAMA, compile=True), **peers(args, "prefill")}
+    rows = []
+    for length in (32, 128, 512):
+        answers, _ = interleave(workers, args.rounds, {"what": "prefill", "length": length})
+        for name, found in answers.items():
+            prefix = {"ours": "1b.bf16", "compiled": "1b.bf16.compiled"}.get(name, f"1b.{name}")
+            rows.append(row(f"{prefix}.prefill{length}.tok_s", [length / s for s in seconds_of(found)], "tok/s"))
+    if "transformers" in workers:
+        times = {name: seconds_of(found) for name, found in answers.items()}
+        best = min(("ours", "compiled"), key=lambda name: statistics.median(times[name]))
+        ratio = [b / a for a, b in zip(times[best], times["transformers"], strict=True)]
+        rows.append(row("1b.prefill512.vs_transformers", ratio, "ratio", f"bf16, 512 tokens, {best} against eager"))
+    close(workers)
+    return rows
+
+
+def measure_cache(args) -> list[dict]:
+    """What a step costs must follow what is filled, not what is allocated, eager and compiled, windowed too."""
+    long = {**TINYLLAMA, "max_position_embeddings": 40_000}
+    sliding = {**long, "model_type": "mistral", "sliding_window": 1024}
+    rows = []
+    for kind, compile in (("", False), (".compiled", True)):
+        workers = {size: ours(hf=long, cache=size, compile=compile) for size in (256, 32_768)}
+        request = {"what": "decode", "steps": args.steps, "filled": 100}
+        answers, _ = interleave(workers, args.rounds, request)
+        ratio = [b / a for a, b in zip(seconds_of(answers[256]), seconds_of(answers[32_768]), strict=True)]
+        rows.append(row(f"1b.bf16{kind}.cache32k_over_256", ratio, "ratio", "one step, 100 tokens filled"))
+        workers["window"] = ours(hf=sliding, cache=32_768, compile=compile)
+        workers.pop(256).close()
+        for filled in (100, 1000, 4000, 16_000):
+            answers, bandwidth = interleave(workers, args.rounds, request | {"filled": filled})
+            for size, name in ((32_768, "full"), ("window", "window1024")):
+                found = answers[size]
+                rate = statistics.median(a["bytes"] / a["seconds"] / b for a, b in zip(found, bandwidth, strict=True))
+                note = f"{found[0]['bytes'] / 1e9:.3f} GB read a step, {rate:.2f} of read bandwidth"
+                ms = [1e3 * s for s in seconds_of(found)]
+                rows.append(row(f"1b.bf16{kind}.{name}.filled{filled}.ms", ms, "ms", note))
+        close(workers)
+    return rows
+
+
+def measure_compile(args) -> list[dict]:
+    """Fresh processes: with an empty cache folder, then again with what the first one left there."""
+    cold, warm = [], []
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in (cold, warm):
+                worker = ours(hf=TINYLLAMA, compile=True, env={"TORCHINDUCTOR_CACHE_DIR": folder})
+                found.append(worker.ask(what="decode", steps=1, filled=10)["compile_s"])
+                worker.close()
+    note = "prompt and greedy decode step of the 1.1B shape, batch 1, with warm-up"
+    return [row(f"compile.22layers.{n}_s", v, "s", note) for n, v in (("cold", cold), ("warm", warm))]
+
+
+def measure_breakdown(args) -> list[dict]:
+    """One eager bf16 step of the 1.1B shape by kind of operation."""
+    worker = ours(hf=TINYLLAMA)
+    found = [worker.ask(what="breakdown", steps=args.steps, filled=100) for _ in range(args.rounds)]
+    worker.close()
+    return [
+        row(f"1b.bf16.step.{kind}_ms", [answer[kind] for answer in found], "ms", "eager, 100 tokens filled")
+        for kind in found[0]
+    ]
+
+
+def close(workers: dict) -> None:
+    for worker in workers.values():
+        worker.close()
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that no file backs (Linux): mapped checkpoint pages do not count."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/self/status has no RssAnon: this measurement needs Linux")
+
+
+class PeakAnonymous:
+    """Samples anonymous memory every millisecond while a block runs; `.bytes` is peak minus before."""
+
+    def __enter__(self):
+        self.before = self.peak = anonymous_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.001):
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, anonymous_bytes())
+        self.bytes = self.peak - self.before
+
+
+def load_once(folder: Path) -> tuple[float, float]:
+    """(peak over weights, seconds) of one load in this process."""
+    start = time.perf_counter()
+    with PeakAnonymous() as peak:
+        model = load_model(folder)
+    seconds = time.perf_counter() - start
+    return peak.bytes / sum(parameter.nbytes for parameter in model.parameters()), seconds
+
+
+def measure_load(args) -> list[dict]:
+    """A fresh process a run, on a folder of the 1.1B shape in bfloat16, so that no run inherits another's heap."""
+    with tempfile.TemporaryDirectory() as name:
+        save_model(random_model(Config.from_hf(TINYLLAMA)), name, TINYLLAMA)
+        code = f"from scripts.bench import *; print(json.dumps(load_once(Path({name!r}))))"
+        command = [sys.executable, "-c", code]
+        runs = [subprocess.run(command, cwd=ROOT, capture_output=True, check=True) for _ in range(args.rounds)]
+        ratios, seconds = zip(*(json.loads(run.stdout) for run in runs))
+    note = "1.1B shape, bf16, files in the page cache"
+    return [row("load.peak_over_weights", ratios, "ratio", note), row("load.1b_s", seconds, "s", note)]
+
+
+def measure_first_token(args) -> list[dict]:
+    """Whole processes: interpreter, imports, load, prefill, first byte on stdout. One uncounted run first."""
+    command, seconds = [sys.executable, "generate.py", "--max_new_tokens", "1", "--device", "cpu"], []
+    for _ in range(args.rounds + 1):
+        start = time.perf_counter()
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            process.stdout.read(1)
+            seconds.append(time.perf_counter() - start)
+    return [row("demo.first_token_s", seconds[1:], "s", "python generate.py to its first byte of text, CPU")]
+
+
+MEASUREMENTS = {
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "cache": measure_cache,
+    "compile": measure_compile,
+    "breakdown": measure_breakdown,
+    "load": measure_load,
+    "first_token": measure_first_token,
+}
+
+# ------------------------------------------------------------------------------------------- results file
+
+
+def hardware() -> str:
+    """Processor and core count: every measurement here runs on the CPU."""
+    info = Path("/proc/cpuinfo")
+    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores"
+
+
+def git_commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def write_results(file: Path, rows: list[dict], command: str) -> None:
+    """Merge rows into a results file by id."""
+    old = json.loads(file.read_text())["rows"] if file.exists() else []
+    source = {"commit": git_commit(), "command": command}  # rows of one file come from several runs
+    new = {row["id"]: row for row in old} | {row["id"]: row | source for row in rows}
+    result = {
+        "commit": git_commit(), "date": datetime.date.today().isoformat(), "hardware": hardware(),
+        "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
+    }  # fmt: skip
+    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure quickdraft.")
+    parser.add_argument("what", nargs="*", metavar="MEASUREMENT", help=f"of {', '.join(MEASUREMENTS)}; default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16, help="decode steps a round")
+    parser.add_argument("--peers", action="store_true", help="also run the other programs that are installed")
+    parser.add_argument("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for --peers")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        serve(args.worker)
+        return
+    unknown = set(args.what) - MEASUREMENTS.keys()
+    if unknown:
+        parser.error(f"unknown measurement {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
+    rows = []
+    for name in args.what or MEASUREMENTS:
+        found = MEASUREMENTS[name](args)
+        for r in found:
+            print(f"{r['id']:40} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}", file=sys.stderr)
+        if args.write:  # after each measurement: an interrupted run keeps what it has
+            command = f"python -m scripts.bench {' '.join(sys.argv[1:])}"
+            write_results(args.write, found, command.replace(str(args.gptfast), "DIR"))
+        rows += found
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

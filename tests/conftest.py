@@ -1,0 +1,154 @@
+"""Tiny random folders of every family, made by transformers, the oracle that wrote the format."""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).parent.parent
+
+BASE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 160, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
+}  # fmt: skip
+
+
+def rope(theta: float, kind: str = "default", **others) -> dict:
+    return {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **others}}
+
+
+LLAMA3_ROPE = rope(
+    500000.0, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
+)
+
+# What distinguishes each family, at a size that shows it: contexts before stretching and windows are short enough
+# for the tests' 40 to 80 tokens to leave them.
+FAMILIES = {
+    "llama-2": {"model_type": "llama", "num_key_value_heads": 4, **rope(10000.0)},
+    "llama-3": {"model_type": "llama", **rope(500000.0)},
+    "llama-3.1": {"model_type": "llama", **LLAMA3_ROPE},
+    "llama-3.2": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 8, **LLAMA3_ROPE},
+    "codellama": {"model_type": "llama", "num_key_value_heads": 4, **rope(1000000.0)},
+    "tinyllama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 1, **rope(10000.0)},
+    "yi": {"model_type": "llama", **rope(5000000.0)},
+    "smollm2": {
+        "model_type": "llama", "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "tie_word_embeddings": True, **rope(100000.0),
+    },
+    "llama-linear": {"model_type": "llama", **rope(10000.0, "linear", factor=4.0)},
+    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, **rope(10000.0)},
+    "mistral-v0.1": {"model_type": "mistral", "sliding_window": 9, **rope(10000.0)},
+    "mistral-v0.2": {"model_type": "mistral", "sliding_window": None, **rope(1000000.0)},
+    "mistral-nemo": {"model_type": "mistral", "sliding_window": None, "head_dim": 32, **rope(1000000.0)},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 9, **rope(1000000.0)},
+    "qwen2.5-sliding": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
+        **rope(1000000.0),
+    },
+    "qwen2.5-yarn": {
+        "model_type": "qwen2", **rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=40),
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, **rope(1000000.0)},
+    "qwen3-biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, **rope(1000000.0)},
+    "r1-distill-llama": {"model_type": "llama", "num_attention_heads": 8, **LLAMA3_ROPE},
+    "r1-distill-qwen": {"model_type": "qwen2", **rope(10000.0)},
+}  # fmt: skip
+
+
+@functools.cache
+def oracle(family: str):
+    """transformers' model of a family with every parameter random: its own init leaves biases 0 and norms 1."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**{**BASE, **FAMILIES[family]})
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(sum(family.encode()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in name
+            parameter.copy_(1 + 0.2 * noise if is_norm else 0.15 * noise)
+    return model
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """family -> a folder that transformers saved."""
+
+    @functools.cache
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        oracle(family).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def config_json(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def story_tokenizer(tmp_path_factory) -> Path:
+    """A sentencepiece model like Llama-2's (BPE, byte fallback), trained on a page of text in a moment."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = [
+        "the",
+        "little",
+        "cat",
+        "and",
+        "a",
+        "big",
+        "dog",
+        "went",
+        "to",
+        "play",
+        "in",
+        "the",
+        "park",
+        "with",
+        "their",
+        "red",
+        "ball;",
+        "it",
+        "was",
+        "fun.",
+    ]
+    lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 80)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=330, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return folder / "tokenizer.model"
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory, story_tokenizer) -> Path:
+    """A tiny random Llama with that tokenizer: everything the command line needs."""
+    import shutil
+
+    import transformers
+
+    folder = tmp_path_factory.mktemp("text")
+    hf = {**BASE, "vocab_size": 384, "model_type": "llama", **rope(10000.0)}
+    config = transformers.AutoConfig.for_model(**hf)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    shutil.copy(story_tokenizer, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "eos_token": "</s>"}))
+    return folder

@@ -1,0 +1,235 @@
+"""checkpoint.py and scripts/convert_meta.py: what is in the folder is what computes, and what does not fit is named."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import config_json, oracle
+from safetensors.torch import load_file, save_file
+
+from checkpoint import load_config, load_model, random_model, save_model, shards
+from model import Config
+from scripts.convert_meta import convert, half_split
+
+
+def same_weights(a, b) -> bool:
+    a, b = dict(a.named_parameters()), dict(b.named_parameters())
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rewrite(folder, change) -> None:
+    """Load model.safetensors, let `change` edit the dict, save it again."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.fixture
+def folder(folder_of, tmp_path):
+    """A copy of a llama-3 folder that a test may break."""
+    return shutil.copytree(folder_of("llama-3"), tmp_path / "model")
+
+
+def test_sharded_equals_single(folder_of, tmp_path):
+    oracle("qwen2").save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(shards(tmp_path / "sharded")) > 3
+    single = load_model(folder_of("qwen2"), dtype=torch.float32)
+    assert same_weights(single, load_model(tmp_path / "sharded", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("family", ["llama-3", "llama-3.2", "qwen2", "qwen3", "llama-biased"])
+def test_save_is_the_inverse_of_load(family, folder_of, tmp_path):
+    """Tensor for tensor what transformers wrote, and transformers reads it back to the same logits."""
+    from transformers import AutoModelForCausalLM
+
+    save_model(load_model(folder_of(family), dtype=torch.float32), tmp_path / "m", config_json(folder_of(family)))
+    want, got = (load_file(path / "model.safetensors") for path in (folder_of(family), tmp_path / "m"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.allclose(again(tokens).logits, oracle(family)(tokens).logits, atol=1e-5)
+
+
+def test_tied_head_is_one_memory(folder_of):
+    model = load_model(folder_of("llama-3.2"), dtype=torch.float32)
+    assert model.lm_head.weight.data_ptr() == model.embed.weight.data_ptr()
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    assert model.lm_head.weight.data_ptr() != model.embed.weight.data_ptr()
+
+
+def test_dtype_is_cast_on_the_way(folder_of):
+    model = load_model(folder_of("llama-3"))
+    want = load_model(folder_of("llama-3"), dtype=torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.layers[1].attention.qkv.weight, want.layers[1].attention.qkv.weight.bfloat16())
+
+
+def test_stored_frequencies_and_a_stored_tied_head_are_ignored(folder_of, tmp_path):
+    folder = shutil.copytree(folder_of("llama-3.2"), tmp_path / "m")
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(131, 64)}
+    rewrite(folder, lambda tensors: tensors.update(extra))
+    assert same_weights(load_model(folder), load_model(folder_of("llama-3.2")))
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.__setitem__(name, tensor)
+
+
+@pytest.mark.parametrize(
+    "change, names",
+    [
+        (drop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight"),
+        (drop("lm_head.weight"), "tie_word_embeddings"),
+        (
+            put("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)),
+            "unexpected: model.layers.0.self_attn.q_proj.bias",
+        ),
+        (
+            put("model.layers.3.mlp.up_proj.weight", torch.zeros(96, 64)),
+            "unexpected: model.layers.3.mlp.up_proj.weight",
+        ),
+        (
+            put("model.layers.1.mlp.up_proj.weight", torch.zeros(64, 96)),
+            "model.layers.1.mlp.up_proj.weight is [64, 96]",
+        ),
+        (put("model.norm.weight", torch.zeros(64, dtype=torch.int8)), "model.norm.weight is of type I8"),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors)[:15]], "and 7 more"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_listed(folder, change, names):
+    rewrite(folder, change)
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    assert names in str(error.value) and str(folder) in str(error.value)
+
+
+def index_of(folder, weight_map) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+BROKEN = {  # what is done to the folder, what the message must name
+    "no folder": (lambda f: shutil.rmtree(f), "no such folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not readable as JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "only a pickle": (lambda f: (f / "model.safetensors").rename(f / "x.bin"), "x.bin is a pickle"),
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 9999), "not a readable safetensors"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "not a readable safetensors"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a readable safetensors"),
+    "shard missing": (lambda f: index_of(f, {"x": "b.safetensors"}), "b.safetensors: no such file"),
+    "index leaves the folder": (lambda f: index_of(f, {"x": "../model/a.safetensors"}), "'../model/a.safetensors'"),
+    "index is absolute": (lambda f: index_of(f, {"x": "/etc/passwd"}), "'/etc/passwd'"),
+    "index is empty": (lambda f: index_of(f, {}), "weight_map"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_named(folder, case):
+    break_it, names = BROKEN[case]
+    break_it(folder)
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    assert names in str(error.value) and "\n" not in str(error.value)
+
+
+def test_arguments_that_are_not_there_yet_are_refused(folder):
+    for wish in ({"quantize": "int8"}, {"tp": object()}):
+        with pytest.raises(ValueError, match="not available yet"):
+            load_model(folder, **wish)
+
+
+def test_random_model_is_seeded_and_finite(folder):
+    config = load_config(folder)
+    a, b, c = (random_model(config, dtype=torch.float32, seed=seed) for seed in (1, 1, 2))
+    assert same_weights(a, b) and not same_weights(a, c)
+    assert a(torch.arange(9)[None], torch.arange(9)).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------ Meta's files
+
+
+def interleaved_rotation(x, angle):
+    """Meta's RoPE: pairs (2i, 2i + 1) as complex numbers. x (n, E), angle (n, E/2)."""
+    turned = torch.view_as_complex(x.view(x.size(0), -1, 2)) * torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(turned).flatten(1)
+
+
+def test_half_split_turns_metas_rotation_into_ours():
+    """Scores q·k are what attention sees: both layouts, each with its own rotation, must give the same."""
+    from model import apply_rope
+
+    torch.manual_seed(0)
+    wq, wk = torch.randn(2, 16, 10).double()  # two heads of E = 8
+    x = torch.randn(5, 10).double()
+    angle = torch.arange(5)[:, None] * torch.rand(4).double()
+    for head in range(2):
+        rows = slice(8 * head, 8 * head + 8)
+        want = interleaved_rotation(x @ wq[rows].T, angle) @ interleaved_rotation(x @ wk[rows].T, angle).T
+        q, k = ((x @ half_split(w, 2)[rows].T)[None, None] for w in (wq, wk))
+        got = apply_rope(q, angle.cos(), angle.sin())[0, 0] @ apply_rope(k, angle.cos(), angle.sin())[0, 0].T
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+def meta_slices(tensors: dict, heads: tuple[int, int], n: int, columns: bool) -> list[dict]:
+    """Hugging Face tensors as n model-parallel files; the inverse permutation is written out row by row."""
+    names = {"q_proj": ("wq", 0), "k_proj": ("wk", 0), "v_proj": ("wv", 0), "o_proj": ("wo", 1),
+             "gate_proj": ("w1", 0), "down_proj": ("w2", 1), "up_proj": ("w3", 0)}  # fmt: skip
+    out = [{} for _ in range(n)]
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        outer = {
+            "model.embed_tokens.weight": ("tok_embeddings.weight", 1 if columns else 0),
+            "model.norm.weight": ("norm.weight", None),
+            "lm_head.weight": ("output.weight", 0),
+        }
+        meta, dim = outer.get(name, (None, None))
+        if meta is None:
+            layer, module = parts[2], parts[-2]
+            if module in names:
+                short, dim = names[module]
+                block = "attention" if module[0] in "qkvo" else "feed_forward"
+                meta = f"layers.{layer}.{block}.{short}.weight"
+                if short in ("wq", "wk"):
+                    count = heads[0] if short == "wq" else heads[1]
+                    E = tensor.size(0) // count
+                    order = [h * E + (i % 2) * (E // 2) + i // 2 for h in range(count) for i in range(E)]
+                    tensor = tensor[order]
+            else:
+                meta = f"layers.{layer}.{'attention_norm' if module == 'input_layernorm' else 'ffn_norm'}.weight"
+        chunks = [tensor] * n if dim is None else tensor.chunk(n, dim)
+        for shard, chunk in zip(out, chunks, strict=True):
+            shard[meta] = chunk.clone()
+    return out
+
+
+@pytest.mark.parametrize("n, columns", [(1, True), (2, True), (2, False)])
+def test_meta_files_convert_to_the_same_model(folder_of, tmp_path, story_tokenizer, n, columns):
+    source = tmp_path / "meta"
+    source.mkdir()
+    tensors = load_file(folder_of("llama-3.1") / "model.safetensors")
+    for number, shard in enumerate(meta_slices(tensors, (4, 2), n, columns)):
+        torch.save(shard, source / f"consolidated.{number:02d}.pth")
+    params = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 500000.0,
+              "vocab_size": -1, "use_scaled_rope": True}  # fmt: skip
+    (source / "params.json").write_text(json.dumps(params))
+    shutil.copy(story_tokenizer, source / "tokenizer.model")
+    with pytest.raises(ValueError, match="--rope_factor"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    convert(source, tmp_path / "out", rope_factor=8.0, context=160)
+    assert same_weights(
+        load_model(tmp_path / "out", dtype=torch.float32), load_model(folder_of("llama-3.1"), dtype=torch.float32)
+    )
+    config, want = load_config(tmp_path / "out"), load_config(folder_of("llama-3.1"))
+    assert isinstance(config, Config)
+    assert (config.rope_type, config.rope_factor, config.n_kv_heads) == (want.rope_type, want.rope_factor, 2)
+    assert config_json(tmp_path / "out")["eos_token_id"] == 2

@@ -1,0 +1,140 @@
+"""Config.from_hf: both spellings of every family agree, and nothing that changes the arithmetic is passed over."""
+
+import json
+
+import pytest
+from conftest import BASE, FAMILIES, config_json
+
+from model import NEUTRAL, Config
+
+LLAMA = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+MISTRAL = {**LLAMA, "model_type": "mistral"}
+QWEN = {**LLAMA, "model_type": "qwen2"}
+
+
+def v4_spelling(hf: dict) -> dict:
+    """rope_theta and rope_scaling at the top (with the old `type`), torch_dtype for dtype."""
+    hf = dict(hf)
+    rope = dict(hf.pop("rope_parameters"))
+    hf["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    hf["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    hf["torch_dtype"] = f"torch.{hf.pop('dtype')}"
+    return hf
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_v4_and_v5_spelling_agree(family, folder_of):
+    written_by_v5 = config_json(folder_of(family))
+    assert "rope_parameters" in written_by_v5 and "dtype" in written_by_v5
+    v5, v4 = Config.from_hf(written_by_v5), Config.from_hf(v4_spelling(written_by_v5))
+    assert v5 == v4
+    assert v5.rope_theta == FAMILIES[family]["rope_parameters"]["rope_theta"] and v5.dtype == "float32"
+
+
+REFUSED = [  # (config, what the message must name)
+    *[({**LLAMA, key: "odd"}, key) for key in NEUTRAL],
+    ({**LLAMA, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({**LLAMA, "logits_scaling": 8}, "logits_scaling = 8"),
+    ({**LLAMA, "num_experts": 8}, "num_experts = 8"),
+    ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({**LLAMA, "no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+    ({**LLAMA, "sliding_window": 64}, "sliding_window = 64"),
+    ({**LLAMA, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ({**LLAMA, "layer_types": ["full_attention"] * 2}, "layer_types"),
+    ({**LLAMA, "layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ({**MISTRAL, "sliding_window": 9, "layer_types": ["full_attention"] * 3}, "layer_types"),
+    ({**MISTRAL, "attention_bias": True}, "attention_bias"),
+    ({**MISTRAL, "sliding_window": 9, "use_sliding_window": False}, "use_sliding_window = False"),
+    ({**LLAMA, "layer_types": [["full_attention"]] * 3}, "layer_types"),
+    ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
+      "original_max_position_embeddings": 41}, "original_max_position_embeddings = 41"),
+    ({**QWEN, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+    ({**QWEN, "use_sliding_window": "yes"}, "use_sliding_window = 'yes'"),
+    ({**LLAMA, "model_type": "gemma2"}, "model_type 'gemma2'"),
+    ({key: value for key, value in LLAMA.items() if key != "model_type"}, "model_type None"),
+    *[({**LLAMA, "rope_parameters": {"rope_theta": 1e4, **rope}}, name) for rope, name in [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
+        ({"rope_type": "longrope", "factor": 2.0}, "rope_type = 'longrope'"),
+        ({"rope_type": "linear"}, "factor is missing"),
+        ({"factor": 2.0}, "rope_type = None"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
+        ({"rope_type": "yarn", "factor": "4"}, "factor = '4'"),
+        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "disagree"),
+        ({"full_attention": {"rope_theta": 1e4}}, "rope_type = None"),
+    ]],
+    ({**LLAMA, "rope_theta": 5e5}, "rope_theta = 500000.0"),
+    ({**LLAMA, "rope_parameters": None, "rope_theta": 0}, "rope_theta = 0"),
+    ({**LLAMA, "rope_parameters": None, "rope_theta": 1}, "rope_theta = 1.0"),
+    ({**LLAMA, "rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+                                   "original_max_position_embeddings": 24}}, "high_freq_factor"),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "disagree"),
+    ({**LLAMA, "rope_parameters": [1]}, "rope_parameters = [1]"),
+    ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
+    ({**LLAMA, "hidden_size": 66, "num_attention_heads": 4}, "hidden_size = 66"),
+    ({**LLAMA, "head_dim": 15}, "head_dim = 15"),
+    ({**LLAMA, "vocab_size": 2**40}, "vocab_size = 1099511627776"),
+    ({**LLAMA, "num_hidden_layers": 2**20}, "num_hidden_layers"),
+    ({**LLAMA, "hidden_size": -64}, "hidden_size = -64"),
+    ({**LLAMA, "hidden_size": "64"}, "hidden_size = '64'"),
+    ({**LLAMA, "hidden_size": 64.5}, "hidden_size = 64.5"),
+    ({**LLAMA, "rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+    *[({k: v for k, v in LLAMA.items() if k != key}, f"{key} is missing") for key in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+        "max_position_embeddings", "rms_norm_eps",
+    )],
+    ([], "expected a JSON object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hf, names", REFUSED, ids=[names for _, names in REFUSED])
+def test_refused_by_name(hf, names):
+    with pytest.raises(ValueError, match=r"config\.json") as error:
+        Config.from_hf(hf)
+    assert names in str(error.value)
+
+
+def test_harmless_values_pass():
+    """The same keys with the value that changes nothing, and keys nobody computes with."""
+    neutral = {key: values[0] for key, values in NEUTRAL.items() if values}
+    harmless = {"attention_dropout": 0.1, "use_cache": False, "pretraining_tp": 2, "unsloth_fixed": True,
+                "no_rope_layers": [1, 1, 1], "layer_types": ["full_attention"] * 3, "sliding_window": None}  # fmt: skip
+    assert Config.from_hf({**LLAMA, **neutral, **harmless, **dict.fromkeys(NEUTRAL)}) == Config.from_hf(
+        {**LLAMA, "layer_types": None}
+    )
+    assert Config.from_hf({**LLAMA, **neutral}) == Config.from_hf(LLAMA)
+
+
+def test_an_empty_object_hides_nothing():
+    hf = {**LLAMA, "rope_parameters": {}, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert Config.from_hf(hf).rope_type == "linear"
+
+
+def test_the_original_context_may_stand_beside_the_object():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    beside = Config.from_hf({**LLAMA, "rope_parameters": rope, "original_max_position_embeddings": 40})
+    inside = Config.from_hf({**LLAMA, "rope_parameters": {**rope, "original_max_position_embeddings": 40}})
+    assert beside == inside and inside.rope_original_length == 40
+
+
+def test_qwen_window_is_off_unless_used():
+    assert Config.from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows == (None,) * 3
+    sliding = {**QWEN, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
+    assert Config.from_hf(sliding).windows == (None, None, 9)
+
+
+def test_families_differ_where_their_key_is_absent():
+    """transformers' defaults: Mistral slides over 4096 and has 8 KV heads, Qwen3 heads are 128 wide."""
+    bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_parameters")}
+    assert Config.from_hf(bare).n_kv_heads == 4 and Config.from_hf(bare).rope_theta == 10000.0
+    assert Config.from_hf({**MISTRAL, "num_attention_heads": 8}).windows == (4096,) * 3
+    assert Config.from_hf({**MISTRAL, "sliding_window": 9, "max_window_layers": 1}).windows == (9,) * 3
+    assert Config.from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
+
+
+def test_config_survives_json():
+    assert Config.from_hf(json.loads(json.dumps(LLAMA))) == Config.from_hf(LLAMA)

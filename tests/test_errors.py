@@ -1,0 +1,143 @@
+"""What is wrong with a folder or a request is said in one line: `error: …` with the culprit's name, exit status 2, no
+traceback, in bounded time and memory, with nothing on stdout."""
+
+import json
+import os
+import resource
+import shutil
+import struct
+import sys
+import time
+
+import pytest
+import torch
+from conftest import config_json
+from safetensors.torch import load_file, save_file
+
+import generate as program
+from checkpoint import load_model
+
+
+def edit_config(folder, **changes) -> None:
+    (folder / "config.json").write_text(json.dumps(config_json(folder) | changes))
+
+
+def edit_tensors(folder, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def raw_safetensors(header: bytes, length: int | None = None, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+def one_tensor(shape, end) -> bytes:
+    return json.dumps({"model.norm.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}).encode()
+
+
+def write_index(folder, names) -> None:
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def weights(folder, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+
+
+FOLDERS = {  # what is done to a good folder; what the line must name
+    "folder is missing": (shutil.rmtree, "no such folder"),
+    "config is missing": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+    "config is cut off": (lambda f: os.truncate(f / "config.json", 40), "config.json: not readable as JSON"),
+    "config is not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "config.json: not readable"),
+    "config nests deeply": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not readable"),
+    "architecture": (lambda f: edit_config(f, model_type="mamba"), "model_type 'mamba'"),
+    "rope type": (lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2}), "'dynamic'"),
+    "activation": (lambda f: edit_config(f, hidden_act="relu"), "hidden_act = 'relu'"),
+    "vocabulary of 2^40": (lambda f: edit_config(f, vocab_size=2**40), "vocab_size = 1099511627776"),
+    "4096 layers": (lambda f: edit_config(f, num_hidden_layers=4096), "missing: model.layers.1"),
+    "wide layers": (lambda f: edit_config(f, intermediate_size=2**24), "instead of [16777216, 64]"),
+    "weights are missing": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "weights are a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "is a pickle"),
+    "weights are cut off": (lambda f: os.truncate(f / "model.safetensors", 50_000), "not a readable safetensors"),
+    "weights are empty": (lambda f: weights(f, b""), "not a readable safetensors"),
+    "header is garbage": (lambda f: weights(f, raw_safetensors(b"{]")), "not a readable safetensors"),
+    "header claims 2^60 bytes": (lambda f: weights(f, raw_safetensors(b"{}", 2**60)), "not a readable safetensors"),
+    "tensor claims more than there is": (
+        lambda f: weights(f, raw_safetensors(one_tensor([10**9], 4 * 10**9), data=b"\0" * 8)),
+        "not a readable safetensors",
+    ),
+    "tensor's shape and bytes differ": (
+        lambda f: weights(f, raw_safetensors(one_tensor([64], 8), data=b"\0" * 8)), "not a readable safetensors"
+    ),
+    "shard is missing": (lambda f: write_index(f, {"a": "x.safetensors"}), "x.safetensors: no such file"),
+    "index leaves the folder": (lambda f: write_index(f, {"a": "../x.safetensors"}), "'../x.safetensors'"),
+    "index is absolute": (lambda f: write_index(f, {"a": "/etc/passwd"}), "'/etc/passwd'"),
+    "index names a pickle": (lambda f: write_index(f, {"a": "x.bin"}), "'x.bin'"),
+    "index is no object": (lambda f: write_index(f, ["x.safetensors"]), "weight_map"),
+    "tensor is missing": (lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")), "missing: model.norm"),
+    "tensor is extra": (lambda f: edit_tensors(f, lambda t: t.update(x=torch.ones(1))), "unexpected: x"),
+    "tensor is misshapen": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.ones(65)})),
+        "misshapen: model.norm.weight",
+    ),
+    "tokenizer is missing": (lambda f: (f / "tokenizer.model").unlink(), "neither tokenizer.model nor tokenizer.json"),
+    "tokenizer is cut off": (lambda f: os.truncate(f / "tokenizer.model", 100), "not a sentencepiece model"),
+    "tokenizer is too large": (lambda f: edit_tensors(f, shrink_vocabulary) or edit_config(f, vocab_size=300), "300"),
+    "tokenizer_config is broken": (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json"),
+    "logits are NaN": (lambda f: edit_tensors(f, lambda t: t["model.norm.weight"].fill_(torch.nan)), "not finite"),
+}  # fmt: skip
+
+
+def shrink_vocabulary(tensors) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:300].contiguous()
+
+
+def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, list[str]]:
+    """(exit status, stdout, the error lines) of the program in this process."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        program.main()
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return exit.value.code, out, [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_broken_folder_is_one_line(text_folder, tmp_path, monkeypatch, capsys, case):
+    break_it, names = FOLDERS[case]
+    folder = shutil.copytree(text_folder, tmp_path / "model")
+    break_it(folder)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(folder), "--max_new_tokens", "4")
+    assert status == 2 and out.strip() == "" and len(lines) == 1 and names in lines[0], lines
+    assert time.perf_counter() - start < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
+
+
+def test_symlinks_inside_the_folder_are_followed(text_folder, tmp_path):
+    """A hub cache is made of them."""
+    for file in text_folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert load_model(tmp_path).config == load_model(text_folder).config
+
+
+def test_a_dtype_that_the_device_lacks_is_said(text_folder, monkeypatch, capsys):
+    def refuse(*_):
+        raise RuntimeError("no bfloat16 here\nmore")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    status, _, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), "--dtype", "bfloat16")
+    assert status == 2 and lines == [
+        "error: --dtype bfloat16: cpu cannot compute in it (no bfloat16 here); try --dtype float32"
+    ]
+
+
+def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate 3 TiB")
+
+    monkeypatch.setattr(program, "load_model", refuse)
+    status, _, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder))
+    assert status == 2 and lines == ["error: tried to allocate 3 TiB"]

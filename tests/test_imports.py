@@ -1,0 +1,45 @@
+"""The import graph of DESIGN: a reader may open any file alone, and no file learns what it must not know."""
+
+import ast
+
+from conftest import ROOT
+
+ALLOWED = {
+    "model": set(),
+    "tokenizer": set(),
+    "sampling": set(),
+    "tp": set(),
+    "quantize": {"model"},
+    "checkpoint": {"model", "quantize", "tp"},
+    "speculative": {"model", "sampling"},
+    "generate": {"model", "tokenizer", "sampling", "tp", "quantize", "checkpoint", "speculative"},
+}
+
+
+def imported(file) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+def test_imports_form_the_dag():
+    files = {file.stem: file for file in ROOT.glob("*.py")}
+    assert files.keys() <= ALLOWED.keys() and "model" in files
+    for name, file in files.items():
+        assert imported(file) & (ALLOWED.keys() | {"scripts"}) <= ALLOWED[name], name
+
+
+def test_nothing_imports_scripts():
+    for file in [*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        assert "scripts" not in imported(file), file
+
+
+def test_model_knows_nothing_of_its_users():
+    source = (ROOT / "model.py").read_text()
+    code = ast.unparse(ast.parse(source)).replace(ast.get_docstring(ast.parse(source)), "")
+    for word in ("quantize", "world_size", "torch.compile", "torch.distributed", "Sampling"):
+        assert word not in code, word

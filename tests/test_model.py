@@ -1,0 +1,139 @@
+"""model.py against its two oracles, in float32, for every family.
+
+Each can fail: a wrong frequency, head order, window, bias, norm or mask moves logits by far more than 1e-4, because
+every parameter of the tiny models is random and their logits are of order 1 to 10.
+"""
+
+import pytest
+import torch
+from conftest import FAMILIES, config_json, oracle
+from reference import logits as reference_logits
+from safetensors.torch import load_file
+
+from checkpoint import load_model
+from model import Config, Rope, Transformer, attend
+
+LIMIT = 1e-4  # the bound promised for float32
+
+
+def tokens_for(family: str, B: int, T: int) -> torch.Tensor:
+    return torch.randint(3, 131, (B, T), generator=torch.Generator().manual_seed(len(family) + T))
+
+
+@torch.no_grad()
+def expected(family: str, tokens: torch.Tensor) -> torch.Tensor:
+    return oracle(family)(tokens).logits
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def model(family, folder_of):
+    return load_model(folder_of(family), dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_whole_chunked_and_token_by_token_equal_transformers(family, model):
+    tokens = tokens_for(family, 2, 60)
+    want = expected(family, tokens)
+    pos = torch.arange(60)
+    assert want.abs().max() > 1, "the oracle's logits are too small to show an error"
+    assert (model(tokens, pos) - want).abs().max() <= LIMIT  # without a cache
+    for cuts in ([60], [7, 1, 30, 2, 20], [1] * 60):
+        model.setup_caches(2, 64)
+        parts, begin = [], 0
+        for n in cuts:
+            parts.append(model(tokens[:, begin : begin + n], pos[begin : begin + n]))
+            begin += n
+        assert (torch.cat(parts, dim=1) - want).abs().max() <= LIMIT, cuts
+
+
+@torch.no_grad()
+def test_rows_at_different_positions_equal_transformers(family, model):
+    """Row 0 stands at 45, row 1 at 20; both then take three tokens in one call with pos (B, T)."""
+    tokens = tokens_for(family, 2, 48)
+    want = expected(family, tokens)
+    model.setup_caches(2, 50)
+    starts = torch.tensor([45, 20])
+    model(tokens[:, :45], torch.arange(45))  # row 1 wrote ahead to 44: what it sees must stop at its own position
+    pos = starts[:, None] + torch.arange(3)
+    got = model(tokens.gather(1, pos), pos)
+    for row in range(2):
+        assert (got[row] - want[row, pos[row]]).abs().max() <= LIMIT
+
+
+@torch.no_grad()
+def test_float64_twin(family, model, folder_of):
+    tokens = tokens_for(family, 1, 40)
+    folder = folder_of(family)
+    want = reference_logits(config_json(folder), load_file(folder / "model.safetensors"), tokens[0].tolist())
+    assert (model(tokens, torch.arange(40))[0].double() - want).abs().max() <= LIMIT
+
+
+@torch.no_grad()
+def test_large_finite_values_beyond_pos_change_nothing(family, model):
+    tokens = tokens_for(family, 2, 20)
+    results = []
+    for poison in (0.0, 1e4):
+        model.setup_caches(2, 64)
+        for layer in model.layers:
+            layer.attention.cache.k.fill_(poison)
+            layer.attention.cache.v.fill_(-poison)
+        model(tokens[:, :12], torch.arange(12))
+        pos = torch.stack([torch.arange(12, 15), torch.arange(5, 8)])
+        results.append(model(tokens.gather(1, pos), pos))
+    assert torch.equal(*results)
+
+
+@torch.no_grad()
+def test_bounding_the_attended_length_changes_nothing(model):
+    tokens = torch.arange(20)[None]
+    model.setup_caches(1, 64)
+    want = model(tokens, torch.arange(20))
+    model.attend_to(20)
+    assert (model(tokens, torch.arange(20)) - want).abs().max() <= LIMIT
+
+
+@torch.no_grad()
+def test_a_smaller_batch_uses_the_first_rows_of_the_cache(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    tokens = tokens_for("llama-3", 1, 10)
+    want = model(tokens, torch.arange(10))
+    model.setup_caches(4, 16)
+    assert (model(tokens, torch.arange(10)) - want).abs().max() <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rope_stays_float32_through_casts_and_moves(dtype):
+    """A bfloat16 table is off by 2e-3 at position 1 and by whole turns at position 1000."""
+    config = Config.from_hf({"model_type": "llama", **_sizes()})
+    want = Rope(config).inv_freq.clone()
+    model = Transformer(config).to(dtype)
+    assert model.rope.inv_freq.dtype == torch.float32 and torch.equal(model.rope.inv_freq, want)
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    model.to_empty(device="cpu")
+    assert model.rope.inv_freq.dtype == torch.float32 and torch.equal(model.rope.inv_freq, want)
+    cos, _ = model.rope(torch.tensor([[100_000]]))
+    exact = torch.cos(100_000 * 10000.0 ** (-torch.arange(0, 16, 2).double() / 16))
+    assert (cos.flatten() - exact).abs().max() < 0.02  # float32 angles: 1e5 * 2^-24 plus the product's own rounding
+
+
+def test_attention_shares_kv_heads_without_repeating_them():
+    """Each query head must meet its own group: compare with K and V repeated the long way."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.rand(2, 1, 3, 5) < 0.7
+    mask[..., 0] = True
+    scores = (q @ k.repeat_interleave(3, 1).mT / 8**0.5).masked_fill(~mask, -torch.inf)
+    assert torch.allclose(attend(q, k, v, mask), scores.softmax(-1) @ v.repeat_interleave(3, 1), atol=1e-5)
+
+
+def _sizes() -> dict:
+    return {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    }  # fmt: skip

@@ -1,0 +1,56 @@
+"""README.md promises commands: each shell block that needs neither a download nor hours runs here as it stands."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+
+# Parts of a command that this test leaves out, and why. `.ci/run` runs the line with pytest whole.
+SET_UP = ("python3 -m venv", ". .venv/bin/activate", "pip install", "python -m pytest")
+ELSEWHERE = (
+    "scripts.download",
+    "scripts.convert_meta",
+    "scripts.train_demo",
+    "scripts.bench",
+    "TinyLlama",
+)  # network, hours
+
+
+def commands() -> list[str]:
+    """The lines of all blocks (continuations joined) with set-up parts taken out."""
+    found = []
+    for block in BLOCKS:
+        for line in block.replace("\\\n", " ").splitlines():
+            parts = [part.strip() for part in line.split("&&")]
+            kept = " && ".join(part for part in parts if not part.startswith(SET_UP))
+            if kept and not kept.startswith("#") and not any(name in kept for name in ELSEWHERE):
+                found.append(" ".join(kept.split()))
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_command_runs(command):
+    script = f'python() {{ {sys.executable} "$@"; }}; {command}'
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "it printed nothing"
+
+
+def test_set_up_is_two_commands_and_ci_runs_the_second():
+    install = [line for block in BLOCKS for line in block.splitlines() if "pip install -r" in line]
+    assert len(install) == 2
+    assert install[0].endswith("&& python generate.py") and install[1].endswith("&& python -m pytest")
+    assert "eval \"$(grep -m1 'python -m pytest' README.md)\"" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_scripts_that_are_not_run_at_least_explain_themselves():
+    for name in sorted(set(re.findall(r"python -m (scripts\.\w+)", README))):
+        done = subprocess.run(
+            [sys.executable, "-m", name, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and "--" in done.stdout, name

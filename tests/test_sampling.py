@@ -1,0 +1,180 @@
+"""sampling.py: the distribution against naive and transformers' filters, the draw and the hash against their laws.
+
+Statistical tests use fixed seeds and a chi-square bound that a correct implementation exceeds with probability
+1e-6; each one's sensitivity is shown by a distorted law that it catches.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sampling import INVALID, Sampling, draw, uniform
+
+Z = 4.75  # standard normal quantile of 1 - 1e-6
+
+
+def chi_square_too_large(counts: torch.Tensor, p: torch.Tensor) -> bool:
+    """Pearson's statistic of counts against p beyond its 1 - 1e-6 quantile (Wilson-Hilferty approximation)."""
+    expected = p.double() * counts.sum()
+    if counts[expected == 0].any():
+        return True
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert expected.min() >= 5, "too few draws for the approximation"
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    k = len(counts) - 1
+    return statistic > k * (1 - 2 / (9 * k) + Z * math.sqrt(2 / (9 * k))) ** 3
+
+
+def naive_probs(logits: list[float], temperature: float, top_k, top_p, min_p) -> list[float]:
+    """The definition, token by token in float64: temperature, top-k, top-p, min-p."""
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    kept = sorted(range(len(weights)), key=lambda i: -weights[i])[: top_k or None]
+    mass, total, short = 0.0, sum(weights[i] for i in kept), []
+    for i in kept:
+        short.append(i)
+        mass += weights[i]
+        if mass >= (top_p or 1) * total:
+            break
+    kept = [i for i in short if weights[i] >= (min_p or 0) * max(weights)]
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
+
+
+SETTINGS = st.tuples(
+    st.floats(0.05, 4), st.none() | st.integers(1, 40), st.none() | st.floats(0.01, 1), st.none() | st.floats(0, 1)
+)
+
+
+@given(SETTINGS, st.integers(0, 10**6), st.integers(2, 30))
+@settings(deadline=None, max_examples=300)
+def test_probs_equal_the_definition(values, seed, V):
+    """Logits half a unit apart, so that float32 cannot round one filter's edge across a token... except top-p's
+    mass, where the kept sets may differ only if the mass at the edge is within rounding of top_p."""
+    temperature, top_k, top_p, min_p = values
+    logits = torch.randperm(V, generator=torch.Generator().manual_seed(seed)).float() / 2
+    want = torch.tensor(naive_probs(logits.tolist(), temperature, top_k, top_p, min_p))
+    got = Sampling(temperature, top_k, top_p, min_p).probs(logits)
+    if (got - want).abs().max() > 1e-5:
+        edges = []
+        for d in (1 - 1e-5, 1 + 1e-5):
+            near_p, near_min = top_p and min(1, top_p * d), min_p and min(1, min_p * d)
+            edges.append(torch.tensor(naive_probs(logits.tolist(), temperature, top_k, near_p, near_min)))
+        assert min((got - edge).abs().max() for edge in edges) < 1e-4
+    assert got.dtype == torch.float32 and abs(got.sum() - 1) < 1e-5
+
+
+def test_probs_equal_transformers_warpers():
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)) * 4
+    for temperature, top_k, top_p, min_p in [(0.7, 50, 0.9, 0.05), (1.3, 400, 0.5, 0.01), (1.0, 7, 0.99, 0.2)]:
+        scores = logits
+        for warp in (
+            TemperatureLogitsWarper(temperature),
+            TopKLogitsWarper(top_k),
+            TopPLogitsWarper(top_p),
+            MinPLogitsWarper(min_p),
+        ):
+            scores = warp(None, scores)
+        got = Sampling(temperature, top_k, top_p, min_p).probs(logits)
+        assert torch.equal(got > 0, scores.isfinite())
+        assert torch.allclose(got, scores.softmax(-1), atol=1e-6)
+
+
+def test_greedy_is_the_lowest_argmax_as_a_one_hot():
+    """Trap: temperature 0 as softmax(logits / 1e-5) breaks ties at random."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, -1.0, 0.0, 0.0]])
+    sampling = Sampling(temperature=0, top_k=3, top_p=0.5)
+    assert sampling.probs(logits).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    for u in (0.0, 0.5, 1 - 2**-24):
+        noise = torch.full((2,), u)
+        assert sampling.sample(logits, noise).tolist() == [1, 0] == draw(sampling.probs(logits), noise).tolist()
+
+
+def test_no_limit_keeps_the_whole_tail():
+    """Trap: a cumulative sum that rounds to just under 1 drops the tail at top_p = 1."""
+    logits = torch.linspace(0, 15, 4096).flip(0)
+    for sampling in (
+        Sampling(1.0, top_p=1.0, min_p=1e-9),
+        Sampling(1.0, top_k=4096, min_p=1e-9),
+        Sampling(1.0, top_k=10**6),
+    ):
+        assert torch.allclose(sampling.probs(logits), logits.softmax(-1), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
+def test_extreme_temperatures_stay_finite(temperature):
+    p = Sampling(temperature).probs(torch.tensor([60000.0, 59999.0, -60000.0]).half())
+    assert p.isfinite().all() and abs(p.sum() - 1) < 1e-6
+
+
+def test_zero_probability_is_never_drawn():
+    """Trap: races and scans at noise exactly 0, or just below 1, must not land on a masked token."""
+    p = torch.zeros(6, 100_003)
+    p[:, 7], p[:, 50_000], p[:, 99_000] = 0.25, 0.5, 0.25
+    noise = torch.tensor([0.0, 2**-24, 0.25, 0.5, 0.75, 1 - 2**-24])
+    assert draw(p, noise).tolist() == [7, 7, 50_000, 50_000, 99_000, 99_000]
+
+
+def test_not_finite_logits_are_named_not_sampled():
+    """Trap: NaN probabilities silently become token 0."""
+    for bad in (math.nan, math.inf):
+        logits = torch.tensor([[0.0, bad, 1.0], [0.0, 1.0, 2.0]])
+        for sampling in (Sampling(0), Sampling(1.0), Sampling(0.5, top_k=2)):
+            ids = sampling.sample(logits, torch.tensor([0.3, 0.9]))
+            assert ids.tolist() == [INVALID, 2]
+            assert draw(sampling.probs(logits), torch.tensor([0.3, 0.9])).tolist() == [INVALID, 2]
+
+
+@pytest.mark.parametrize(
+    "values", [(-1, None, None, None), (math.nan, None, None, None), (1, -1, None, None), (1, None, 0, None),
+               (1, None, 1.1, None), (1, None, None, -0.1), (1, None, None, 2)],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(values):
+    with pytest.raises(ValueError, match="must"):
+        Sampling(*values)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.5, top_p=0.8, min_p=0.02)])
+def test_draws_follow_the_distribution(sampling):
+    """200,000 draws; false alarm 1e-6. The control moves 1 % of the mass from one token to another."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
+    n = 200_000
+    noise = uniform(torch.full((n,), 11), torch.arange(n))
+    counts = sampling.sample(logits.expand(n, -1), noise).bincount(minlength=40).double()
+    p = sampling.probs(logits)
+    assert not chi_square_too_large(counts, p)
+    distorted = p.clone()
+    order = p.argsort(descending=True)
+    distorted[order[0]] -= 0.01
+    distorted[order[1]] += 0.01
+    assert chi_square_too_large(counts, distorted)
+
+
+def test_uniform_is_uniform_and_independent_in_every_argument():
+    """Pairs of numbers on a 16 x 16 grid: neighbours in position, seed and purpose; 2^18 pairs, false alarm 1e-6."""
+    n = 2**18
+    index, zero = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    pairs = {
+        "positions": (uniform(zero, index), uniform(zero, index + 1)),
+        "seeds": (uniform(index, zero), uniform(index + 1, zero)),
+        "purposes": (uniform(zero, index, 0), uniform(zero, index, 1)),
+        "seed and position": (uniform(index, index), uniform(index, index + 1)),
+        "large seeds": (uniform(index + 2**40, zero), uniform(-index, zero)),
+    }
+    flat = torch.full((256,), 1 / 256)
+    for name, (a, b) in pairs.items():
+        assert a.dtype == torch.float32 and a.min() >= 0 and a.max() < 1
+        cell = (a * 16).long() * 16 + (b * 16).long()
+        assert not chi_square_too_large(cell.bincount(minlength=256).double(), flat), name
+    same = (pairs["positions"][0] * 16).long()
+    assert chi_square_too_large((same * 16 + same).bincount(minlength=256).double(), flat)  # control: no independence
+
+
+def test_uniform_is_the_same_whatever_the_batch():
+    alone = uniform(torch.tensor([5]), torch.tensor([9]))
+    batch = uniform(torch.tensor([1, 5, 5]), torch.tensor([9, 9, 8]))
+    assert batch[1] == alone[0] and batch[0] != alone[0] and batch[2] != alone[0]
