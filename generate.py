@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +90,8 @@ def decide(state: State, logits: Tensor, kind: str) -> None:
     state.out.copy_(torch.where(state.done, FROZEN, token))
     here = torch.where(state.done, state.pos, position)[:, None]  # (B, 1)
     token = torch.where(state.done, state.tokens.gather(1, here)[:, 0], token)
-    state.tokens.scatter_(
-        1, here, token[:, None].clamp(min=0)
-    )  # INVALID is for the host; a later step must not embed it
+    # INVALID is for the host alone: a step that runs before the host knows must not embed it.
+    state.tokens.scatter_(1, here, token[:, None].clamp(min=0))
     state.pos.copy_(here[:, 0])
     ended = torch.isin(token, state.stop_ids) | (state.pos >= state.end) | (token == INVALID)
     state.done.logical_or_(ended)
@@ -313,7 +312,8 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     alive = [True] * len(prompts)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
-    weights, launched, read = weight_bytes(model), 0, 0
+    weights, per_position = weight_bytes(model), position_bytes(model)
+    launched, read = 0, 0  # decode steps begun; results received, the prompt's included
 
     start = time.perf_counter()
     state.start(prompts, budgets, stop_ids, seed, sampling)
@@ -331,7 +331,7 @@ def generate(
         else:
             timing.decode_s, timing.steps = timing.decode_s + now - start, timing.steps + 1
             filled = [n + read for n, going in zip(lengths, alive) if going]
-            timing.bytes_read += weights + sum(attended_bytes(model, n) for n in filled)
+            timing.bytes_read += weights + sum(attended_bytes(per_position, n) for n in filled)
         start, read = now, read + 1
         for row, id in enumerate(ids[: len(prompts)]):
             if not alive[row]:
@@ -401,13 +401,18 @@ def weight_bytes(model: Transformer) -> int:
     return sum(parameter.nbytes for parameter in model.parameters()) - table
 
 
-def attended_bytes(model: Transformer, length: int) -> int:
-    """Bytes of keys and values that one query attends to when `length` positions are filled, windows respected."""
-    total = 0
+def position_bytes(model: Transformer) -> Counter:
+    """Bytes of keys and values that one position takes in all layers with the same window: {window or None: bytes}."""
+    found = Counter()
     for layer, window in zip(model.layers, model.windows, strict=True):
         k = layer.attention.cache.k
-        total += 2 * min(length, window or length) * k.size(1) * k.size(3) * k.element_size()
-    return total
+        found[window] += 2 * k.size(1) * k.size(3) * k.element_size()
+    return found
+
+
+def attended_bytes(per_position: Counter, length: int) -> int:
+    """Bytes of keys and values that one query attends to when `length` positions are filled, windows respected."""
+    return sum(min(length, window or length) * size for window, size in per_position.items())
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -479,7 +484,7 @@ class Printer:
         self.ids: list[list[int]] = [[] for _ in texts]
         self.pieces: list[list[str]] = [[] for _ in texts]
         self.streams = [tokenizer.stream(continues=True) for _ in texts]
-        self.streaming, self.printed = len(texts) == 1 and not as_json, False
+        self.streaming = len(texts) == 1 and not as_json
         if self.streaming and texts[0]:
             # On a terminal the answer continues the prompt's line; in a log each has its own.
             print(texts[0], end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
@@ -495,14 +500,13 @@ class Printer:
         self.pieces[row].append(text)
         if self.streaming and text:
             print(text, end="", flush=True)
-            self.printed = True
 
     def close(self) -> None:
         """Release held-back bytes and end the line."""
         for row, stream in enumerate(self.streams):
             self._text(row, self.stops[row].feed(stream.flush()) + self.stops[row].flush())
         if self.streaming:
-            print(end="\n" if self.printed or self.ids[0] else "", flush=True)
+            print(end="\n" if self.ids[0] else "", flush=True)
         elif not self.as_json and any(self.ids):
             for text, pieces in zip(self.texts, self.pieces, strict=True):
                 print(text, end="", file=sys.stderr, flush=True)
@@ -614,11 +618,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--system needs --interactive")
     if args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1):
         raise ValueError("--interactive is one conversation in text: not with --json, --num_samples or --batch_size")
-    if args.profile:
-        try:
-            Path(args.profile).touch()
-        except OSError as error:
-            raise ValueError(f"--profile {args.profile}: {error.strerror}") from None
+    if args.profile and not os.access(Path(args.profile).resolve().parent, os.W_OK):
+        raise ValueError(f"--profile {args.profile}: its folder does not exist or cannot be written to")
 
 
 def warm_up(engine: Engine, kind: str) -> None:
@@ -674,7 +675,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
             print("[interrupted]", file=sys.stderr)
         answer = "".join(printer.pieces[0])
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        cached = (prompt + printer.ids[0])[: len(prompt) + max(0, len(printer.ids[0]) - 1)] if printer.ids[0] else []
+        cached = (prompt + printer.ids[0])[:-1] if printer.ids[0] else []  # the last id has not been fed
 
 
 def conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
@@ -768,7 +769,7 @@ def positive(text: str) -> int:
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         """One line, like every other error of this program."""
-        self.exit(2, f"error: {message}\n")
+        sys.exit(one_line_error(message))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -790,40 +791,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top_p", type=float, help="keep the most likely tokens that together reach this mass")
     add("--min_p", type=float, help="keep tokens at least this likely relative to the most likely one")
     add("--seed", type=int, default=0)
-    add("--stop", nargs="+", action="extend", metavar="TEXT", help="end before any of these strings")
+    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
     add("--profile", metavar="FILE", help="write a Chrome trace of everything after loading and compiling")
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
-    args = parser.parse_args(argv)
-    args.stop = args.stop or []
-    return args
+    return parser.parse_args(argv)
 
 
 def main() -> None:
     try:
         check_torch()
         run(parse_args())
-    except ValueError as error:
-        sys.exit(_one_line_error(error))
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        sys.exit(_one_line_error(error))
+    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+        sys.exit(one_line_error(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as error:  # what torch raises on a CPU that has no more memory
         if "allocate memory" not in str(error):
             raise
-        sys.exit(_one_line_error(error))
+        sys.exit(one_line_error(error))
     except BrokenPipeError:  # the reader of stdout left; nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_one_line_error(error))
+        sys.exit(one_line_error(error))
 
 
-def _one_line_error(error: Exception) -> int:
+def one_line_error(error: Exception | str) -> int:
+    """Print it; the exit status."""
     tqdm.write(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 

@@ -217,15 +217,12 @@ def _dtype(hf: dict) -> str | None:
 def _windows(hf: dict, family: str, n_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer. Qwen writes a `sliding_window` that `use_sliding_window: false` turns off."""
     qwen = family in ("qwen2", "qwen3")
-    sliding = _flag(hf, "use_sliding_window") if qwen else hf.get("sliding_window") is not None
-    if sliding and not qwen and hf.get("use_sliding_window") is False:
-        if family == "mistral":
-            raise ValueError("config.json: use_sliding_window = False contradicts sliding_window; set that to null")
-        sliding = False
-    if sliding and family == "llama":
-        raise ValueError(
-            f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported for model_type 'llama'"
-        )
+    size, turned_off = hf.get("sliding_window"), hf.get("use_sliding_window") is False
+    if family == "llama" and size is not None and not turned_off:
+        raise ValueError(f"config.json: sliding_window = {size!r} is not supported for model_type 'llama'")
+    if family == "mistral" and size is not None and turned_off:
+        raise ValueError("config.json: use_sliding_window = False contradicts sliding_window; set that to null")
+    sliding = _flag(hf, "use_sliding_window") if qwen else family == "mistral" and size is not None
     window = _size(hf, "sliding_window") if sliding else None
     kinds = hf.get("layer_types")
     if kinds is None:
@@ -544,27 +541,25 @@ class Transformer(nn.Module):
 
     def setup_caches(self, batch_size: int, max_seq_length: int) -> None:
         """Give every layer an empty cache of (batch_size, G, max_seq_length, E) in the embedding's dtype."""
-        weight = self.embed.weight
-        for layer in self.layers:
-            G, E = layer.attention.kv_heads(), layer.attention.head_dim
-            layer.attention.cache = KVCache(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
-        self.positions = torch.arange(max_seq_length, device=weight.device)
-        self.attend_to(max_seq_length)
+        weight, E = self.embed.weight, self.config.head_dim
+        heads = [layer.attention.kv_heads() for layer in self.layers]
+        self.use_caches([KVCache(batch_size, G, max_seq_length, E, weight.dtype, weight.device) for G in heads])
 
     def use_caches(self, caches: "list[KVCache] | None") -> None:
-        """Put back caches that `setup_caches` made earlier, one per layer; None: attend over a call's own tokens."""
-        for number, layer in enumerate(self.layers):
-            layer.attention.cache = caches[number] if caches else None
+        """Attend over these caches, one per layer, with what they hold; None: over a call's own tokens."""
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            layer.attention.cache = cache
         self.key_pos = None
         if caches:
-            self.positions = torch.arange(caches[0].k.size(2), device=caches[0].k.device)
-            self.attend_to(caches[0].k.size(2))
+            k = caches[0].k
+            self.positions = torch.arange(k.size(2), device=k.device)
+            self.attend_to(k.size(2))
 
     def attend_to(self, length: int) -> None:
         """The caller's promise that no position >= `length` is queried until the next promise.
 
-        It bounds what attention costs. Reading it off `pos` would make the host wait for the device; as the length
-        of a tensor it can vary from step to step without being a constant of compiled code.
+        It bounds what attention costs. Reading it off `pos` would make the host wait for the device; it is the length
+        of a tensor, not a number, so that whoever traces this model can leave it open.
         """
         self.key_pos = self.positions[:length]
 
@@ -574,7 +569,7 @@ class Transformer(nn.Module):
         pos = pos.expand(tokens.shape)  # (B, T)
         cached = self.key_pos is not None
         key_pos = self.key_pos if cached else pos
-        keys = {window: visible_keys(pos, key_pos, window, cached) for window in sorted(set(self.windows), key=str)}
+        keys = {window: visible_keys(pos, key_pos, window, cached) for window in set(self.windows)}
         rope = self.rope(pos)
         x = self.embed(tokens)  # (B, T, D)
         for layer, window in zip(self.layers, self.windows, strict=True):

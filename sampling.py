@@ -113,9 +113,7 @@ def _cut(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     left = target.expand(cut.shape).clone()  # still to be reached by entries that share the digits of `cut`
     for shift in (20, 10, 0):
         digit = (bits >> shift) & 1023
-        histogram = (
-            torch.zeros_like(p[..., :1]).repeat_interleave(1024, -1).scatter_add(-1, digit, weight)
-        )  # (..., 1024)
+        histogram = p.new_zeros(*p.shape[:-1], 1024).scatter_add(-1, digit, weight)  # (..., 1024)
         reached = histogram.flip(-1).cumsum(-1).flip(-1)  # weight of this digit and all above
         found = ((reached >= left).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # (..., 1)
         left = left - (reached - histogram).gather(-1, found)

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import load_model, random_model, save_model
-from generate import Engine, attended_bytes, prefill, weight_bytes
+from generate import Engine, attended_bytes, position_bytes, prefill, weight_bytes
 from model import Config
 from sampling import GREEDY, Sampling
 
@@ -115,7 +115,7 @@ class Contender:
             self.engine.step(GREEDY, filled + step)
             self.sync()
             seconds.append(time.perf_counter() - start)
-        read = weight_bytes(self.model) + self.batch * attended_bytes(self.model, filled + steps // 2)
+        read = weight_bytes(self.model) + self.batch * attended_bytes(position_bytes(self.model), filled + steps // 2)
         return {"seconds": statistics.median(seconds), "bytes": read, "compile_s": self.compile_s}
 
     @torch.inference_mode()

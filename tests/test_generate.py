@@ -19,7 +19,7 @@ from conftest import BASE, FAMILIES, ROOT, oracle
 
 import generate as program
 from checkpoint import load_model
-from generate import Timing, attended_bytes, generate, weight_bytes
+from generate import Timing, attended_bytes, generate, position_bytes, weight_bytes
 from sampling import Sampling
 from tokenizer import load_tokenizer
 
@@ -128,7 +128,7 @@ def test_byte_accounting_by_hand(folder_of):
     assert timing.steps == 2 and timing.bytes_read == 2 * weight_bytes(untied) + per_token * (11 + 5 + 12 + 6)
     windowed = load_model(folder_of("mistral-v0.1"))
     windowed.setup_caches(1, 40)
-    assert attended_bytes(windowed, 30) == per_token * 9  # a window of 9
+    assert attended_bytes(position_bytes(windowed), 30) == per_token * 9  # a window of 9
     assert timing.prompt_tokens == 14 and timing.decoded == [3, 3]
 
 
