@@ -36,7 +36,7 @@ INNER = {
     "ffn.down": ["mlp.down_proj"],
 }
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that can be read
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
 
 

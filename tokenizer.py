@@ -172,9 +172,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool | None = None) -> list[int]:
         """Ids of text, led by BOS when `bos` is true, or when it is None and the folder's policy says so."""
         with_bos = self.add_bos if bos is None else bos
-        return ([self.bos_id] if with_bos and self.bos_id is not None else []) + self._find(
-            _valid(text), self._literals
-        )
+        before = [self.bos_id] if with_bos and self.bos_id is not None else []
+        return before + self._find(_valid(text), self._literals)
 
     def stream(self, continues: bool = False) -> StreamDecoder:
         """A fresh decoder. `continues`: the ids follow others, so that a leading space is a real one."""
@@ -201,21 +200,21 @@ class Tokenizer:
         text = self.template.render(hidden, add_generation_prompt)
         if hidden == messages:
             return self._parse(text)
-        return self._parse_all(_replace(text, {mark: f"{name[0]}\ufdd0{name[1:]}" for name, mark in marks.items()}))
+        # A name that a message spells comes back in two halves, which no backend reads as one.
+        halves = {mark: f"{name[0]}\ufdd0{name[1:]}" for name, mark in marks.items()}
+        return self._find(_replace(text, halves), {**self.specials, **self._literals, "\ufdd0": None})
 
     def _parse_all(self, text: str) -> list[int]:
-        return self._find(text, self.specials | self._literals)
+        return self._find(text, {**self.specials, **self._literals})
 
-    def _find(self, text: str, names: Mapping[str, int]) -> list[int]:
-        """Ids of text in which names stand for ids. U+FDD0, a noncharacter, parts what must not be read as one name."""
+    def _find(self, text: str, names: Mapping[str, int | None]) -> list[int]:
+        """Ids of text in which names stand for an id, or (None) only part what is before them from what follows."""
         ids = []
         for number, part in enumerate(re.split(f"({_pattern(names)})", text) if names else [text]):
             if number % 2:
-                ids.append(names[part])
-                continue
-            for piece, text in enumerate(part.split("\ufdd0") if names is not self._literals else [part]):
-                if text:
-                    ids += (self._to_ids_after_special if number or piece else self._to_ids)(text)
+                ids += [names[part]] if names[part] is not None else []
+            elif part:
+                ids += (self._to_ids_after_special if number else self._to_ids)(part)
         return ids
 
 
@@ -229,8 +228,8 @@ def _replace(text: str, by: Mapping[str, str]) -> str:
 
 
 def _valid(text: str) -> str:
-    """Lone surrogates cannot be encoded; U+FFFD stands for them, as in any decoder that replaces."""
-    return text.encode("utf-8", errors="replace").decode() if any("\ud800" <= c <= "\udfff" for c in text) else text
+    """Lone surrogates cannot be encoded: a question mark stands for each."""
+    return text.encode("utf-8", errors="replace").decode()
 
 
 # ---------------------------------------------------------------------------------------- one folder
@@ -293,7 +292,7 @@ def _added(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
 def _json(file: Path) -> dict:
     try:
         value = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
@@ -326,17 +325,16 @@ def _sentencepiece(file: Path, settings: dict) -> Tokenizer:
         model = sentencepiece.SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:
         raise ValueError(f"{file}: not a sentencepiece model: {error}") from None
-    pieces, specials = [], {}
+    texts, ids, specials, literals = {}, {}, {}, {}
     for id in range(model.get_piece_size()):
         piece = model.id_to_piece(id)
+        texts[id] = bytes([int(piece[3:5], 16)]) if model.is_byte(id) else piece.replace("▁", " ").encode()
+        ids[piece] = id
         if model.is_control(id) or model.is_unknown(id):
             specials[piece] = id
-        pieces.append(bytes([int(piece[3:5], 16)]) if model.is_byte(id) else piece.replace("▁", " ").encode())
-    texts, literals = dict(enumerate(pieces)), {}
     for id, (name, special) in _added(file.parent, settings).items():
-        texts[id] = name.encode()
+        texts[id], ids[name] = name.encode(), id
         (specials if special else literals)[name] = id
-    ids = {model.id_to_piece(id): id for id in range(len(pieces))} | specials | literals
     bos = ids.get(_name(settings, "bos_token"), model.bos_id())
     eos = ids.get(_name(settings, "eos_token"), model.eos_id())
     names = {}
@@ -392,10 +390,10 @@ def _tiktoken(file: Path, settings: dict) -> Tokenizer:
     return Tokenizer(
         lambda text: [id for piece in _short_pieces(text) for id in encoding.encode_ordinary(piece)],
         lambda id: texts.get(id, b""),
-        vocab_size=first + LLAMA3_SPECIALS,
+        vocab_size=max({**specials, **literals}.values()) + 1,
         bos_id=specials.get(_name(settings, "bos_token") or "<|begin_of_text|>"),
         add_bos=bool(settings.get("add_bos_token", True)),
-        stop_ids=_stop_ids(file.parent, specials | literals, eos),
+        stop_ids=_stop_ids(file.parent, {**specials, **literals}, eos),
         strip_first_space=False,
         specials=specials,
         literals=literals,

@@ -5,8 +5,6 @@ their index, and the tokenizer. The pickles are mapped, not read, and loaded wit
 code), so that one layer is held at a time. This is the only place where a pickle is opened.
 """
 
-import argparse
-import base64
 import json
 import os
 import pickle
@@ -21,6 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import read_json
+from generate import Parser
+from tokenizer import load_tokenizer
 
 # Meta's module -> (Hugging Face's, the dimension that model-parallel shards split: None is replicated)
 LAYER = {
@@ -110,19 +110,6 @@ def config_json(params: dict, shards: list[dict[str, Tensor]], rope_factor: floa
     }  # fmt: skip
 
 
-def special_ids(tokenizer: Path) -> dict[str, int]:
-    """BOS and EOS ids: sentencepiece knows its own; tiktoken ranks are followed by Llama 3's, those two first."""
-    import sentencepiece
-
-    lines = tokenizer.read_bytes().splitlines()
-    try:
-        ranks = [int(line.split()[1]) for line in lines if base64.b64decode(line.split()[0], validate=True)]
-        return {"bos_token_id": len(ranks), "eos_token_id": len(ranks) + 1}
-    except (ValueError, IndexError):
-        model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-        return {"bos_token_id": model.bos_id(), "eos_token_id": model.eos_id()}
-
-
 def convert(source: Path, output: Path, rope_factor: float | None = None, context: int | None = None) -> None:
     """Write the folder `output`; ValueError names what is missing. Works in a temporary folder beside it, so that an
     interrupted conversion leaves nothing that loads."""
@@ -135,7 +122,9 @@ def convert(source: Path, output: Path, rope_factor: float | None = None, contex
     if output.exists():
         raise ValueError(f"{output}: exists already; remove it or choose another --output")
     shards = [open_pickle(file) for file in files]
-    config = config_json(params, shards, rope_factor, context) | special_ids(source / "tokenizer.model")
+    tokenizer = load_tokenizer(source)
+    config = config_json(params, shards, rope_factor, context)
+    config |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": min(tokenizer.stop_ids, default=None)}
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -152,7 +141,7 @@ def convert(source: Path, output: Path, rope_factor: float | None = None, contex
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Convert Meta's release files to a Hugging Face folder.")
+    parser = Parser(description="Convert Meta's release files to a Hugging Face folder.")
     parser.add_argument("--input", type=Path, required=True, help="folder with params.json and consolidated.*.pth")
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--rope_factor", type=float, help="for scaled RoPE: 8 for Llama 3.1 and 3.3, 32 for 3.2")
@@ -161,14 +150,9 @@ def main() -> None:
     try:
         convert(args.input, args.output, args.rope_factor, args.context)
     except KeyError as error:
-        sys.exit(_error(f"{args.input}: {error} is missing from params.json or consolidated.*.pth"))
+        parser.error(f"{args.input}: {error} is missing from params.json or consolidated.*.pth")
     except ValueError as error:
-        sys.exit(_error(str(error)))
-
-
-def _error(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Takes safetensors, tokenizer, template and config files, and nothing else: no pi
 duplicate weights that some repositories keep in folders.
 """
 
-import argparse
-import sys
 from pathlib import Path
+
+from generate import Parser
 
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
             "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]  # fmt: skip
@@ -24,7 +24,7 @@ def download(repo: str, output: Path, revision: str | None = None) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fetch a model's safetensors, tokenizer and config files.")
+    parser = Parser(description="Fetch a model's safetensors, tokenizer and config files.")
     parser.add_argument("repo", help="OWNER/NAME on the hub")
     parser.add_argument("--output", type=Path, default=Path("checkpoints"), help="gets a folder NAME")
     parser.add_argument("--revision", help="branch, tag or commit")
@@ -32,14 +32,9 @@ def main() -> None:
     try:
         print(download(args.repo, args.output, args.revision))
     except ImportError:
-        sys.exit(_error("scripts.download needs huggingface_hub: pip install huggingface_hub"))
+        parser.error("scripts.download needs huggingface_hub: pip install huggingface_hub")
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors or ValueErrors
-        sys.exit(_error(f"{args.repo}: {error}"))
-
-
-def _error(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+        parser.error(f"{args.repo}: {error}")
 
 
 if __name__ == "__main__":

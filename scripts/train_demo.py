@@ -170,12 +170,12 @@ def train(name: str, hf: dict, windows: Windows, heldout: Tensor, args, teacher:
     vectors = [w for w in model.parameters() if w.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=True)
-    state_file, first, best = args.work / f"{name}.pt", 0, math.inf
+    state_file, first = args.work / f"{name}.pt", 0
     if state_file.exists():
         state = torch.load(state_file, weights_only=True, map_location=args.device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first, best = state["step"], state["best"]
+        first = state["step"]
     loss_of = torch.compile(next_token_loss) if args.compile else next_token_loss
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=name, unit="step", mininterval=5)
     for step in bar:
@@ -190,9 +190,8 @@ def train(name: str, hf: dict, windows: Windows, heldout: Tensor, args, teacher:
         optimizer.zero_grad()
         if (step + 1) % args.save_every == 0 or step + 1 == steps:
             score = evaluate(model, heldout[: args.eval_rows], teacher)
-            best = min(best, score)
-            bar.write(f"{name} step {step + 1}: train {loss.item():.4f} held-out {score:.4f} best {best:.4f}")
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "best": best}
+            bar.write(f"{name} step {step + 1}: train {loss.item():.4f} held-out {score:.4f}")
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
             torch.save(state, f"{state_file}.tmp")
             os.replace(f"{state_file}.tmp", state_file)
     return model.eval()
