@@ -291,24 +291,30 @@ def generate(
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     check_lengths(model, prompts, budgets, max_seq_length)
     assert 0 <= cached < min(map(len, prompts)), f"{cached} cached tokens leave no token of some prompt to run"
-    if engine is None:
-        engine = Engine(model, len(prompts), max(len(prompt) + n for prompt, n in zip(prompts, budgets)))
-        options = {
-            "sampling": sampling,
-            "max_new_tokens": budgets,
-            "stop_ids": stop_ids,
-            "seed": seed,
-            "timing": timing,
-        }
-        try:
-            yield from generate(model, prompts, **options, engine=engine, ended=ended)
-        finally:
-            model.use_caches(None)
+    timing, ended = Timing() if timing is None else timing, set() if ended is None else ended
+    with attached(engine, model, prompts, budgets) as engine:
+        yield from _decode(engine, prompts, budgets, sampling, frozenset(stop_ids), seed, cached, timing, ended)
+
+
+@contextlib.contextmanager
+def attached(engine: Engine | None, model: Transformer, prompts, budgets: list[int]) -> Iterator[Engine]:
+    """The caller's engine with its caches in the model; or an eager one that fits, whose caches are gone afterwards."""
+    if engine is not None:
+        engine.attach()
+        yield engine
         return
-    engine.attach()
-    ended = set() if ended is None else ended
-    timing = Timing() if timing is None else timing
-    stop_ids, state, inbox, kind = frozenset(stop_ids), engine.state, Inbox(engine.device), sampling.kind
+    try:
+        yield Engine(model, len(prompts), max(len(prompt) + n for prompt, n in zip(prompts, budgets)))
+    finally:
+        model.use_caches(None)
+
+
+def _decode(
+    engine: Engine, prompts, budgets: list[int], sampling: Sampling, stop_ids: frozenset[int], seed: int, cached: int,
+    timing: Timing, ended: set[int],
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """The loop of `generate`: launch steps, read what they decided, a few late on a GPU, and yield it."""
+    model, state, inbox, kind = engine.model, engine.state, Inbox(engine.device), sampling.kind
     lengths = [len(prompt) for prompt in prompts]
     alive = [True] * len(prompts)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
@@ -562,16 +568,14 @@ class Session:
     tokenizer: Tokenizer
     sampling: Sampling
     stop_ids: frozenset[int]
-    max_new_tokens: int | None
 
-    def decode(self, printer: Printer, prompts: list[list[int]], seed: int, cached: int = 0) -> Timing:
+    def decode(self, printer: Printer, prompts, budgets: list[int], seed: int, cached: int = 0) -> Timing:
         """One batch, printed as it goes; an interrupted one keeps what it printed."""
-        timing, limit = Timing(), self.engine.state.tokens.size(1)
+        timing = Timing()
         try:
             for row, id in generate(
                 self.engine.model, prompts, sampling=self.sampling, stop_ids=self.stop_ids, seed=seed,
-                max_new_tokens=[new_tokens(self.max_new_tokens, prompt, limit) for prompt in prompts],
-                engine=self.engine, timing=timing, cached=cached, ended=printer.ended,
+                max_new_tokens=budgets, engine=self.engine, timing=timing, cached=cached, ended=printer.ended,
             ):  # fmt: skip
                 printer.feed(row, id)
         finally:
@@ -585,7 +589,9 @@ def run(args: argparse.Namespace) -> None:
     check_options(args)
     texts, broken = ([], []) if args.interactive else requests(args)
     for message in broken:
-        print(f"error: {message}", file=sys.stderr)
+        one_line_error(message)
+    if broken and not texts:
+        sys.exit(2)
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
     limit = model.config.max_seq_length if args.max_seq_length is None else args.max_seq_length
@@ -594,17 +600,16 @@ def run(args: argparse.Namespace) -> None:
     encoded = [tokenizer.encode(text) for text in texts]
     budgets = [new_tokens(args.max_new_tokens, prompt, limit) for prompt in encoded]
     if args.interactive:
-        length = limit if args.max_seq_length else min(limit, CHAT_LENGTH)
-    elif encoded:
+        length = min(limit, CHAT_LENGTH)
+    else:
         check_lengths(model, encoded, budgets, limit)
-        length = limit if args.max_seq_length else max(len(prompt) + n for prompt, n in zip(encoded, budgets))
-    if encoded or args.interactive:
-        engine = Engine(model, min(args.batch_size, len(texts) or 1), length, compile=compiles(args.compile, device))
-        warm_up(engine, sampling.kind)
-        stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
-        session = Session(engine, tokenizer, sampling, stop_ids, args.max_new_tokens)
-        with profiled(args.profile, device):
-            chat(session, args) if args.interactive else decode_all(session, args, texts, encoded)
+        length = max(len(prompt) + n for prompt, n in zip(encoded, budgets))
+    rows, length = min(args.batch_size, len(texts) or 1), limit if args.max_seq_length else length
+    engine = Engine(model, rows, length, compile=compiles(args.compile, device))
+    warm_up(engine, sampling.kind)
+    session = Session(engine, tokenizer, sampling, frozenset() if args.ignore_eos else tokenizer.stop_ids)
+    with profiled(args.profile, device):
+        chat(session, args) if args.interactive else decode_all(session, args, texts, encoded, budgets)
     if broken:
         sys.exit(2)
 
@@ -629,14 +634,14 @@ def warm_up(engine: Engine, kind: str) -> None:
         print(f"compiled the {kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
 
 
-def decode_all(session: Session, args: argparse.Namespace, texts: list[str], encoded: list[list[int]]) -> None:
+def decode_all(session: Session, args: argparse.Namespace, texts: list[str], encoded, budgets: list[int]) -> None:
     """Every batch of every sample, then the rates."""
     timings, size = [], args.batch_size
     for seed in range(args.seed, args.seed + args.num_samples):
         for begin in range(0, len(texts), size):
             prompts = encoded[begin : begin + size]
             printer = Printer(session.tokenizer, texts[begin : begin + size], session.stop_ids, args.stop, args.json)
-            timings.append(session.decode(printer, prompts, seed))
+            timings.append(session.decode(printer, prompts, budgets[begin : begin + size], seed))
             if args.json:
                 for row in printer.rows(prompts, timings[-1], session.engine.device):
                     print(json.dumps(row), flush=True)
@@ -668,7 +673,8 @@ def chat(session: Session, args: argparse.Namespace) -> None:
         known = common_prefix(prompt[:-1], cached)
         printer = Printer(tokenizer, [""], session.stop_ids, args.stop)
         try:
-            timing = session.decode(printer, [prompt], args.seed + turn, known)
+            budget = new_tokens(args.max_new_tokens, prompt, limit)
+            timing = session.decode(printer, [prompt], [budget], args.seed + turn, known)
             rates = f"{rate(timing.decoded[0] - 1, timing.decode_s):.1f} tok/s"
             print(f"[{timing.prompt_tokens} tokens read, {known} kept, {rates}]", file=sys.stderr)
         except KeyboardInterrupt:

@@ -92,17 +92,11 @@ def ours(**spec) -> Worker:
 class Contender:
     """quickdraft with random weights, inside a worker. Answers {"steps", "filled"} and {"prefill"} with seconds."""
 
-    def __init__(
-        self, hf: dict, dtype: str = "bfloat16", compile: bool = False, batch: int = 1, cache: int = 1024, device="cpu"
-    ):
-        self.model = random_model(Config.from_hf(hf), device=device, dtype=getattr(torch, dtype))
+    def __init__(self, hf: dict, dtype: str = "bfloat16", compile: bool = False, batch: int = 1, cache: int = 1024):
+        self.model = random_model(Config.from_hf(hf), dtype=getattr(torch, dtype))
         self.engine = Engine(self.model, batch, cache, compile=compile)
         self.compile_s = self.engine.warm_up(GREEDY) if compile else 0.0
-        self.batch, self.device = batch, torch.device(device)
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.batch = batch
 
     @torch.inference_mode()
     def decode(self, steps: int, filled: int) -> dict:
@@ -113,7 +107,6 @@ class Contender:
         for step in range(steps):
             start = time.perf_counter()
             self.engine.step(GREEDY, filled + step)
-            self.sync()
             seconds.append(time.perf_counter() - start)
         read = weight_bytes(self.model) + self.batch * attended_bytes(position_bytes(self.model), filled + steps // 2)
         return {"seconds": statistics.median(seconds), "bytes": read, "compile_s": self.compile_s}
@@ -124,7 +117,6 @@ class Contender:
         self.engine.state.start([[7] * length] * self.batch, [1] * self.batch, (), 0, Sampling(0))
         start = time.perf_counter()
         prefill(self.engine, [length] * self.batch)
-        self.sync()
         return {"seconds": time.perf_counter() - start}
 
     def breakdown(self, steps: int, filled: int) -> dict:
