@@ -1,13 +1,13 @@
 """Prompt in, streamed text out: `python generate.py --checkpoint DIR --prompt "Once upon a time"`.
 
-    State, decide, decode_step      a batch as fixed tensors, and the step that advances it in place
-    Engine, compile_step            steps with their model and caches, eager or compiled, attending to what is filled
+    State, decode_step, verify_step a batch as fixed tensors, and the steps that advance it in place
+    Engine, compile_step            steps with their models and caches, eager or compiled, attending to what is filled
     generate, prefill               the loop over a batch of independent prompts; yields ids as they are decided
     Timing                          what a run cost; rates and bytes are computed from it
     requests, Printer, chat, run, main  the command line: prompts in, text or JSON out
 
 `generate` knows token ids and nothing of text; text lives at the edge, in Printer. Sampling is sampling.py's, the
-arithmetic model.py's, the weights checkpoint.py's.
+arithmetic model.py's, the weights checkpoint.py's, and what is drafted, accepted and reported speculative.py's.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,30 @@ from tqdm import tqdm
 
 from checkpoint import config_of, load_config, load_model, random_model
 from model import Block, Transformer
-from sampling import INVALID, Sampling, sample, uniform
+from sampling import ACCEPT, GREEDY, INVALID, Sampling, distribution, sample, uniform
+from speculative import (
+    ACCEPTED,
+    AUTO_K,
+    CORRECTED,
+    PLAIN_TOKEN,
+    Costs,
+    CustomDraft,
+    Drafter,
+    DraftLength,
+    ModelDraft,
+    NgramDraft,
+    RowStatistics,
+    accept,
+    layer_subset,
+    parse_layers,
+    speculation,
+    summary,
+)  # fmt: skip
 from tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_NEW_TOKENS = 200
+DEFAULT_K = "5"  # tokens drafted a round
 CHAT_LENGTH = 4096  # positions of an interactive session, where --max_seq_length does not say
 OLDEST_TORCH = (2, 11)
 
@@ -48,138 +68,328 @@ STOP_SLOTS = 64
 
 
 class State(nn.Module):
-    """A batch in fixed tensors, which steps read and write in place: replaying a step needs nothing from the host."""
+    """A batch in fixed tensors, which steps read and write in place: replaying a step needs nothing from the host.
 
-    def __init__(self, B: int, S: int, device: torch.device):
+    `kind` is the sampling's, a choice of code; everything else may change without compiling.
+    """
+
+    def __init__(self, B: int, S: int, device: torch.device, K: int = 0):
         super().__init__()
+        self.kind = GREEDY
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
 
-        fixed("tokens", B, S)  # prompt, then what was decided
+        fixed("tokens", B, S + K + 1)  # prompt, then what was decided; beyond `pos` a round's scratch space
         fixed("pos", B)  # index of the last decided token, which no layer has seen yet
         fixed("end", B)  # index at which the row is full
         fixed("done", B, fill=True, dtype=torch.bool)
         fixed("seed", B)
-        fixed("out", B, fill=FROZEN)  # what the last step decided, for the host
         fixed("stop_ids", STOP_SLOTS, fill=-1)
         fixed("values", 4, dtype=torch.float32)  # of the sampling
+        # What the last step decided, for the host: tokens, then FROZEN; of how many drafted tokens (-1: of none), and
+        # how well the draft fitted: sum of min(p, q) at each drafted position.
+        fixed("out", B, K + 1, fill=FROZEN)
+        fixed("accepted", B, fill=-1)
+        fixed("overlap", B, K, dtype=torch.float32)
 
-    def start(self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seed: int, sampling: Sampling) -> None:
-        """Fill in a batch; budgets are new tokens per row. Rows beyond the prompts are done from the start."""
+    def start(self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seed, sampling: Sampling) -> None:
+        """Fill in a batch; budgets are new tokens per row, seed is one number or one a row. Rows beyond the prompts are
+        done from the start."""
         stop_ids = sorted(stop_ids)
         if len(stop_ids) > STOP_SLOTS:
             raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
         B = self.tokens.size(0)
         lengths = [len(prompt) for prompt in prompts] + [1] * (B - len(prompts))
+        seeds = [seed] * B if isinstance(seed, int) else [*seed, *[0] * (B - len(prompts))]
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = torch.tensor(prompt)
         self.pos.copy_(torch.tensor(lengths) - 1)
         self.end.copy_(torch.tensor(lengths) - 1 + torch.tensor([*budgets, *[0] * (B - len(prompts))]))
         self.done.copy_(torch.arange(B) >= len(prompts))
-        self.seed.fill_(seed)
+        self.seed.copy_(torch.tensor(seeds))
         self.stop_ids.copy_(torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids))))
         self.values.copy_(sampling.values)
+        self.kind = sampling.kind
 
 
-def decide(state: State, logits: Tensor, kind: str) -> None:
+def commit(state: State, tokens: Tensor, n_accepted: Tensor | None) -> None:
+    """Append tokens (B, T), as many as were accepted (B,) and one more, to the rows that are not done, each up to its
+    first stop id or its end. None: plain decoding, T = 1."""
+    T = tokens.size(1)
+    index = torch.arange(T, device=tokens.device)
+    position = state.pos[:, None] + 1 + index  # (B, T)
+    last = torch.isin(tokens, state.stop_ids) | (position >= state.end[:, None]) | (tokens == INVALID)
+    ended_before = last.cumsum(dim=1) - last.long() > 0  # (B, T)
+    keep = ~(state.done[:, None] | ended_before)
+    if n_accepted is not None:
+        keep = keep & (index <= n_accepted[:, None])
+    state.out[:, :T] = torch.where(keep, tokens, FROZEN)
+    state.out[:, T:] = FROZEN
+    # What is not kept lands beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs before
+    # the host knows must not embed it.
+    state.tokens.scatter_(1, position, tokens.clamp(min=0))
+    state.pos.add_(keep.sum(dim=1))
+    state.done.logical_or_((keep & last).any(dim=1))
+
+
+def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    position = state.pos + 1
-    token = sample(logits, kind, state.values, uniform(state.seed, position))  # (B,)
-    state.out.copy_(torch.where(state.done, FROZEN, token))
-    here = torch.where(state.done, state.pos, position)[:, None]  # (B, 1)
-    token = torch.where(state.done, state.tokens.gather(1, here)[:, 0], token)
-    # INVALID is for the host alone: a step that runs before the host knows must not embed it.
-    state.tokens.scatter_(1, here, token[:, None].clamp(min=0))
-    state.pos.copy_(here[:, 0])
-    ended = torch.isin(token, state.stop_ids) | (state.pos >= state.end) | (token == INVALID)
-    state.done.logical_or_(ended)
+    token = sample(logits, state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
+    state.accepted.fill_(-1)
+    commit(state, token[:, None], None)
 
 
-def decode_step(model: Transformer, state: State, kind: str) -> None:
-    """One token for every row that is not done. A frozen row rewrites its last position with what stands there."""
+def decode_step(model: Transformer, state: State) -> None:
+    """One token for every row that is not done. A frozen row runs its last position again."""
     pos = state.pos[:, None]  # (B, 1)
-    logits = model(state.tokens.gather(1, pos), pos)  # (B, 1, V)
-    decide(state, logits[:, 0], kind)
+    decide(state, model(state.tokens.gather(1, pos), pos)[:, 0])
 
 
-class Engine:
-    """A model with caches, a State and its decode steps, eager or compiled, for up to B rows of up to S positions.
+def verify_step(model: Transformer, state: State, draft_tokens: Tensor, draft_probs: Tensor) -> None:
+    """One pass over the last token and K drafted ones (B, K) decides 1 to K + 1 tokens of every row.
 
-    Keep one for as long as shapes stay the same: what is compiled is compiled once, by `warm_up`.
+    It writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
     """
+    K = draft_tokens.size(1)
+    pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
+    tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
+    p = distribution(model(tokens, pos), state.kind, state.values)  # (B, K + 1, V)
+    seed = state.seed[:, None]
+    u = uniform(seed.expand(-1, K), pos[:, 1:], ACCEPT)
+    # The token after the accepted ones takes the number that plain decoding would use at its position.
+    next_noise = uniform(seed.expand(-1, K + 1), pos + 1)
+    n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
+    decided = torch.cat((draft_tokens, draft_tokens[:, :1]), dim=1).scatter(1, n[:, None], token[:, None])
+    state.accepted.copy_(torch.where(draft_probs[:, 0].amax(dim=-1) != 0, n, -1))
+    state.overlap[:, :K] = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
+    commit(state, decided, n)
 
-    def __init__(self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False):
+
+class Seat:
+    """A model with caches for B rows of S positions, and its prompts, eager or compiled."""
+
+    def __init__(self, model: Transformer, B: int, S: int, compile: bool):
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            model.setup_caches(batch_size, max_seq_length + 1)
-        self.caches = [layer.attention.cache for layer in model.layers]
+            model.setup_caches(B, S + 1)
         self.model, self.compile = model, compile
-        self.device = model.embed.weight.device
-        self.state = State(batch_size, max_seq_length, self.device)
-        self.steps: dict[str, Callable[[], None]] = {}
+        self.caches = [layer.attention.cache for layer in model.layers]
         self.compiled_prompt = compile_prompt(model) if compile else None
 
     def attach(self) -> None:
-        """Give the model this engine's caches, if another engine's are in place."""
+        """Give the model these caches, if another seat's are in place."""
         if self.model.layers[0].attention.cache is not self.caches[0]:
             self.model.use_caches(self.caches)
+
+    def prompt_chunk(self, state: State, rows: int, begin: int, end: int) -> Tensor:
+        """Run positions begin to end of the prompts in the state; hidden states (rows, end - begin, D)."""
+        tokens, pos = state.tokens[:rows, begin:end], torch.arange(begin, end, device=state.pos.device)
+        attend(self.model, end, self.compile)
+        tokens = tokens.clamp(max=self.model.config.vocab_size - 1)  # a draft may know fewer ids than its target
+        if self.compile:
+            for tensor, dim in ((tokens, 1), (pos, 0)):
+                torch._dynamo.mark_dynamic(tensor, dim)
+        return (self.compiled_prompt or self.model.hidden)(tokens, pos)
+
+
+def attend(model: Transformer, length: int, compiled: bool) -> None:
+    """Model.attend_to, open for compiled code."""
+    model.attend_to(length)
+    if compiled:
+        torch._dynamo.mark_dynamic(model.key_pos, 0)
+
+
+class Launch(NamedTuple):
+    """A step on its way: how many tokens it drafts, and the points in time that it passes: before it, after drafting,
+    after verifying, at its end. The step that a prompt ends with has none."""
+
+    k: int
+    times: list = ()
+
+
+class Engine:
+    """Models with caches, a State and its steps, eager or compiled, for up to B rows of up to S positions.
+
+    With a drafter it runs rounds: the drafter proposes K tokens, one pass of the model verifies them. speculate_k is K,
+    or "auto", which needs `calibrate`. Keep an engine for as long as shapes stay the same: what is compiled is compiled
+    once, by `warm_up`.
+    """
+
+    def __init__(
+        self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
+        speculate_k: int | str = 5,
+    ):  # fmt: skip
+        if speculate_k != "auto" and not (isinstance(speculate_k, int) and speculate_k >= 0):
+            raise ValueError(f"speculate_k = {speculate_k!r} must be a number of tokens from 0 on, or 'auto'")
+        self.speculate_k = speculate_k if drafter is not None else 0
+        self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
+        self.model, self.compile, self.max_seq_length = model, compile, max_seq_length
+        self.device = model.embed.weight.device
+        K = max(self.ks, default=0)
+        self.positions = max_seq_length + K  # a round at the context's end writes K tokens too many
+        self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
+        self.seats = [Seat(model, batch_size, self.positions, compile)]
+        if self.drafter is not None and self.drafter.owns_cache:
+            self.seats.append(Seat(self.drafter.model, batch_size, self.positions, compile))
+        self.state = State(batch_size, max_seq_length, self.device, K)
+        self.steps: dict[tuple, Callable] = {}
+        self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
+        self.missed = 0  # tokens a row may have been given since the drafter last ran
+        self.attach()
+
+    @property
+    def caches(self) -> list:
+        return self.seats[0].caches
+
+    def attach(self) -> None:
+        """Put this engine's caches and tensors in place, if another engine's are."""
+        for seat in self.seats:
+            seat.attach()
+        if self.drafter is not None and getattr(self.drafter, "user", None) is not self.state:
+            object.__setattr__(self.drafter, "user", self.state)  # not a submodule
+            with torch.inference_mode(False):
+                self.drafter.setup(self.state, max(self.ks, default=0), self.model)
+            for name in self.drafter.steps:
+                method = types.MethodType(getattr(type(self.drafter), name), self.drafter)
+                setattr(self.drafter, name, lambda state, name=name, method=method: self._run(name, method))
 
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: that far; under CUDA graphs, which are recorded
         for each length, to the next of a few."""
-        S = self.state.tokens.size(1)
         if not (self.compile and self.device.type == "cuda"):
-            return min(length, S)
-        return min(S, max(256, 1 << (length - 1).bit_length()))
+            return min(length, self.positions)
+        return min(self.positions, max(256, 1 << (length - 1).bit_length()))
 
-    def step(self, kind: str, length: int) -> None:
-        """Run one decode step whose rows have at most `length` positions filled, its own included."""
-        if kind not in self.steps:
+    def decide_first(self, logits: Tensor) -> list[Tensor]:
+        """The token after each prompt, from logits (B, V). This and `step` give what the host should read."""
+        decide(self.state, logits)
+        return self.outcome()
 
-            def step() -> None:
-                decode_step(self.model, self.state, kind)
+    def step(self, length: int, k: int = 0) -> tuple[list[Tensor], Launch]:
+        """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided."""
+        attend(self.model, self.attended(length + k), self.compile)
+        times = [mark(self.device)]
+        if k == 0:
+            self.missed += 1
+            times.append(times[0])
+            self._run("decode", functools.partial(decode_step, self.model))
+        else:
+            draft = self.propose(length, k)
+            assert draft[0].size(1) == k, f"the drafter proposed {draft[0].size(1)} tokens where {k} were asked for"
+            times.append(mark(self.device))
+            self._run(("verify", k), functools.partial(verify_step, self.model), *draft)
+        times.append(mark(self.device))
+        outcome = self.outcome()
+        return outcome, Launch(k, [*times, mark(self.device)])
 
-            self.steps[kind] = compile_step(self.model, step) if self.compile else step
-        self.model.attend_to(self.attended(length))
-        if self.compile:
-            torch._dynamo.mark_dynamic(self.model.key_pos, 0)
-        self.steps[kind]()
+    def outcome(self) -> list[Tensor]:
+        """The tensors of an Outcome, after the drafter has seen it too."""
+        state, drafter = self.state, self.drafter
+        if drafter is None:
+            return [state.out]
+        drafter.advance(state.accepted)
+        return [state.out, state.accepted, state.overlap] + ([] if drafter.has_match is None else [drafter.has_match])
 
-    def prompt_chunk(self, rows: int, begin: int, end: int) -> Tensor:
-        """Run positions begin to end of the prompts in the state; hidden states (rows, end - begin, D)."""
-        tokens, pos = self.state.tokens[:rows, begin:end], torch.arange(begin, end, device=self.device)
-        self.model.attend_to(end)
-        if self.compiled_prompt is None:
-            return self.model.hidden(tokens, pos)
-        for tensor, dim in ((tokens, 1), (pos, 0), (self.model.key_pos, 0)):
-            torch._dynamo.mark_dynamic(tensor, dim)
-        return self.compiled_prompt(tokens, pos)
+    def propose(self, length: int, k: int) -> tuple[Tensor, Tensor]:
+        """k drafted tokens of every row and their distributions."""
+        drafter = self.drafter
+        if drafter.model is not None:
+            attend(drafter.model, self.attended(length + k), self.compile)
+        if self.missed:
+            drafter.catch_up(self.missed)
+        self.missed, drafter.k = 0, k
+        return drafter.propose(self.state)
+
+    def _run(self, name, function: Callable[..., None], *tensors) -> None:
+        """function(state, *tensors), compiled apart for each name and kind of sampling."""
+        if not self.compile:
+            function(self.state, *tensors)
+            return
+        key = (name, self.state.kind)
+        if key not in self.steps:
+            models = [self.model] + ([self.drafter.model] if self.drafter and self.drafter.model else [])
+
+            def step(*tensors) -> None:
+                function(self.state, *tensors)
+
+            self.steps[key] = compile_step(models, step)
+        self.steps[key](*tensors)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
-        """Compile the step for `kind` and run it at every length that will be recorded; compile prompts at the start,
-        later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill overwrites."""
+        """Compile the steps for `kind` and run them at every length that will be recorded; compile prompts at the
+        start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill overwrites."""
         start = time.perf_counter()
-        self.state.pos.zero_()
-        self.state.done.fill_(True)
-        B, S = self.state.tokens.shape
+        S, state = self.max_seq_length, self.state
+        state.pos.zero_()
+        state.done.fill_(True)
+        state.kind = kind
         self.attach()
-        for begin in sorted({0, min(1, S - 2), S - 2}):
-            self.prompt_chunk(B, begin, begin + 2)
-        for length in sorted({self.attended(min(1 << i, S)) for i in range(1, S.bit_length() + 1)}):
-            for _ in range(3 if self.device.type == "cuda" else 1):  # CUDA graphs: warm up, record, replay
-                self.step(kind, length)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        for seat in self.seats:
+            for begin in sorted({0, min(1, S - 2), S - 2}):
+                seat.prompt_chunk(state, state.pos.size(0), begin, begin + 2)
+        on_gpu = self.device.type == "cuda"
+        lengths = {self.attended(min(1 << i, S)) for i in range(1, S.bit_length() + 1)} if on_gpu else {2, S}
+        for length in sorted(lengths):
+            for k in (0, *self.ks):
+                for _ in range(3 if on_gpu else 1):  # CUDA graphs: warm up, record, replay
+                    self.step(length, k)
+        synchronize(self.device)
+        self.missed = 0
         return time.perf_counter() - start
 
+    @torch.inference_mode()
+    def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
+        """Measure a plain step, drafting and verifying with `length` positions filled, interleaved, after one
+        uncounted round: medians, also kept in `costs`. For before a prefill, like `warm_up`."""
+        state = self.state
+        state.pos.fill_(length - 1)
+        state.done.fill_(True)
+        state.kind = sampling.kind
+        state.values.copy_(sampling.values)
+        self.attach()
+        found = {}
+        for number in range(rounds + 1):
+            for k in (0, *self.ks):
+                self.missed = 0
+                synchronize(self.device)
+                _, launch = self.step(length, k)
+                synchronize(self.device)
+                draft_s, verify_s, advance_s = (seconds(a, b) for a, b in itertools.pairwise(launch.times))
+                if number:
+                    found.setdefault(k, []).append((draft_s + advance_s, verify_s))
+        draft, verify = ({k: statistics.median(c[part] for c in found[k]) for k in self.ks} for part in (0, 1))
+        # A plain step stands as "verified" in the times of K = 0.
+        self.costs = Costs(statistics.median(verified for _, verified in found[0]), draft, verify)
+        self.missed = 0
+        return self.costs
 
-def compile_step(model: Transformer, step: Callable[[], None]) -> Callable[[], None]:
-    """A decode step: static shapes but for the attended length, so that one compilation serves every length. On a GPU
-    it is replayed as a CUDA graph."""
-    return _compile(model, step, mode="reduce-overhead")
+
+def mark(device: torch.device):
+    """A point in time on the device: seconds, or an event that it will pass."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds(begin, end) -> float:
+    """Between two points in time that have passed."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compile_step(models: Sequence[Transformer], step: Callable[..., None]) -> Callable[..., None]:
+    """A step: static shapes but for the attended length, so that one compilation serves every length. On a GPU it is
+    replayed as a CUDA graph."""
+    return _compile(models, step, mode="reduce-overhead")
 
 
 def compile_prompt(model: Transformer) -> Callable[[Tensor, Tensor], Tensor]:
@@ -188,16 +398,16 @@ def compile_prompt(model: Transformer) -> Callable[[Tensor, Tensor], Tensor]:
     def run_prompt(tokens: Tensor, pos: Tensor) -> Tensor:
         return model.hidden(tokens, pos)
 
-    return _compile(model, run_prompt, mode="default")
+    return _compile([model], run_prompt, mode="default")
 
 
-def _compile(model: Transformer, function: Callable, mode: str) -> Callable:
+def _compile(models: Sequence[Transformer], function: Callable, mode: str) -> Callable:
     """Compile into one graph whose shapes are static but for the dimensions marked otherwise.
 
     All blocks have the same code, so that one is compiled for all of them. And the function gets a code object of its
     own: torch keeps compiled code by code object, and stops compiling at eight versions of one.
     """
-    for block in model.layers:
+    for block in itertools.chain.from_iterable(model.layers for model in models):
         if "forward" not in vars(block):
             block.forward = functools.partial(block_region(), block)
     own = types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
@@ -227,34 +437,57 @@ class Timing:
     prefill_s: float = 0.0  # until the first tokens are decided
     decode_s: float = 0.0  # from then until the last ones are; on a CPU without the consumer's time
     row_s: list[float] = field(default_factory=list)  # decode_s when each row ended
-    steps: int = 0
+    steps: int = 0  # of the target: plain ones and rounds
     decoded: list[int] = field(default_factory=list)  # tokens per row, the first one included
     bytes_read: int = 0  # by the decode steps: weights as stored, and the keys and values attended
+    rows: list[RowStatistics] = field(default_factory=list)  # with a drafter: what it did for each row
+    draft_s: float = 0.0  # of decode_s
+    verify_s: float = 0.0
+
+    def add_step(self, spent_s: float, bytes_read: int, launch: Launch) -> None:
+        self.decode_s, self.bytes_read = self.decode_s + spent_s, self.bytes_read + bytes_read
+        self.steps += 1
+        draft_s, verify_s, advance_s = (seconds(a, b) for a, b in itertools.pairwise(launch.times))
+        self.draft_s += draft_s + advance_s
+        self.verify_s += verify_s if launch.k else 0.0
+
+    def add_token(self, row: int) -> None:
+        self.decoded[row] += 1
+        self.row_s[row] = self.decode_s
+
+
+class Outcome(NamedTuple):
+    """What a step decided, on the host: State's out, accepted and overlap, and the drafter's has_match."""
+
+    tokens: list[list[int]]
+    accepted: list[int] = ()
+    overlap: list[list[float]] = ()
+    has_match: list[bool] = (True,)
 
 
 class Inbox:
-    """Results of steps on their way to the host. On a GPU they are read a few steps late, from pinned copies, so that
+    """Outcomes of steps on their way to the host. On a GPU they are read a few steps late, from pinned copies, so that
     the device never waits for the host."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.lag = HOST_LAG if self.on_gpu else 0
-        self.waiting: deque[tuple[Tensor, object]] = deque()
+        self.waiting: deque[tuple[list[Tensor], object, object]] = deque()
 
-    def send(self, out: Tensor) -> None:
+    def send(self, outcome: Sequence[Tensor], note: object = None) -> None:
         if not self.on_gpu:
-            self.waiting.append((out.clone(), None))
+            self.waiting.append(([tensor.clone() for tensor in outcome], None, note))
             return
-        copy = torch.empty(out.shape, dtype=out.dtype, pin_memory=True).copy_(out, non_blocking=True)
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in outcome]
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(out.device))
-        self.waiting.append((copy, event))
+        event.record(torch.cuda.current_stream(outcome[0].device))
+        self.waiting.append((copies, event, note))
 
-    def receive(self) -> list[int]:
-        copy, event = self.waiting.popleft()
+    def receive(self) -> tuple[Outcome, object]:
+        copies, event, note = self.waiting.popleft()
         if event is not None:
             event.synchronize()
-        return copy.tolist()
+        return Outcome(*[copy.tolist() for copy in copies]), note
 
 
 @torch.inference_mode()
@@ -265,9 +498,10 @@ def generate(
     sampling: Sampling,
     max_new_tokens: int | Sequence[int],
     stop_ids: Iterable[int] = (),
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     max_seq_length: int | None = None,
     drafter=None,
+    speculate_k: int | str = 5,
     engine: Engine | None = None,
     timing: Timing | None = None,
     cached: int = 0,
@@ -275,104 +509,136 @@ def generate(
 ) -> Iterator[tuple[int, int]]:
     """Decode a batch of independent prompts; yields (row, token id) as tokens are decided.
 
-    Row i gets what its prompt alone would get with this seed. A row ends after a stop id (which is yielded), after
-    max_new_tokens (one number, or one a row), or when the consumer adds it to `ended`. Of every prompt, the first
-    `cached` tokens are known to stand in the engine's caches already, from an earlier call.
+    Row i gets what its prompt alone would get with this seed (one number, or one a row). A row ends after a stop id
+    (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to `ended`. Of
+    every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an earlier call.
+
+    With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
+    the same, sampled output is distributed the same. An `engine` brings its own.
 
     Raises ValueError before anything runs when a prompt is empty or holds an id outside the
-    vocabulary, or when prompt and new tokens exceed max_seq_length (default: the engine's, or the model's context); and
-    while running when the model's logits are not finite. Without an `engine`, an eager one is made for this call.
-    `drafter` takes only None so far.
+    vocabulary, or when prompt and new tokens exceed max_seq_length (default: the engine's, or the model's context) or
+    the drafter's context; and while running when the model's logits are not finite. Without an `engine`, an eager one
+    is made for this call.
     """
-    if drafter is not None:
-        raise ValueError("drafter: speculative decoding is not available yet; use None")
+    assert engine is None or drafter is None, "the engine was made with its own drafter"
     if max_seq_length is None:
-        max_seq_length = engine.state.tokens.size(1) if engine else model.config.max_seq_length
+        max_seq_length = engine.max_seq_length if engine else model.config.max_seq_length
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     check_lengths(model, prompts, budgets, max_seq_length)
+    check_draft_length(engine.drafter if engine else drafter, prompts, budgets)
     assert 0 <= cached < min(map(len, prompts)), f"{cached} cached tokens leave no token of some prompt to run"
     timing, ended = Timing() if timing is None else timing, set() if ended is None else ended
-    with attached(engine, model, prompts, budgets) as engine:
+    longest = max(len(prompt) + n for prompt, n in zip(prompts, budgets))
+    with attached(engine, model, len(prompts), longest, drafter, speculate_k) as engine:
         yield from _decode(engine, prompts, budgets, sampling, frozenset(stop_ids), seed, cached, timing, ended)
 
 
 @contextlib.contextmanager
-def attached(engine: Engine | None, model: Transformer, prompts, budgets: list[int]) -> Iterator[Engine]:
+def attached(
+    engine: Engine | None, model: Transformer, rows: int, length: int, drafter, speculate_k: int | str
+) -> Iterator[Engine]:
     """The caller's engine with its caches in the model; or an eager one that fits, whose caches are gone afterwards."""
     if engine is not None:
         engine.attach()
         yield engine
         return
     try:
-        yield Engine(model, len(prompts), max(len(prompt) + n for prompt, n in zip(prompts, budgets)))
+        yield Engine(model, rows, length, drafter=drafter, speculate_k=speculate_k)
     finally:
         model.use_caches(None)
 
 
 def _decode(
-    engine: Engine, prompts, budgets: list[int], sampling: Sampling, stop_ids: frozenset[int], seed: int, cached: int,
+    engine: Engine, prompts, budgets: list[int], sampling: Sampling, stop_ids: frozenset[int], seed, cached: int,
     timing: Timing, ended: set[int],
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """The loop of `generate`: launch steps, read what they decided, a few late on a GPU, and yield it."""
-    model, state, inbox, kind = engine.model, engine.state, Inbox(engine.device), sampling.kind
-    lengths = [len(prompt) for prompt in prompts]
-    alive = [True] * len(prompts)
+    """The loop of `generate`: launch steps and rounds, read what they decided, a few late on a GPU, and yield it."""
+    state, inbox, step_bytes = engine.state, Inbox(engine.device), reads(engine)
+    draft_length = DraftLength(engine.speculate_k, engine.costs)
+    lengths, alive = [len(prompt) for prompt in prompts], [True] * len(prompts)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
-    weights, per_position = weight_bytes(model), position_bytes(model)
-    launched, read = 0, 0  # decode steps begun; results received, the prompt's included
+    timing.rows = [RowStatistics() for _ in prompts] if engine.drafter is not None else []
+    launched, unread, propose = 0, 1, True  # steps begun; tokens a row may have got unread; is there a draft to be had
+
+    def decided() -> list[int]:
+        return [n + done for n, done, going in zip(lengths, timing.decoded, alive) if going]
 
     start = time.perf_counter()
     state.start(prompts, budgets, stop_ids, seed, sampling)
-    decide(state, prefill(engine, lengths, cached), kind)
-    inbox.send(state.out)
+    inbox.send(engine.decide_first(prefill(engine, lengths, cached)), Launch(0))
     while any(alive):
-        while launched < max(budgets) - 1 and launched + 1 - read <= inbox.lag:
-            launched += 1
-            engine.step(kind, launched + max(n for n, going in zip(lengths, alive) if going))
-            inbox.send(state.out)
-        ids = inbox.receive()
+        while launched < max(budgets) - 1 and len(inbox.waiting) <= inbox.lag:
+            k = draft_length.choose() if propose else 0
+            filled = min(max(decided()) + unread, engine.max_seq_length)
+            launched, unread = launched + 1, unread + k + 1
+            inbox.send(*engine.step(filled, k))
+        outcome, launch = inbox.receive()
         now = time.perf_counter()
-        if read == 0:
-            timing.prompt_tokens, timing.prefill_s = sum(lengths) - cached * len(prompts), now - start
+        if launch.times:
+            timing.add_step(now - start, step_bytes(decided(), launch.k), launch)
         else:
-            timing.decode_s, timing.steps = timing.decode_s + now - start, timing.steps + 1
-            filled = [n + read for n, going in zip(lengths, alive) if going]
-            timing.bytes_read += weights + sum(attended_bytes(per_position, n) for n in filled)
-        start, read = now, read + 1
-        for row, id in enumerate(ids[: len(prompts)]):
-            if not alive[row]:
-                continue
-            if id == INVALID:
-                raise ValueError(f"row {row}, position {lengths[row] + read - 1}: the model's logits are not finite")
-            timing.decoded[row] += 1
-            timing.row_s[row] = timing.decode_s
-            alive[row] = id not in stop_ids and timing.decoded[row] < budgets[row]
-            yield row, id
-            if row in ended and alive[row]:
-                alive[row] = False
-                state.done[row] = True
+            timing.prompt_tokens, timing.prefill_s = sum(lengths) - cached * len(prompts), now - start
+        start, unread, propose = now, unread - launch.k - 1, any(outcome.has_match)
+        for row, ids in enumerate(outcome.tokens[: len(prompts)]):
+            for index, id in enumerate(ids):
+                if id == FROZEN or not alive[row]:
+                    break
+                if id == INVALID:
+                    where = f"row {row}, position {lengths[row] + timing.decoded[row]}"
+                    raise ValueError(f"{where}: the model's logits are not finite")
+                timing.add_token(row)
+                if timing.rows:
+                    count(timing.rows[row], draft_length, outcome, launch, row, index)
+                alive[row] = id not in stop_ids and timing.decoded[row] < budgets[row]
+                yield row, id
+                if row in ended and alive[row]:
+                    alive[row] = False
+                    state.done[row] = True
         if not inbox.lag:
             start = time.perf_counter()  # nothing ran while the consumer had the token
 
 
+def count(
+    statistics: RowStatistics, draft_length: DraftLength, outcome: Outcome, launch: Launch, row: int, index: int
+) -> None:
+    """Token `index` of a step's outcome for a row has become part of its output."""
+    n = outcome.accepted[row]
+    k = launch.k if n >= 0 else 0  # a row for which nothing was drafted
+    overlap = outcome.overlap[row][index] if index < k else 0.0
+    statistics.count(index, k, n, overlap, first=not launch.times)
+    if index < k:
+        draft_length.observe(overlap)
+
+
 def prefill(engine: Engine, lengths: list[int], cached: int = 0) -> Tensor:
-    """Run the prompts in the engine's state, from position `cached` on, through the model in chunks; logits (B, V)
-    after each row's last token.
+    """Run the prompts in the engine's state, from position `cached` on, through its models; logits (B, V) after each
+    row's last token."""
+    target, *others = engine.seats
+    last = run_prompts(engine, target, lengths, cached)
+    for seat in others:  # a draft's cache may be behind: by the last round's last token, and by plain steps since
+        run_prompts(engine, seat, lengths, max(0, cached - 1 - engine.missed))
+    engine.missed = 0
+    return target.model.head(last)
+
+
+def run_prompts(engine: Engine, seat: Seat, lengths: list[int], cached: int) -> Tensor:
+    """One model's hidden states (B, D) at each row's last token, computed in chunks.
 
     Shorter rows are padded on the right. Padding writes keys and values beyond its row's end, where decoding
     overwrites each position before any query may see it. Compiled code takes all rows, and never one position alone,
     which torch would compile apart.
     """
-    model, B, longest = engine.model, engine.state.tokens.size(0), max(lengths)
+    model, B, longest = seat.model, engine.state.pos.size(0), max(lengths)
     rows = B if engine.compile else len(lengths)
     last = torch.zeros(B, model.config.dim, dtype=model.embed.weight.dtype, device=engine.device)  # (B, D)
     for begin in range(cached, longest, PREFILL_CHUNK):
         end = min(begin + PREFILL_CHUNK, longest)
-        h = engine.prompt_chunk(rows, begin, max(end, begin + 2) if engine.compile else end)  # (rows, T, D)
+        h = seat.prompt_chunk(engine.state, rows, begin, max(end, begin + 2) if engine.compile else end)  # (rows, T, D)
         for row, length in enumerate(lengths):
             if begin < length <= end:
                 last[row] = h[row, length - 1 - begin]
-    return model.head(last)
+    return last
 
 
 def check_lengths(model: Transformer, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int) -> None:
@@ -397,7 +663,34 @@ def check_lengths(model: Transformer, prompts: Sequence[Sequence[int]], budgets:
             raise ValueError(f"prompt {row} holds token id {wrong}, outside the vocabulary of {V}")
 
 
+def check_draft_length(drafter, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> None:
+    """ValueError unless every prompt and its new tokens fit in the drafter's own context."""
+    if not isinstance(drafter, Drafter) or not drafter.owns_cache:
+        return
+    limit = drafter.model.config.max_seq_length
+    for row, (prompt, n) in enumerate(zip(prompts, budgets)):
+        if len(prompt) + n > limit:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens; with {n} new ones that is {len(prompt) + n}, over the draft"
+                f" model's context of {limit} positions: lower --max_new_tokens, or take another draft"
+            )
+
+
 # -------------------------------------------------------------------------------------------- accounting
+
+
+def reads(engine: Engine) -> Callable[[list[int], int], int]:
+    """(positions decided per row, K) -> bytes that a plain step or a round reads, by target and draft model."""
+    models = [engine.model] + ([engine.drafter.model] if engine.drafter and engine.drafter.model else [])
+    (weights, per_position), *draft = [(weight_bytes(model), position_bytes(model)) for model in models]
+
+    def step_bytes(decided: list[int], k: int) -> int:
+        read = weights + sum(attended_bytes(per_position, n + k) for n in decided)
+        for own, per in draft:
+            read += k * own + sum(attended_bytes(per, n + i) for n in decided for i in range(k))
+        return read
+
+    return step_bytes
 
 
 def weight_bytes(model: Transformer) -> int:
@@ -477,35 +770,43 @@ class NumberTokenizer(Tokenizer):
         )  # fmt: skip
 
 
+COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
+
+
 class Printer:
     """One batch's ids as they come: text on stdout, or JSON lines at the end. Only one row can stream; the rows of a
-    batch are printed whole, in order, each under its prompt."""
+    batch are printed whole, in order, each under its prompt. `coloured`: text by the origin of its tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, texts: list[str], stop_ids: frozenset[int], stops=(), as_json: bool = False
-    ):
+        self, tokenizer: Tokenizer, texts: list[str], stop_ids: frozenset[int], stops=(), as_json: bool = False,
+        coloured: bool = False,
+    ):  # fmt: skip
+        self.coloured = coloured
         self.texts, self.stop_ids, self.as_json = texts, stop_ids, as_json
         self.stops = [StopStrings(stops) for _ in texts]
         self.ended: set[int] = set()  # rows whose text has met a stop string
         self.ids: list[list[int]] = [[] for _ in texts]
         self.pieces: list[list[str]] = [[] for _ in texts]
+        self.shown: list[list[str]] = [[] for _ in texts]  # the same with colours
         self.streams = [tokenizer.stream(continues=True) for _ in texts]
         self.streaming = len(texts) == 1 and not as_json
         if self.streaming and texts[0]:
             # On a terminal the answer continues the prompt's line; in a log each has its own.
             print(texts[0], end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
-    def feed(self, row: int, id: int) -> None:
+    def feed(self, row: int, id: int, origin: int = PLAIN_TOKEN) -> None:
         self.ids[row].append(id)
         if id not in self.stop_ids:
-            self._text(row, self.stops[row].feed(self.streams[row].feed(id)))
+            self._text(row, self.stops[row].feed(self.streams[row].feed(id)), origin)
             if self.stops[row].stopped:
                 self.ended.add(row)
 
-    def _text(self, row: int, text: str) -> None:
+    def _text(self, row: int, text: str, origin: int = PLAIN_TOKEN) -> None:
         self.pieces[row].append(text)
+        colour = COLOURS.get(origin) if self.coloured and text else None
+        self.shown[row].append(f"{colour}{text}\033[0m" if colour else text)
         if self.streaming and text:
-            print(text, end="", flush=True)
+            print(self.shown[row][-1], end="", flush=True)
 
     def close(self) -> None:
         """Release held-back bytes and end the line."""
@@ -514,11 +815,11 @@ class Printer:
         if self.streaming:
             print(end="\n" if self.ids[0] else "", flush=True)
         elif not self.as_json and any(self.ids):
-            for text, pieces in zip(self.texts, self.pieces, strict=True):
+            for text, pieces in zip(self.texts, self.shown, strict=True):
                 print(text, end="", file=sys.stderr, flush=True)
                 print("".join(pieces), flush=True)
 
-    def rows(self, prompts: list[list[int]], timing: Timing, device: torch.device) -> list[dict]:
+    def rows(self, prompts: list[list[int]], timing: Timing, engine: Engine) -> list[dict]:
         """The JSON objects of DESIGN's contract, one per row."""
         return [
             {
@@ -530,15 +831,33 @@ class Printer:
                 "prefill_tok_s": rate(timing.prompt_tokens, timing.prefill_s),
                 "decode_tok_s": rate(len(ids) - 1, timing.row_s[row]),
                 "bandwidth_gb_s": rate(timing.bytes_read, timing.decode_s) / 1e9,
-                "peak_memory_gb": peak_memory_gb(device),
-                "speculative": None,
+                "peak_memory_gb": peak_memory_gb(engine.device),
+                "speculative": speculative(engine, timing, row),
             }
             for row, (prompt, ids, pieces) in enumerate(zip(prompts, self.ids, self.pieces, strict=True))
         ]
 
 
-def report(timings: list[Timing], device: torch.device) -> None:
-    """Rates on stderr: medians over batches, with min and max where there are several."""
+def speculative(engine: Engine, timing: Timing, row: int | None = None) -> dict | None:
+    """What speculation did for one row, or for all rows of a batch together; None without a drafter. Its draft_s and
+    verify_s are the whole batch's: rows share every step."""
+    if engine.drafter is None:
+        return None
+    counted = timing.rows[row] if row is not None else sum(timing.rows, RowStatistics())
+    drafted = engine.drafter.model
+    c_ops = multiplications(drafted) / multiplications(engine.model) if drafted else 0.0
+    seconds = timing.decode_s if row is None else timing.row_s[row]
+    return speculation(counted, engine.speculate_k, engine.costs, seconds, timing.draft_s, timing.verify_s, c_ops)
+
+
+def multiplications(model: Transformer) -> int:
+    """Of one token with the model's matrices: all but the embedding."""
+    table = model.embed.weight.numel() if not model.config.tie_embeddings else 0
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - table
+
+
+def report(timings: list[Timing], engine: Engine) -> None:
+    """Rates on stderr: medians over batches, with min and max where there are several; then what speculation did."""
 
     def spread(values: list[float]) -> str:
         text = f"{statistics.median(values):.1f}"
@@ -552,7 +871,16 @@ def report(timings: list[Timing], device: torch.device) -> None:
         tokens = [rate(sum(timing.decoded) - len(timing.decoded), timing.decode_s) for timing in stepped]
         bandwidth = [rate(timing.bytes_read, timing.decode_s) / 1e9 for timing in stepped]
         print(f"decode {spread(tokens)} tok/s, {spread(bandwidth)} GB/s read", file=sys.stderr)
-    print(f"peak memory {peak_memory_gb(device):.2f} GB", file=sys.stderr)
+    if stepped and engine.drafter is not None:
+        total = Timing(
+            decode_s=sum(timing.decode_s for timing in stepped),
+            rows=[row for timing in stepped for row in timing.rows],
+            draft_s=sum(timing.draft_s for timing in stepped),
+            verify_s=sum(timing.verify_s for timing in stepped),
+        )
+        for line in summary(speculative(engine, total)):
+            print(line, file=sys.stderr)
+    print(f"peak memory {peak_memory_gb(engine.device):.2f} GB", file=sys.stderr)
 
 
 def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
@@ -568,6 +896,7 @@ class Session:
     tokenizer: Tokenizer
     sampling: Sampling
     stop_ids: frozenset[int]
+    coloured: bool = False
 
     def decode(self, printer: Printer, prompts, budgets: list[int], seed: int, cached: int = 0) -> Timing:
         """One batch, printed as it goes; an interrupted one keeps what it printed."""
@@ -577,7 +906,7 @@ class Session:
                 self.engine.model, prompts, sampling=self.sampling, stop_ids=self.stop_ids, seed=seed,
                 max_new_tokens=budgets, engine=self.engine, timing=timing, cached=cached, ended=printer.ended,
             ):  # fmt: skip
-                printer.feed(row, id)
+                printer.feed(row, id, timing.rows[row].origins[-1] if timing.rows else PLAIN_TOKEN)
         finally:
             printer.close()
         return timing
@@ -588,26 +917,32 @@ def run(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     check_options(args)
     texts, broken = ([], []) if args.interactive else requests(args)
+    k = speculate_k(args)
     for message in broken:
         one_line_error(message)
     if broken and not texts:
         sys.exit(2)
     device = pick_device(args.device)
     model, tokenizer = load(args, device)
+    drafter = load_drafter(args, model, tokenizer)
     limit = model.config.max_seq_length if args.max_seq_length is None else args.max_seq_length
     if not 1 <= limit <= model.config.max_seq_length:
         raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {model.config.max_seq_length}")
+    if drafter is not None and drafter.owns_cache and args.max_new_tokens is None:
+        limit = min(limit, drafter.model.config.max_seq_length)
     encoded = [tokenizer.encode(text) for text in texts]
     budgets = [new_tokens(args.max_new_tokens, prompt, limit) for prompt in encoded]
     if args.interactive:
         length = min(limit, CHAT_LENGTH)
     else:
         check_lengths(model, encoded, budgets, limit)
+        check_draft_length(drafter, encoded, budgets)
         length = max(len(prompt) + n for prompt, n in zip(encoded, budgets))
     rows, length = min(args.batch_size, len(texts) or 1), limit if args.max_seq_length else length
-    engine = Engine(model, rows, length, compile=compiles(args.compile, device))
-    warm_up(engine, sampling.kind)
-    session = Session(engine, tokenizer, sampling, frozenset() if args.ignore_eos else tokenizer.stop_ids)
+    engine = Engine(model, rows, length, compile=compiles(args.compile, device), drafter=drafter, speculate_k=k)
+    warm_up(engine, sampling, length)
+    stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
+    session = Session(engine, tokenizer, sampling, stop_ids, args.show_drafts and sys.stdout.isatty())
     with profiled(args.profile, device):
         chat(session, args) if args.interactive else decode_all(session, args, texts, encoded, budgets)
     if broken:
@@ -623,15 +958,66 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--system needs --interactive")
     if args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1):
         raise ValueError("--interactive is one conversation in text: not with --json, --num_samples or --batch_size")
+    if args.draft_quantize and not args.draft_checkpoint:
+        raise ValueError("--draft_quantize needs --draft_checkpoint")
+    if not (args.draft or args.draft_checkpoint) and (args.show_drafts or args.speculate_k is not None):
+        raise ValueError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
     if args.profile and not os.access(Path(args.profile).resolve().parent, os.W_OK):
         raise ValueError(f"--profile {args.profile}: its folder does not exist or cannot be written to")
 
 
-def warm_up(engine: Engine, kind: str) -> None:
+def speculate_k(args: argparse.Namespace) -> int | str:
+    """--speculate_k: a number of tokens, or auto."""
+    text = DEFAULT_K if args.speculate_k is None else args.speculate_k
+    if text != "auto" and not text.isdigit():
+        raise ValueError(f"--speculate_k {text} must be a number of tokens from 0 on, or auto")
+    return text if text == "auto" else int(text)
+
+
+def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Drafter | None:
+    """What --draft_checkpoint or --draft asks for. ValueError where it does not fit the target."""
+    device = model.embed.weight.device
+    if args.draft_checkpoint:
+        folder = args.draft_checkpoint
+        dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
+        check_same_tokens(tokenizer, load_tokenizer(folder), folder)
+        return ModelDraft(load_model(folder, device=device, dtype=dtype, quantize=args.draft_quantize, progress=True))
+    if args.draft is None:
+        return None
+    kind, _, rest = args.draft.partition(":")
+    try:
+        if kind == "ngram":
+            return NgramDraft(int(rest)) if rest else NgramDraft()
+        if kind == "layers":
+            kept = parse_layers(rest)
+            return ModelDraft(layer_subset(model, kept), on_layers=kept)
+    except ValueError as error:
+        raise ValueError(f"--draft {args.draft}: {error}") from None
+    if kind == "quantized":
+        raise ValueError(f"--draft {args.draft}: weight-only quantization is not available yet")
+    raise ValueError(f"--draft {args.draft}: expected ngram, ngram:N or layers:0-7,24-31")
+
+
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
+    """ValueError unless both read every id as the same string. Models may still have padded vocabularies."""
+    pairs = itertools.zip_longest(tokenizer.pieces(), other.pieces())
+    for id, (a, b) in enumerate(pairs):
+        if a != b:
+            shown = [repr(piece.decode(errors="replace")) if piece is not None else "no token" for piece in (a, b)]
+            raise ValueError(
+                f"{folder}: its tokenizer differs from the target's: token {id} is {shown[1]}, the target's {shown[0]};"
+                " a draft model must have the same tokenizer"
+            )
+
+
+def warm_up(engine: Engine, sampling: Sampling, length: int) -> None:
+    """Compile, where asked for; with a drafter, measure what steps cost when half of `length` is filled."""
     if engine.compile:
-        seconds = engine.warm_up(kind)
-        rows = engine.state.tokens.size(0)
-        print(f"compiled the {kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+        seconds = engine.warm_up(sampling.kind)
+        rows = engine.state.pos.size(0)
+        print(f"compiled the {sampling.kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+    if engine.drafter is not None:
+        engine.calibrate(sampling, max(1, length // 2))
 
 
 def decode_all(session: Session, args: argparse.Namespace, texts: list[str], encoded, budgets: list[int]) -> None:
@@ -640,18 +1026,20 @@ def decode_all(session: Session, args: argparse.Namespace, texts: list[str], enc
     for seed in range(args.seed, args.seed + args.num_samples):
         for begin in range(0, len(texts), size):
             prompts = encoded[begin : begin + size]
-            printer = Printer(session.tokenizer, texts[begin : begin + size], session.stop_ids, args.stop, args.json)
+            texts_here = texts[begin : begin + size]
+            coloured = session.coloured and not args.json
+            printer = Printer(session.tokenizer, texts_here, session.stop_ids, args.stop, args.json, coloured)
             timings.append(session.decode(printer, prompts, budgets[begin : begin + size], seed))
             if args.json:
-                for row in printer.rows(prompts, timings[-1], session.engine.device):
+                for row in printer.rows(prompts, timings[-1], session.engine):
                     print(json.dumps(row), flush=True)
-    report(timings, session.engine.device)
+    report(timings, session.engine)
 
 
 def chat(session: Session, args: argparse.Namespace) -> None:
     """Turns from stdin until it ends. What the caches hold of the conversation is not computed again, as far as the ids
     agree: templates rewrite history. Ctrl-C ends an answer, not the program."""
-    tokenizer, limit = session.tokenizer, session.engine.state.tokens.size(1)
+    tokenizer, limit = session.tokenizer, session.engine.max_seq_length
     if tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
     opening = [{"role": "system", "content": args.system}] if args.system else []
@@ -671,11 +1059,13 @@ def chat(session: Session, args: argparse.Namespace) -> None:
             print(f"the context is full: {needed} do not fit in {limit} positions; /reset starts anew", file=sys.stderr)
             continue
         known = common_prefix(prompt[:-1], cached)
-        printer = Printer(tokenizer, [""], session.stop_ids, args.stop)
+        printer = Printer(tokenizer, [""], session.stop_ids, args.stop, coloured=session.coloured)
         try:
             budget = new_tokens(args.max_new_tokens, prompt, limit)
             timing = session.decode(printer, [prompt], [budget], args.seed + turn, known)
             rates = f"{rate(timing.decoded[0] - 1, timing.decode_s):.1f} tok/s"
+            if timing.rows:
+                rates += f", {rate(timing.rows[0].tokens, timing.steps):.2f} tokens a round"
             print(f"[{timing.prompt_tokens} tokens read, {known} kept, {rates}]", file=sys.stderr)
         except KeyboardInterrupt:
             print("[interrupted]", file=sys.stderr)
@@ -783,6 +1173,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", default=str(Path(__file__).parent / "checkpoints" / "demo"), help="a Hugging Face folder")
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
+    draft = parser.add_mutually_exclusive_group()
+    draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model with the same tokenizer drafts")
+    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N]: copy from prompt and output; layers:0-7,24-31: skip")
+    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round, default {DEFAULT_K}; auto: what pays best")
+    add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
+    add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", default="Once upon a time")
     source.add_argument("--prompt_file", help='one prompt per line, or JSONL objects with "prompt"; - for stdin')

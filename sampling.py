@@ -20,7 +20,8 @@ from torch import Tensor
 GREEDY, PLAIN, FILTERED = "greedy", "plain", "filtered"
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
 
-PLAIN_DRAW = 0  # purposes of a uniform number; one position may need several independent ones
+# Purposes of a uniform number: one position may need several independent ones.
+PLAIN_DRAW, DRAFT_DRAW, ACCEPT = range(3)
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,16 @@ def _cut(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return cut
 
 
-def draw(p: Tensor, noise: Tensor) -> Tensor:
+def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
     """Inverse-CDF draw: p (..., V), noise (...) uniform in [0, 1) -> ids (...) int64; INVALID where p is NaN.
 
     The first id whose cumulative mass exceeds noise times the total. Only ids of positive probability count, for the
     total too: a parallel scan may round two equal sums differently, and must neither draw an impossible token nor none.
+    Of a greedy `distribution` there is one id to draw, found without adding anything up.
     """
+    if kind == GREEDY:
+        top, token = p.max(dim=-1)
+        return torch.where(top > 0, token, INVALID)
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN
     reached = cumulative > noise[..., None] * cumulative.amax(dim=-1, keepdim=True)  # (..., V)
     return torch.where(reached.any(dim=-1), reached.byte().argmax(dim=-1), INVALID)

@@ -183,6 +183,11 @@ class Tokenizer:
         stream = self.stream()
         return "".join(stream.feed(id) for id in ids) + stream.flush()
 
+    def pieces(self) -> list[bytes]:
+        """What every id stands for, special tokens by name: two tokenizers with equal pieces read each other's ids."""
+        names = {id: name.encode() for name, id in self.specials.items()}
+        return [names.get(id) or self._to_bytes(id) for id in range(self.vocab_size)]
+
     def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a conversation ({"role", "content"} objects) in the folder's own format, ready for the answer.
 

@@ -106,7 +106,7 @@ class Contender:
         seconds = []
         for step in range(steps):
             start = time.perf_counter()
-            self.engine.step(GREEDY, filled + step)
+            self.engine.step(filled + step)
             seconds.append(time.perf_counter() - start)
         read = weight_bytes(self.model) + self.batch * attended_bytes(position_bytes(self.model), filled + steps // 2)
         return {"seconds": statistics.median(seconds), "bytes": read, "compile_s": self.compile_s}

@@ -41,7 +41,7 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
             prompt = list(range(length))
             rows_of(engine.model, [prompt], engine=engine, max_new_tokens=3, cached=cached)
         with pytest.raises(RuntimeError, match="recompile"):  # control: the stance does bite
-            engine.steps[GREEDY] = torch.compile(lambda: engine.state.pos + n, fullgraph=True, dynamic=False)
+            engine.steps["decode", GREEDY] = torch.compile(lambda: engine.state.pos + n, fullgraph=True, dynamic=False)
             rows_of(engine.model, [[5]], engine=engine)
 
 
@@ -88,15 +88,18 @@ def test_finished_rows_freeze():
     state.start([[1, 2], [3, 4, 5], [6]], [2, 2, 2], {9}, 0, Sampling(0))
     logits = torch.zeros(3, 10)
     logits[0, 9] = logits[1, 4] = logits[2, 7] = 1.0
-    decide(state, logits, GREEDY)
-    assert state.out.tolist() == [9, 4, 7] and state.done.tolist() == [True, False, False]
-    decide(state, logits, GREEDY)
-    assert state.out.tolist() == [FROZEN, 4, 7] and state.done.tolist() == [True, True, True]
-    before = {name: tensor.clone() for name, tensor in state.named_buffers() if name != "out"}
-    decide(state, logits + torch.randn(3, 10), GREEDY)
-    assert state.out.tolist() == [FROZEN] * 3
+    decide(state, logits)
+    assert state.out.flatten().tolist() == [9, 4, 7] and state.done.tolist() == [True, False, False]
+    decide(state, logits)
+    assert state.out.flatten().tolist() == [FROZEN, 4, 7] and state.done.tolist() == [True, True, True]
+    before = {name: tensor.clone() for name, tensor in state.named_buffers() if name not in ("out", "tokens")}
+    decide(state, logits + torch.randn(3, 10))
+    assert state.out.flatten().tolist() == [FROZEN] * 3
     assert all(torch.equal(getattr(state, name), tensor) for name, tensor in before.items())
-    assert state.tokens[0].tolist() == [1, 2, 9, 0, 0, 0, 0, 0] and state.pos.tolist() == [2, 4, 2]
+    assert state.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
+    assert [state.tokens[row, : pos + 1].tolist() for row, pos in enumerate(state.pos)] == [
+        [1, 2, 9], [3, 4, 5, 4, 4], [6, 7, 7],
+    ]  # fmt: skip
 
 
 def test_an_unused_row_stays_silent(folder_of):

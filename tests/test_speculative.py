@@ -1,0 +1,699 @@
+"""speculative.py: the law of the output is the target's, whatever drafts; greedy output is plain greedy output.
+
+A false alarm of a chi-square test here has probability below 1e-6 (each asks for p > 1e-6, on fixed seeds); each has
+controls, broken on purpose, that the same test must catch with p < 1e-12.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import generate as program
+import speculative
+from checkpoint import random_model
+from generate import Engine, Timing, generate
+from model import Config, Transformer
+from sampling import INVALID, Sampling
+from speculative import (
+    Costs,
+    Drafter,
+    DraftLength,
+    ModelDraft,
+    NgramDraft,
+    accept,
+    acceptance,
+    expected_tokens,
+    layer_subset,
+    operations,
+    parse_layers,
+    residual,
+    speedup,
+)  # fmt: skip
+
+SAMPLINGS = [
+    Sampling(0), Sampling(0.3), Sampling(1), Sampling(2), Sampling(1, top_k=3), Sampling(1, top_p=0.8),
+    Sampling(2, min_p=0.2), Sampling(0.7, top_k=4, top_p=0.9, min_p=0.05),
+]  # fmt: skip
+
+
+def name(sampling: Sampling) -> str:
+    return " ".join(f"{key}={value}" for key, value in dataclasses.asdict(sampling).items() if value is not None)
+
+
+# ------------------------------------------------------------------------------- the step, without sampling
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=name)
+@pytest.mark.parametrize("V", [2, 7, 1000, 50_000])
+def test_identity_of_distributions(V, sampling):
+    """What a token is after one decision: q a + (1 - sum q a) residual = p, for every token, to 1e-6."""
+    generator = torch.Generator().manual_seed(V)
+    p, q = (sampling.probs(3 * torch.randn(64, V, generator=generator)) for _ in range(2))
+    q[:8], p[8:16] = p[:8], q[8:16].roll(1, 0)
+    # A float32 softmax of 50,000 logits sums to 1 within 3e-6 only; that error is not the step's.
+    p, q = ((x.double() / x.double().sum(-1, keepdim=True)).float() for x in (p, q))
+    kept = q * acceptance(p, q)
+    law = kept + (1 - kept.sum(-1, keepdim=True)) * residual(p, q)
+    assert (law - p).abs().max() < 1e-6
+    unclamped = (p - q) / (p - q).sum(-1, keepdim=True).clamp(min=1e-6)
+    broken = kept + (1 - kept.sum(-1, keepdim=True)) * unclamped
+    assert (broken - p).abs().max() > 1e-3, "the identity holds for a wrong residual: nothing is shown"
+
+
+def exact_next(p: Tensor, q: Tensor) -> Tensor:
+    """The law of the token that accept() puts first, for one drafted token: through accept() itself, by giving it every
+    drafted token and every decision on a grid of noise."""
+    V, n = p.numel(), 4096
+    grid = (torch.arange(n) + 0.5) / n
+    law = torch.zeros(V)
+    for x in range(V):
+        drafted = torch.full((n, 1), x)
+        target = p.expand(n, 2, V)
+        # Decision noise sweeps the grid; the replacement's noise sweeps it in another order.
+        noise = grid[:, None], grid[torch.arange(n) * 1021 % n][:, None].expand(-1, 2)
+        kept, token = accept(drafted, q.expand(n, 1, V), target, noise=noise)
+        first = torch.where(kept > 0, x, token)
+        law += q[x] * first.bincount(minlength=V) / n
+    return law
+
+
+def test_accept_has_the_law_of_the_target():
+    """Through the function itself; grid error below 2 / sqrt(4096) per replaced mass, controls far above."""
+    generator = torch.Generator().manual_seed(0)
+    for V in (2, 5, 9):
+        p, q = (torch.randn(V, generator=generator).mul(2).softmax(-1) for _ in range(2))
+        assert (exact_next(p, q) - p).abs().max() < 5e-3 < (q - p).abs().max()
+
+
+def test_accept_by_hand():
+    """Rows: all kept; first rejected; second rejected; q(x) = 0; p(x) = 0 at u = 0; p = q rejected by nothing."""
+    one = lambda i: torch.eye(4)[i]  # noqa: E731
+    half = torch.tensor([0.5, 0.5, 0.0, 0.0])
+    quarter = torch.full((4,), 0.25)
+    q = torch.stack([torch.stack(row) for row in [(half, half)] * 3 + [(one(1), half)] + [(half, half)] * 2])
+    drafted = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [1, 0]])
+    p = torch.stack([
+        torch.stack(row) for row in [
+            (half, half, one(3)), (one(2), half, one(3)), (half, quarter, one(3)), (quarter, half, one(3)),
+            (one(1), half, one(3)), (half, half, half),
+        ]
+    ])  # fmt: skip
+    u = torch.tensor([[0.99, 0.99], [0.0, 0.0], [0.0, 0.6], [0.0, 0.0], [0.0, 0.0], [1 - 2**-24] * 2])
+    n, token = accept(drafted, q, p, noise=(u, torch.full((6, 3), 0.7)))
+    assert n.tolist() == [2, 0, 1, 0, 0, 2]
+    # residuals: row 1 one(2); row 2 quarter - half -> ids 2, 3; row 3 quarter - one(1) -> 0, 2, 3; row 4 one(1)
+    assert token.tolist() == [3, 2, 3, 3, 1, 1]
+
+
+def test_accept_at_temperature_0_is_comparison():
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randint(0, 3, (500, 5, 6), generator=generator).float()  # ties on purpose
+    p = Sampling(0).probs(logits)
+    drafted = torch.randint(0, 6, (500, 4), generator=generator)
+    q = torch.nn.functional.one_hot(drafted, 6).float()
+    n, token = accept(drafted, q, p, generator)
+    best = logits.argmax(-1)
+    want = (drafted == best[:, :4]).long().cumprod(1).sum(1)
+    assert torch.equal(n, want) and torch.equal(token, best.gather(1, want[:, None])[:, 0])
+
+
+def test_what_is_not_a_number():
+    """NaN in q is a rejection and the token p's; NaN in p is INVALID, for the host to name. 16 bits are no trap."""
+    p, q = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]), torch.full((1, 1, 2), math.nan)
+    n, token = accept(torch.tensor([[0]]), q, p)
+    assert (n.item(), token.item()) == (0, 1)
+    n, token = accept(torch.tensor([[0]]), torch.tensor([[[1.0, 0.0]]]), p * math.nan)
+    assert (n.item(), token.item()) == (0, INVALID)
+    near = torch.tensor([0.5, 0.5 + 2**-20]).half()  # trap: a residual that sums to 0 in 16 bits
+    assert residual(near.float(), near.float()).sum() == pytest.approx(1, abs=1e-3)
+    n, token = accept(torch.tensor([[1]]), near.expand(1, 1, 2), near.expand(1, 2, 2), torch.Generator().manual_seed(0))
+    assert n.item() == 1 and token.item() in (0, 1)
+
+
+def test_accept_with_a_generator_is_reproducible_and_shaped():
+    p, q = torch.rand(3, 6, 11).softmax(-1), torch.rand(3, 5, 11).softmax(-1)
+    drafted = torch.randint(0, 11, (3, 5))
+    a, b = (accept(drafted, q, p, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(a, b)) and a[0].shape == a[1].shape == (3,)
+    n, token = accept(drafted[:, :0], q[:, :0], p[:, :1])
+    assert n.tolist() == [0, 0, 0] and token.shape == (3,)
+
+
+# ------------------------------------------------------------------------------------ whole sequences
+
+TINY = Config(
+    dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=4, max_seq_length=32, norm_eps=1e-5
+)
+
+
+def tiny(seed: int, scale: float = 25.0, **changes) -> Transformer:
+    """A random model whose next-token distributions differ from uniform and from each other's."""
+    model = random_model(dataclasses.replace(TINY, **changes), dtype=torch.float32, seed=seed)
+    for layer in model.layers:
+        for matrix in (layer.attention.qkv, layer.attention.out, layer.ffn.gate_up, layer.ffn.down):
+            matrix.weight.mul_(scale)
+    model.embed.weight.mul_(50)
+    model.lm_head.weight.mul_(20)
+    return model
+
+
+def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling) -> Tensor:
+    """Exact probabilities of all V^n continuations, in float64 products of the model's own distributions."""
+    V = model.config.vocab_size
+    tails = torch.tensor(list(itertools.product(range(V), repeat=n)))  # (V^n, n)
+    tokens = torch.cat((torch.tensor(prompt).expand(len(tails), -1), tails), dim=1)
+    with torch.inference_mode():
+        logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
+    return sampling.probs(logits).double().gather(2, tails[..., None])[..., 0].prod(1)
+
+
+def p_value(counts: Tensor, law: Tensor) -> float:
+    """Of a chi-square test; outcomes expected fewer than five times are one bin, impossible ones must not happen."""
+    if counts[law == 0].sum() > 0:
+        return 0.0
+    expected = law / law.sum() * counts.sum()
+    rare = expected < 5
+    observed = torch.cat((counts[~rare].double(), counts[rare].sum()[None].double()))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    keep = expected > 0
+    statistic = ((observed[keep] - expected[keep]) ** 2 / expected[keep]).sum()
+    return torch.special.gammaincc((keep.sum() - 1) / 2, statistic / 2).item()
+
+
+TAIL, ROWS = 5, 4096
+LONG_PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]  # has n-grams to look up
+
+
+def sequences(model, drafter, sampling: Sampling, k, runs: int = 8) -> Tensor:
+    """Counts (V^TAIL,) of what ROWS x runs speculative generations gave, each row with a seed of its own."""
+    V, counts = model.config.vocab_size, 0
+    engine = Engine(model, ROWS, len(LONG_PROMPT) + TAIL, drafter=drafter, speculate_k=k)
+    for run in range(runs):
+        out = [[] for _ in range(ROWS)]
+        seeds = list(range(run * ROWS, (run + 1) * ROWS))
+        for row, id in generate(
+            model, [LONG_PROMPT] * ROWS, sampling=sampling, max_new_tokens=TAIL, seed=seeds, engine=engine
+        ):
+            out[row].append(id)
+        index = torch.tensor(out) @ V ** torch.arange(TAIL - 1, -1, -1)
+        counts = counts + index.bincount(minlength=V**TAIL)
+    return counts
+
+
+def drafter_of(kind: str, model: Transformer) -> Drafter:
+    if kind == "model":
+        return ModelDraft(tiny(7, n_layers=1))
+    if kind == "layers":
+        return ModelDraft(layer_subset(model, [0]), on_layers=[0])
+    return NgramDraft(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, sampling, k",
+    [
+        ("model", Sampling(1), 3), ("model", Sampling(2), 1), ("model", Sampling(0.3), 8),
+        ("model", Sampling(1.5, top_k=3, top_p=0.9), 2), ("model", Sampling(1, min_p=0.3), 4),
+        ("layers", Sampling(1), 3), ("layers", Sampling(0.8, top_p=0.8), 2),
+        ("ngram", Sampling(1), 3), ("ngram", Sampling(0.8, top_k=3), 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sequences_have_the_targets_joint_law(kind, sampling, k):
+    """Five tokens over several rounds of different lengths, 32,768 sequences (8,192 where filters leave fewer outcomes)
+    against all 1,024 probabilities."""
+    model = tiny(3)
+    counts = sequences(model, drafter_of(kind, model), sampling, k, runs=8 if sampling.kind == "plain" else 2)
+    law = joint_law(model, LONG_PROMPT, TAIL, sampling)
+    assert p_value(counts, law) > 1e-6
+
+
+def accept_everything(tokens, q, p, generator=None, *, noise):
+    return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]))
+
+
+class DropsTheUnlikely(ModelDraft):
+    """After the draw, a token of low q is thrown away and another drawn in its place: looks harmless, is not."""
+
+    def propose(self, state):
+        tokens, probs = super().propose(state)
+        q = probs.gather(2, tokens[..., None])[..., 0]
+        again = torch.where(q < 0.3, probs.argmax(-1), tokens)
+        state.tokens.scatter_(1, state.pos[:, None] + 1 + torch.arange(self.k), again)
+        return again, probs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["accepts everything", "residual", "q(x) = 0", "drops the unlikely", "same noise"])
+def test_a_broken_law_is_caught(broken, monkeypatch):
+    model, drafter, sampling = tiny(3), ModelDraft(tiny(7, n_layers=1)), Sampling(1)
+    if broken == "accepts everything":
+        monkeypatch.setattr(program, "accept", accept_everything)
+    elif broken == "residual":  # not clamped: the absolute difference stands for it
+        monkeypatch.setattr(speculative, "residual", lambda p, q: (p - q).abs() / (p - q).abs().sum(-1, keepdim=True))
+    elif broken == "q(x) = 0":
+        monkeypatch.setattr(speculative, "acceptance", lambda p, q: (p / q).nan_to_num(1).clamp(max=1))
+        drafter = NgramDraft(2)  # proposes zeros where nothing matches
+    elif broken == "drops the unlikely":
+        drafter = DropsTheUnlikely(tiny(7, n_layers=1))
+    else:  # the decision to accept and the draft's draw must be independent
+        monkeypatch.setattr(program, "ACCEPT", speculative.DRAFT_DRAW)
+    counts = sequences(model, drafter, sampling, 3)
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) < 1e-12
+
+
+# ------------------------------------------------------------------------------------ greedy = plain greedy
+
+V = 61
+BASE = {"vocab_size": V, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "n_layers": 4, "max_seq_length": 96}
+PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
+
+
+class Noise(Drafter):
+    """Worse than random: proposes what it knows nothing about, and says so with a confident q."""
+
+    def propose(self, state):
+        tokens = (state.tokens.gather(1, state.pos[:, None]) * 7 + torch.arange(self.k) * 13 + 5) % V
+        return tokens, torch.nn.functional.one_hot(tokens, V).float()
+
+
+class Poison(Noise):
+    """And writes rubbish where the round is about to be, in the target's own cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.target = model
+
+    def propose(self, state):
+        for layer in self.target.layers:
+            for row in range(state.pos.size(0)):
+                begin = int(state.pos[row])
+                layer.attention.cache.k[row, :, begin : begin + self.k + 1] = 1e4
+                layer.attention.cache.v[row, :, begin : begin + self.k + 1] = -1e4
+        return super().propose(state)
+
+
+def pair(windows=(), **changes) -> tuple[Transformer, Transformer]:
+    target = tiny(0, 14, **BASE, windows=windows, **changes)
+    draft = tiny(0, 14, **{**BASE, "n_layers": 1}, windows=windows[1:2], **changes)
+    with torch.no_grad():  # related to the target, so that some of what it drafts is accepted
+        draft.embed.weight.copy_(target.embed.weight)
+        draft.lm_head.weight.copy_(target.lm_head.weight)
+        for mine, other in zip(draft.layers[0].parameters(), target.layers[0].parameters()):
+            mine.copy_(other)
+    return target, draft
+
+
+def any_drafter(kind: str, target: Transformer, draft: Transformer) -> Drafter:
+    return {
+        "model": lambda: ModelDraft(draft),
+        "itself": lambda: ModelDraft(target_copy(target)),
+        "layers": lambda: ModelDraft(layer_subset(target, [0, 1, 3]), on_layers=[0, 1, 3]),
+        "early exit": lambda: ModelDraft(layer_subset(target, [0]), on_layers=[0]),
+        "ngram": lambda: NgramDraft(2),
+        "ngram1": lambda: NgramDraft(1),
+        "noise": Noise,
+        "poison": lambda: Poison(target),
+        "custom": lambda: PlainObject(),
+    }[kind]()
+
+
+def target_copy(target: Transformer) -> Transformer:
+    copy = Transformer(target.config).eval().requires_grad_(False)
+    copy.load_state_dict({name: tensor for name, tensor in target.state_dict().items() if "cache" not in name})
+    return copy
+
+
+class PlainObject:
+    """The interface and nothing else: no base class."""
+
+    def propose(self, state):
+        tokens = state.tokens.gather(1, state.pos[:, None]).expand(-1, 5)
+        return tokens, torch.nn.functional.one_hot(tokens, V).float()
+
+    def advance(self, n_accepted):
+        assert n_accepted.dim() == 1
+
+
+DRAFTERS = ["model", "itself", "layers", "early exit", "ngram", "ngram1", "noise", "poison"]
+
+
+def rows_of(model, prompts, **options) -> list[list[int]]:
+    out = [[] for _ in prompts]
+    for row, id in generate(model, prompts, **{"sampling": Sampling(0), "max_new_tokens": 30, **options}):
+        out[row].append(id)
+    return out
+
+
+@pytest.fixture(scope="module")
+def margins():
+    """The pair's greedy output; and that no decision hangs on rounding: M = 1 and M = K + 1 products of float32 differ
+    by some 1e-5 for these logits (of size 10), so the two top logits of every decision must be further apart."""
+    target, draft = pair()
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    gaps = []
+    for prompt, tail in zip(PROMPTS, want):
+        tokens = torch.tensor([prompt + tail])
+        with torch.inference_mode():
+            top = target(tokens, torch.arange(tokens.size(1)))[0, len(prompt) - 1 : -1].topk(2).values
+        gaps.append((top[:, 0] - top[:, 1]).min().item())
+        assert len(set(tail)) > 10, "the target repeats itself: nothing is shown"
+    print(f"smallest gap between the two top logits: {min(gaps):.4f}")
+    assert min(gaps) > 1e-3
+    return target, draft, want
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_equals_plain_greedy(margins, kind, k):
+    target, draft, want = margins
+    drafter = any_drafter(kind, target, draft)
+    timing = Timing()
+    assert rows_of(target, PROMPTS, drafter=drafter, speculate_k=k, timing=timing, max_new_tokens=60) == want
+    for row, prompt in enumerate(PROMPTS):
+        assert rows_of(target, [prompt], drafter=drafter, speculate_k=k, max_new_tokens=60) == [want[row]]
+    accepted = sum(sum(row.accepted.values()) for row in timing.rows)
+    if kind == "itself":
+        assert timing.steps == math.ceil(59 / (k + 1)), "every token of a model that drafts for itself is accepted"
+    elif kind not in ("noise", "poison"):
+        assert accepted > 0, "nothing was accepted: nothing is shown"
+
+
+def test_greedy_with_the_bare_interface(margins):
+    target, _, want = margins
+    assert rows_of(target, PROMPTS, drafter=PlainObject(), max_new_tokens=60) == want
+
+
+@pytest.mark.parametrize("kind", ["itself", "model", "ngram", "layers"])
+def test_every_length_and_stop_inside_a_round(margins, kind):
+    """Lengths around the ends of rounds; and with stop ids nothing behind them is yielded, counted or kept."""
+    target, draft, want = margins
+    drafter = any_drafter(kind, target, draft)
+    for n in range(1, 15):
+        assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=n) == [row[:n] for row in want]
+    for at in range(9):
+        stop = {want[0][at], want[3][at + 2]}
+        cut = [row[:30][: 1 + next((i for i, id in enumerate(row) if id in stop), 29)] for row in want]
+        engine, timing = Engine(target, 4, 60, drafter=drafter, speculate_k=5), Timing()
+        got = rows_of(target, PROMPTS, engine=engine, stop_ids=stop, timing=timing)
+        assert got == cut and timing.decoded == [len(row) for row in cut]
+        assert [row.tokens + 1 for row in timing.rows] == [len(row) for row in cut]
+        for row, counted in enumerate(timing.rows):
+            assert sum(counted.reached.values()) <= counted.tokens == len(counted.origins) - 1
+            assert engine.state.pos[row] == len(PROMPTS[row]) + len(cut[row]) - 1
+            assert engine.state.tokens[row, : engine.state.pos[row] + 1].tolist() == PROMPTS[row] + cut[row]
+
+
+@pytest.mark.parametrize("kind", ["itself", "model", "layers", "ngram", "poison"])
+def test_the_end_of_the_context(margins, kind):
+    """The last round starts at the context's last position, and K drafted tokens would lie beyond it."""
+    target, draft, _ = margins
+    drafter = any_drafter(kind, target, draft)
+    prompts = [PROMPTS[1], PROMPTS[1] * 5]
+    budgets = [96 - len(prompt) for prompt in prompts]
+    want = rows_of(target, prompts, max_new_tokens=budgets)
+    assert rows_of(target, prompts, max_new_tokens=budgets, drafter=drafter, speculate_k=8) == want
+    with pytest.raises(ValueError, match="over the limit of 96"):
+        rows_of(target, prompts, max_new_tokens=[87, 52], drafter=drafter)
+
+
+def test_a_consumer_that_ends_a_row_ends_its_statistics(margins):
+    target, _, want = margins
+    ended, timing, got = set(), Timing(), [[] for _ in PROMPTS]
+    for row, id in generate(
+        target, PROMPTS, sampling=Sampling(0), max_new_tokens=30, drafter=ModelDraft(target_copy(target)),
+        timing=timing, ended=ended,
+    ):  # fmt: skip
+        got[row].append(id)
+        if row == 1 and len(got[1]) == 4:  # inside the first round of six
+            ended.add(1)
+    assert got == [row[: 4 if i == 1 else 30] for i, row in enumerate(want)]
+    assert timing.rows[1].tokens == 3 and dict(timing.rows[1].accepted) == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_shared_cache_keeps_no_trace(margins):
+    """Rubbish written by the drafter where the round is: the same tokens, and bit for bit the same cache."""
+    target, _, _ = margins
+    caches = []
+    for drafter in (Noise(), Poison(target)):
+        engine = Engine(target, 4, 60, drafter=drafter, speculate_k=5)
+        rows_of(target, PROMPTS, engine=engine)
+        filled = engine.state.pos
+        caches.append([
+            [cache.k[row, :, : filled[row]].clone() for cache in engine.caches] for row in range(len(PROMPTS))
+        ])  # fmt: skip
+    assert all(torch.equal(a, b) for rows in zip(*caches) for a, b in zip(*rows))
+    assert max(layer.abs().max() for row in caches[1] for layer in row) < 1e4
+
+
+def test_a_draft_that_is_not_a_number_changes_nothing(margins):
+    target, draft, want = margins
+    draft = target_copy(draft)
+    draft.norm.weight.fill_(math.nan)
+    assert rows_of(target, PROMPTS, drafter=ModelDraft(draft), max_new_tokens=60) == want
+
+
+@pytest.mark.parametrize("draft_v", [V - 9, V + 7])
+def test_padded_vocabularies_may_differ(margins, draft_v):
+    """Ids that only one side has: the draft never sees or proposes one it should not, and the target's law is whole
+    (its greedy output holds ids that a shorter draft lacks)."""
+    target, _, want = margins
+    other = tiny(0, 14, **{**BASE, "n_layers": 1, "vocab_size": draft_v})
+    assert max(map(max, want)) >= V - 9
+    assert rows_of(target, PROMPTS, drafter=ModelDraft(other), max_new_tokens=60) == want
+
+
+def test_a_sliding_window_and_qk_norm():
+    target, draft = pair(windows=(None, 7, 7, None), qk_norm=True)
+    want = rows_of(target, PROMPTS, max_new_tokens=50)
+    for drafter in (ModelDraft(draft), ModelDraft(layer_subset(target, [0, 1]), on_layers=[0, 1]), NgramDraft(1)):
+        assert rows_of(target, PROMPTS, max_new_tokens=50, drafter=drafter, speculate_k=4) == want
+
+
+@pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
+def test_a_sampled_row_equals_its_prompt_alone(margins, kind):
+    """Fixed K: what a row gets does not depend on its company, n-grams of its own included."""
+    target, draft, _ = margins
+    options = {"sampling": Sampling(0.4), "seed": 5, "drafter": any_drafter(kind, target, draft), "speculate_k": 4}
+    alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
+    assert rows_of(target, PROMPTS, **options) == alone
+    assert rows_of(target, PROMPTS, **options | {"seed": 6}) != alone
+
+
+def test_a_late_host_reads_the_same(margins, monkeypatch):
+    """What a GPU does: rounds run ahead of the reading."""
+    target, draft, want = margins
+    stop = {want[0][6], want[2][11]}
+    cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), 59)] for row in want]
+    first = program.Inbox.__init__
+    for lag in (1, 2, 5):
+        monkeypatch.setattr(
+            program.Inbox, "__init__", lambda self, device, lag=lag: (first(self, device), setattr(self, "lag", lag))[0]
+        )
+        for kind in ("model", "layers", "ngram"):
+            drafter = any_drafter(kind, target, draft)
+            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=60) == want
+            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=60, stop_ids=stop) == cut
+
+
+def test_turns_keep_both_caches(margins):
+    """A second turn on the same engine: what both caches are said to hold, they hold, after a full acceptance too."""
+    target, draft, _ = margins
+    for drafter in (ModelDraft(target_copy(target)), ModelDraft(draft)):
+        engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)
+        for n in (8, 9, 10, 11):  # rounds that end at every phase
+            first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], engine=engine, max_new_tokens=n)[0]
+            second = [*first, 3, 5, 8]
+            timing = Timing()
+            got = rows_of(target, [second], engine=engine, cached=len(first) - 1, timing=timing, max_new_tokens=20)
+            fresh = Timing()
+            assert got == rows_of(target, [second], drafter=drafter, speculate_k=3, timing=fresh, max_new_tokens=20)
+            assert timing.rows == fresh.rows and timing.prompt_tokens == 4
+
+
+# --------------------------------------------------------------------- compiled, without syncs, of any length
+
+
+class NoSync(torch.utils._python_dispatch.TorchDispatchMode):
+    """Fails when the host asks the device for a value."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        assert name not in self.FORBIDDEN and not by_mask, f"the host waits for the device: {name}"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1), Sampling(1, top_k=5, top_p=0.9)], ids=name)
+def test_no_host_sync_inside_a_round(margins, kind, sampling):
+    target, draft, _ = margins
+    engine = Engine(target, 4, 60, drafter=any_drafter(kind, target, draft), speculate_k=3)
+    engine.state.start(PROMPTS, [30] * 4, {3}, 0, sampling)
+    with torch.inference_mode(), NoSync():
+        engine.decide_first(program.prefill(engine, [len(prompt) for prompt in PROMPTS]))
+        for k in (3, 1, 0, 0, 3):  # after plain steps the drafter catches up
+            engine.step(30, k)
+        for control in (lambda t: t[0].item(), lambda t: t[t > 3], lambda t: bool(t[0] > 3)):
+            with pytest.raises(AssertionError, match="waits for the device"):
+                control(engine.state.pos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
+def test_compiled_rounds(kind):
+    """Compiled, ragged, with a window: greedy is plain greedy; 200 rounds of changing K, length and temperature compile
+    nothing after warm-up; sampled rows are what eager code gives."""
+    target, draft = pair(windows=(None, 9, 9, None))
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    sampled = {"sampling": Sampling(0.7), "seed": 3, "max_new_tokens": 60}
+    drafter = any_drafter(kind, target, draft)
+    eager = rows_of(target, PROMPTS, drafter=drafter, speculate_k=3, **sampled)
+    engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
+    engine.ks = (1, 3)  # as auto would choose from
+    for sampling in ("greedy", "plain"):
+        engine.warm_up(sampling)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
+        engine.calibrate(Sampling(0), 40, rounds=2)
+        assert rows_of(target, PROMPTS, engine=engine, **sampled) == eager
+        for temperature in (0.5, 1.3):
+            engine.state.start(PROMPTS, [80] * 4, (), 0, Sampling(temperature))
+            with torch.inference_mode():
+                for number in range(100):
+                    engine.step(10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7])
+
+
+def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins):
+    """After 70 plain steps of a ragged batch the draft's cache must be what drafting all along would have left."""
+    target, draft, _ = margins
+    prompts = [PROMPTS[1] * 2, PROMPTS[2]]
+    engine = Engine(target, 2, 96, drafter=ModelDraft(draft), speculate_k=3)
+    engine.state.start(prompts, [78] * 2, (), 0, Sampling(0))
+    filled = [len(prompt) + 71 for prompt in prompts]  # the first token of the prompt, and 70 steps
+    with torch.inference_mode():
+        engine.decide_first(program.prefill(engine, [len(prompt) for prompt in prompts]))
+        for step in range(70):
+            engine.step(19 + step, 0)
+        before = [cache.k.clone() for cache in engine.seats[1].caches]
+        engine.step(max(filled), 1)
+    after = [cache.k for cache in engine.seats[1].caches]
+    for row, prompt in enumerate(prompts):
+        n = filled[row] - 1  # positions before the last decided token
+        tokens, alone = engine.state.tokens[row : row + 1, :n], target_copy(draft)
+        alone.setup_caches(1, n)
+        with torch.inference_mode():
+            alone.hidden(tokens, torch.arange(n))
+        for layer, cache in enumerate(after):
+            assert torch.allclose(cache[row, :, :n], alone.layers[layer].attention.cache.k[0], atol=1e-4)
+            assert not torch.allclose(before[layer][row, :, len(prompt) : n], cache[row, :, len(prompt) : n], atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------- length, figures, theory
+
+
+def test_auto_is_lossless_and_finds_what_pays(margins):
+    """Costs are given, not measured: a perfect cheap draft goes to the longest K, a hopeless one to plain steps."""
+    target, draft, want = margins
+    cheap = Costs(1.0, {k: 0.05 * k for k in (1, 2, 3, 5, 8)}, dict.fromkeys((1, 2, 3, 5, 8), 1.1))
+    used = {}
+    for kind in ("itself", "noise", "model"):
+        engine = Engine(target, 4, 96, drafter=any_drafter(kind, target, draft), speculate_k="auto")
+        with pytest.raises(ValueError, match="calibrate"):
+            rows_of(target, PROMPTS, engine=engine)
+        engine.costs, timing = cheap, Timing()
+        assert rows_of(target, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
+        used[kind] = sum(timing.rows, speculative.RowStatistics()).rounds
+    assert used["itself"].keys() == {5, 8} and used["itself"][8] > used["itself"][5]
+    assert used["noise"][0] > 0.8 * used["noise"].total()
+
+
+def test_draft_length_leaves_and_comes_back():
+    costs = Costs(1.0, {k: 0.2 * k for k in (1, 2, 5)}, {1: 1.1, 2: 1.2, 5: 1.5})
+    length = DraftLength("auto", costs)
+    assert length.choose() == 2
+    for _ in range(300):
+        length.observe(0.05)
+    chosen = [length.choose() for _ in range(400)]
+    probes = [i for i, k in enumerate(chosen) if k]
+    assert set(chosen) == {0, 1} and probes[:4] == [64, 65, 66, 67] and probes[4] == 68 + 128
+    for _ in range(300):
+        length.observe(0.95)
+    assert length.choose() == 5
+    assert DraftLength(3).choose() == 3 == DraftLength(3, costs).choose()
+
+
+def test_theory_against_simulation_and_sums():
+    """E[tokens] as the mean of a geometric variable capped at K + 1 (standard error below 0.01), and by hand."""
+    generator = torch.Generator().manual_seed(0)
+    for alpha, k in ((0.3, 1), (0.8, 5), (0.95, 8)):
+        kept = (torch.rand(200_000, k, generator=generator) < alpha).long().cumprod(1).sum(1)
+        assert expected_tokens(alpha, k) == pytest.approx((kept + 1).double().mean().item(), abs=0.05)
+        assert expected_tokens(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
+    assert expected_tokens(1.0, 4) == 5 and expected_tokens(0.0, 4) == 1
+    assert speedup(0.8, 5, 0.1) == pytest.approx((1 - 0.8**6) / (0.2 * 1.5))  # L theorem 3.8
+    assert speedup(0.8, 5, 0.1, 1.5) == pytest.approx((1 - 0.8**6) / (0.2 * 2.0))
+    assert operations(0.8, 5, 0.1) == pytest.approx(0.2 * 6.5 / (1 - 0.8**6))  # L theorem 3.11
+    costs = Costs(2.0, {2: 0.8, 5: 2.0}, {2: 2.4, 5: 3.0})
+    assert (costs.c(2), costs.v(5), costs.round(2), costs.round(0)) == (0.2, 1.5, 0.4 + 1.2, 1.0)
+    assert costs.best(0.0) == (0, 1.0) and costs.best(0.9) == (5, expected_tokens(0.9, 5) / 2.5)
+
+
+def test_statistics_by_hand():
+    """Three rounds of K = 3: two accepted and corrected; all accepted and a bonus; first rejected, at the end."""
+    row = speculative.RowStatistics()
+    row.count(0, 0, -1, 0.0, first=True)
+    for n, shown in ((2, 3), (3, 4), (0, 1)):
+        for index in range(shown):
+            row.count(index, 3, n, 0.5)
+    row.count(0, 0, -1, 0.0)  # a plain step
+    A, C, B, P = speculative.ACCEPTED, speculative.CORRECTED, speculative.BONUS, speculative.PLAIN_TOKEN
+    assert row.origins == [P, A, A, C, A, A, A, B, C, P]
+    costs = Costs(0.1, {3: 0.06}, {3: 0.12})
+    found = speculative.speculation(row, 3, costs, seconds=0.6, draft_s=0.2, verify_s=0.3, c_ops=0.1)
+    assert found["rounds"] == 4 and found["drafted"] == 9 and found["accepted"] == 5
+    assert found["accepted_by_position"] == [2, 2, 1] and found["reached_by_position"] == [3, 2, 2]
+    assert found["alpha"] == found["d_lk"] == 0.5 and found["tokens_per_round"] == 9 / 4
+    assert found["c"] == pytest.approx(0.2) and found["v"] == pytest.approx(1.2)
+    assert found["measured_speedup"] == pytest.approx(9 * 0.1 / 0.6)
+    assert found["predicted_speedup"] == pytest.approx(9 / (3 * (0.6 + 1.2) + 1))
+    assert found["predicted_speedup_iid"] == pytest.approx(1.875 / 1.8) and found["best_k"] == 3
+    assert found["operations"] == pytest.approx(4.3 / 1.875)
+    doubled = row + row
+    assert doubled.tokens == 18 and doubled.accepted[0] == 4 and doubled.rounds[3] == 6
+    empty = speculative.speculation(speculative.RowStatistics(), 3, None, 0.0, 0.0, 0.0)
+    assert empty["alpha"] is None and empty["rounds"] == 0 and len(speculative.summary(empty)) == 3
+
+
+def test_prompt_lookup_finds_the_last_match_and_repeats_it():
+    state = program.State(4, 12, torch.device("cpu"), K=4)
+    state.start([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]], [3] * 4, (), 0, Sampling(0))
+    drafter = NgramDraft(2)
+    drafter.setup(state, 4, tiny(0, vocab_size=9))
+    drafter.look(state)
+    assert drafter.has_match.tolist() == [True, True, False, False]
+    assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
+    one_hot = torch.nn.functional.one_hot(drafter.tokens[:2], 9).float()
+    assert torch.equal(drafter.probs[:2], one_hot) and drafter.probs[2:].sum() == 0
+
+
+def test_layers_are_parsed_and_checked():
+    assert parse_layers("0-2,5,7-8") == [0, 1, 2, 5, 7, 8]
+    for text in ("", "3-1", "a", "1-", "-1", "1,,2"):
+        with pytest.raises(ValueError, match="no layer or range"):
+            parse_layers(text)
+    model = tiny(0, n_layers=4)
+    for kept in ([4], [0, 0], [2, 1], []):
+        with pytest.raises(ValueError, match="0 to 3"):
+            layer_subset(model, kept)
+    view = layer_subset(model, [0, 3])
+    assert view.layers[1] is model.layers[3] and view.embed is model.embed and model.config.n_layers == 4
