@@ -344,6 +344,7 @@ class Engine:
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
         """Measure a plain step, drafting and verifying with `length` positions filled, interleaved, after one
         uncounted round: medians, also kept in `costs`. For before a prefill, like `warm_up`."""
+        assert 1 <= length < self.max_seq_length, f"{length} positions filled leave no room in {self.max_seq_length}"
         state = self.state
         state.pos.fill_(length - 1)
         state.done.fill_(True)
@@ -938,9 +939,9 @@ def run(args: argparse.Namespace) -> None:
         check_lengths(model, encoded, budgets, limit)
         check_draft_length(drafter, encoded, budgets)
         length = max(len(prompt) + n for prompt, n in zip(encoded, budgets))
-    rows, length = min(args.batch_size, len(texts) or 1), limit if args.max_seq_length else length
-    engine = Engine(model, rows, length, compile=compiles(args.compile, device), drafter=drafter, speculate_k=k)
-    warm_up(engine, sampling, length)
+    rows, positions = min(args.batch_size, len(texts) or 1), limit if args.max_seq_length else length
+    engine = Engine(model, rows, positions, compile=compiles(args.compile, device), drafter=drafter, speculate_k=k)
+    warm_up(engine, sampling, filled=length // 2)
     stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
     session = Session(engine, tokenizer, sampling, stop_ids, args.show_drafts and sys.stdout.isatty())
     with profiled(args.profile, device):
@@ -987,6 +988,8 @@ def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokeni
     kind, _, rest = args.draft.partition(":")
     try:
         if kind == "ngram":
+            if rest and not rest.isdigit():
+                raise ValueError(f"{rest!r} is no number of tokens to match")
             return NgramDraft(int(rest)) if rest else NgramDraft()
         if kind == "layers":
             kept = parse_layers(rest)
@@ -1010,14 +1013,14 @@ def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> No
             )
 
 
-def warm_up(engine: Engine, sampling: Sampling, length: int) -> None:
-    """Compile, where asked for; with a drafter, measure what steps cost when half of `length` is filled."""
+def warm_up(engine: Engine, sampling: Sampling, filled: int) -> None:
+    """Compile, where asked for; with a drafter, measure what steps cost when so many positions are filled."""
     if engine.compile:
         seconds = engine.warm_up(sampling.kind)
         rows = engine.state.pos.size(0)
         print(f"compiled the {sampling.kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
     if engine.drafter is not None:
-        engine.calibrate(sampling, max(1, length // 2))
+        engine.calibrate(sampling, filled)
 
 
 def decode_all(session: Session, args: argparse.Namespace, texts: list[str], encoded, budgets: list[int]) -> None:

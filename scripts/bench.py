@@ -11,6 +11,8 @@ into a results file with the commit, the hardware and the command; a later run o
     cache         one step with 100 tokens filled in a cache of 256 and of 32,768; with 100 to 16,000 filled; windowed
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
     breakdown     where the milliseconds of one step go, from the profiler
+    speculation   a memory-bound pair whose acceptance is set by construction, the demo pair, prompt lookup: speed-up,
+                  and measured over predicted
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
     first_token   start of `python generate.py` on the demo until its first byte of text
 
@@ -34,9 +36,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import load_model, random_model, save_model
-from generate import Engine, attended_bytes, position_bytes, prefill, weight_bytes
-from model import Config
+from generate import Engine, Timing, attended_bytes, generate, position_bytes, prefill, speculative, weight_bytes
+from model import Config, Transformer
 from sampling import GREEDY, Sampling
+from speculative import ModelDraft, NgramDraft
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,6 +50,7 @@ TINYLLAMA = {  # the 1.1B shape that CPU figures are quoted for
     "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+SMALL = {**TINYLLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
 SHORT_NAME = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 WAIT_S = 1200  # for a worker to load and compile
 
@@ -134,9 +139,69 @@ class Contender:
         return {"step": plain, **spent}
 
 
+class Pair:
+    """A target with a drafter, inside a worker: races plain decoding against speculation, in turn, on one engine."""
+
+    def __init__(
+        self, pair: str, temperature: float = 0.0, k: int | str = 5, alpha: float = 0.8, compile: bool = False,
+        positions: int = 400,
+    ):  # fmt: skip
+        """pair: 'counting' (1.1B and 0.1B, accepted with probability alpha), 'count' and 'cycle' (1.1B whose output
+        never repeats, or copies its prompt, with prompt lookup), 'demo' (the shipped pair) or 'story' (its target with
+        prompt lookup)."""
+        self.sampling, self.k, self.tokenizer = Sampling(temperature), k, None
+        if pair in ("counting", "count", "cycle"):
+            self.model = counting_model(TINYLLAMA, 0.0, period=100 if pair == "cycle" else None)
+            drafter = ModelDraft(counting_model(SMALL, 1 - alpha)) if pair == "counting" else NgramDraft()
+        else:
+            folder = ROOT / "checkpoints"
+            self.model, self.tokenizer = load_model(folder / "demo"), load_tokenizer(folder / "demo")
+            drafter = NgramDraft() if pair == "story" else ModelDraft(load_model(folder / "demo-draft"))
+        self.engine = Engine(self.model, 1, positions, compile=compile, drafter=drafter, speculate_k=k)
+        self.compile_s = self.engine.warm_up(self.sampling.kind) if compile else 0.0
+
+    def race(self, prompt: list[int] | str, new: int, seed: int = 0) -> dict:
+        """Seconds of decoding plainly and with the drafter, tokens of each, and what speculation reports."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
+        self.engine.calibrate(self.sampling, min(len(prompt) + new // 2, self.engine.max_seq_length - 1), rounds=5)
+        answer = {}
+        for name, k in (("plain", 0), ("drafted", self.k)):
+            self.engine.speculate_k, timing = k, Timing()
+            list(
+                generate(
+                    self.model, [prompt], sampling=self.sampling, max_new_tokens=new, seed=seed, engine=self.engine,
+                    timing=timing,
+                )
+            )  # fmt: skip
+            answer[name] = {"seconds": timing.decode_s, "tokens": timing.decoded[0] - 1, "steps": timing.steps}
+        return answer | {"report": speculative(self.engine, timing)}
+
+
+def counting_model(hf: dict, wrong: float, period: int | None = None) -> Transformer:
+    """Random weights that say i + 1 after token i with certainty, but for a fraction `wrong` of all tokens.
+
+    The head's row j is the embedding of j - 1, and the blocks, run in full, add a thousandth of what random ones do. So
+    a draft of this kind, wrong about each token with probability 1 - alpha, is accepted with probability alpha,
+    independently. With a `period` counting starts again after so many tokens.
+    """
+    model = random_model(Config.from_hf(hf))
+    for layer in model.layers:
+        layer.attention.out.weight.mul_(1e-3)
+        layer.ffn.down.weight.mul_(1e-3)
+    V = model.config.vocab_size
+    after = torch.arange(V).roll(1)  # the token that row j of the head follows
+    if period:
+        after[0], after[period] = period - 1, V - 1
+    model.lm_head.weight.copy_(model.embed.weight[after])
+    mistaken = torch.rand(V, generator=torch.Generator().manual_seed(1)) < wrong
+    model.embed.weight[mistaken] = model.embed.weight.roll(V // 2, 0)[mistaken]
+    return model
+
+
 def serve(spec: dict) -> None:
     """Answer requests from stdin until it closes."""
-    contender = Contender(**spec)
+    contender = (Pair if "pair" in spec else Contender)(**spec)
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("what")
@@ -237,6 +302,58 @@ def measure_prefill(args) -> list[dict]:
         ratio = [b / a for a, b in zip(times[best], times["transformers"], strict=True)]
         rows.append(row("1b.prefill512.vs_transformers", ratio, "ratio", f"bf16, 512 tokens, {best} against eager"))
     close(workers)
+    return rows
+
+
+OPENINGS = (
+    "Once upon a time", "One day, a little girl named Lily", "Tom had a red ball", "The big dog was sad because",
+    "There was a bird who", "Ben and Mia went to the park", "It was a cold day and", "Mom said",
+)  # fmt: skip
+
+
+def measure_speculation(args) -> list[dict]:
+    """Speed-up against plain decoding on the same engine, and that over what acceptance and step times predict."""
+    rows = []
+    for alpha, compile in ((0.5, False), (0.8, False), (0.95, False), (0.8, True)):
+        name = f"spec.1b.alpha{round(100 * alpha)}{'.compiled' * compile}"
+        prompts = [[1000 * (n + 1)] for n in range(args.rounds)]
+        note = "1.1B and 0.1B random bf16 weights, K = 5, greedy, acceptance set by construction"
+        rows += race(name, prompts, 64, note, pair="counting", alpha=alpha, compile=compile)
+    ratios = [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
+    rows.append(row("spec.measured_over_predicted", ratios, "ratio", "over the four medians of the 1.1B pair"))
+    for kind, temperature in (("greedy", 0.0), ("t08", 0.8)):
+        for k, compile in ((2, False), (3, False), (5, False), ("auto", False), (5, True), ("auto", True)):
+            name = f"spec.demo.{kind}.k{k}{'.compiled' * compile}"
+            note = "demo pair, bf16, 200 tokens from each of eight openings"
+            rows += race(name, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile)
+    note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, ngram:3, K = 5"
+    rows += race("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
+    note = "1.1B random bf16 weights whose output never repeats, ngram:3: nothing matches"
+    rows += race("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
+    for kind, temperature in (("greedy", 0.0), ("t08", 0.8)):
+        note = "demo model, eight openings, ngram:3, K = 5"
+        rows += race(f"spec.ngram.story.{kind}", OPENINGS, 200, note, pair="story", temperature=temperature)
+    return rows
+
+
+def race(name: str, prompts, new: int, note: str, **pair) -> list[dict]:
+    """Rows of one drafter from a race for each prompt: acceptance, costs, tokens a round, speed-up, and that over the
+    prediction."""
+    worker = ours(**pair)
+    runs = [worker.ask(what="race", prompt=prompt, new=new, seed=n) for n, prompt in enumerate(prompts)]
+    worker.close()
+    gained = [
+        r["plain"]["seconds"] / r["plain"]["tokens"] / (r["drafted"]["seconds"] / r["drafted"]["tokens"]) for r in runs
+    ]
+    reports = [r["report"] for r in runs]
+    rows = [row(f"{name}.speedup", gained, "ratio", note)]
+    rows.append(row(f"{name}.tokens_per_round", [r["tokens_per_round"] for r in reports], "tokens", note))
+    drafted = [(g, r) for g, r in zip(gained, reports, strict=True) if r["predicted_speedup"]]
+    if drafted:
+        ratio = [g / r["predicted_speedup"] for g, r in drafted]
+        rows.append(row(f"{name}.measured_over_predicted", ratio, "ratio", note))
+        for key in ("alpha", "c", "v"):
+            rows.append(row(f"{name}.{key}", [r[key] for _, r in drafted], "ratio", note))
     return rows
 
 
@@ -361,6 +478,7 @@ MEASUREMENTS = {
     "cache": measure_cache,
     "compile": measure_compile,
     "breakdown": measure_breakdown,
+    "speculation": measure_speculation,
     "load": measure_load,
     "first_token": measure_first_token,
 }
