@@ -416,6 +416,7 @@ def speculation(
         "v": costs.v(usual) if known else None,
         "tokens_per_round": row.tokens / rounds if rounds else None,
         "tokens_per_round_iid": None if alpha is None else expected_tokens(alpha, usual),
+        "c_ops": c_ops,
         "operations": None if alpha is None else operations(alpha, usual, c_ops),
         "measured_speedup": row.tokens * costs.decode_s / seconds if known and seconds > 0 else None,
         "predicted_speedup": row.tokens / cost if known else None,

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+SNIPPETS = [textwrap.dedent(code) for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)]
 
 # Parts of a command that this test leaves out, and why. `.ci/run` runs the line with pytest whole.
 SET_UP = ("python3 -m venv", ". .venv/bin/activate", "pip install", "python -m pytest")
@@ -37,6 +39,13 @@ def commands() -> list[str]:
 def test_readme_command_runs(command):
     script = f'python() {{ {sys.executable} "$@"; }}; {command}'
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "it printed nothing"
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_readme_snippet_runs(code):
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it printed nothing"
 

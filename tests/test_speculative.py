@@ -375,7 +375,11 @@ def test_greedy_equals_plain_greedy(margins, kind, k):
     timing = Timing()
     assert rows_of(target, PROMPTS, drafter=drafter, speculate_k=k, timing=timing, max_new_tokens=60) == want
     for row, prompt in enumerate(PROMPTS):
-        assert rows_of(target, [prompt], drafter=drafter, speculate_k=k, max_new_tokens=60) == [want[row]]
+        alone = Timing()
+        options = {"drafter": drafter, "speculate_k": k, "timing": alone, "max_new_tokens": 60}
+        assert rows_of(target, [prompt], **options) == [want[row]]
+        for count in ("rounds", "reached", "accepted", "origins"):  # a row's statistics are its own, too
+            assert getattr(alone.rows[0], count) == getattr(timing.rows[row], count), count
     accepted = sum(sum(row.accepted.values()) for row in timing.rows)
     if kind == "itself":
         assert timing.steps == math.ceil(59 / (k + 1)), "every token of a model that drafts for itself is accepted"
@@ -506,6 +510,8 @@ def test_turns_keep_both_caches(margins):
     for drafter in (ModelDraft(target_copy(target)), ModelDraft(draft)):
         engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)
         for n in (8, 9, 10, 11):  # rounds that end at every phase
+            for cache in itertools.chain.from_iterable(seat.caches for seat in engine.seats):
+                cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
             first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], engine=engine, max_new_tokens=n)[0]
             second = [*first, 3, 5, 8]
             timing = Timing()
