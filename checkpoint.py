@@ -1,13 +1,14 @@
 """A Hugging Face folder -> Transformer, and back.
 
     load_config         config.json -> Config
-    load_model          config.json + *.safetensors -> Transformer, filled tensor by tensor
+    load_model          config.json + *.safetensors -> Transformer, filled tensor by tensor, quantized on the way
     random_model        the same shapes with random weights, to measure without a download
-    save_model          Transformer -> config.json + model.safetensors, the inverse of load_model
+    save_model          Transformer -> config.json + safetensors, the inverse of load_model, quantized or not
 
 The model is built on the meta device and every weight is copied once, from the mapped file to its place inside
 its (fused) matrix, so that loading needs the weights' own memory and no more. Everything is checked against the
-files' headers before the first byte is copied. This file does not know tokenizers, decoding or devices' habits.
+files' headers before the first byte is copied. A folder whose config.json has "quantization" holds the parts of
+quantize.py's formats in place of weights. This file does not know tokenizers, decoding or devices' habits.
 """
 
 import json
@@ -22,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import Config, Transformer
+from quantize import FORMATS, QuantizedLinear, quantize_tensor, quantized_linears, replace_linears
 
 # Our module -> the Hugging Face modules whose rows, one after the other, make its matrix.
 OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
@@ -36,7 +38,10 @@ INNER = {
     "ffn.down": ["mlp.down_proj"],
 }
 
-DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that can be read
+DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
+PART_DTYPES = {
+    torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
 
 
@@ -139,6 +144,13 @@ def check_headers(folder: Path, config: Config, model: Transformer, readers: dic
         for name, parameter in model.named_parameters()
         for source, part in pieces(config, name, parameter)
     }
+    exact = {  # parts of a quantized weight are what they are, and nothing to cast
+        source: PART_DTYPES[part.dtype]
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+        for part_name, parameter in module.parts().items()
+        for source, part in pieces(config, f"{name}.{part_name}", parameter)
+    }
     missing = [name for name in expected if name not in readers]
     # Old checkpoints store RoPE's frequencies; a tied head may be stored although the embedding stands for it.
     extra = [
@@ -153,8 +165,9 @@ def check_headers(folder: Path, config: Config, model: Transformer, readers: dic
         header = readers[name][1].get_slice(name)
         if tuple(header.get_shape()) != expected[name]:
             wrong.append(f"{name} is {header.get_shape()} instead of {list(expected[name])}")
-        elif header.get_dtype() not in DTYPES:
-            wrong.append(f"{name} is of type {header.get_dtype()}; {', '.join(DTYPES)} can be read")
+        elif header.get_dtype() not in ((exact[name],) if name in exact else DTYPES):
+            can = exact.get(name, ", ".join(DTYPES))
+            wrong.append(f"{name} is of type {header.get_dtype()}; {can} can be read")
     problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
     found = [f"{what}: {_some(names)}" for what, names in problems if names]
     if missing == ["lm_head.weight"]:
@@ -178,12 +191,30 @@ def empty_model(config: Config, dtype: torch.dtype) -> Transformer:
         return Transformer(config).to(dtype)
 
 
+def fill(model: Transformer, names: list[str], readers: dict) -> None:
+    """Copy the stored tensors behind these parameters into place."""
+    for name in names:
+        for source, part in pieces(model.config, name, model.get_parameter(name)):
+            part.copy_(readers[source][1].get_tensor(source))  # casts and moves on the way, no copy between
+
+
 def allocate(model: Transformer, device: str | torch.device) -> Transformer:
     """Give a meta model uninitialised memory on a device; the tied head stays tied."""
     model.to_empty(device=device)
-    if model.config.tie_embeddings:
+    if model.config.tie_embeddings and hasattr(model.embed, "weight"):
         model.lm_head.weight = model.embed.weight
     return model.requires_grad_(False).eval()
+
+
+def stored_quantization(file: Path) -> tuple[str | None, str | None]:
+    """(scheme, scheme of the head) that config.json says its folder is stored in; None for not quantized."""
+    found = read_json(file).get("quantization")
+    if found is None:
+        return None, None
+    known = isinstance(found, dict) and found.keys() <= {"scheme", "head", "method"}
+    if not known or found.get("scheme") not in FORMATS or found.get("head") not in (None, *FORMATS):
+        raise ValueError(f"{file}: quantization = {found!r} is not supported; schemes: {', '.join(FORMATS)}")
+    return found["scheme"], found.get("head")
 
 
 @torch.no_grad()
@@ -195,30 +226,61 @@ def load_model(
     quantize: str | None = None,
     tp=None,
     progress: bool = False,
+    head: str | None = None,
 ) -> Transformer:
     """Read a Hugging Face folder of the Llama family (config.json and safetensors; no tokenizer is needed).
 
-    `progress` shows a bar on stderr. Raises ValueError, naming file and tensor, before any weight is copied.
-    `quantize` and `tp` take only None so far.
+    `quantize` names a scheme of quantize.py: every matrix is quantized as it arrives, so that the model is never
+    held in full precision; `head` names one for lm_head (and a tied embedding), which otherwise stays as it is. A
+    folder that was stored quantized is loaded as such. `progress` shows a bar on stderr. Raises ValueError, naming
+    file and tensor, before any weight is copied, and for weights that a scheme cannot hold. `tp` takes only None so
+    far.
     """
-    if quantize is not None:
-        raise ValueError(f"quantize = {quantize!r}: weight-only quantization is not available yet; use None")
     if tp is not None:
         raise ValueError(f"tp = {tp!r}: tensor parallelism is not available yet; use None")
     folder = Path(checkpoint_dir)
     config = load_config(folder)
+    scheme, stored_head = stored_quantization(folder / "config.json")
+    if scheme and quantize not in (None, scheme):
+        raise ValueError(f"{folder}: is stored in {scheme} and cannot be quantized to {quantize}; take the original")
+    if scheme and head not in (None, stored_head):
+        raise ValueError(f"{folder}: its head is stored in {stored_head or 'full precision'}, not in {head}")
     files = shards(folder)
     model = empty_model(config, dtype)
+    if scheme:
+        replace_linears(model, scheme, stored_head)
     readers = open_shards(files)
     check_headers(folder, config, model, readers)
+    on_the_way = quantize is not None and scheme is None
+    if on_the_way:
+        replace_linears(model, quantize, head)
     allocate(model, device)
     total = sum(parameter.nbytes for parameter in model.parameters())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress) as bar:
         for name, parameter in model.named_parameters():
-            for source, part in pieces(config, name, parameter):
-                part.copy_(readers[source][1].get_tensor(source))  # casts and moves on the way, no copy between
-                bar.update(part.nbytes)
+            module = model.get_submodule(name.rsplit(".", 1)[0])
+            if on_the_way and isinstance(module, QuantizedLinear) and not name.endswith(".bias"):
+                if name.endswith(".codes"):
+                    _quantize_into(module, name.removesuffix(".codes"), config, readers)
+            else:
+                fill(model, [name], readers)
+            bar.update(parameter.nbytes)
+    for linear in quantized_linears(model):
+        linear.pack(dtype)
     return model
+
+
+def _quantize_into(module: QuantizedLinear, name: str, config: Config, readers: dict) -> None:
+    """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to."""
+    tied = name == "lm_head" and config.tie_embeddings
+    begin = 0
+    for source in sources("embed.weight" if tied else f"{name}.weight"):
+        weight = readers[source][1].get_tensor(source).to(module.codes.device)
+        try:
+            module.fill(slice(begin, begin + len(weight)), quantize_tensor(weight, module.scheme))
+        except ValueError as error:
+            raise ValueError(f"{readers[source][0]}: {source}: {error}") from None
+        begin += len(weight)
 
 
 @torch.no_grad()
@@ -237,17 +299,57 @@ def random_model(
 
 
 def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None:
-    """Write config.json (`hf`) and model.safetensors under Hugging Face names. An interrupted write leaves no file
-    that load_model would take."""
+    """Write config.json (`hf`) and safetensors under Hugging Face names: model.safetensors, or for a quantized model a
+    file a layer and an index, so that saving takes a layer's memory. An interrupted write leaves nothing that
+    load_model would take: the file that names all others comes last."""
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        source: part.detach().contiguous().clone()
-        for name, parameter in model.named_parameters()
-        for source, part in pieces(model.config, name, parameter)
-    }
-    partial = folder / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors creates files that only their owner can read
+    names = [name for name, _ in model.named_parameters()]
+    groups = [names]
+    if quantized_linears(model):
+        layers = [[name for name in names if name.startswith(f"layers.{i}.")] for i in range(len(model.layers))]
+        groups = [*layers, [name for name in names if not name.startswith("layers.")]]
+    files = {}
+    for number, group in enumerate(groups, 1):
+        file = "model.safetensors" if len(groups) == 1 else shard_name(number, len(groups))
+        files |= write_tensors(folder / file, model, group)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    os.replace(partial, folder / "model.safetensors")
+    if len(groups) > 1:
+        write_index(folder, files)
+
+
+def shard_name(number: int, of: int) -> str:
+    return f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def write_tensors(
+    file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None
+) -> dict[str, str]:  # fmt: skip
+    """Write these parameters under their Hugging Face names, float32 ones as `dtype`; {name: file's name}."""
+
+    def stored(part: Tensor) -> Tensor:
+        return part.detach().to(dtype if dtype and part.dtype == torch.float32 else part.dtype)
+
+    tensors = {
+        source: stored(part).contiguous().clone()
+        for name in names
+        for source, part in pieces(model.config, name, model.get_parameter(name))
+    }
+    _write(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    return dict.fromkeys(tensors, file.name)
+
+
+def write_index(folder: Path, files: dict[str, str]) -> None:
+    """The file that names all others: without it a folder of shards does not load."""
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=1)
+    _write(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
+
+
+def _write(file: Path, write) -> None:
+    """Under another name first, to disk, then in place."""
+    partial = file.with_name(f"{file.name}.partial")
+    write(partial)
+    partial.chmod(0o644)  # safetensors creates files that only their owner can read
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
+    os.replace(partial, file)

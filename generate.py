@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from checkpoint import config_of, load_config, load_model, random_model
 from model import Block, Transformer
+from quantize import FORMATS, format_of, quantize_model, quantized_copy
 from sampling import ACCEPT, GREEDY, INVALID, Sampling, distribution, sample, uniform
 from speculative import (
     ACCEPTED,
@@ -226,7 +227,7 @@ class Engine:
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
         self.model, self.compile, self.max_seq_length = model, compile, max_seq_length
-        self.device = model.embed.weight.device
+        self.device = model.norm.weight.device
         K = max(self.ks, default=0)
         self.positions = max_seq_length + K  # a round at the context's end writes K tokens too many
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
@@ -632,7 +633,7 @@ def run_prompts(engine: Engine, seat: Seat, lengths: list[int], cached: int) -> 
     """
     model, B, longest = seat.model, engine.state.pos.size(0), max(lengths)
     rows = B if engine.compile else len(lengths)
-    last = torch.zeros(B, model.config.dim, dtype=model.embed.weight.dtype, device=engine.device)  # (B, D)
+    last = torch.zeros(B, model.config.dim, dtype=model.norm.weight.dtype, device=engine.device)  # (B, D)
     for begin in range(cached, longest, PREFILL_CHUNK):
         end = min(begin + PREFILL_CHUNK, longest)
         h = seat.prompt_chunk(engine.state, rows, begin, max(end, begin + 2) if engine.compile else end)  # (rows, T, D)
@@ -853,8 +854,8 @@ def speculative(engine: Engine, timing: Timing, row: int | None = None) -> dict 
 
 def multiplications(model: Transformer) -> int:
     """Of one token with the model's matrices: all but the embedding."""
-    table = model.embed.weight.numel() if not model.config.tie_embeddings else 0
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - table
+    linears = [module for module in model.modules() if hasattr(module, "in_features")]
+    return sum(linear.in_features * linear.out_features for linear in linears)
 
 
 def report(timings: list[Timing], engine: Engine) -> None:
@@ -959,6 +960,11 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--system needs --interactive")
     if args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1):
         raise ValueError("--interactive is one conversation in text: not with --json, --num_samples or --batch_size")
+    for scheme in (args.quantize, args.quantize_head, args.draft_quantize):
+        if scheme is not None:
+            format_of(scheme)
+    if args.quantize_head and not args.quantize:
+        raise ValueError("--quantize_head needs --quantize")
     if args.draft_quantize and not args.draft_checkpoint:
         raise ValueError("--draft_quantize needs --draft_checkpoint")
     if not (args.draft or args.draft_checkpoint) and (args.show_drafts or args.speculate_k is not None):
@@ -977,7 +983,7 @@ def speculate_k(args: argparse.Namespace) -> int | str:
 
 def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Drafter | None:
     """What --draft_checkpoint or --draft asks for. ValueError where it does not fit the target."""
-    device = model.embed.weight.device
+    device = model.norm.weight.device
     if args.draft_checkpoint:
         folder = args.draft_checkpoint
         dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
@@ -994,11 +1000,11 @@ def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokeni
         if kind == "layers":
             kept = parse_layers(rest)
             return ModelDraft(layer_subset(model, kept), on_layers=kept)
+        if kind == "quantized":
+            return ModelDraft(quantized_copy(model, rest), on_layers=range(model.config.n_layers))
     except ValueError as error:
         raise ValueError(f"--draft {args.draft}: {error}") from None
-    if kind == "quantized":
-        raise ValueError(f"--draft {args.draft}: weight-only quantization is not available yet")
-    raise ValueError(f"--draft {args.draft}: expected ngram, ngram:N or layers:0-7,24-31")
+    raise ValueError(f"--draft {args.draft}: expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
 
 
 def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
@@ -1108,10 +1114,13 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, T
     if args.random_weights:
         config = config_of(Path(args.random_weights))
         model = random_model(config, device=device, dtype=pick_dtype(args.dtype, config.dtype, device))
+        if args.quantize:
+            quantize_model(model, args.quantize, args.quantize_head)
         return model, NumberTokenizer(config.vocab_size)
     dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
     tokenizer = load_tokenizer(args.checkpoint)
-    model = load_model(args.checkpoint, device=device, dtype=dtype, progress=True)
+    quantized = {"quantize": args.quantize, "head": args.quantize_head}
+    model = load_model(args.checkpoint, device=device, dtype=dtype, progress=True, **quantized)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only"
@@ -1176,9 +1185,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", default=str(Path(__file__).parent / "checkpoints" / "demo"), help="a Hugging Face folder")
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
+    add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(FORMATS)}")
+    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model with the same tokenizer drafts")
-    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N]: copy from prompt and output; layers:0-7,24-31: skip")
+    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round, default {DEFAULT_K}; auto: what pays best")
     add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
     add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")

@@ -540,8 +540,8 @@ class Transformer(nn.Module):
         self.key_pos: Tensor | None = None  # (S,) positions that attention runs over; its length is what it costs
 
     def setup_caches(self, batch_size: int, max_seq_length: int) -> None:
-        """Give every layer an empty cache of (batch_size, G, max_seq_length, E) in the embedding's dtype."""
-        weight, E = self.embed.weight, self.config.head_dim
+        """Give every layer an empty cache of (batch_size, G, max_seq_length, E) in the norms' dtype."""
+        weight, E = self.norm.weight, self.config.head_dim
         heads = [layer.attention.kv_heads() for layer in self.layers]
         self.use_caches([KVCache(batch_size, G, max_seq_length, E, weight.dtype, weight.device) for G in heads])
 

@@ -13,6 +13,7 @@ into a results file with the commit, the hardware and the command; a later run o
     breakdown     where the milliseconds of one step go, from the profiler
     speculation   a memory-bound pair whose acceptance is set by construction, the demo pair, prompt lookup: speed-up,
                   and measured over predicted
+    quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
     first_token   start of `python generate.py` on the demo until its first byte of text
 
@@ -38,6 +39,7 @@ import torch
 from checkpoint import load_model, random_model, save_model
 from generate import Engine, Timing, attended_bytes, generate, position_bytes, prefill, speculative, weight_bytes
 from model import Config, Transformer
+from quantize import FORMATS
 from sampling import GREEDY, Sampling
 from speculative import ModelDraft, NgramDraft
 from tokenizer import load_tokenizer
@@ -357,6 +359,36 @@ def race(name: str, prompts, new: int, note: str, **pair) -> list[dict]:
     return rows
 
 
+def measure_quality(args) -> list[dict]:
+    """The demo model quantized to every scheme, and int4-g128 by every method (gptq calibrated on --calibration)."""
+    if args.text is None or args.calibration is None:
+        raise SystemExit("quality needs --text FILE and --calibration FILE")
+    demo = str(ROOT / "checkpoints" / "demo")
+    common = ["-m", "scripts.perplexity", "--text", str(args.text.resolve()), "--reference", demo, "--json"]
+    wanted = {"bf16": ["--checkpoint", demo]}
+    wanted |= {scheme: ["--checkpoint", demo, "--quantize", scheme] for scheme in FORMATS}
+    for scheme in ("int8", "int4-g128"):
+        wanted[f"{scheme}.head-int8"] = ["--checkpoint", demo, "--quantize", scheme, "--quantize_head", "int8"]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for method in ("search", "gptq"):
+            output = f"{folder}/{method}"
+            extra = ["--calibration", str(args.calibration.resolve())] if method == "gptq" else []
+            command = ["quantize.py", "--checkpoint", demo, "--scheme", "int4-g128", "--method", method, *extra]
+            subprocess.run([sys.executable, *command, "--output", output], cwd=ROOT, check=True, capture_output=True)
+            wanted[f"int4-g128.{method}"] = ["--checkpoint", output]
+        for name, options in wanted.items():
+            done = subprocess.run([sys.executable, *common, *options], cwd=ROOT, check=True, capture_output=True)
+            found = json.loads(done.stdout)
+            note = f"{found['tokens']} tokens, windows of {found['context']}"
+            error = found["nll_standard_error"] * found["perplexity"]
+            ppl, kl, kl_error = found["perplexity"], found["kl"], found["kl_standard_error"]
+            rows.append(row(f"demo.{name}.ppl", [ppl - error, ppl, ppl + error], "ppl", f"± standard error; {note}"))
+            rows.append(row(f"demo.{name}.kl", [kl - kl_error, kl, kl + kl_error], "nats", f"± standard error; {note}"))
+            rows.append(row(f"demo.{name}.top1", [found["top1"]], "ratio", note))
+    return rows
+
+
 def measure_cache(args) -> list[dict]:
     """What a step costs must follow what is filled, not what is allocated, eager and compiled, windowed too."""
     long = {**TINYLLAMA, "max_position_embeddings": 40_000}
@@ -479,6 +511,7 @@ MEASUREMENTS = {
     "compile": measure_compile,
     "breakdown": measure_breakdown,
     "speculation": measure_speculation,
+    "quality": measure_quality,
     "load": measure_load,
     "first_token": measure_first_token,
 }
@@ -517,6 +550,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="decode steps a round")
     parser.add_argument("--peers", action="store_true", help="also run the other programs that are installed")
     parser.add_argument("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for --peers")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="held-out text, for quality")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="other text, for quality")
     parser.add_argument("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -527,13 +562,15 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown measurement {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
     rows = []
-    for name in args.what or MEASUREMENTS:
+    for name in args.what or [name for name in MEASUREMENTS if name != "quality"]:
         found = MEASUREMENTS[name](args)
         for r in found:
             print(f"{r['id']:40} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}", file=sys.stderr)
         if args.write:  # after each measurement: an interrupted run keeps what it has
             command = f"python -m scripts.bench {' '.join(sys.argv[1:])}"
-            write_results(args.write, found, command.replace(str(args.gptfast), "DIR"))
+            for path, name in ((args.gptfast, "DIR"), (args.text, "FILE"), (args.calibration, "FILE")):
+                command = command.replace(str(path), name) if path else command  # no path of this machine
+            write_results(args.write, found, command)
         rows += found
     print(json.dumps(rows))
 

@@ -1,0 +1,748 @@
+"""Weight-only quantization: fewer bytes per weight, in forms that every device reads.
+
+    Format              one small class per stored form: shapes, quantize, dequantize; FORMATS names them
+    quantize_tensor     (out, in) weights -> the form's parts;  dequantize_tensor  the inverse
+    QuantizedLinear     a Linear that owns its parts: from_float, shard, pack; a subclass per kernel family
+    replace_linears     the one walker: a Transformer's Linears -> QuantizedLinears, in place
+    gptq, search_range  codes chosen by what real inputs show; ranges chosen by least squared error
+    main                python quantize.py: a folder in, a quantized folder out, layer by layer
+
+What is stored is bit-packed, the same for every device, and split by rows or whole groups. Packing for a kernel is the
+last step of loading; what it makes is never sharded or saved. This file does not know checkpoints, sampling or ranks:
+checkpoint.py reads and writes the parts under the names that it gives every tensor. Only `run`, which is a program and
+stands above both files, uses it.
+
+Formats: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from model import Block, Transformer, visible_keys
+
+# --------------------------------------------------------------------------------------------- formats
+
+
+def round_up(x: Tensor) -> Tensor:
+    """float32 -> the next bfloat16 at or above: a scale that is rounded down would not reach the largest weight."""
+    bits = x.float().contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """codes (..., n) in [0, 2^bits) -> bytes (..., n * bits / 8), the first code in the lowest bits."""
+    if bits == 8:
+        return codes.to(torch.uint8)
+    per = {4: 2, 6: 4}[bits]  # codes that fill whole bytes
+    word = codes.to(torch.int32).unflatten(-1, (-1, per))  # (..., n / per, per)
+    word = (word << (torch.arange(per, device=codes.device) * bits)).sum(-1, keepdim=True)  # (..., n / per, 1)
+    shift = torch.arange(per * bits // 8, device=codes.device) * 8
+    return ((word >> shift) & 0xFF).to(torch.uint8).flatten(-2)
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of pack_bits: int32 codes (..., n)."""
+    if bits == 8:
+        return packed.to(torch.int32)
+    per = {4: 2, 6: 4}[bits]
+    word = packed.to(torch.int32).unflatten(-1, (-1, per * bits // 8))  # (..., n / per, bytes)
+    word = (word << (torch.arange(word.size(-1), device=packed.device) * 8)).sum(-1, keepdim=True)
+    shift = torch.arange(per, device=packed.device) * bits
+    return ((word >> shift) & (2**bits - 1)).flatten(-2).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight (out, in) is stored. `group`: inputs that share a scale; 0: the whole row."""
+
+    bits: int
+    group: int = 0
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Part -> (shape, dtype). The first dimension of every part is the weight's rows."""
+        raise NotImplementedError
+
+    def quantize(self, w: Tensor) -> dict[str, Tensor]:
+        """Finite float32 (out, in) -> parts."""
+        raise NotImplementedError
+
+    def dequantize(self, parts: dict[str, Tensor]) -> Tensor:
+        """Parts -> float32 (out, in)."""
+        raise NotImplementedError
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Codes and scales, as stored; of a row so long that scales per row do not count."""
+        shapes = self.shapes(1, 2**20)
+        return sum(math.prod(shape) * dtype.itemsize * 8 for shape, dtype in shapes.values()) / 2**20
+
+
+class Int8(Format):
+    """Symmetric, one scale a row: w = code * scale, code in [-127, 127]. |w - w'| <= scale / 2, scale <= max|w| / 127 *
+    (1 + 2^-7)."""
+
+    def shapes(self, rows, columns):
+        return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}
+
+    def quantize(self, w):
+        scale = round_up(w.abs().amax(1) / 127)  # (out,)
+        step = _divisor(scale)[:, None]
+        return {"codes": (w / step).round().clamp(-127, 127).to(torch.int8), "scale": scale}
+
+    def dequantize(self, parts):
+        return parts["codes"].float() * parts["scale"].float()[:, None]
+
+
+class Int4(Format):
+    """Asymmetric groups along the input: w = (code - 8) * scale + zero, code in [0, 15], scale and zero in bfloat16.
+
+    |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / 15 * (1 + 2^-7): both are rounded before the codes are
+    chosen, so only weights at a group's ends can lie outside by what the zero's rounding moved.
+    """
+
+    def shapes(self, rows, columns):
+        groups = ((rows, columns // self.group), torch.bfloat16)
+        return {"codes": ((rows, columns // 2), torch.uint8), "scale": groups, "zero": groups}
+
+    def quantize(self, w):
+        w = w.unflatten(1, (-1, self.group))  # (out, in / g, g)
+        low, high = w.amin(-1), w.amax(-1)
+        return self.with_range(w, low, high)
+
+    def with_range(self, w, low, high):
+        """The codes of w (out, in / g, g) when its groups span low to high (out, in / g)."""
+        scale = round_up((high - low) / 15)
+        zero = (low + 8 * scale.float()).to(torch.bfloat16)
+        codes = ((w - zero.float()[..., None]) / _divisor(scale)[..., None]).round() + 8
+        return {"codes": pack_bits(codes.clamp(0, 15).flatten(1), 4), "scale": scale, "zero": zero}
+
+    def dequantize(self, parts):
+        codes = unpack_bits(parts["codes"], 4).unflatten(1, (-1, self.group)) - 8  # (out, in / g, g)
+        return (codes * parts["scale"].float()[..., None] + parts["zero"].float()[..., None]).flatten(1)
+
+
+class Fp8(Format):
+    """E4M3 elements, one scale a row. |w - w'| <= |w| * 2^-4 for normal elements, scale * 2^-10 below them."""
+
+    def shapes(self, rows, columns):
+        return {"codes": ((rows, columns), torch.float8_e4m3fn), "scale": ((rows,), torch.bfloat16)}
+
+    def quantize(self, w):
+        scale = round_up(w.abs().amax(1) / 448)
+        return {"codes": (w / _divisor(scale)[:, None]).to(torch.float8_e4m3fn), "scale": scale}
+
+    def dequantize(self, parts):
+        return parts["codes"].float() * parts["scale"].float()[:, None]
+
+
+@dataclass(frozen=True)
+class Mx(Format):
+    """OCP Microscaling v1.0: blocks of 32 inputs share a power of two (E8M0), elements are minifloats.
+
+    Shared exponent floor(log2 max|x|) - emax; elements rounded half to even, saturating (section 6.3). A block of zeros
+    has the smallest scale. Error of a normal element: |w| * 2^-(mantissa + 1); of the largest ones, which saturate, up
+    to max|w| * (1 - largest / 2^(emax + 1)).
+    """
+
+    mantissa: int = 0
+    bias: int = 0
+    largest: float = 0.0  # of the element format
+
+    @property
+    def emax(self) -> int:
+        return math.floor(math.log2(self.largest))
+
+    def shapes(self, rows, columns):
+        blocks = columns // self.group
+        return {
+            "codes": ((rows, columns * self.bits // 8), torch.uint8), "scale": ((rows, blocks), torch.uint8),
+        }  # fmt: skip
+
+    def quantize(self, w):
+        w = w.unflatten(1, (-1, self.group))  # (out, in / 32, 32)
+        _, exponent = w.abs().amax(-1).frexp()  # max = m * 2^exponent, m in [0.5, 1)
+        exponent = torch.where(w.any(-1), exponent - 1 - self.emax, -127).clamp(-127, 127)  # (out, in / 32)
+        codes = self.encode(torch.ldexp(w, -exponent[..., None]))
+        return {"codes": pack_bits(codes.flatten(1), self.bits), "scale": (exponent + 127).to(torch.uint8)}
+
+    def encode(self, x: Tensor) -> Tensor:
+        """float32 -> element codes: sign, exponent, mantissa."""
+        _, exponent = x.abs().frexp()
+        lowest = 1 - self.bias
+        exponent = torch.where(x == 0, lowest, exponent - 1).clamp(min=lowest)  # subnormals share the smallest normal's
+        steps = torch.ldexp(x.abs(), self.mantissa - exponent).round()  # half to even
+        code = (exponent - lowest) * 2**self.mantissa + steps.to(torch.int32)
+        return code.clamp(max=self.code_of_largest) + x.signbit() * 2 ** (self.bits - 1)
+
+    @property
+    def code_of_largest(self) -> int:
+        exponent = self.emax
+        return int((exponent - (1 - self.bias)) * 2**self.mantissa + self.largest * 2.0 ** (self.mantissa - exponent))
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Element codes -> float32."""
+        field = (codes >> self.mantissa) & (2 ** (self.bits - 1 - self.mantissa) - 1)
+        steps = (codes & (2**self.mantissa - 1)) + torch.where(field > 0, 2**self.mantissa, 0)
+        value = torch.ldexp(steps.float(), field.clamp(min=1) - self.bias - self.mantissa)
+        return torch.where(codes >> (self.bits - 1) > 0, -value, value)
+
+    def dequantize(self, parts):
+        elements, scales = _mx_tables(self, parts["codes"].device)
+        if self.bits == 4:  # a byte at a time: two elements
+            values = elements[unpack_bits(parts["codes"], 8)].flatten(1)  # (out, in / 2, 2) -> (out, in)
+        else:
+            values = elements[unpack_bits(parts["codes"], self.bits)]  # (out, in)
+        return (values.unflatten(1, (-1, self.group)) * scales[parts["scale"].to(torch.int32)][..., None]).flatten(1)
+
+
+@functools.cache
+def _mx_tables(format: Mx, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What every code (of a 4-bit form: every byte of two) and every E8M0 scale stand for."""
+    codes = torch.arange(256 if format.bits == 4 else 2**format.bits)
+    elements = format.decode(unpack_bits(codes.to(torch.uint8)[:, None], 4) if format.bits == 4 else codes)
+    return elements.to(device), torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(device)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """float32, 1 in place of 0: a row or group of zeros has scale 0 and codes that mean 0."""
+    scale = scale.float()
+    return torch.where(scale > 0, scale, 1.0)
+
+
+FORMATS: dict[str, Format] = {
+    "int8": Int8(8),
+    "int4-g32": Int4(4, 32),
+    "int4-g64": Int4(4, 64),
+    "int4-g128": Int4(4, 128),
+    "fp8": Fp8(8),
+    "mxfp8": Mx(8, 32, mantissa=3, bias=7, largest=448.0),  # E4M3
+    "mxfp6": Mx(6, 32, mantissa=3, bias=1, largest=7.5),  # E2M3
+    "mxfp4": Mx(4, 32, mantissa=1, bias=1, largest=6.0),  # E2M1
+}
+
+
+def format_of(scheme: str) -> Format:
+    """ValueError for a scheme that does not exist."""
+    if scheme not in FORMATS:
+        raise ValueError(f"quantization scheme {scheme!r} does not exist; there are {', '.join(FORMATS)}")
+    return FORMATS[scheme]
+
+
+def check_columns(scheme: str, columns: int, what: str) -> None:
+    """ValueError where rows of so many inputs are not whole groups."""
+    group = format_of(scheme).group
+    if group and columns % group:
+        raise ValueError(f"{what}: {columns} inputs are no multiple of the {group} that share a scale in {scheme}")
+
+
+def quantize_tensor(weight: Tensor, scheme: str) -> dict[str, Tensor]:
+    """weight (out, in), any float type -> the scheme's parts, bit-packed, the same for every device.
+
+    Raises ValueError for an unknown scheme, an input dimension that does not divide, and weights that are not finite.
+    """
+    check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
+    w = weight.float()
+    if not w.isfinite().all():
+        raise ValueError("weights hold NaN or infinity; a scale cannot be taken over them")
+    return FORMATS[scheme].quantize(w)
+
+
+def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights (out, in) that the parts stand for."""
+    return format_of(scheme).dequantize(tensors).to(dtype)
+
+
+# --------------------------------------------------------------------------------------------- Linears
+
+KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
+
+
+class QuantizedLinear(nn.Module):
+    """A Linear that owns its stored parts and computes with the weights they stand for.
+
+    This class unpacks them for every product: it runs everywhere, and is slow where nothing fuses the unpacking into
+    the product. Subclasses know a kernel. Parts are parameters, so that what moves, counts or fills a model's
+    parameters treats them like any other.
+    """
+
+    def __init__(self, in_features: int, out_features: int, scheme: str, bias: bool = False, device=None, dtype=None):
+        super().__init__()
+        check_columns(scheme, in_features, "Linear")
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        for name, (shape, kind) in FORMATS[scheme].shapes(out_features, in_features).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=kind, device=device), False))
+        bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), False) if bias else None
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def empty(cls, in_features: int, out_features: int, scheme: str, **options) -> "QuantizedLinear":
+        """Of the class that has the scheme's kernel, its parts not filled in."""
+        return KERNELS.get(type(format_of(scheme)), QuantizedLinear)(in_features, out_features, scheme, **options)
+
+    @classmethod
+    def from_float(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
+        """The quantized form of a Linear, ready to compute; of a quantized one, of the weights that it stands for."""
+        quantized = isinstance(linear, QuantizedLinear)
+        weight = linear.dequantized(torch.float32) if quantized else linear.weight.detach()
+        dtype = linear.dtype if quantized else weight.dtype
+        options = {"bias": linear.bias is not None, "device": weight.device, "dtype": dtype}
+        found = cls.empty(linear.in_features, linear.out_features, scheme, **options)
+        found.fill(slice(None), quantize_tensor(weight, scheme))
+        if linear.bias is not None:
+            found.bias.copy_(linear.bias.detach())
+        found.pack(dtype)
+        return found
+
+    def parts(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in FORMATS[self.scheme].shapes(1, self.in_features)}
+
+    @torch.no_grad()
+    def fill(self, rows: slice, parts: dict[str, Tensor]) -> None:
+        """Copy the parts of some rows into place."""
+        for name, part in parts.items():
+            getattr(self, name)[rows] = part.to(getattr(self, name).device)
+
+    def shard(self, dim: int, rank: int, world: int) -> "QuantizedLinear":
+        """The part of rank `rank` of `world`: of the output rows (dim 0) or of the inputs (dim 1, whole groups; bias
+        with rank 0 alone). Rows' scales stay those of the whole row. ValueError for what cannot be cut."""
+        size = (self.out_features, self.in_features)[dim]
+        group = FORMATS[self.scheme].group or 1
+        unit = group if dim else 1
+        if size % (world * unit):
+            raise ValueError(f"{size} cannot be cut into {world} parts of whole groups of {unit} ({self.scheme})")
+        part = size // world
+        out_features, in_features = (part, self.in_features) if dim == 0 else (self.out_features, part)
+        options = {"device": self.codes.device, "dtype": None if self.bias is None else self.bias.dtype}
+        bias = self.bias is not None and (dim == 0 or rank == 0)
+        found = self.empty(in_features, out_features, self.scheme, bias=bias, **options)
+        for name, part in self.parts().items():
+            found.fill(slice(None), {name: part.chunk(world, dim)[rank] if dim < part.dim() else part})
+        if bias:
+            found.bias.data.copy_(self.bias.chunk(world)[rank] if dim == 0 else self.bias)
+        return found
+
+    def pack(self, dtype: torch.dtype) -> None:
+        """Last step of loading: make what a kernel needs for activations of this dtype. Called once all parts are
+        filled in and on their device."""
+        self.dtype = dtype
+        _say_slow(self.scheme, self.codes.device.type)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_tensor(self.parts(), self.scheme, dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (M, in) -> (M, out), without bias."""
+        return F.linear(x, self.dequantized(x.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(QuantizedLinear):
+    """codes times scale, factored out of the product: y = (x @ codes.T) * scale."""
+
+    def pack(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        # A cast inside the compiled product would be a computed scale, which Inductor's lowering does not take.
+        self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.size(0) <= KERNEL_ROWS:
+            return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
+        return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
+
+
+class Int4Linear(QuantizedLinear):
+    """aten's int4 kernels, which take (code - 8) * scale + zero, as it is stored. A CPU wants multiples of 16 rows,
+    CUDA bfloat16 activations."""
+
+    def pack(self, dtype: torch.dtype) -> None:
+        group, rows = FORMATS[self.scheme].group, math.ceil(self.out_features / 16) * 16
+        codes = F.pad(unpack_bits(self.codes, 4), (0, 0, 0, rows - self.out_features))  # (rows, in)
+        both = torch.stack((self.scale, self.zero), dim=-1)  # (out, in / g, 2)
+        both = F.pad(both, (0, 0, 0, 0, 0, rows - self.out_features)).transpose(0, 1).contiguous()  # (in / g, rows, 2)
+        self.dtype, self.kernel = dtype, None
+        if self.codes.device.type == "cpu":
+            # What Inductor would call for aten's own operator, whose lowering loses the group size inside a region that
+            # is compiled once for many layers (torch 2.13).
+            self.kernel = torch.ops.quantized.int4mm_packed_weight_cpu
+            group = torch.tensor(group)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), 1)
+        elif self.codes.device.type == "cuda" and rows == self.out_features and self.in_features % 128 == 0:
+            self.kernel = torch.ops.aten._weight_int4pack_mm
+            pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)  # this kernel takes the first code high
+            packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+        else:
+            return super().pack(dtype)
+        self.register_buffer("packed", packed, persistent=False)
+        if isinstance(group, Tensor):
+            self.register_buffer("group", group, persistent=False)
+        else:
+            self.group = group
+        self.register_buffer("scales_and_zeros", both.to(dtype), persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.kernel is None or x.size(0) > KERNEL_ROWS or (x.device.type == "cuda" and x.dtype != torch.bfloat16):
+            return super().product(x)
+        y = self.kernel(x, self.packed, self.group, self.scales_and_zeros)
+        return y[:, : self.out_features]
+
+
+KERNELS = {Int8: Int8Linear, Int4: Int4Linear}  # format -> the Linear that has a kernel for it
+
+
+@functools.cache
+def _say_slow(scheme: str, device: str) -> None:
+    if device == "cpu":
+        message = f"{scheme}: no {device} kernel reads it; weights are unpacked for every product, which is slow"
+        print(message, file=sys.stderr)
+
+
+class QuantizedEmbedding(nn.Module):
+    """A tied embedding: rows of the quantized head, looked up. It holds no second copy."""
+
+    def __init__(self, head: QuantizedLinear, dtype: torch.dtype):
+        super().__init__()
+        object.__setattr__(self, "head", head)  # not a submodule: its parameters are counted once
+        self.dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        head = self.head
+        rows = {name: part[tokens.flatten()] for name, part in head.parts().items()}  # of T * B rows
+        return dequantize_tensor(rows, head.scheme, self.dtype).view(*tokens.shape, head.in_features)
+
+
+def _matrices(layer: Block) -> tuple:
+    """The modules of a block that own Linears, and the Linears' names."""
+    return (layer.attention, ("qkv", "out")), (layer.ffn, ("gate_up", "down"))
+
+
+def replace_linears(model: Transformer, scheme: str, head: str | None = None) -> Transformer:
+    """Put QuantizedLinears, not filled in, in place of every block's Linears; in place of the head too if `head` names
+    its scheme, and of the embedding when they are tied. ValueError names a matrix whose inputs do not divide."""
+    format_of(scheme)
+    for number, layer in enumerate(model.layers):
+        for owner, names in _matrices(layer):
+            for name in names:
+                linear = getattr(owner, name)
+                check_columns(scheme, linear.in_features, f"layers.{number}.{name}")
+                setattr(owner, name, _like(linear, scheme))
+    if head is not None:
+        format_of(head)
+        check_columns(head, model.lm_head.in_features, "lm_head")
+        dtype = model.lm_head.weight.dtype
+        model.lm_head = _like(model.lm_head, head)
+        if model.config.tie_embeddings:
+            model.embed = QuantizedEmbedding(model.lm_head, dtype)
+    return model
+
+
+def _like(linear: nn.Linear, scheme: str) -> QuantizedLinear:
+    options = {"bias": linear.bias is not None, "device": linear.weight.device, "dtype": linear.weight.dtype}
+    return QuantizedLinear.empty(linear.in_features, linear.out_features, scheme, **options)
+
+
+def quantized_linears(model: Transformer) -> list[QuantizedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+
+
+@torch.no_grad()
+def quantize_model(model: Transformer, scheme: str, head: str | None = None) -> Transformer:
+    """A model in memory, quantized in place, matrix by matrix: each one's full precision is freed before the next."""
+    for layer in model.layers:
+        for owner, names in _matrices(layer):
+            for name in names:
+                setattr(owner, name, QuantizedLinear.from_float(getattr(owner, name), scheme))
+    if head is not None:
+        dtype = model.lm_head.weight.dtype
+        model.lm_head = QuantizedLinear.from_float(model.lm_head, head)
+        if model.config.tie_embeddings:
+            model.embed = QuantizedEmbedding(model.lm_head, dtype)
+    return model
+
+
+def quantized_copy(model: Transformer, scheme: str) -> Transformer:
+    """The model's quantized self, for drafting: new Linears, everything else shared with the model."""
+    with torch.device("meta"):
+        copy = Transformer(replace(model.config, n_layers=0, windows=(), tie_embeddings=False))
+    copy.config, copy.windows = model.config, model.windows
+    copy.embed, copy.norm, copy.lm_head, copy.rope = model.embed, model.norm, model.lm_head, model.rope
+    for layer in model.layers:
+        with torch.device("meta"):
+            block = Block(model.config)
+        block.attention_norm, block.ffn_norm = layer.attention_norm, layer.ffn_norm
+        block.attention.q_norm, block.attention.k_norm = layer.attention.q_norm, layer.attention.k_norm
+        for (mine, names), (other, _) in zip(_matrices(block), _matrices(layer)):
+            for name in names:
+                setattr(mine, name, QuantizedLinear.from_float(getattr(other, name), scheme))
+        copy.layers.append(block)
+    return copy.eval()
+
+
+# ------------------------------------------------------------------------------------------ calibration
+
+METHODS = ("rtn", "search", "gptq")
+DAMPING = 0.01  # of the mean diagonal, added to it
+BLOCK_COLUMNS = 128  # columns whose errors are spread among themselves before the rest hears of them
+
+
+def search_range(w: Tensor, format: Int4, importance: Tensor | None = None, steps: int = 20) -> tuple[Tensor, Tensor]:
+    """(low, high) of each group, shrunk together to the fraction (1, 0.975, … 0.525) with the least squared error.
+
+    w (out, in / g, g); importance (in / g, g): weight of each input's error, such as its mean square.
+    """
+    low, high = w.amin(-1), w.amax(-1)
+    best = torch.full_like(low, math.inf)
+    found = low.clone(), high.clone()
+    for step in range(steps):
+        shrunk = low * (1 - step / 40), high * (1 - step / 40)
+        error = (format.dequantize(format.with_range(w, *shrunk)).view_as(w) - w) ** 2
+        error = (error if importance is None else error * importance).sum(-1)  # (out, in / g)
+        better = error < best
+        best = torch.where(better, error, best)
+        found = tuple(torch.where(better, new, old) for new, old in zip(shrunk, found))
+    return found
+
+
+@torch.no_grad()
+def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
+    """Int4 parts of w (out, in) that keep w @ x for the inputs x whose sum of x x^T is `hessian` (in, in).
+
+    Frantar et al., arXiv:2210.17323: columns are rounded one after the other, each one's error spread over those still
+    to come by the inverse Hessian's Cholesky factor. The columns with the largest diagonal go first; ranges of groups
+    are fixed before ("static groups"), so that the stored layout is that of any other int4 weight. In float64.
+    """
+    w, hessian = w.double().clone(), hessian.double().clone()
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0  # inputs that never occurred: any weight will do
+    diagonal[dead] = 1
+    w[:, dead] = 0
+    importance = diagonal.float().unflatten(0, (-1, format.group))
+    grouped = w.float().unflatten(1, (-1, format.group))
+    parts = format.with_range(grouped, *search_range(grouped, format, importance))
+    scale = parts["scale"].double().repeat_interleave(format.group, 1)  # (out, in)
+    zero = parts["zero"].double().repeat_interleave(format.group, 1)
+    scale = torch.where(scale > 0, scale, 1.0)
+    diagonal += DAMPING * diagonal.mean()
+    order = diagonal.argsort(descending=True)
+    spread = hessian[order][:, order]
+    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(spread)), upper=True)
+    codes = torch.zeros_like(w)
+    for begin in range(0, w.size(1), BLOCK_COLUMNS):
+        columns = order[begin : begin + BLOCK_COLUMNS]
+        inner, errors = spread[begin : begin + len(columns)][:, begin : begin + len(columns)], []
+        for i, column in enumerate(columns):
+            code = ((w[:, column] - zero[:, column]) / scale[:, column]).round().clamp(-8, 7)
+            error = (w[:, column] - code * scale[:, column] - zero[:, column]) / inner[i, i]
+            codes[:, column] = code + 8
+            w[:, columns[i + 1 :]] -= error[:, None] * inner[i, i + 1 :]
+            errors.append(error)
+        rest = order[begin + len(columns) :]
+        w[:, rest] -= torch.stack(errors, 1) @ spread[begin : begin + len(columns)][:, begin + len(columns) :]
+    return parts | {"codes": pack_bits(codes.to(torch.int32), 4)}
+
+
+def sum_of_squares(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
+    """Sum of x x^T (in, in) over every input that `linear` meets while `run` runs, in float64."""
+    total = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=linear.weight.device)
+
+    def meet(_, inputs) -> None:
+        x = inputs[0].reshape(-1, linear.in_features)  # (rows, in)
+        total.add_((x.T @ x).double())
+
+    hook = linear.register_forward_pre_hook(meet)
+    try:
+        run()
+    finally:
+        hook.remove()
+    return total
+
+
+def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], object]) -> float:
+    """Replace a block's Linears, in the order in which they compute; `run` runs the block on the calibration text, and
+    each Linear is chosen by inputs that went through those before it in their quantized form. Relative error of weights
+    (root of summed squares)."""
+    squares = [0.0, 0.0]
+    for owner, names in _matrices(block):
+        for name in names:
+            linear = getattr(owner, name)
+            w = linear.weight.detach().float()
+            quantized = _like(linear, scheme)
+            if method == "gptq":
+                parts = gptq(w, sum_of_squares(linear, run), FORMATS[scheme])
+            elif method == "search":
+                grouped = w.unflatten(1, (-1, FORMATS[scheme].group))
+                parts = FORMATS[scheme].with_range(grouped, *search_range(grouped, FORMATS[scheme]))
+            else:
+                parts = quantize_tensor(w, scheme)
+            quantized.fill(slice(None), parts)
+            if linear.bias is not None:
+                quantized.bias.copy_(linear.bias)
+            quantized.pack(linear.weight.dtype)
+            squares[0] += (quantized.dequantized(torch.float32) - w).square().sum().item()
+            squares[1] += w.square().sum().item()
+            setattr(owner, name, quantized)
+    return math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0
+
+
+# ---------------------------------------------------------------------------------------- command line
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Quantize a Hugging Face folder, layer by layer.")
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR")
+    add("--scheme", required=True, metavar="SCHEME", help=", ".join(FORMATS))
+    add("--output", required=True, metavar="DIR", help="must not exist yet")
+    add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
+    add("--head", metavar="SCHEME", help="of lm_head, and of an embedding tied to it; default: as it is")
+    add("--calibration", metavar="FILE", help="text for gptq")
+    add("--samples", type=int, default=128, help="windows of the text, for gptq")
+    add("--context", type=int, default=512, help="tokens a window")
+    add("--device", default="cpu")
+    return parser.parse_args(argv)
+
+
+def check_request(args: argparse.Namespace, stored: str | None) -> None:
+    """ValueError for what cannot be done, before anything is read."""
+    output = Path(args.output)
+    if stored:
+        raise ValueError(f"{args.checkpoint}: is stored in {stored} already; take the original")
+    for scheme in (args.scheme, args.head or args.scheme):
+        format_of(scheme)
+    if args.method != "rtn" and not isinstance(FORMATS[args.scheme], Int4):
+        raise ValueError(f"--method {args.method} chooses int4 codes; {args.scheme} takes --method rtn")
+    if (args.method == "gptq") != (args.calibration is not None):
+        raise ValueError("--method gptq and --calibration FILE need each other")
+    if output.exists():
+        raise ValueError(f"{output}: exists already; remove it or choose another --output")
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> None:
+    """Write the quantized folder, under another name until it is whole. One layer at a time is in full precision."""
+    import checkpoint
+
+    folder, output = Path(args.checkpoint), Path(args.output)
+    config = checkpoint.load_config(folder)
+    check_request(args, checkpoint.stored_quantization(folder / "config.json")[0])
+    model = checkpoint.empty_model(config, torch.float32)
+    readers = checkpoint.open_shards(checkpoint.shards(folder))
+    checkpoint.check_headers(folder, config, model, readers)
+    replace_linears(checkpoint.empty_model(config, torch.float32), args.scheme, args.head)  # do all inputs divide?
+    dtype = getattr(torch, config.dtype or "", torch.bfloat16)
+    names = [name for name, _ in model.named_parameters()]
+    outer = [name for name in names if not name.startswith("layers.")]
+    _load_outer(model, outer, args.device, readers, checkpoint.fill)
+    states = calibration_states(args, model) if args.method == "gptq" else []
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files, total = {}, config.n_layers + 1
+
+    def write(number: int, prefix: str) -> None:
+        mine = [name for name, parameter in model.named_parameters() if name.startswith("layers.") == bool(prefix)]
+        mine = [name for name in mine if name.startswith(prefix)]
+        files.update(checkpoint.write_tensors(partial / checkpoint.shard_name(number, total), model, mine, dtype))
+
+    with tqdm(model.layers, unit="layer", desc=f"{args.method} {args.scheme}") as bar:
+        for number, layer in enumerate(bar):
+            layer.to_empty(device=args.device).requires_grad_(False)
+            prefix = f"layers.{number}."
+            checkpoint.fill(model, [name for name in names if name.startswith(prefix)], readers)
+            check_finite(layer, f"{folder}: {prefix}")
+            through = functools.partial(run_block, layer, states, block_context(model, number, states))
+            error = quantize_block(layer, args.scheme, args.method, through)
+            states = through()
+            write(number + 1, prefix)
+            layer.to("meta")
+            bar.set_postfix(error=f"{error:.4f}")
+    check_finite(model.lm_head, f"{folder}: lm_head.")
+    if args.head:
+        model.lm_head = QuantizedLinear.from_float(model.lm_head, args.head)
+        if config.tie_embeddings:
+            model.embed = QuantizedEmbedding(model.lm_head, dtype)
+    write(total, "")
+    for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
+        if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name:
+            shutil.copy(file, partial / file.name)
+    hf = json.loads((folder / "config.json").read_text())
+    hf["quantization"] = {"scheme": args.scheme, "head": args.head, "method": args.method}
+    (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    checkpoint.write_index(partial, files)
+    os.rename(partial, output)
+    sizes = [sum(file.stat().st_size for file in where.glob("*.safetensors")) for where in (folder, output)]
+    print(f"{output}: {sizes[1] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} times smaller", file=sys.stderr)
+
+
+def _load_outer(model: Transformer, names: list[str], device: str, readers: dict, fill) -> None:
+    """Everything but the layers, in place."""
+    for module in (model.embed, model.norm, model.rope, model.lm_head):
+        module.to_empty(device=device)
+    if model.config.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+    model.requires_grad_(False).eval()
+    fill(model, names, readers)
+
+
+def check_finite(module: nn.Module, where: str) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{where}{name}: weights hold NaN or infinity; a scale cannot be taken over them")
+
+
+def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Tensor]:
+    """Embedded windows of the calibration text, spread over it, in batches (8, T, D)."""
+    from tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(args.checkpoint)
+    ids = tokenizer.encode(Path(args.calibration).read_text(encoding="utf-8"), bos=False)
+    size = min(args.context, model.config.max_seq_length - 1)
+    count = min(args.samples, len(ids) // size)
+    if count < 1:
+        raise ValueError(f"{args.calibration}: {len(ids)} tokens are fewer than one window of {size}")
+    stride = len(ids) // count
+    before = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    rows = torch.tensor([before + ids[i * stride : i * stride + size] for i in range(count)], device=args.device)
+    return [model.embed(batch) for batch in rows.split(8)]
+
+
+def block_context(model: Transformer, number: int, states: list[Tensor]) -> tuple | None:
+    """What layer `number` is given besides x: positions, rotations, and which keys may be seen."""
+    if not states:
+        return None
+    T = states[0].size(1)
+    pos = torch.arange(T, device=states[0].device)[None]  # (1, T)
+    return pos, model.rope(pos), visible_keys(pos, pos, model.windows[number], cached=False)
+
+
+def run_block(layer: Block, states: list[Tensor], context: tuple | None) -> list[Tensor]:
+    return [layer(x, *context) for x in states]
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        run(parse_args(argv))
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    import quantize  # the copy that checkpoint.py knows: its classes are not this program's
+
+    quantize.main()

@@ -1,0 +1,126 @@
+"""Perplexity of a folder on a text, and how far it is from a reference folder: the daily measure of quality.
+
+    python -m scripts.perplexity --checkpoint DIR --text FILE [--quantize int4-g32] [--reference DIR]
+
+The text is encoded once, without BOS, and cut into consecutive windows of --context tokens; a shorter last one is
+dropped. BOS is put in front of each window when the tokenizer has one, and every token of the window is scored given
+what stands before it (without BOS, all but the first). The standard error is that of the mean over windows. With
+--reference: mean KL divergence KL(reference || model), in nats a token, and how often both think the same token
+likeliest.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import load_config, load_model
+from generate import Parser, one_line_error, pick_device, pick_dtype, positive
+from model import Transformer
+from quantize import FORMATS
+from tokenizer import load_tokenizer
+
+
+def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
+    """Consecutive windows (n, context), led by BOS where there is one: (n, context + 1). ValueError for none."""
+    n = len(ids) // context
+    if n == 0:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of --context {context}")
+    rows = torch.tensor(ids[: n * context]).view(n, context)
+    return rows if bos is None else torch.cat((torch.full((n, 1), bos), rows), dim=1)
+
+
+@torch.inference_mode()
+def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Negative log likelihood (n, T), KL divergence to the reference and agreement of the likeliest token, of every
+    token of `rows` (n, T + 1) but the first."""
+    device = model.norm.weight.device
+    tokens, pos = rows[:, :-1].to(device), torch.arange(rows.size(1) - 1, device=device)
+    log_p = model(tokens, pos).log_softmax(-1)  # (n, T, V)
+    nll = -log_p.gather(2, rows[:, 1:, None].to(device))[..., 0]
+    if reference is None:
+        return nll, torch.zeros_like(nll), torch.ones_like(nll)
+    log_r = reference(tokens, pos).log_softmax(-1)
+    kl = (log_r.exp() * (log_r - log_p)).sum(-1)
+    return nll, kl, (log_r.argmax(-1) == log_p.argmax(-1)).float()
+
+
+def measure(
+    model: Transformer, rows: Tensor, batch_size: int, reference: Transformer | None = None, bos: bool = True
+) -> dict:
+    """The result object of this script, for windows made by `windows`."""
+    found = ([], [], [])
+    for batch in tqdm(rows.split(batch_size), desc="score", leave=False):
+        for total, values in zip(found, score(model, batch, reference)):
+            total += values.double().mean(1).tolist()  # windows are equally long: their means weigh the same
+    nll = statistics.fmean(found[0])
+    error = statistics.stdev(found[0]) / math.sqrt(len(rows)) if len(rows) > 1 else None
+    result = {
+        "perplexity": math.exp(nll), "nll": nll, "nll_standard_error": error,
+        "tokens": rows.size(0) * (rows.size(1) - 1), "context": rows.size(1) - bos, "bos": bos,
+    }  # fmt: skip
+    if reference is not None:
+        kl_error = statistics.stdev(found[1]) / math.sqrt(len(rows)) if len(rows) > 1 else None
+        result |= {"kl": statistics.fmean(found[1]), "kl_standard_error": kl_error, "top1": statistics.fmean(found[2])}
+    return result
+
+
+def run(args: argparse.Namespace) -> dict:
+    device = pick_device(args.device)
+    tokenizer = load_tokenizer(args.checkpoint)
+    limit = load_config(args.checkpoint).max_seq_length
+    if args.context > limit:
+        raise ValueError(f"--context {args.context} is over the model's {limit} positions")
+    text = Path(args.text).read_text(encoding="utf-8")
+    rows = windows(tokenizer.encode(text, bos=False), args.context, tokenizer.bos_id)
+
+    def load(folder: str, **options) -> Transformer:
+        dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
+        return load_model(folder, device=device, dtype=dtype, progress=True, **options)
+
+    model = load(args.checkpoint, quantize=args.quantize, head=args.quantize_head)
+    reference = load(args.reference) if args.reference else None
+    if reference is not None and reference.config.vocab_size != model.config.vocab_size:
+        sizes = f"{reference.config.vocab_size} and {model.config.vocab_size}"
+        raise ValueError(f"{args.reference}: vocabularies of {sizes} tokens cannot be compared")
+    return measure(model, rows, args.batch_size, reference, bos=tokenizer.bos_id is not None)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Perplexity, and distance to a reference.")
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR")
+    add("--text", required=True, metavar="FILE")
+    add("--context", type=positive, default=512, help="tokens a window")
+    add("--batch_size", type=positive, default=8, help="windows scored together")
+    add("--dtype", choices=("bfloat16", "float16", "float32"))
+    add("--device")
+    add("--quantize", metavar="SCHEME", help=", ".join(FORMATS))
+    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
+    add("--reference", metavar="DIR", help="also KL divergence and agreement with this folder")
+    add("--json", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        found = run(args)
+    except (ValueError, OSError, MemoryError) as error:
+        sys.exit(one_line_error(error))
+    if args.json:
+        print(json.dumps(found))
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name:{width}}  {value:.5g}" if isinstance(value, float) else f"{name:{width}}  {value}")
+
+
+if __name__ == "__main__":
+    main()

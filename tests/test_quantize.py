@@ -1,0 +1,421 @@
+"""quantize.py: every code means what its specification says, errors stay within their derived bounds, and a quantized
+Linear computes with exactly the weights that its parts stand for."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import generate as program
+from checkpoint import load_model, save_model
+from generate import generate
+from quantize import (
+    FORMATS,
+    QuantizedLinear,
+    dequantize_tensor,
+    format_of,
+    pack_bits,
+    quantize_model,
+    quantize_tensor,
+    quantized_copy,
+    quantized_linears,
+    round_up,
+    unpack_bits,
+)  # fmt: skip
+from sampling import Sampling
+from scripts.perplexity import measure, windows
+
+SCHEMES = list(FORMATS)
+MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}  # exponent, mantissa, bias, largest
+
+
+def weights(rows: int = 48, columns: int = 256, seed: int = 0) -> torch.Tensor:
+    """Rows of different sizes, one of zeros, one with an outlier, one shifted away from zero."""
+    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02
+    w *= torch.logspace(-2, 2, rows)[:, None]
+    w[3], w[4, 7], w[5] = 0, 50.0, w[5] + 3 * w[5].abs().max()
+    w[6, :32] = 0
+    return w
+
+
+# ------------------------------------------------------------------------------------- specifications
+
+
+def spec_value(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
+    """OCP Microscaling v1.0, section 5.3: (-1)^s * 2^(e - bias) * 1.m, or 2^(1 - bias) * 0.m where e = 0."""
+    sign = -1.0 if code >> (exponent_bits + mantissa_bits) & 1 else 1.0
+    e, m = code >> mantissa_bits & (2**exponent_bits - 1), code & (2**mantissa_bits - 1)
+    if e == 0:
+        return sign * 2.0 ** (1 - bias) * m / 2**mantissa_bits
+    return sign * 2.0 ** (e - bias) * (1 + m / 2**mantissa_bits)
+
+
+@pytest.mark.parametrize("scheme", MX)
+def test_every_mx_code_decodes_to_the_specifications_value(scheme):
+    """All codes times all scales, through the packed form; and every value encodes to its own code."""
+    e, m, bias, largest = MX[scheme]
+    bits = 1 + e + m
+    codes = [c for c in range(2**bits) if not (scheme == "mxfp8" and c & 0x7F == 0x7F)]  # E4M3's NaN is never written
+    want = torch.tensor([spec_value(c, e, m, bias) for c in codes])
+    assert want.abs().max() == largest
+    if scheme == "mxfp4":
+        assert sorted(set(want.abs().tolist())) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # table 5
+    if scheme == "mxfp6":
+        assert sorted(set(want.abs().tolist()))[:10] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.125]
+    padded = torch.tensor(codes + [0] * (-len(codes) % 32), dtype=torch.int32)[None]
+    for scale in (0, 1, 100, 127, 130, 254):
+        parts = {
+            "codes": pack_bits(padded, bits),
+            "scale": torch.full((1, padded.size(1) // 32), scale, dtype=torch.uint8),
+        }
+        got = dequantize_tensor(parts, scheme)[0, : len(codes)]
+        assert torch.equal(got, (want.double() * 2.0 ** (scale - 127)).float())
+    assert FORMATS[scheme].encode(want).tolist() == codes
+
+
+@pytest.mark.parametrize("scheme", MX)
+def test_mx_blocks_by_definition(scheme):
+    """Shared exponent floor(log2 max) - emax, nearest element with ties to even, saturation: against a search over all
+    elements, block by block."""
+    e, m, bias, largest = MX[scheme]
+    elements = torch.tensor([spec_value(c, e, m, bias) for c in range(2 ** (e + m))], dtype=torch.float64)
+    elements = elements[elements <= largest]
+    w = weights()
+    got = dequantize_tensor(quantize_tensor(w, scheme), scheme).double()
+    blocks = w.double().unflatten(1, (-1, 32))
+    top = blocks.abs().amax(-1, keepdim=True)
+    exponent = torch.where(top > 0, top.clamp(min=2.0**-149).log2().floor() - math.floor(math.log2(largest)), -127)
+    x = (blocks / 2.0**exponent).clamp(-largest, largest)
+    distance = (x.abs()[..., None] - elements).abs()
+    best = distance.amin(-1, keepdim=True)
+    even = torch.where(distance == best, torch.arange(len(elements)) % 2, 2).argmin(-1)  # of two nearest, the even code
+    want = (elements[even] * x.sign() * 2.0**exponent).flatten(1)
+    assert torch.equal(got, want)
+
+
+def test_bits_pack_as_documented():
+    """4 codes of 6 bits in 3 bytes, 2 of 4 in one, first code lowest; and back, for every code."""
+    assert pack_bits(torch.tensor([[1, 2]]), 4).tolist() == [[0x21]]
+    assert pack_bits(torch.tensor([[1, 2, 3, 63]]), 6).tolist() == [[0x81, 0x30, 0xFC]]
+    for bits in (4, 6, 8):
+        codes = torch.randint(0, 2**bits, (3, 96))
+        packed = pack_bits(codes, bits)
+        assert packed.shape == (3, 96 * bits // 8) and torch.equal(unpack_bits(packed, bits), codes.int())
+    assert [FORMATS[s].bits_per_weight for s in ("mxfp8", "mxfp6", "mxfp4", "int4-g32")] == [8.25, 6.25, 4.25, 5.0]
+
+
+def test_scales_round_up():
+    x = torch.tensor([1.0, 1.001, 0.3, 0.0, 2.0**-126])
+    up = round_up(x)
+    assert up.dtype == torch.bfloat16 and (up.float() >= x).all() and (up.float() <= x * (1 + 2**-7)).all()
+
+
+def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
+    """The largest error each format's docstring allows, (out, in), plus float32's own rounding."""
+    if scheme == "int8":
+        limit = parts["scale"].float()[:, None] / 2
+        assert (limit * 2 <= w.abs().amax(1, keepdim=True) / 127 * (1 + 2**-7)).all()
+    elif scheme.startswith("int4"):
+        scale, zero = parts["scale"].float(), parts["zero"].float()
+        limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(FORMATS[scheme].group, 1)
+    elif scheme == "fp8":
+        limit = torch.maximum(w.abs() * 2**-4, parts["scale"].float()[:, None] * 2**-10)
+    else:
+        _, m, bias, largest = MX[scheme]
+        top = w.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+        step = torch.ldexp(torch.ones(1), parts["scale"].int()[..., None] - 127) * 2.0 ** (1 - bias - m)
+        saturated = top * (1 - largest / 2.0 ** (math.floor(math.log2(largest)) + 1))
+        each = torch.maximum(w.unflatten(1, (-1, 32)).abs() * 2.0 ** -(m + 1), step / 2)
+        return torch.maximum(each, torch.where(each > 0, saturated, saturated)).flatten(1) * (1 + 1e-6) + 1e-30
+    return limit * (1 + 1e-5) + w.abs() * 2**-22 + 1e-30
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_errors_stay_within_the_derived_bound(scheme):
+    """And the bound is no wild one: something comes within a factor of three of it."""
+    w = weights()
+    parts = quantize_tensor(w, scheme)
+    error = (dequantize_tensor(parts, scheme) - w).abs()
+    limit = bound(scheme, w, parts)
+    assert (error <= limit).all()
+    assert (error / limit)[w.any(1)].max() > 0.33
+    assert not dequantize_tensor(parts, scheme)[3].any(), "zeros must stay zeros"
+    for name, (shape, dtype) in FORMATS[scheme].shapes(*w.shape).items():
+        assert parts[name].shape == shape and parts[name].dtype == dtype
+    again = quantize_tensor(dequantize_tensor(parts, scheme), scheme)
+    if scheme in MX:  # what is stored is a fixed point
+        assert torch.equal(dequantize_tensor(again, scheme), dequantize_tensor(parts, scheme))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_cannot_be_quantized_is_refused(scheme):
+    for bad in (math.nan, math.inf, -math.inf):
+        w = weights()
+        w[2, 9] = bad
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            quantize_tensor(w, scheme)
+    if FORMATS[scheme].group:
+        with pytest.raises(ValueError, match=r"\(48, 250\): 250 inputs are no multiple of"):
+            quantize_tensor(weights()[:, :250], scheme)
+    assert (
+        dequantize_tensor(quantize_tensor(weights()[:5].half(), scheme), scheme, torch.float16).dtype == torch.float16
+    )
+
+
+def test_unknown_schemes_are_named():
+    with pytest.raises(ValueError, match=r"'int3' does not exist; there are int8, int4-g32"):
+        format_of("int3")
+
+
+# -------------------------------------------------------------------------------------------- Linears
+
+
+class Largest(TorchDispatchMode):
+    """The largest floating tensor that any operation makes, in elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [48, 40])  # 40: no multiple of what a kernel wants
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_linear_is_the_dequantized_product(scheme, rows, dtype):
+    """For one row, verification's few, and a prompt's many. Rounding: sums of 256 terms in float32,
+    n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, and sum with the bias."""
+    linear = torch.nn.Linear(256, rows, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(weights()[:rows] + 0.01)
+    quantized = QuantizedLinear.from_float(linear, scheme)
+    exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
+    for M in (1, 2, 6, 9, 64):
+        x = torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype)
+        want = x.double() @ exact.T + linear.bias.double()
+        size = x.double().abs() @ exact.abs().T + linear.bias.abs()
+        epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
+        assert ((quantized(x[None])[0].double() - want).abs() <= epsilon * size).all(), M
+    assert (quantized(x).double() - (x.double() @ linear.weight.double().T + linear.bias)).abs().max() > 0
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g64", "int4-g128"])
+def test_a_kernel_never_unpacks_all_weights(scheme):
+    """For one row and for verification's, no operation makes a float tensor of the weights' size; a format without a
+    kernel does: the control."""
+    linear = torch.nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)
+    for name, fused in ((scheme, True), ("mxfp6", False)):
+        quantized = QuantizedLinear.from_float(linear, name)
+        for M in (1, 6):
+            with Largest() as seen, torch.inference_mode():
+                quantized(torch.randn(M, 256, dtype=torch.bfloat16))
+            assert (seen.elements < 256 * 512 / 2) == fused
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shards_put_together_are_the_whole(scheme):
+    """Both dimensions, 2 and 4 parts: stored parts join to the original's, products add up or join."""
+    linear = torch.nn.Linear(512, 64).requires_grad_(False)
+    whole = QuantizedLinear.from_float(linear, scheme)
+    x = torch.randn(3, 512)
+    for world in (2, 4):
+        rows, columns = ([whole.shard(dim, rank, world) for rank in range(world)] for dim in (0, 1))
+        for name, part in whole.parts().items():
+            assert torch.equal(torch.cat([shard.parts()[name] for shard in rows]), part)
+            if part.dim() > 1:
+                assert torch.equal(torch.cat([shard.parts()[name] for shard in columns], 1), part)
+        for shard in (*rows, *columns):
+            shard.pack(torch.float32)
+        assert torch.allclose(torch.cat([shard(x) for shard in rows], -1), whole(x), atol=1e-4)
+        pieces = x.chunk(world, 1)
+        assert torch.allclose(sum(shard(piece) for shard, piece in zip(columns, pieces)), whole(x), atol=1e-4)
+    if FORMATS[scheme].group:
+        with pytest.raises(ValueError, match=r"512 cannot be cut into 32 parts of whole groups of"):
+            whole.shard(1, 0, 32)
+    with pytest.raises(ValueError, match="64 cannot be cut into 3"):
+        whole.shard(0, 0, 3)
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """A tiny folder whose inputs divide by every group: qkv biases, untied."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("wide")
+    config = transformers.AutoConfig.for_model(
+        "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=131, max_position_embeddings=96, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def greedy(model, n: int = 20, **options) -> list[int]:
+    return [id for _, id in generate(model, [[5, 9, 40]], sampling=Sampling(0), max_new_tokens=n, **options)]
+
+
+@pytest.mark.parametrize("head", [None, "int8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_on_the_way_in_from_disk_and_in_memory_agree(scheme, head, wide_folder, tmp_path):
+    """Bit for bit: loading with a scheme, quantizing a loaded model, and loading what was stored."""
+    on_the_way = load_model(wide_folder, dtype=torch.float32, quantize=scheme, head=head)
+    in_memory = quantize_model(load_model(wide_folder, dtype=torch.float32), scheme, head)
+    hf = json.loads((wide_folder / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": head}}
+    save_model(on_the_way, tmp_path / "stored", hf)
+    stored = load_model(tmp_path / "stored", dtype=torch.float32)
+    linears = [quantized_linears(model) for model in (on_the_way, in_memory, stored)]
+    assert len(linears[0]) == 2 * 4 + bool(head) == len(linears[1]) == len(linears[2])
+    for a, *others in zip(*linears):
+        for other in others:
+            assert all(torch.equal(part, other.parts()[name]) for name, part in a.parts().items())
+    assert greedy(on_the_way) == greedy(in_memory) == greedy(stored)
+    if scheme != "int8":
+        with pytest.raises(ValueError, match=f"is stored in {scheme} and cannot be quantized to int8"):
+            load_model(tmp_path / "stored", quantize="int8")
+
+
+def test_a_tied_head_is_quantized_once(folder_of):
+    """One copy serves lookup and logits; float32 logits are those of the dequantized table."""
+    folder = folder_of("qwen2")
+    model = load_model(folder, dtype=torch.float32, quantize="int8", head="int8")
+    codes = [p for _, p in model.named_parameters() if p.shape == (131, 64)]
+    assert len(codes) == 1 and not hasattr(model.embed, "weight")
+    table = model.lm_head.dequantized(torch.float32)
+    tokens = torch.tensor([[3, 130, 7]])
+    assert torch.equal(model.embed(tokens), table[tokens])
+    hidden = model.hidden(tokens, torch.arange(3))
+    assert torch.allclose(model.head(hidden), hidden @ table.T, atol=1e-4)
+
+
+def test_weights_that_are_not_finite_are_named(wide_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(wide_folder, tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 5] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: weights hold NaN"):
+        load_model(folder, quantize="int8")
+
+
+@pytest.mark.parametrize("value", ["int8", {"scheme": "int3"}, {"scheme": "int8", "head": "x"}, {}, {"bits": 4}])
+def test_a_quantization_entry_that_means_nothing_is_refused(value, wide_folder, tmp_path):
+    folder = shutil.copytree(wide_folder, tmp_path / "odd")
+    hf = json.loads((folder / "config.json").read_text()) | {"quantization": value}
+    (folder / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ValueError, match=r"config\.json: quantization = .* is not supported"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
+def test_drafting_with_the_quantized_self(scheme, wide_folder):
+    """On the target's own cache: greedy output is the target's; norms, embedding and head are shared, not copied."""
+    from generate import Timing
+    from speculative import ModelDraft
+
+    target = load_model(wide_folder, dtype=torch.float32)
+    draft = quantized_copy(target, scheme)
+    own = {p.data_ptr() for p in target.parameters()}
+    assert {p.data_ptr() for p in draft.parameters() if p.dtype == torch.float32} <= own | {
+        layer.attention.qkv.bias.data_ptr() for layer in draft.layers
+    }
+    timing = Timing()
+    drafter = ModelDraft(draft, on_layers=range(2))
+    assert greedy(target, 60, drafter=drafter, timing=timing) == greedy(target, 60)
+    assert sum(timing.rows[0].accepted.values()) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", "int4-g64", "mxfp4"])
+def test_compiled_equals_eager(scheme, wide_folder):
+    model = load_model(wide_folder, dtype=torch.float32, quantize=scheme)
+    want = greedy(model, 30)
+    engine = program.Engine(model, 1, 60, compile=True)
+    engine.warm_up("greedy")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert greedy(model, 30, engine=engine) == want
+
+
+def test_command_line(wide_folder, text_folder, capsys, monkeypatch):
+    for arguments, names in [
+        (["--quantize", "int3"], "'int3' does not exist"),
+        (["--quantize_head", "int8"], "--quantize_head needs --quantize"),
+        (["--quantize", "int4-g128"], "layers.0.qkv: 64 inputs are no multiple of the 128"),
+        (["--draft", "quantized:int3"], "--draft quantized:int3: quantization scheme 'int3' does not exist"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(text_folder), *arguments])
+        with pytest.raises(SystemExit) as exit:
+            program.main()
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2 and out == "" and names in err and "Traceback" not in err
+    common = [
+        "--checkpoint",
+        str(text_folder),
+        "--json",
+        "--max_new_tokens",
+        "9",
+        "--quantize",
+        "int8",
+        "--device",
+        "cpu",
+    ]
+    for options in ([], ["--quantize_head", "int8"], ["--draft", "quantized:int4-g32"]):
+        program.run(program.parse_args([*common, *options]))
+        assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
+
+
+# ------------------------------------------------------------------------------------------ perplexity
+
+
+def test_perplexity_by_hand(wide_folder):
+    """Against transformers' own loss, window by window; KL and agreement by their definitions."""
+    import transformers
+
+    ids = torch.randint(0, 131, (75,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = windows(ids, 20, bos=7)
+    assert rows.shape == (3, 21) and rows[:, 0].tolist() == [7] * 3 and rows[1, 1:].tolist() == ids[20:40]
+    assert windows(ids, 20, bos=None).shape == (3, 20)
+    with pytest.raises(ValueError, match="75 tokens, fewer than one window of --context 80"):
+        windows(ids, 80, None)
+    model, other = (load_model(wide_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None))
+    found = measure(model, rows, 2, other)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(wide_folder, dtype=torch.float32)
+    with torch.no_grad():
+        plain = measure(other, rows, 2)
+        losses = [oracle(row[None], labels=row[None]).loss.item() for row in rows]
+        p, q = (m(rows[:, :-1], torch.arange(20)).softmax(-1).double() for m in (other, model))
+    assert plain["nll"] == pytest.approx(sum(losses) / 3, abs=1e-4) and "kl" not in plain
+    assert plain["perplexity"] == pytest.approx(math.exp(plain["nll"])) and plain["tokens"] == 60
+    assert plain["context"] == 20 and plain["bos"] is True
+    assert found["kl"] == pytest.approx((p * (p / q).log()).sum(-1).mean().item(), rel=1e-3) and found["kl"] > 1e-5
+    assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    assert measure(other, rows, 3, other)["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_perplexity_on_the_command_line():
+    command = [sys.executable, "-m", "scripts.perplexity", "--checkpoint", "checkpoints/demo", "--context", "64"]
+    done = subprocess.run(
+        [*command, "--text", "checkpoints/stories.txt", "--quantize", "int8", "--json",
+         "--reference", "checkpoints/demo"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found.keys() >= {"perplexity", "nll", "tokens", "context", "bos", "kl", "top1"} and found["kl"] < 0.01
+    done = subprocess.run([*command, "--text", "nowhere.txt"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "nowhere.txt" in done.stderr and "Traceback" not in done.stderr
