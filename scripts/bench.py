@@ -472,25 +472,51 @@ class PeakAnonymous:
         self.bytes = self.peak - self.before
 
 
-def load_once(folder: Path) -> tuple[float, float]:
-    """(peak over weights, seconds) of one load in this process."""
+def load_once(folder: str, **options) -> tuple[float, float]:
+    """(peak over the loaded weights, seconds) of one load in this process."""
     start = time.perf_counter()
     with PeakAnonymous() as peak:
-        model = load_model(folder)
+        model = load_model(folder, **options)
     seconds = time.perf_counter() - start
     return peak.bytes / sum(parameter.nbytes for parameter in model.parameters()), seconds
 
 
+def quantize_once(folder: str, output: str, scheme: str) -> tuple[float, float]:
+    """(peak in GB, seconds) of one run of quantize.py in this process."""
+    import quantize
+
+    start = time.perf_counter()
+    with PeakAnonymous() as peak:
+        quantize.main(["--checkpoint", folder, "--scheme", scheme, "--output", output])
+    return peak.bytes / 1e9, time.perf_counter() - start
+
+
 def measure_load(args) -> list[dict]:
     """A fresh process a run, on a folder of the 1.1B shape in bfloat16, so that no run inherits another's heap."""
-    with tempfile.TemporaryDirectory() as name:
-        save_model(random_model(Config.from_hf(TINYLLAMA)), name, TINYLLAMA)
-        code = f"from scripts.bench import *; print(json.dumps(load_once(Path({name!r}))))"
-        command = [sys.executable, "-c", code]
-        runs = [subprocess.run(command, cwd=ROOT, capture_output=True, check=True) for _ in range(args.rounds)]
-        ratios, seconds = zip(*(json.loads(run.stdout) for run in runs))
-    note = "1.1B shape, bf16, files in the page cache"
-    return [row("load.peak_over_weights", ratios, "ratio", note), row("load.1b_s", seconds, "s", note)]
+
+    def fresh(call: str) -> tuple[float, float]:
+        code = f"from scripts.bench import *; print(json.dumps({call}))"
+        return json.loads(
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout
+        )
+
+    note, rows = "1.1B shape, files in the page cache", []
+    with tempfile.TemporaryDirectory() as folder:
+        original, quantized = f"{folder}/original", f"{folder}/quantized"
+        save_model(random_model(Config.from_hf(TINYLLAMA)), original, TINYLLAMA)
+        peak, seconds = fresh(f"quantize_once({original!r}, {quantized!r}, 'int4-g32')")
+        rows.append(row("quantize.1b.int4-g32.peak_gb", [peak], "GB", f"python quantize.py; {note}"))
+        rows.append(row("quantize.1b.int4-g32.s", [seconds], "s", f"python quantize.py; {note}"))
+        for name, call in (
+            ("load", f"load_once({original!r})"),
+            ("load.int8", f"load_once({original!r}, quantize='int8')"),
+            ("load.int4-g32", f"load_once({original!r}, quantize='int4-g32')"),
+            ("load.stored-int4-g32", f"load_once({quantized!r})"),
+        ):
+            ratios, seconds = zip(*(fresh(call) for _ in range(args.rounds)))
+            rows.append(row(f"{name}.peak_over_weights", ratios, "ratio", note))
+            rows.append(row(f"{name}.1b_s", seconds, "s", note))
+    return rows
 
 
 def measure_first_token(args) -> list[dict]:

@@ -1,6 +1,7 @@
 """README.md promises commands: each shell block that needs neither a download nor hours runs here as it stands."""
 
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -37,8 +38,13 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_readme_command_runs(command):
+    written = [ROOT / name for name in re.findall(r"--output (\S+)", command)]
+    for folder in written:
+        shutil.rmtree(folder, ignore_errors=True)
     script = f'python() {{ {sys.executable} "$@"; }}; {command}'
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    for folder in written:
+        shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it printed nothing"
 
