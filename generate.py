@@ -930,7 +930,7 @@ def run(args: argparse.Namespace) -> None:
     limit = model.config.max_seq_length if args.max_seq_length is None else args.max_seq_length
     if not 1 <= limit <= model.config.max_seq_length:
         raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {model.config.max_seq_length}")
-    if drafter is not None and drafter.owns_cache and args.max_new_tokens is None:
+    if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
     encoded = [tokenizer.encode(text) for text in texts]
     budgets = [new_tokens(args.max_new_tokens, prompt, limit) for prompt in encoded]

@@ -378,9 +378,10 @@ class Int4Linear(QuantizedLinear):
         self.dtype, self.kernel = dtype, None
         if self.codes.device.type == "cpu":
             # What Inductor would call for aten's own operator, whose lowering loses the group size inside a region that
-            # is compiled once for many layers (torch 2.13).
-            self.kernel = torch.ops.quantized.int4mm_packed_weight_cpu
-            group = torch.tensor(group)
+            # is compiled once for many layers (torch 2.13); older ones may not have it.
+            self.kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+            if hasattr(torch.ops.quantized, "int4mm_packed_weight_cpu"):
+                self.kernel, group = torch.ops.quantized.int4mm_packed_weight_cpu, torch.tensor(group)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), 1)
         elif self.codes.device.type == "cuda" and rows == self.out_features and self.in_features % 128 == 0:
             self.kernel = torch.ops.aten._weight_int4pack_mm
