@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace) -> dict:
     engine = Engine(model, 1, length, compile=compile, drafter=drafter, speculate_k="auto")
     if compile:
         engine.warm_up(sampling.kind)
-    engine.calibrate(sampling, length - args.new_tokens // 2, rounds=15)
+    engine.calibrate(sampling, length - args.new_tokens // 2, rounds=7)
     engine.speculate_k, total = K_MEASURED, Timing()
     for number, prompt in enumerate(prompts):
         timing = Timing()

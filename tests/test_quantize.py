@@ -1,11 +1,14 @@
 """quantize.py: every code means what its specification says, errors stay within their derived bounds, and a quantized
 Linear computes with exactly the weights that its parts stand for."""
 
+import contextlib
+import io
 import json
 import math
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate as program
+import quantize as quantize_program
 from checkpoint import load_model, save_model
 from generate import generate
 from quantize import (
@@ -268,7 +272,7 @@ def wide_folder(tmp_path_factory):
     return folder
 
 
-def greedy(model, n: int = 20, **options) -> list[int]:
+def greedy(model, n: int = 8, **options) -> list[int]:
     return [id for _, id in generate(model, [[5, 9, 40]], sampling=Sampling(0), max_new_tokens=n, **options)]
 
 
@@ -344,7 +348,7 @@ def test_drafting_with_the_quantized_self(scheme, wide_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["int8", "int4-g64", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["int8", "int4-g64"])
 def test_compiled_equals_eager(scheme, wide_folder):
     model = load_model(wide_folder, dtype=torch.float32, quantize=scheme)
     want = greedy(model, 30)
@@ -445,9 +449,15 @@ def test_a_searched_range_never_loses():
     assert (searched <= plain).all() and searched.sum() < 0.99 * plain.sum()
 
 
-def quantize(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "quantize.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def quantize(*arguments) -> types.SimpleNamespace:
+    """python quantize.py, in this process: exit status and stderr."""
+    err, status = io.StringIO(), 0
+    with contextlib.redirect_stderr(err):
+        try:
+            quantize_program.main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            status = exit.code
+    return types.SimpleNamespace(returncode=status, stderr=err.getvalue())
 
 
 @pytest.mark.parametrize("head", [[], ["--head", "int8"]])

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from scripts.speculation_report import table
+from scripts.speculation_report import main, print_table, table
 from speculative import Costs
 
 
@@ -33,18 +33,21 @@ def text(tmp_path):
     return file
 
 
-def test_a_report_of_the_demo_pair(text, tmp_path):
+def test_a_report_of_the_demo_pair(text, tmp_path, capsys):
     """Measured acceptance lies between never and always, what it leads to is printed, and the picture is a PNG."""
     png = tmp_path / "report.png"
-    common = ("--text", text, "--samples", 3, "--new_tokens", 24, "--draft_checkpoint", "checkpoints/demo-draft")
+    common = ("--text", text, "--samples", 2, "--new_tokens", 24, "--draft_checkpoint", "checkpoints/demo-draft")
     done = report(*common, "--plot", png, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert 0.2 < found["alpha"] < 1 and found["c_ops"] == pytest.approx(0.14, abs=0.03)
     assert [r["k"] for r in found["by_k"]] == [1, 2, 3, 5, 8] and found["tokens_per_round"] > 1
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
-    done = report(*common)
-    assert done.returncode == 0 and "best: K =" in done.stdout and "operations" in done.stdout
+    costs = [found["costs"][name] for name in ("decode_s", "draft_s", "verify_s")]
+    costs = [{int(k): v for k, v in c.items()} if isinstance(c, dict) else c for c in costs]  # JSON's keys are strings
+    print_table({**found, "costs": Costs(*costs)}, found["by_k"])
+    out = capsys.readouterr().out
+    assert "best: K =" in out and "operations" in out
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,9 @@ def test_a_report_of_the_demo_pair(text, tmp_path):
         (["--draft", "ngram", "--prompt_tokens", "0"], "--prompt_tokens"),
     ],
 )
-def test_user_errors(text, arguments, names):
-    done = report("--text", text, *arguments)
-    assert done.returncode == 2 and names in done.stderr and "Traceback" not in done.stderr
+def test_user_errors(text, arguments, names, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speculation_report", "--text", str(text), *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and names in err and "Traceback" not in err
