@@ -58,7 +58,7 @@ from tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_NEW_TOKENS = 200
-DEFAULT_K = "5"  # tokens drafted a round
+DEFAULT_K = 5  # tokens drafted a round
 CHAT_LENGTH = 4096  # positions of an interactive session, where --max_seq_length does not say
 OLDEST_TORCH = (2, 11)
 
@@ -220,7 +220,7 @@ class Engine:
 
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
-        speculate_k: int | str = 5,
+        speculate_k: int | str = DEFAULT_K,
     ):  # fmt: skip
         if speculate_k != "auto" and not (isinstance(speculate_k, int) and speculate_k >= 0):
             raise ValueError(f"speculate_k = {speculate_k!r} must be a number of tokens from 0 on, or 'auto'")
@@ -239,6 +239,11 @@ class Engine:
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.missed = 0  # tokens a row may have been given since the drafter last ran
         self.attach()
+
+    @property
+    def models(self) -> list[Transformer]:
+        """The target, and the model that drafts, if one does."""
+        return [self.model] + ([self.drafter.model] if self.drafter and self.drafter.model else [])
 
     @property
     def caches(self) -> list:
@@ -310,12 +315,11 @@ class Engine:
             return
         key = (name, self.state.kind)
         if key not in self.steps:
-            models = [self.model] + ([self.drafter.model] if self.drafter and self.drafter.model else [])
 
             def step(*tensors) -> None:
                 function(self.state, *tensors)
 
-            self.steps[key] = compile_step(models, step)
+            self.steps[key] = compile_step(self.models, step)
         self.steps[key](*tensors)
 
     @torch.inference_mode()
@@ -458,6 +462,12 @@ class Timing:
         self.row_s[row] = self.decode_s
 
 
+def together(timings: Sequence[Timing]) -> Timing:
+    """What `speculative` needs of several batches, as if they had been one."""
+    seconds = {name: sum(getattr(timing, name) for timing in timings) for name in ("decode_s", "draft_s", "verify_s")}
+    return Timing(rows=[row for timing in timings for row in timing.rows], **seconds)
+
+
 class Outcome(NamedTuple):
     """What a step decided, on the host: State's out, accepted and overlap, and the drafter's has_match."""
 
@@ -503,7 +513,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     max_seq_length: int | None = None,
     drafter=None,
-    speculate_k: int | str = 5,
+    speculate_k: int | str = DEFAULT_K,
     engine: Engine | None = None,
     timing: Timing | None = None,
     cached: int = 0,
@@ -653,12 +663,7 @@ def check_lengths(model: Transformer, prompts: Sequence[Sequence[int]], budgets:
             raise ValueError(f"max_new_tokens = {max_new_tokens} must be at least 1")
         if not prompt:
             raise ValueError(f"prompt {row} is empty: it has no token, and the model has no BOS to start from")
-        if len(prompt) + max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens; with {max_new_tokens} new ones that is"
-                f" {len(prompt) + max_new_tokens}, over the limit of {limit} positions: shorten the prompt, or lower"
-                " --max_new_tokens"
-            )
+        check_fits(row, prompt, max_new_tokens, limit, "limit")
         V = model.config.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < V:
             wrong = next(id for id in prompt if not 0 <= id < V)
@@ -671,11 +676,15 @@ def check_draft_length(drafter, prompts: Sequence[Sequence[int]], budgets: Seque
         return
     limit = drafter.model.config.max_seq_length
     for row, (prompt, n) in enumerate(zip(prompts, budgets)):
-        if len(prompt) + n > limit:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens; with {n} new ones that is {len(prompt) + n}, over the draft"
-                f" model's context of {limit} positions: lower --max_new_tokens, or take another draft"
-            )
+        check_fits(row, prompt, n, limit, "draft model's context")
+
+
+def check_fits(row: int, prompt: Sequence[int], new: int, limit: int, name: str) -> None:
+    if len(prompt) + new > limit:
+        raise ValueError(
+            f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {len(prompt) + new}, over the {name}"
+            f" of {limit} positions: shorten the prompt, or lower --max_new_tokens"
+        )
 
 
 # -------------------------------------------------------------------------------------------- accounting
@@ -683,8 +692,7 @@ def check_draft_length(drafter, prompts: Sequence[Sequence[int]], budgets: Seque
 
 def reads(engine: Engine) -> Callable[[list[int], int], int]:
     """(positions decided per row, K) -> bytes that a plain step or a round reads, by target and draft model."""
-    models = [engine.model] + ([engine.drafter.model] if engine.drafter and engine.drafter.model else [])
-    (weights, per_position), *draft = [(weight_bytes(model), position_bytes(model)) for model in models]
+    (weights, per_position), *draft = [(weight_bytes(model), position_bytes(model)) for model in engine.models]
 
     def step_bytes(decided: list[int], k: int) -> int:
         read = weights + sum(attended_bytes(per_position, n + k) for n in decided)
@@ -874,13 +882,7 @@ def report(timings: list[Timing], engine: Engine) -> None:
         bandwidth = [rate(timing.bytes_read, timing.decode_s) / 1e9 for timing in stepped]
         print(f"decode {spread(tokens)} tok/s, {spread(bandwidth)} GB/s read", file=sys.stderr)
     if stepped and engine.drafter is not None:
-        total = Timing(
-            decode_s=sum(timing.decode_s for timing in stepped),
-            rows=[row for timing in stepped for row in timing.rows],
-            draft_s=sum(timing.draft_s for timing in stepped),
-            verify_s=sum(timing.verify_s for timing in stepped),
-        )
-        for line in summary(speculative(engine, total)):
+        for line in summary(speculative(engine, together(stepped))):
             print(line, file=sys.stderr)
     print(f"peak memory {peak_memory_gb(engine.device):.2f} GB", file=sys.stderr)
 
@@ -975,7 +977,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def speculate_k(args: argparse.Namespace) -> int | str:
     """--speculate_k: a number of tokens, or auto."""
-    text = DEFAULT_K if args.speculate_k is None else args.speculate_k
+    text = str(DEFAULT_K) if args.speculate_k is None else args.speculate_k
     if text != "auto" and not text.isdigit():
         raise ValueError(f"--speculate_k {text} must be a number of tokens from 0 on, or auto")
     return text if text == "auto" else int(text)

@@ -13,7 +13,7 @@ G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabula
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -554,6 +554,15 @@ class Transformer(nn.Module):
             k = caches[0].k
             self.positions = torch.arange(k.size(2), device=k.device)
             self.attend_to(k.size(2))
+
+    def with_layers(self, layers: "list[Block]", windows: tuple[int | None, ...]) -> "Transformer":
+        """Another Transformer of these blocks, whose embedding, final norm, head and rotations are this one's own."""
+        with torch.device("meta"):
+            other = Transformer(replace(self.config, n_layers=0, windows=(), tie_embeddings=False))
+        other.config, other.windows = replace(self.config, n_layers=len(layers), windows=windows), windows
+        other.embed, other.norm, other.lm_head, other.rope = self.embed, self.norm, self.lm_head, self.rope
+        other.layers = nn.ModuleList(layers)
+        return other.eval()
 
     def attend_to(self, length: int) -> None:
         """The caller's promise that no position >= `length` is queried until the next promise.

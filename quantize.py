@@ -23,7 +23,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -90,7 +90,14 @@ class Format:
         return sum(math.prod(shape) * dtype.itemsize * 8 for shape, dtype in shapes.values()) / 2**20
 
 
-class Int8(Format):
+class PerRow(Format):
+    """Codes times one bfloat16 scale a row."""
+
+    def dequantize(self, parts):
+        return parts["codes"].float() * parts["scale"].float()[:, None]
+
+
+class Int8(PerRow):
     """Symmetric, one scale a row: w = code * scale, code in [-127, 127]. |w - w'| <= scale / 2, scale <= max|w| / 127 *
     (1 + 2^-7)."""
 
@@ -101,9 +108,6 @@ class Int8(Format):
         scale = round_up(w.abs().amax(1) / 127)  # (out,)
         step = _divisor(scale)[:, None]
         return {"codes": (w / step).round().clamp(-127, 127).to(torch.int8), "scale": scale}
-
-    def dequantize(self, parts):
-        return parts["codes"].float() * parts["scale"].float()[:, None]
 
 
 class Int4(Format):
@@ -134,7 +138,7 @@ class Int4(Format):
         return (codes * parts["scale"].float()[..., None] + parts["zero"].float()[..., None]).flatten(1)
 
 
-class Fp8(Format):
+class Fp8(PerRow):
     """E4M3 elements, one scale a row. |w - w'| <= |w| * 2^-4 for normal elements, scale * 2^-10 below them."""
 
     def shapes(self, rows, columns):
@@ -143,9 +147,6 @@ class Fp8(Format):
     def quantize(self, w):
         scale = round_up(w.abs().amax(1) / 448)
         return {"codes": (w / _divisor(scale)[:, None]).to(torch.float8_e4m3fn), "scale": scale}
-
-    def dequantize(self, parts):
-        return parts["codes"].float() * parts["scale"].float()[:, None]
 
 
 @dataclass(frozen=True)
@@ -445,11 +446,16 @@ def replace_linears(model: Transformer, scheme: str, head: str | None = None) ->
     if head is not None:
         format_of(head)
         check_columns(head, model.lm_head.in_features, "lm_head")
-        dtype = model.lm_head.weight.dtype
-        model.lm_head = _like(model.lm_head, head)
-        if model.config.tie_embeddings:
-            model.embed = QuantizedEmbedding(model.lm_head, dtype)
+        _set_head(model, _like(model.lm_head, head))
     return model
+
+
+def _set_head(model: Transformer, head: QuantizedLinear) -> None:
+    """A quantized head, which a tied embedding then looks its rows up in."""
+    dtype = model.lm_head.weight.dtype
+    model.lm_head = head
+    if model.config.tie_embeddings:
+        model.embed = QuantizedEmbedding(head, dtype)
 
 
 def _like(linear: nn.Linear, scheme: str) -> QuantizedLinear:
@@ -469,19 +475,13 @@ def quantize_model(model: Transformer, scheme: str, head: str | None = None) -> 
             for name in names:
                 setattr(owner, name, QuantizedLinear.from_float(getattr(owner, name), scheme))
     if head is not None:
-        dtype = model.lm_head.weight.dtype
-        model.lm_head = QuantizedLinear.from_float(model.lm_head, head)
-        if model.config.tie_embeddings:
-            model.embed = QuantizedEmbedding(model.lm_head, dtype)
+        _set_head(model, QuantizedLinear.from_float(model.lm_head, head))
     return model
 
 
 def quantized_copy(model: Transformer, scheme: str) -> Transformer:
     """The model's quantized self, for drafting: new Linears, everything else shared with the model."""
-    with torch.device("meta"):
-        copy = Transformer(replace(model.config, n_layers=0, windows=(), tie_embeddings=False))
-    copy.config, copy.windows = model.config, model.windows
-    copy.embed, copy.norm, copy.lm_head, copy.rope = model.embed, model.norm, model.lm_head, model.rope
+    blocks = []
     for layer in model.layers:
         with torch.device("meta"):
             block = Block(model.config)
@@ -490,8 +490,8 @@ def quantized_copy(model: Transformer, scheme: str) -> Transformer:
         for (mine, names), (other, _) in zip(_matrices(block), _matrices(layer)):
             for name in names:
                 setattr(mine, name, QuantizedLinear.from_float(getattr(other, name), scheme))
-        copy.layers.append(block)
-    return copy.eval()
+        blocks.append(block)
+    return model.with_layers(blocks, model.windows)
 
 
 # ------------------------------------------------------------------------------------------ calibration
@@ -674,9 +674,7 @@ def run(args: argparse.Namespace) -> None:
             bar.set_postfix(error=f"{error:.4f}")
     check_finite(model.lm_head, f"{folder}: lm_head.")
     if args.head:
-        model.lm_head = QuantizedLinear.from_float(model.lm_head, args.head)
-        if config.tie_embeddings:
-            model.embed = QuantizedEmbedding(model.lm_head, dtype)
+        _set_head(model, QuantizedLinear.from_float(model.lm_head, args.head))
     write(total, "")
     for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
         if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name:

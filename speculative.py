@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -185,16 +185,10 @@ def _proposal(drafter: Drafter, state: nn.Module, k_max: int, V: int) -> None:
 def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
     """A Transformer of some of `model`'s layers, the same modules with the same caches. ValueError for layers that
     the model does not have."""
-    config = model.config
-    if not kept or not 0 <= min(kept) <= max(kept) < config.n_layers or sorted(set(kept)) != list(kept):
-        raise ValueError(f"layers {list(kept)} must be some of 0 to {config.n_layers - 1}, in order")
-    with torch.device("meta"):
-        view = Transformer(replace(config, n_layers=0, windows=(), tie_embeddings=False))
-    view.config = replace(config, n_layers=len(kept), windows=tuple(model.windows[i] for i in kept))
-    view.windows = view.config.windows
-    view.embed, view.norm, view.lm_head, view.rope = model.embed, model.norm, model.lm_head, model.rope
-    view.layers = nn.ModuleList(model.layers[i] for i in kept)
-    return view.eval()
+    n_layers = model.config.n_layers
+    if not kept or not 0 <= min(kept) <= max(kept) < n_layers or sorted(set(kept)) != list(kept):
+        raise ValueError(f"layers {list(kept)} must be some of 0 to {n_layers - 1}, in order")
+    return model.with_layers([model.layers[i] for i in kept], tuple(model.windows[i] for i in kept))
 
 
 def parse_layers(text: str) -> list[int]:

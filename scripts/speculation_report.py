@@ -30,6 +30,7 @@ from generate import (
     pick_dtype,
     positive,
     speculative,
+    together,
 )  # fmt: skip
 from sampling import Sampling
 from speculative import Costs, expected_tokens, operations, speedup
@@ -58,17 +59,14 @@ def measure(args: argparse.Namespace) -> dict:
     if compile:
         engine.warm_up(sampling.kind)
     engine.calibrate(sampling, length - args.new_tokens // 2, rounds=7)
-    engine.speculate_k, total = K_MEASURED, Timing()
+    engine.speculate_k, timings = K_MEASURED, []
     for number, prompt in enumerate(prompts):
-        timing = Timing()
+        timings.append(Timing())
         list(
             generate(model, [prompt], sampling=sampling, max_new_tokens=args.new_tokens, seed=number, engine=engine,
-                     timing=timing)
+                     timing=timings[-1])
         )  # fmt: skip
-        total.rows += timing.rows
-        total.decode_s, total.draft_s = total.decode_s + timing.decode_s, total.draft_s + timing.draft_s
-        total.verify_s += timing.verify_s
-    found = speculative(engine, total)
+    found = speculative(engine, together(timings))
     if found["alpha"] is None:
         raise ValueError("nothing was drafted on this text: alpha is not known")
     reached = zip(found["accepted_by_position"], found["reached_by_position"], strict=True)
