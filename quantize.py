@@ -72,7 +72,7 @@ class Format:
     group: int = 0
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Part -> (shape, dtype). The first dimension of every part is the weight's rows."""
+        """Part -> (shape, dtype). The first dimension of every part is the weight's rows; one part is "codes"."""
         raise NotImplementedError
 
     def quantize(self, w: Tensor) -> dict[str, Tensor]:
@@ -294,14 +294,17 @@ class QuantizedLinear(nn.Module):
         return KERNELS.get(type(format_of(scheme)), QuantizedLinear)(in_features, out_features, scheme, **options)
 
     @classmethod
-    def from_float(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
-        """The quantized form of a Linear, ready to compute; of a quantized one, of the weights that it stands for."""
+    def from_float(
+        cls, linear: "nn.Linear | QuantizedLinear", scheme: str, parts: dict[str, Tensor] | None = None
+    ) -> "QuantizedLinear":
+        """The quantized form of a Linear, ready to compute; of a quantized one, of the weights that it stands for.
+        `parts`: chosen by something better than rounding."""
         quantized = isinstance(linear, QuantizedLinear)
         weight = linear.dequantized(torch.float32) if quantized else linear.weight.detach()
         dtype = linear.dtype if quantized else weight.dtype
         options = {"bias": linear.bias is not None, "device": weight.device, "dtype": dtype}
         found = cls.empty(linear.in_features, linear.out_features, scheme, **options)
-        found.fill(slice(None), quantize_tensor(weight, scheme))
+        found.fill(slice(None), quantize_tensor(weight, scheme) if parts is None else parts)
         if linear.bias is not None:
             found.bias.copy_(linear.bias.detach())
         found.pack(dtype)
@@ -582,18 +585,13 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
         for name in names:
             linear = getattr(owner, name)
             w = linear.weight.detach().float()
-            quantized = _like(linear, scheme)
+            parts = None
             if method == "gptq":
                 parts = gptq(w, sum_of_squares(linear, run), FORMATS[scheme])
             elif method == "search":
                 grouped = w.unflatten(1, (-1, FORMATS[scheme].group))
                 parts = FORMATS[scheme].with_range(grouped, *search_range(grouped, FORMATS[scheme]))
-            else:
-                parts = quantize_tensor(w, scheme)
-            quantized.fill(slice(None), parts)
-            if linear.bias is not None:
-                quantized.bias.copy_(linear.bias)
-            quantized.pack(linear.weight.dtype)
+            quantized = QuantizedLinear.from_float(linear, scheme, parts)
             squares[0] += (quantized.dequantized(torch.float32) - w).square().sum().item()
             squares[1] += w.square().sum().item()
             setattr(owner, name, quantized)
@@ -656,8 +654,8 @@ def run(args: argparse.Namespace) -> None:
     files, total = {}, config.n_layers + 1
 
     def write(number: int, prefix: str) -> None:
-        mine = [name for name, parameter in model.named_parameters() if name.startswith("layers.") == bool(prefix)]
-        mine = [name for name in mine if name.startswith(prefix)]
+        every = [name for name, _ in model.named_parameters()]
+        mine = [name for name in every if (name.startswith(prefix) if prefix else not name.startswith("layers."))]
         files.update(checkpoint.write_tensors(partial / checkpoint.shard_name(number, total), model, mine, dtype))
 
     with tqdm(model.layers, unit="layer", desc=f"{args.method} {args.scheme}") as bar:
