@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import Config, Transformer
-from quantize import FORMATS, QuantizedLinear, quantize_tensor, quantized_linears, replace_linears
+from quantize import FORMATS, QuantizedLinear, quantize_tensor, quantized_linears, release, replace_linears
 
 # Our module -> the Hugging Face modules whose rows, one after the other, make its matrix.
 OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
@@ -267,6 +267,7 @@ def load_model(
             bar.update(parameter.nbytes)
     for linear in quantized_linears(model):
         linear.pack(dtype)
+        release()
     return model
 
 
@@ -281,6 +282,7 @@ def _quantize_into(module: QuantizedLinear, name: str, config: Config, readers: 
         except ValueError as error:
             raise ValueError(f"{readers[source][0]}: {source}: {error}") from None
         begin += len(weight)
+        release()
 
 
 @torch.no_grad()

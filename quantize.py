@@ -16,13 +16,15 @@ Formats: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8,
 """
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +50,8 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         return codes.to(torch.uint8)
     per = {4: 2, 6: 4}[bits]  # codes that fill whole bytes
     word = codes.to(torch.int32).unflatten(-1, (-1, per))  # (..., n / per, per)
-    word = (word << (torch.arange(per, device=codes.device) * bits)).sum(-1, keepdim=True)  # (..., n / per, 1)
-    shift = torch.arange(per * bits // 8, device=codes.device) * 8
+    word = (word << _shifts(per, bits, word)).sum(-1, keepdim=True, dtype=torch.int32)  # (..., n / per, 1)
+    shift = _shifts(per * bits // 8, 8, word)
     return ((word >> shift) & 0xFF).to(torch.uint8).flatten(-2)
 
 
@@ -59,9 +61,12 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
         return packed.to(torch.int32)
     per = {4: 2, 6: 4}[bits]
     word = packed.to(torch.int32).unflatten(-1, (-1, per * bits // 8))  # (..., n / per, bytes)
-    word = (word << (torch.arange(word.size(-1), device=packed.device) * 8)).sum(-1, keepdim=True)
-    shift = torch.arange(per, device=packed.device) * bits
-    return ((word >> shift) & (2**bits - 1)).flatten(-2).to(torch.int32)
+    word = (word << _shifts(word.size(-1), 8, word)).sum(-1, keepdim=True, dtype=torch.int32)
+    return ((word >> _shifts(per, bits, word)) & (2**bits - 1)).flatten(-2)
+
+
+def _shifts(n: int, bits: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=torch.int32, device=like.device) * bits
 
 
 @dataclass(frozen=True)
@@ -255,15 +260,44 @@ def quantize_tensor(weight: Tensor, scheme: str) -> dict[str, Tensor]:
     Raises ValueError for an unknown scheme, an input dimension that does not divide, and weights that are not finite.
     """
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
-    w = weight.float()
-    if not w.isfinite().all():
-        raise ValueError("weights hold NaN or infinity; a scale cannot be taken over them")
-    return FORMATS[scheme].quantize(w)
+    shapes = FORMATS[scheme].shapes(*weight.shape)
+    found = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
+    for rows in row_chunks(*weight.shape):
+        w = weight[rows].float()
+        if not w.isfinite().all():
+            raise ValueError("weights hold NaN or infinity; a scale cannot be taken over them")
+        for name, part in FORMATS[scheme].quantize(w).items():
+            found[name][rows] = part
+    return found
+
+
+CHUNK = 2**20  # weights at a time: what a format works on is several times their size, and should stay in the cache
+
+
+def release() -> None:
+    """Give freed memory back to the system. glibc keeps pieces of a chunk's size: 1 GB after 22 layers of a 1.1B model.
+    Other C libraries keep less, or have no call for it."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    size = max(1, CHUNK // columns)
+    return (slice(begin, begin + size) for begin in range(0, rows, size))
 
 
 def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights (out, in) that the parts stand for."""
-    return format_of(scheme).dequantize(tensors).to(dtype)
+    format = format_of(scheme)
+    if torch.compiler.is_compiling():  # what is compiled fuses, and needs no chunks
+        return format.dequantize(tensors).to(dtype)
+    found = None
+    for rows in row_chunks(*tensors["codes"].shape):
+        w = format.dequantize({name: part[rows] for name, part in tensors.items()})
+        if found is None:
+            found = w.new_empty(len(tensors["codes"]), w.size(1), dtype=dtype)
+        found[rows] = w
+    return found
 
 
 # --------------------------------------------------------------------------------------------- Linears
@@ -294,11 +328,17 @@ class QuantizedLinear(nn.Module):
         return KERNELS.get(type(format_of(scheme)), QuantizedLinear)(in_features, out_features, scheme, **options)
 
     @classmethod
-    def from_float(
+    def from_float(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
+        """The quantized form of a Linear, ready to compute; of a quantized one, of the weights that it stands for."""
+        found = cls.stored(linear, scheme)
+        found.pack(linear.dtype if isinstance(linear, QuantizedLinear) else linear.weight.dtype)
+        return found
+
+    @classmethod
+    def stored(
         cls, linear: "nn.Linear | QuantizedLinear", scheme: str, parts: dict[str, Tensor] | None = None
     ) -> "QuantizedLinear":
-        """The quantized form of a Linear, ready to compute; of a quantized one, of the weights that it stands for.
-        `parts`: chosen by something better than rounding."""
+        """The quantized form of a Linear, not packed. `parts`: chosen by something better than rounding."""
         quantized = isinstance(linear, QuantizedLinear)
         weight = linear.dequantized(torch.float32) if quantized else linear.weight.detach()
         dtype = linear.dtype if quantized else weight.dtype
@@ -307,7 +347,6 @@ class QuantizedLinear(nn.Module):
         found.fill(slice(None), quantize_tensor(weight, scheme) if parts is None else parts)
         if linear.bias is not None:
             found.bias.copy_(linear.bias.detach())
-        found.pack(dtype)
         return found
 
     def parts(self) -> dict[str, Tensor]:
@@ -374,12 +413,16 @@ class Int4Linear(QuantizedLinear):
     """aten's int4 kernels, which take (code - 8) * scale + zero, as it is stored. A CPU wants multiples of 16 rows,
     CUDA bfloat16 activations."""
 
+    kernel = None  # until packed, and where none fits
+
     def pack(self, dtype: torch.dtype) -> None:
         group, rows = FORMATS[self.scheme].group, math.ceil(self.out_features / 16) * 16
-        codes = F.pad(unpack_bits(self.codes, 4), (0, 0, 0, rows - self.out_features))  # (rows, in)
+        codes = torch.zeros(rows, self.in_features, dtype=torch.int32, device=self.codes.device)
+        for part in row_chunks(*self.codes.shape):
+            codes[: self.out_features][part] = unpack_bits(self.codes[part], 4)
         both = torch.stack((self.scale, self.zero), dim=-1)  # (out, in / g, 2)
         both = F.pad(both, (0, 0, 0, 0, 0, rows - self.out_features)).transpose(0, 1).contiguous()  # (in / g, rows, 2)
-        self.dtype, self.kernel = dtype, None
+        self.dtype = dtype
         if self.codes.device.type == "cpu":
             # What Inductor would call for aten's own operator, whose lowering loses the group size inside a region that
             # is compiled once for many layers (torch 2.13); older ones may not have it.
@@ -591,9 +634,9 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
             elif method == "search":
                 grouped = w.unflatten(1, (-1, FORMATS[scheme].group))
                 parts = FORMATS[scheme].with_range(grouped, *search_range(grouped, FORMATS[scheme]))
-            quantized = QuantizedLinear.from_float(linear, scheme, parts)
-            squares[0] += (quantized.dequantized(torch.float32) - w).square().sum().item()
-            squares[1] += w.square().sum().item()
+            quantized = QuantizedLinear.stored(linear, scheme, parts)
+            squares[0] += torch.linalg.vector_norm(quantized.dequantized(torch.float32).sub_(w)).item() ** 2
+            squares[1] += torch.linalg.vector_norm(w).item() ** 2
             setattr(owner, name, quantized)
     return math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0
 
@@ -639,11 +682,11 @@ def run(args: argparse.Namespace) -> None:
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
     check_request(args, checkpoint.stored_quantization(folder / "config.json")[0])
-    model = checkpoint.empty_model(config, torch.float32)
+    dtype = getattr(torch, config.dtype or "", torch.bfloat16)
+    model = checkpoint.empty_model(config, torch.float32 if args.method == "gptq" else dtype)
     readers = checkpoint.open_shards(checkpoint.shards(folder))
     checkpoint.check_headers(folder, config, model, readers)
     replace_linears(checkpoint.empty_model(config, torch.float32), args.scheme, args.head)  # do all inputs divide?
-    dtype = getattr(torch, config.dtype or "", torch.bfloat16)
     names = [name for name, _ in model.named_parameters()]
     outer = [name for name in names if not name.startswith("layers.")]
     _load_outer(model, outer, args.device, readers, checkpoint.fill)
@@ -669,10 +712,11 @@ def run(args: argparse.Namespace) -> None:
             states = through()
             write(number + 1, prefix)
             layer.to("meta")
+            release()
             bar.set_postfix(error=f"{error:.4f}")
     check_finite(model.lm_head, f"{folder}: lm_head.")
     if args.head:
-        _set_head(model, QuantizedLinear.from_float(model.lm_head, args.head))
+        _set_head(model, QuantizedLinear.stored(model.lm_head, args.head))
     write(total, "")
     for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
         if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name:

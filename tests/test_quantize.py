@@ -195,23 +195,62 @@ class Largest(TorchDispatchMode):
         return out
 
 
+def biased_linear(rows: int, dtype: torch.dtype) -> torch.nn.Linear:
+    linear = torch.nn.Linear(256, rows, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(weights()[:rows] + 0.01)
+    return linear
+
+
+def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
+    """products(inputs) are the quantized products for one row, verification's few, and a prompt's many. Rounding: sums
+    of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, and sum with the bias."""
+    exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
+    dtype = linear.weight.dtype
+    inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 64)]
+    epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
+    for x, got in zip(inputs, products(inputs), strict=True):
+        want = x.double() @ exact.T + linear.bias.double()
+        size = x.double().abs() @ exact.abs().T + linear.bias.abs()
+        assert ((got.double() - want).abs() <= epsilon * size).all(), len(x)
+        assert (got.double() - (x.double() @ linear.weight.double().T + linear.bias)).abs().max() > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [48, 40])  # 40: no multiple of what a kernel wants
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantized_linear_is_the_dequantized_product(scheme, rows, dtype):
-    """For one row, verification's few, and a prompt's many. Rounding: sums of 256 terms in float32,
-    n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, and sum with the bias."""
-    linear = torch.nn.Linear(256, rows, dtype=dtype).requires_grad_(False)
-    linear.weight.copy_(weights()[:rows] + 0.01)
+    linear = biased_linear(rows, dtype)
     quantized = QuantizedLinear.from_float(linear, scheme)
-    exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
-    for M in (1, 2, 6, 9, 64):
-        x = torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype)
-        want = x.double() @ exact.T + linear.bias.double()
-        size = x.double().abs() @ exact.abs().T + linear.bias.abs()
-        epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
-        assert ((quantized(x[None])[0].double() - want).abs() <= epsilon * size).all(), M
-    assert (quantized(x).double() - (x.double() @ linear.weight.double().T + linear.bias)).abs().max() > 0
+    check_products(linear, scheme, lambda inputs: [quantized(x[None])[0] for x in inputs])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiled_products_too(scheme):
+    """All sizes in one graph, in the dtype that models run in."""
+    linear = biased_linear(48, torch.bfloat16)
+    quantized = QuantizedLinear.from_float(linear, scheme)
+
+    def products(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [quantized(x) for x in inputs]
+
+    with torch.inference_mode():
+        check_products(linear, scheme, torch.compile(products, fullgraph=True, dynamic=False))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_chunks_change_nothing(scheme, monkeypatch):
+    """Large matrices go through a chunk of rows at a time, the last one smaller."""
+    linear = biased_linear(40, torch.float32)
+    whole = QuantizedLinear.from_float(linear, scheme)
+    monkeypatch.setattr(quantize_program, "CHUNK", 256 * 7)
+    chunked = QuantizedLinear.from_float(linear, scheme)
+    for name, part in whole.parts().items():
+        assert torch.equal(part.view(torch.uint8), chunked.parts()[name].view(torch.uint8)), name
+    x = torch.randn(3, 256)
+    assert torch.equal(whole(x), chunked(x))
+    weight = chunked.dequantized(torch.float32)
+    monkeypatch.undo()
+    assert torch.equal(weight, whole.dequantized(torch.float32))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g64", "int4-g128"])
