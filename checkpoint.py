@@ -11,19 +11,30 @@ files' headers before the first byte is copied. A folder whose config.json has "
 quantize.py's formats in place of weights. This file does not know tokenizers, decoding or devices' habits.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from model import Config, Transformer
-from quantize import FORMATS, QuantizedLinear, quantize_tensor, quantized_linears, release, replace_linears
+from quantize import (
+    FORMATS,
+    QuantizedLinear,
+    quantize_model,
+    quantize_tensor,
+    quantized_linears,
+    release,
+    replace_linears,
+)
+from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
 
 # Our module -> the Hugging Face modules whose rows, one after the other, make its matrix.
 OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
@@ -54,17 +65,10 @@ def sources(name: str) -> list[str]:
     return [f"model.layers.{layer}.{source}.{kind}" for source in INNER[module]]
 
 
-def row_counts(config: Config, name: str) -> list[int] | None:
-    """Rows that each source brings to a fused matrix; None where there is one source."""
-    if ".qkv." in name:
-        return [heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
-    return [config.ffn_dim] * 2 if ".gate_up." in name else None
-
-
-def pieces(config: Config, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory."""
-    rows = row_counts(config, name)
-    parts = [parameter] if rows is None else parameter.split(rows)
+def pieces(config: Config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
+    what belongs to one of the ranks."""
+    parts = parameter.split(stack(cut_of(name.rsplit(".", 1)[0]), len(parameter), config, ranks))
     yield from zip(sources(name), parts, strict=True)
 
 
@@ -137,6 +141,11 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     return readers
 
 
+def reading(readers: dict) -> Callable[[str], Tensor]:
+    """Hugging Face name -> its tensor in the mapped file."""
+    return lambda name: readers[name][1].get_tensor(name)
+
+
 def check_headers(folder: Path, config: Config, model: Transformer, readers: dict) -> None:
     """Every tensor that the model needs is there, with the right shape and type, and no other."""
     expected = {
@@ -185,17 +194,25 @@ def _some(names: list[str]) -> str:
 # -------------------------------------------------------------------------------------------- building
 
 
-def empty_model(config: Config, dtype: torch.dtype) -> Transformer:
-    """A Transformer on the meta device: shapes without memory."""
+def empty_model(
+    config: Config, dtype: torch.dtype, scheme: str | None = None, head: str | None = None, ranks: Ranks = ALONE
+) -> Transformer:
+    """A Transformer, or one rank's part of it, on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return Transformer(config).to(dtype)
+        model = Transformer(config).to(dtype)
+    shrink(model, ranks)
+    return replace_linears(model, scheme, head) if scheme else model
 
 
-def fill(model: Transformer, names: list[str], readers: dict) -> None:
-    """Copy the stored tensors behind these parameters into place."""
+def fill(model: Transformer, names: list[str], read: Callable[[str], Tensor], ranks: Ranks = ALONE) -> None:
+    """Copy the stored tensors behind these parameters, or what of them belongs to this rank, into place. `read` gives
+    the tensor of a Hugging Face name."""
     for name in names:
-        for source, part in pieces(model.config, name, model.get_parameter(name)):
-            part.copy_(readers[source][1].get_tensor(source))  # casts and moves on the way, no copy between
+        cut = cut_of(name.rsplit(".", 1)[0])
+        for number, (source, part) in enumerate(pieces(model.config, name, model.get_parameter(name), ranks)):
+            stored = take(read(source), cut, number, model.config, ranks)
+            part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
+            part[len(stored) :].zero_()  # a vocabulary's padding
 
 
 def allocate(model: Transformer, device: str | torch.device) -> Transformer:
@@ -224,7 +241,7 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     quantize: str | None = None,
-    tp=None,
+    tp: Ranks | None = None,
     progress: bool = False,
     head: str | None = None,
 ) -> Transformer:
@@ -232,72 +249,104 @@ def load_model(
 
     `quantize` names a scheme of quantize.py: every matrix is quantized as it arrives, so that the model is never
     held in full precision; `head` names one for lm_head (and a tied embedding), which otherwise stays as it is. A
-    folder that was stored quantized is loaded as such. `progress` shows a bar on stderr. Raises ValueError, naming
-    file and tensor, before any weight is copied, and for weights that a scheme cannot hold. `tp` takes only None so
-    far.
+    folder that was stored quantized is loaded as such. `tp` are the Ranks over which the model is divided: this process
+    reads and holds its part alone, and all of them must call this with the same folder. `progress` shows a bar on
+    stderr. Raises ValueError, naming file and tensor, before any weight is copied, and for weights that a scheme cannot
+    hold.
     """
-    if tp is not None:
-        raise ValueError(f"tp = {tp!r}: tensor parallelism is not available yet; use None")
-    folder = Path(checkpoint_dir)
+    folder, ranks = Path(checkpoint_dir), tp or ALONE
     config = load_config(folder)
-    scheme, stored_head = stored_quantization(folder / "config.json")
-    if scheme and quantize not in (None, scheme):
-        raise ValueError(f"{folder}: is stored in {scheme} and cannot be quantized to {quantize}; take the original")
-    if scheme and head not in (None, stored_head):
+    stored, stored_head = stored_quantization(folder / "config.json")
+    if stored and quantize not in (None, stored):
+        raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
+    if stored and head not in (None, stored_head):
         raise ValueError(f"{folder}: its head is stored in {stored_head or 'full precision'}, not in {head}")
-    files = shards(folder)
-    model = empty_model(config, dtype)
-    if scheme:
-        replace_linears(model, scheme, stored_head)
-    readers = open_shards(files)
-    check_headers(folder, config, model, readers)
-    on_the_way = quantize is not None and scheme is None
-    if on_the_way:
-        replace_linears(model, quantize, head)
-    allocate(model, device)
+    scheme, head = stored or quantize, stored_head or head
+    try:
+        check(config, ranks.world, FORMATS[scheme].group if scheme in FORMATS else 0)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    readers = open_shards(shards(folder))
+    check_headers(folder, config, empty_model(config, dtype, stored, stored_head), readers)
+    read = reading(readers)
+    ranks.check_same(fingerprints(folder, readers))
+    model = allocate(empty_model(config, dtype, scheme, head, ranks), device)
     total = sum(parameter.nbytes for parameter in model.parameters())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress) as bar:
         for name, parameter in model.named_parameters():
             module = model.get_submodule(name.rsplit(".", 1)[0])
-            if on_the_way and isinstance(module, QuantizedLinear) and not name.endswith(".bias"):
+            if not stored and isinstance(module, QuantizedLinear) and not name.endswith(".bias"):
                 if name.endswith(".codes"):
-                    _quantize_into(module, name.removesuffix(".codes"), config, readers)
+                    try:
+                        _quantize_into(module, name.removesuffix(".codes"), config, read, ranks)
+                    except ValueError as error:
+                        raise ValueError(f"{folder}: {error}") from None
             else:
-                fill(model, [name], readers)
+                fill(model, [name], read, ranks)
             bar.update(parameter.nbytes)
     for linear in quantized_linears(model):
         linear.pack(dtype)
         release()
-    return model
+    return connect(model, ranks)
 
 
-def _quantize_into(module: QuantizedLinear, name: str, config: Config, readers: dict) -> None:
+def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
+    """What tells one folder from another at little cost: config.json, and of every tensor its name, shape, type and
+    first values."""
+    tensors = hashlib.sha256()
+    for name in sorted(readers):
+        tensor = reading(readers)(name)
+        tensors.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        tensors.update(bytes(tensor.flatten()[:64].view(torch.uint8).tolist()))
+    config = hashlib.sha256((folder / "config.json").read_bytes())
+    return {"its config.json": config.hexdigest(), "its tensors": tensors.hexdigest()}
+
+
+def _quantize_into(
+    module: QuantizedLinear, name: str, config: Config, read: Callable[[str], Tensor], ranks: Ranks
+) -> None:
     """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to."""
-    tied = name == "lm_head" and config.tie_embeddings
+    tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
+    rows = module.codes.split(stack(cut, module.out_features, config, ranks))
     begin = 0
-    for source in sources("embed.weight" if tied else f"{name}.weight"):
-        weight = readers[source][1].get_tensor(source).to(module.codes.device)
+    for number, source in enumerate(sources("embed.weight" if tied else f"{name}.weight")):
+        weight = take(read(source), cut, number, config, ranks).to(module.codes.device)
+        weight = F.pad(weight, (0, 0, 0, len(rows[number]) - len(weight)))  # a vocabulary's padding
+        row_max = None
+        if cut.dim == 1 and ranks.world > 1 and not FORMATS[module.scheme].group:
+            row_max = ranks.largest(weight.abs().amax(1).float())  # a row's scale is that of the whole row
         try:
-            module.fill(slice(begin, begin + len(weight)), quantize_tensor(weight, module.scheme))
+            parts = quantize_tensor(weight, module.scheme, row_max)
         except ValueError as error:
-            raise ValueError(f"{readers[source][0]}: {source}: {error}") from None
+            raise ValueError(f"{source}: {error}") from None
+        module.fill(slice(begin, begin + len(weight)), parts)
         begin += len(weight)
         release()
 
 
 @torch.no_grad()
 def random_model(
-    config: Config, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> Transformer:
-    """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, made on the device."""
-    model = allocate(empty_model(config, dtype), device)
+    config: Config, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+    quantize: str | None = None, head: str | None = None, tp: Ranks | None = None,
+) -> Transformer:  # fmt: skip
+    """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, made on the device. Every rank
+    draws all numbers and keeps its own."""
+    ranks = tp or ALONE
+    check(config, ranks.world, FORMATS[quantize].group if quantize in FORMATS else 0)
+    model = allocate(empty_model(config, dtype, ranks=ranks), device)
+    whole = dict(empty_model(config, dtype).named_parameters())
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if parameter.dim() == 1:
+            parameter.fill_(0 if name.endswith("bias") else 1)
+        elif ranks.world == 1:
             parameter.normal_(0, 0.02, generator=generator)
         else:
-            parameter.fill_(0 if name.endswith("bias") else 1)
-    return model
+            drawn = torch.empty_like(whole[name], device=device).normal_(0, 0.02, generator=generator)
+            fill(model, [name], dict(pieces(config, name, drawn)).get, ranks)
+    if quantize:
+        quantize_model(model, quantize, head)
+    return connect(model, ranks)
 
 
 def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None:

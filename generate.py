@@ -13,6 +13,7 @@ arithmetic model.py's, the weights checkpoint.py's, and what is drafted, accepte
 import argparse
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from tqdm import tqdm
 
 from checkpoint import config_of, load_config, load_model, random_model
 from model import Block, Transformer
-from quantize import FORMATS, format_of, quantize_model, quantized_copy
+from quantize import FORMATS, format_of, quantized_copy
 from sampling import ACCEPT, GREEDY, INVALID, Sampling, distribution, sample, uniform
 from speculative import (
     ACCEPTED,
@@ -55,6 +56,7 @@ from speculative import (
     summary,
 )  # fmt: skip
 from tokenizer import StopStrings, Tokenizer, load_tokenizer
+from tp import ALONE, Ranks, join, leave, let_others_speak, local_device, lost_contact, only_top, ranks_of
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_NEW_TOKENS = 200
@@ -71,12 +73,13 @@ STOP_SLOTS = 64
 class State(nn.Module):
     """A batch in fixed tensors, which steps read and write in place: replaying a step needs nothing from the host.
 
-    `kind` is the sampling's, a choice of code; everything else may change without compiling.
+    `kind` is the sampling's, a choice of code; everything else may change without compiling. With several ranks, what
+    rank 0 decides goes into every rank's state.
     """
 
-    def __init__(self, B: int, S: int, device: torch.device, K: int = 0):
+    def __init__(self, B: int, S: int, device: torch.device, K: int = 0, ranks: Ranks = ALONE):
         super().__init__()
-        self.kind = GREEDY
+        self.kind, self.agree = GREEDY, ranks.agree
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
@@ -139,7 +142,7 @@ def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
     token = sample(logits, state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
-    commit(state, token[:, None], None)
+    commit(state, state.agree(token)[:, None], None)
 
 
 def decode_step(model: Transformer, state: State) -> None:
@@ -154,6 +157,7 @@ def verify_step(model: Transformer, state: State, draft_tokens: Tensor, draft_pr
     It writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
     """
     K = draft_tokens.size(1)
+    draft_tokens = state.agree(draft_tokens)
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
     p = distribution(model(tokens, pos), state.kind, state.values)  # (B, K + 1, V)
@@ -162,9 +166,12 @@ def verify_step(model: Transformer, state: State, draft_tokens: Tensor, draft_pr
     # The token after the accepted ones takes the number that plain decoding would use at its position.
     next_noise = uniform(seed.expand(-1, K + 1), pos + 1)
     n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
+    overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
+    decision = torch.cat((n[:, None], token[:, None], overlap), dim=1)  # (B, K + 2) float32, ids are below 2^24
+    decision = state.agree(decision)
+    n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1].long(), decision[:, 2:]
     decided = torch.cat((draft_tokens, draft_tokens[:, :1]), dim=1).scatter(1, n[:, None], token[:, None])
     state.accepted.copy_(torch.where(draft_probs[:, 0].amax(dim=-1) != 0, n, -1))
-    state.overlap[:, :K] = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
     commit(state, decided, n)
 
 
@@ -227,6 +234,7 @@ class Engine:
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
         self.model, self.compile, self.max_seq_length = model, compile, max_seq_length
+        self.ranks = ranks_of(model)
         self.device = model.norm.weight.device
         K = max(self.ks, default=0)
         self.positions = max_seq_length + K  # a round at the context's end writes K tokens too many
@@ -234,7 +242,7 @@ class Engine:
         self.seats = [Seat(model, batch_size, self.positions, compile)]
         if self.drafter is not None and self.drafter.owns_cache:
             self.seats.append(Seat(self.drafter.model, batch_size, self.positions, compile))
-        self.state = State(batch_size, max_seq_length, self.device, K)
+        self.state = State(batch_size, max_seq_length, self.device, K, self.ranks)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.missed = 0  # tokens a row may have been given since the drafter last ran
@@ -310,17 +318,15 @@ class Engine:
 
     def _run(self, name, function: Callable[..., None], *tensors) -> None:
         """function(state, *tensors), compiled apart for each name and kind of sampling."""
-        if not self.compile:
+
+        def step(*tensors) -> None:
             function(self.state, *tensors)
-            return
+
         key = (name, self.state.kind)
-        if key not in self.steps:
-
-            def step(*tensors) -> None:
-                function(self.state, *tensors)
-
+        if self.compile and key not in self.steps:
             self.steps[key] = compile_step(self.models, step)
-        self.steps[key](*tensors)
+        with only_top(self.models, self.state.kind == GREEDY):
+            self.steps.get(key, step)(*tensors)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
@@ -368,7 +374,8 @@ class Engine:
                     found.setdefault(k, []).append((draft_s + advance_s, verify_s))
         draft, verify = ({k: statistics.median(c[part] for c in found[k]) for k in self.ks} for part in (0, 1))
         # A plain step stands as "verified" in the times of K = 0.
-        self.costs = Costs(statistics.median(verified for _, verified in found[0]), draft, verify)
+        costs = Costs(statistics.median(verified for _, verified in found[0]), draft, verify)
+        self.costs = self.ranks.tell(costs)  # draft lengths follow from it
         self.missed = 0
         return self.costs
 
@@ -416,8 +423,17 @@ def _compile(models: Sequence[Transformer], function: Callable, mode: str) -> Ca
     for block in itertools.chain.from_iterable(model.layers for model in models):
         if "forward" not in vars(block):
             block.forward = functools.partial(block_region(), block)
+            for linear in block.modules():
+                if isinstance(linear, nn.Linear) and linear.bias is not None:
+                    linear.forward = functools.partial(biased_rows, linear)
     own = types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
     return torch.compile(own, mode=mode, fullgraph=True, dynamic=False)
+
+
+def biased_rows(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A Linear with a bias, of x (B, T, in) as (B * T, in): what torch 2.13 makes of three dimensions inside a region
+    that writes to a cache is bound to the T that it was traced with."""
+    return nn.Linear.forward(linear, x.flatten(0, 1)).view(*x.shape[:-1], -1)
 
 
 @functools.cache
@@ -525,6 +541,9 @@ def generate(
     (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to `ended`. Of
     every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an earlier call.
 
+    A model that is divided over ranks is decoded by all of them together: each calls this with the same arguments, and
+    each yields the same tokens.
+
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
     the same, sampled output is distributed the same. An `engine` brings its own.
 
@@ -631,7 +650,8 @@ def prefill(engine: Engine, lengths: list[int], cached: int = 0) -> Tensor:
     for seat in others:  # a draft's cache may be behind: by the last round's last token, and by plain steps since
         run_prompts(engine, seat, lengths, max(0, cached - 1 - engine.missed))
     engine.missed = 0
-    return target.model.head(last)
+    with only_top([target.model], engine.state.kind == GREEDY):
+        return target.model.head(last)
 
 
 def run_prompts(engine: Engine, seat: Seat, lengths: list[int], cached: int) -> Tensor:
@@ -920,14 +940,39 @@ def run(args: argparse.Namespace) -> None:
     """Load, decode every batch of every sample, print; exit status 2 if lines of the prompt file were broken."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     check_options(args)
-    texts, broken = ([], []) if args.interactive else requests(args)
     k = speculate_k(args)
+    device = pick_device(local_device(args.device))
+    ranks = join(device, args.timeout)
+    with speaking(ranks.rank == 0):
+        ranks.check_same(settings(args))
+        serve(args, ranks, device, sampling, k)
+
+
+def settings(args: argparse.Namespace) -> dict[str, object]:
+    """What all ranks must have been told alike; folders and files may lie elsewhere on another machine."""
+    given = {f"--{name}": value for name, value in vars(args).items()}
+    folders = ("--checkpoint", "--draft_checkpoint", "--random_weights", "--prompt_file", "--profile")
+    return {"its torch": torch.__version__, **{name: value for name, value in given.items() if name not in folders}}
+
+
+@contextlib.contextmanager
+def speaking(allowed: bool) -> Iterator[None]:
+    """Unless allowed, nothing that is printed within is seen."""
+    if allowed:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling: Sampling, k: int | str) -> None:
+    """Load, decode, print."""
+    texts, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
     for message in broken:
         one_line_error(message)
     if broken and not texts:
         sys.exit(2)
-    device = pick_device(args.device)
-    model, tokenizer = load(args, device)
+    model, tokenizer = load(args, device, ranks)
     drafter = load_drafter(args, model, tokenizer)
     limit = model.config.max_seq_length if args.max_seq_length is None else args.max_seq_length
     if not 1 <= limit <= model.config.max_seq_length:
@@ -947,7 +992,7 @@ def run(args: argparse.Namespace) -> None:
     warm_up(engine, sampling, filled=length // 2)
     stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
     session = Session(engine, tokenizer, sampling, stop_ids, args.show_drafts and sys.stdout.isatty())
-    with profiled(args.profile, device):
+    with profiled(args.profile if ranks.rank == 0 else None, device):
         chat(session, args) if args.interactive else decode_all(session, args, texts, encoded, budgets)
     if broken:
         sys.exit(2)
@@ -969,6 +1014,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--quantize_head needs --quantize")
     if args.draft_quantize and not args.draft_checkpoint:
         raise ValueError("--draft_quantize needs --draft_checkpoint")
+    if args.draft_tp == "sharded" and not args.draft_checkpoint:
+        raise ValueError("--draft_tp needs --draft_checkpoint: other drafts are divided as the target is")
+    if not 0 < args.timeout < 1e6:
+        raise ValueError(f"--timeout {args.timeout} must be a positive number of seconds")
     if not (args.draft or args.draft_checkpoint) and (args.show_drafts or args.speculate_k is not None):
         raise ValueError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
     if args.profile and not os.access(Path(args.profile).resolve().parent, os.W_OK):
@@ -990,7 +1039,9 @@ def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokeni
         folder = args.draft_checkpoint
         dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
         check_same_tokens(tokenizer, load_tokenizer(folder), folder)
-        return ModelDraft(load_model(folder, device=device, dtype=dtype, quantize=args.draft_quantize, progress=True))
+        ranks = ranks_of(model) if args.draft_tp == "sharded" else None
+        options = {"quantize": args.draft_quantize, "tp": ranks, "progress": True}
+        return ModelDraft(load_model(folder, device=device, dtype=dtype, **options))
     if args.draft is None:
         return None
     kind, _, rest = args.draft.partition(":")
@@ -1058,7 +1109,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     print(f"context of {limit} positions; /reset starts anew, an empty line or end of file ends", file=sys.stderr)
     for turn in itertools.count():
         print("> ", end="", file=sys.stderr, flush=True)
-        text = sys.stdin.readline().rstrip("\n")
+        text = session.engine.ranks.tell(sys.stdin.readline().rstrip("\n") if session.engine.ranks.rank == 0 else "")
         if not text:
             return
         if text == "/reset":
@@ -1111,18 +1162,18 @@ def profiled(file: str | None, device: torch.device) -> Iterator[None]:
     trace.export_chrome_trace(file)
 
 
-def load(args: argparse.Namespace, device: torch.device) -> tuple[Transformer, Tokenizer]:
-    """The model and tokenizer of --checkpoint, or random weights of the shape in --random_weights."""
+def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:
+    """The model, or this rank's part of it, and the tokenizer of --checkpoint; or random weights of the shape in
+    --random_weights."""
+    options = {"device": device, "quantize": args.quantize, "head": args.quantize_head, "tp": ranks}
     if args.random_weights:
         config = config_of(Path(args.random_weights))
-        model = random_model(config, device=device, dtype=pick_dtype(args.dtype, config.dtype, device))
-        if args.quantize:
-            quantize_model(model, args.quantize, args.quantize_head)
+        model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)
         return model, NumberTokenizer(config.vocab_size)
     dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
     tokenizer = load_tokenizer(args.checkpoint)
-    quantized = {"quantize": args.quantize, "head": args.quantize_head}
-    model = load_model(args.checkpoint, device=device, dtype=dtype, progress=True, **quantized)
+    ranks.check_same({"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
+    model = load_model(args.checkpoint, dtype=dtype, progress=True, **options)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only"
@@ -1178,8 +1229,7 @@ def positive(text: str) -> int:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        """One line, like every other error of this program."""
-        sys.exit(one_line_error(message))
+        fail(message)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -1214,6 +1264,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
+    add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
+        help="under torchrun: divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
+    add("--timeout", type=float, default=600, help="under torchrun: seconds to wait for another rank")
     add("--profile", metavar="FILE", help="write a Chrome trace of everything after loading and compiling")
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
     return parser.parse_args(argv)
@@ -1224,24 +1277,33 @@ def main() -> None:
         check_torch()
         run(parse_args())
     except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
-        sys.exit(one_line_error(error))
+        fail(error)
     except KeyboardInterrupt:
         sys.exit(130)
-    except RuntimeError as error:  # what torch raises on a CPU that has no more memory
-        if "allocate memory" not in str(error):
+    except RuntimeError as error:
+        if lost_contact(error):
+            fail(f"lost contact with another rank, whose own error tells why ({error})")
+        if "allocate memory" not in str(error):  # what torch raises on a CPU that has no more
             raise
-        sys.exit(one_line_error(error))
+        fail(error)
     except BrokenPipeError:  # the reader of stdout left; nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(one_line_error(error))
+        fail(error)
+    finally:
+        leave()
 
 
-def one_line_error(error: Exception | str) -> int:
-    """Print it; the exit status."""
+def fail(error: Exception | str) -> NoReturn:
+    """What makes every error of this program one line, and its exit status 2."""
+    rank = let_others_speak()
+    one_line_error(f"rank {rank}: {error}" if rank else error)
+    sys.exit(2)
+
+
+def one_line_error(error: Exception | str) -> None:
     tqdm.write(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -98,6 +98,13 @@ class Format:
 class PerRow(Format):
     """Codes times one bfloat16 scale a row."""
 
+    def quantize(self, w):
+        return self.with_max(w, w.abs().amax(1))
+
+    def with_max(self, w: Tensor, row_max: Tensor) -> dict[str, Tensor]:
+        """The codes of w (out, in) where the largest |weights| of its rows are row_max (out,)."""
+        raise NotImplementedError
+
     def dequantize(self, parts):
         return parts["codes"].float() * parts["scale"].float()[:, None]
 
@@ -109,8 +116,8 @@ class Int8(PerRow):
     def shapes(self, rows, columns):
         return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}
 
-    def quantize(self, w):
-        scale = round_up(w.abs().amax(1) / 127)  # (out,)
+    def with_max(self, w, row_max):
+        scale = round_up(row_max / 127)  # (out,)
         step = _divisor(scale)[:, None]
         return {"codes": (w / step).round().clamp(-127, 127).to(torch.int8), "scale": scale}
 
@@ -149,8 +156,8 @@ class Fp8(PerRow):
     def shapes(self, rows, columns):
         return {"codes": ((rows, columns), torch.float8_e4m3fn), "scale": ((rows,), torch.bfloat16)}
 
-    def quantize(self, w):
-        scale = round_up(w.abs().amax(1) / 448)
+    def with_max(self, w, row_max):
+        scale = round_up(row_max / 448)
         return {"codes": (w / _divisor(scale)[:, None]).to(torch.float8_e4m3fn), "scale": scale}
 
 
@@ -254,8 +261,9 @@ def check_columns(scheme: str, columns: int, what: str) -> None:
         raise ValueError(f"{what}: {columns} inputs are no multiple of the {group} that share a scale in {scheme}")
 
 
-def quantize_tensor(weight: Tensor, scheme: str) -> dict[str, Tensor]:
-    """weight (out, in), any float type -> the scheme's parts, bit-packed, the same for every device.
+def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) -> dict[str, Tensor]:
+    """weight (out, in), any float type -> the scheme's parts, bit-packed, the same for every device. `row_max` (out,),
+    for a scheme with a scale a row: the rows' largest |weights|, where `weight` holds some of their inputs.
 
     Raises ValueError for an unknown scheme, an input dimension that does not divide, and weights that are not finite.
     """
@@ -264,9 +272,10 @@ def quantize_tensor(weight: Tensor, scheme: str) -> dict[str, Tensor]:
     found = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
     for rows in row_chunks(*weight.shape):
         w = weight[rows].float()
-        if not w.isfinite().all():
+        if not w.isfinite().all() or (row_max is not None and not row_max[rows].isfinite().all()):
             raise ValueError("weights hold NaN or infinity; a scale cannot be taken over them")
-        for name, part in FORMATS[scheme].quantize(w).items():
+        parts = FORMATS[scheme].quantize(w) if row_max is None else FORMATS[scheme].with_max(w, row_max[rows])
+        for name, part in parts.items():
             found[name][rows] = part
     return found
 
@@ -347,6 +356,7 @@ class QuantizedLinear(nn.Module):
         found.fill(slice(None), quantize_tensor(weight, scheme) if parts is None else parts)
         if linear.bias is not None:
             found.bias.copy_(linear.bias.detach())
+        found._forward_hooks.update(linear._forward_hooks)  # what stands behind the one stands behind the other
         return found
 
     def parts(self) -> dict[str, Tensor]:
@@ -501,6 +511,7 @@ def _set_head(model: Transformer, head: QuantizedLinear) -> None:
     dtype = model.lm_head.weight.dtype
     model.lm_head = head
     if model.config.tie_embeddings:
+        assert "forward" not in vars(model.embed), "quantize the tied head of a model before dividing it over ranks"
         model.embed = QuantizedEmbedding(head, dtype)
 
 
@@ -686,10 +697,11 @@ def run(args: argparse.Namespace) -> None:
     model = checkpoint.empty_model(config, torch.float32 if args.method == "gptq" else dtype)
     readers = checkpoint.open_shards(checkpoint.shards(folder))
     checkpoint.check_headers(folder, config, model, readers)
-    replace_linears(checkpoint.empty_model(config, torch.float32), args.scheme, args.head)  # do all inputs divide?
+    read = checkpoint.reading(readers)
+    checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
     names = [name for name, _ in model.named_parameters()]
     outer = [name for name in names if not name.startswith("layers.")]
-    _load_outer(model, outer, args.device, readers, checkpoint.fill)
+    _load_outer(model, outer, args.device, read, checkpoint.fill)
     states = calibration_states(args, model) if args.method == "gptq" else []
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -705,7 +717,7 @@ def run(args: argparse.Namespace) -> None:
         for number, layer in enumerate(bar):
             layer.to_empty(device=args.device).requires_grad_(False)
             prefix = f"layers.{number}."
-            checkpoint.fill(model, [name for name in names if name.startswith(prefix)], readers)
+            checkpoint.fill(model, [name for name in names if name.startswith(prefix)], read)
             check_finite(layer, f"{folder}: {prefix}")
             through = functools.partial(run_block, layer, states, block_context(model, number, states))
             error = quantize_block(layer, args.scheme, args.method, through)
@@ -730,14 +742,14 @@ def run(args: argparse.Namespace) -> None:
     print(f"{output}: {sizes[1] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} times smaller", file=sys.stderr)
 
 
-def _load_outer(model: Transformer, names: list[str], device: str, readers: dict, fill) -> None:
+def _load_outer(model: Transformer, names: list[str], device: str, read, fill) -> None:
     """Everything but the layers, in place."""
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         module.to_empty(device=device)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
     model.requires_grad_(False).eval()
-    fill(model, names, readers)
+    fill(model, names, read)
 
 
 def check_finite(module: nn.Module, where: str) -> None:

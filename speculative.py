@@ -77,7 +77,8 @@ def accept(
 
 class Drafter(nn.Module):
     """What the loop asks of a drafter. `state` is generate.py's: tokens (B, S), pos (B,) the index of the last decided
-    token, done, seed, values and kind of the sampling. Positions beyond `pos` are the round's scratch space.
+    token, done, seed, values and kind of the sampling; agree(x), the x that all ranks go on with. Positions beyond
+    `pos` are the round's scratch space.
 
     Subclass it with `propose`, and whatever else the drafter needs. Every drawn token is verified; whether another is
     drawn may depend only on what stands before it, or the law is lost.
@@ -153,6 +154,7 @@ class ModelDraft(Drafter):
         logits = self.model.head(h)[:, : self.vocab]  # (B, V) of the shorter vocabulary
         q = distribution(logits, state.kind, state.values)
         token = draw(q, uniform(state.seed, last + 1, DRAFT_DRAW), state.kind).clamp(min=0)  # (B,)
+        token = state.agree(token)
         state.tokens.scatter_(1, last[:, None] + 1, token[:, None])
         self.tokens.index_copy_(1, self.drawn[None], token[:, None])
         self.probs[..., : self.vocab].index_copy_(1, self.drawn[None], q[:, None])

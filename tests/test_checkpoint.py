@@ -141,11 +141,6 @@ def test_broken_folders_are_named(folder, case):
     assert names in str(error.value) and "\n" not in str(error.value)
 
 
-def test_arguments_that_are_not_there_yet_are_refused(folder):
-    with pytest.raises(ValueError, match="not available yet"):
-        load_model(folder, tp=object())
-
-
 def test_random_model_is_seeded_and_finite(folder):
     config = load_config(folder)
     a, b, c = (random_model(config, dtype=torch.float32, seed=seed) for seed in (1, 1, 2))

@@ -49,8 +49,8 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
 def test_compiled_rows_equal_their_prompts_alone(folder_of, sampling):
     """Ragged and compiled against alone and eager, with a stop id, up to the last position of the context."""
-    engine = compiled_engine(folder_of("qwen3"), 4, 160, [sampling])
-    model = load_model(folder_of("qwen3"), dtype=torch.float32)
+    engine = compiled_engine(folder_of("qwen3-biased"), 4, 160, [sampling])
+    model = load_model(folder_of("qwen3-biased"), dtype=torch.float32)
     alone = [rows_of(model, [prompt], sampling=sampling, max_new_tokens=150)[0] for prompt in PROMPTS]
     stop = {alone[0][4]}
     cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), len(row))] for row in alone]

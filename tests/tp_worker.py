@@ -1,0 +1,84 @@
+"""What every rank of a test runs: cases from a JSON file, results of rank 0 into another file. Started by torchrun, or
+called by the test itself as one process for comparison."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import load_model
+from generate import Engine, generate
+from quantize import quantized_copy
+from sampling import Sampling
+from speculative import ModelDraft, NgramDraft, layer_subset
+from tp import ALONE, Ranks, join, leave
+
+PROMPTS = [[5, 9, 40], [7, 80, 3, 21, 5]]  # batch 2, unequal lengths
+
+
+def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
+    if spec is None:
+        return None
+    if spec in ("sharded", "replicated"):
+        tp = ranks if spec == "sharded" else None
+        return ModelDraft(load_model(case["draft"], dtype=torch.float32, tp=tp))
+    if spec == "ngram":
+        return NgramDraft(2)
+    if spec == "layers":
+        return ModelDraft(layer_subset(model, [0]), on_layers=[0])
+    return ModelDraft(quantized_copy(model, spec), on_layers=range(model.config.n_layers))
+
+
+def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
+    """Logits (2, 3, V) of a batch of two sequences of three, and what both prompts continue with."""
+    options = {"quantize": case.get("quantize"), "head": case.get("head")}
+    model = load_model(case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), tp=ranks, **options)
+    tokens = torch.tensor([[1, 2, 130], [66, 65, 64]])
+    with torch.inference_mode():
+        logits = model(tokens, torch.arange(3))
+    drafter = make_drafter(case.get("drafter"), model, case, ranks)
+    if ranks.rank:  # kernels that round differently, on a scale that shows
+        for one in {model, getattr(drafter, "model", None) or model}:
+            one.lm_head.register_forward_hook(lambda _, args, y: y + case.get("noise", 0) * torch.randn_like(y))
+    n, sampling = case.get("tokens", 64), Sampling(**case.get("sampling", {"temperature": 0}))
+    compile, k = case.get("compile", False), case.get("k", 3)
+    engine = Engine(model, 2, 96, compile=compile, drafter=drafter, speculate_k=k)
+    if compile:
+        engine.warm_up(sampling.kind)
+    if k == "auto":
+        engine.calibrate(sampling, 10)
+    found: list[list[int]] = [[], []]
+    with torch.compiler.set_stance("fail_on_recompile" if compile else "default"):
+        stops = case.get("stops", ())
+        for row, id in generate(
+            model, PROMPTS, sampling=sampling, max_new_tokens=n, engine=engine, stop_ids=stops, seed=11
+        ):
+            found[row].append(id)
+    if ranks.world > 1:
+        every = [None] * ranks.world
+        dist.all_gather_object(every, found)
+        assert all(other == found for other in every), f"ranks disagree: {every}"
+    return {"logits": logits, "tokens": found}
+
+
+def main() -> None:
+    ranks = join(torch.device("cpu"), 60)
+    torch.set_num_threads(1)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    results = {}
+    for name, case in cases.items():
+        try:
+            results[name] = run_case(case, ranks)
+        except ValueError as error:
+            results[name] = {"error": str(error)}
+    if ranks.rank == 0:
+        torch.save(results, sys.argv[2])
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Tensor parallelism: every matrix cut over N ranks, so that N devices read a token's weights at once.
+
+    PLAN, Cut           which matrices are cut, along which dimension, in which units: the design as data
+    share, take, cut    pure functions: what of a stored tensor belongs to a rank
+    check, shrink       what cannot be divided, refused by name; a meta model -> the shapes that a rank holds
+    Ranks               who takes part, and what they say to each other: sum, gather, agree
+    connect             the hooks that make a cut model whole: sums behind `out`, `down` and `embed`, gathered logits
+    join, leave         the process group that torchrun prepared
+
+The cut is Megatron's (Shoeybi et al., arXiv:1909.08053, section 3): q, k, v, gate and up by their outputs, out and
+down by their inputs, so that a block needs two sums; embedding and head by the vocabulary. Collectives are
+torch.distributed's functional ones, which compile into the graph. This file does not know formats, files, sampling or
+decoding: local head counts follow from the matrices' shapes, which model.py reads by itself.
+"""
+
+import contextlib
+import datetime
+import functools
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------------ plan
+
+SUM, GATHER = "sum", "gather"
+
+
+class Cut(NamedTuple):
+    """How one matrix (out, in) is divided. `units` names, for each source stacked in it, the Config field that counts
+    what must stay in one piece; `after` is what makes the ranks' results whole."""
+
+    dim: int  # 0: outputs, 1: inputs
+    units: tuple[str, ...]
+    after: str | None = None
+
+
+PLAN = {  # what is not listed, the norms, is whole on every rank
+    "embed": Cut(0, ("vocab_size",), SUM),
+    "attention.qkv": Cut(0, ("n_heads", "n_kv_heads", "n_kv_heads")),
+    "attention.out": Cut(1, ("n_heads",), SUM),
+    "ffn.gate_up": Cut(0, ("ffn_dim", "ffn_dim")),
+    "ffn.down": Cut(1, ("ffn_dim",), SUM),
+    "lm_head": Cut(0, ("vocab_size",), GATHER),
+}
+
+HF_NAMES = {"n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size"}
+
+
+def cut_of(module: str) -> Cut | None:
+    """The row of PLAN for a module's full name, "layers.3.ffn.down" or "lm_head"."""
+    return PLAN.get(module.split(".", 2)[-1] if module.startswith("layers.") else module)
+
+
+class Share(NamedTuple):
+    """Units [begin, end) of a stored tensor, in room for `size` of them."""
+
+    begin: int
+    end: int
+    size: int
+
+
+def share(config, units: str, rank: int, world: int) -> Share:
+    """What rank `rank` of `world` holds of so many units. ValueError names the key that does not divide.
+
+    A vocabulary may leave the last ranks with padding. KV heads, when there are fewer than ranks, are held by several:
+    query heads in order stay with theirs.
+    """
+    n = getattr(config, units)
+    if units == "vocab_size":
+        size = -(-n // world)
+        return Share(min(rank * size, n), min((rank + 1) * size, n), size)
+    if units == "n_kv_heads" and n < world and world % n == 0:
+        return Share(rank * n // world, rank * n // world + 1, 1)
+    if n % world:
+        raise ValueError(f"{HF_NAMES[units]} = {n} cannot be divided over {world} ranks; it must be a multiple of them")
+    return Share(rank * n // world, (rank + 1) * n // world, n // world)
+
+
+def check(config, world: int, group: int = 0) -> None:
+    """ValueError, with both numbers, for what cannot be cut into `world` parts; `group`: neighbouring inputs of a row
+    that share a scale, 0 where the whole row does."""
+    if world == 1:
+        return
+    for name, cut in PLAN.items():
+        for units in cut.units:
+            share(config, units, 0, world)
+        if cut.dim == 1:
+            inputs = config.ffn_dim if "ffn" in name else config.n_heads * config.head_dim
+            if inputs // world % (group or 1):
+                raise ValueError(
+                    f"{name}: {inputs} inputs over {world} ranks are {inputs // world} each, which cuts a group of"
+                    f" {group} that share a scale; use fewer ranks, or a scheme with smaller groups"
+                )
+
+
+def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks") -> Tensor:
+    """This rank's part, a view, of a stored tensor: the weight, bias or quantized part behind source number `source`
+    of a matrix. One value per output stays whole when inputs are cut."""
+    if cut is None or cut.dim >= stored.dim():
+        return stored
+    units = getattr(config, cut.units[source])
+    mine = share(config, cut.units[source], ranks.rank, ranks.world)
+    size = stored.size(cut.dim)  # in bytes of packed codes a unit may be a fraction; a rank's units never are
+    begin, end = mine.begin * size // units, mine.end * size // units
+    return stored.narrow(cut.dim, begin, end - begin)
+
+
+def stack(cut: Cut | None, rows: int, config, ranks: "Ranks") -> list[int]:
+    """How many of a local matrix's `rows` each of its sources fills, in order."""
+    if cut is None or len(cut.units) == 1:
+        return [rows]
+    sizes = [share(config, units, ranks.rank, ranks.world).size for units in cut.units]
+    return [rows // sum(sizes) * size for size in sizes]
+
+
+def shrink(model: nn.Module, ranks: "Ranks") -> None:
+    """Give the matrices of a meta model, in place, the shapes that this rank holds. The bias of a matrix whose inputs
+    are cut stays with rank 0: it must be added once."""
+    config = model.config
+    for name, module in list(model.named_modules()):
+        cut = cut_of(name)
+        if cut is None or ranks.world == 1:
+            continue
+        whole = sum(getattr(config, units) for units in cut.units)
+        size = sum(share(config, units, ranks.rank, ranks.world).size for units in cut.units)
+        shape = list(module.weight.shape)
+        shape[cut.dim] = shape[cut.dim] // whole * size
+        module.weight = nn.Parameter(module.weight.new_empty(shape), False)
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings = shape[0]
+            continue
+        module.out_features, module.in_features = shape
+        if module.bias is not None:
+            kept = cut.dim == 0 or ranks.rank == 0
+            module.bias = nn.Parameter(module.bias.new_empty(shape[0]), False) if kept else None
+    if config.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+
+
+# ----------------------------------------------------------------------------------------------- ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process as rank `rank` of `world`; `group` is torch's name of their process group, None for a plan alone.
+
+    Every collective must be called by all ranks, in the same order, with the same shapes. With a world of 1 each is the
+    identity.
+    """
+
+    rank: int = 0
+    world: int = 1
+    group: str | None = None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of all ranks' x."""
+        return x if self.world == 1 else self._wait(torch.ops._c10d_functional.all_reduce(x, "sum", self.group))
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Elementwise, of all ranks' x."""
+        return x if self.world == 1 else self._wait(torch.ops._c10d_functional.all_reduce(x, "max", self.group))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x (..., n) of every rank -> (..., world * n), in rank order."""
+        if self.world == 1:
+            return x
+        flat = x.reshape(1, -1)  # (1, ... * n)
+        both = self._wait(torch.ops._c10d_functional.all_gather_into_tensor(flat, self.world, self.group))
+        return both.view(self.world, *x.shape).movedim(0, -2).flatten(-2)  # (world, ..., n) -> (..., world * n)
+
+    def agree(self, x: Tensor) -> Tensor:
+        """Rank 0's x. Kernels of different ranks may differ in the last bit, so what all act upon is decided once."""
+        return x if self.world == 1 else self._wait(torch.ops._c10d_functional.broadcast(x, 0, self.group))
+
+    @staticmethod
+    def _wait(x: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(x)
+
+    def tell(self, value: object) -> object:
+        """Rank 0's value, any Python object, on the host."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def check_same(self, what: dict[str, object]) -> None:
+        """ValueError, on every rank, that names what differs from rank 0's."""
+        if self.world == 1:
+            return
+        every: list[dict] = [{}] * self.world
+        dist.all_gather_object(every, what)
+        for rank, other in enumerate(every):
+            for name, value in every[0].items():
+                if other.get(name) != value:
+                    raise ValueError(f"rank {rank} differs from rank 0 in {name}: every rank must be given the same")
+
+
+ALONE = Ranks()
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """Who holds the other parts of a connected model."""
+    return getattr(model, "ranks", ALONE)
+
+
+# ----------------------------------------------------------------------------------------------- hooks
+
+
+class Gather:
+    """Behind a head cut by the vocabulary: logits (..., V / N) of this rank -> (..., V), the padding cut off.
+
+    With `only_top`, each rank sends its largest logit and where it stands, and all others are -inf: enough for an
+    argmax, at two numbers a rank.
+    """
+
+    def __init__(self, config, ranks: Ranks):
+        self.ranks, self.vocab_size, self.only_top = ranks, config.vocab_size, False
+        self.begin, end, _ = share(config, "vocab_size", ranks.rank, ranks.world)
+        self.filled = end - self.begin
+
+    def __call__(self, module: nn.Module, args, local: Tensor) -> Tensor:
+        if not self.only_top:
+            return self.ranks.gather(local)[..., : self.vocab_size]
+        if self.filled < local.size(-1):  # what pads the last ranks is no token
+            local = local.masked_fill(torch.arange(local.size(-1), device=local.device) >= self.filled, -torch.inf)
+        top = local.float().max(dim=-1, keepdim=True)  # NaN is the largest
+        mine = torch.cat((top.values, (top.indices + self.begin).float()), dim=-1)  # (..., 2), ids are below 2^24
+        value, id = self.ranks.gather(mine).unflatten(-1, (-1, 2)).unbind(-1)  # each (..., N)
+        top = value.max(dim=-1, keepdim=True)
+        logits = value.new_full((*local.shape[:-1], self.vocab_size), -torch.inf)  # (..., V)
+        return logits.scatter(-1, id.gather(-1, top.indices).long(), top.values)
+
+
+class Sum:
+    """Behind a matrix cut by its inputs: a part of every output -> the outputs."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args, part: Tensor) -> Tensor:
+        return self.ranks.sum(part)
+
+
+def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """Hook PLAN's collectives behind the matrices of a model that holds this rank's parts. To be done last: a module
+    put in place of a hooked one must take over its hooks."""
+    if ranks.world == 1:
+        return model
+    for name, module in model.named_modules():
+        cut = cut_of(name)
+        if cut is not None and cut.after is not None:
+            module.register_forward_hook(Sum(ranks) if cut.after == SUM else Gather(model.config, ranks))
+    begin, end, _ = share(model.config, "vocab_size", ranks.rank, ranks.world)
+    model.embed.forward = functools.partial(embed_part, model.embed, begin, end)
+    model.ranks = ranks
+    return model
+
+
+def embed_part(embed: nn.Module, begin: int, end: int, tokens: Tensor) -> Tensor:
+    """Rows (..., D) of the tokens in [begin, end), zeros for the others."""
+    inside = (tokens >= begin) & (tokens < end)
+    rows = type(embed).forward(embed, torch.where(inside, tokens - begin, 0))
+    return torch.where(inside[..., None], rows, 0)
+
+
+@contextlib.contextmanager
+def only_top(models: Iterable[nn.Module], wanted: bool) -> Iterator[None]:
+    """If wanted: heads that are cut give their largest logit alone, within."""
+    hooks = [hook for model in models for hook in model.lm_head._forward_hooks.values()] if wanted else []
+    gathers = [hook for hook in hooks if isinstance(hook, Gather)]
+    for gather in gathers:
+        gather.only_top = True
+    try:
+        yield
+    finally:
+        for gather in gathers:
+            gather.only_top = False
+
+
+# ---------------------------------------------------------------------------------------------- launch
+
+
+def launched() -> bool:
+    """Did torchrun start this process as one of several?"""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def local_device(asked: str | None) -> str | None:
+    """The device of this rank when torchrun started it: GPU number LOCAL_RANK of its machine, unless --device says
+    otherwise. ValueError where the ranks of a machine are more than its GPUs."""
+    if not launched() or asked not in (None, "cuda"):
+        if launched() and asked != "cpu":
+            raise ValueError(f"--device {asked}: with several ranks say cpu or cuda; each rank takes a GPU of its own")
+        return asked
+    number, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if asked is None and here == 0:
+        return None
+    if number >= here:
+        local = os.environ["LOCAL_WORLD_SIZE"]
+        raise ValueError(f"--nproc_per_node {local}: this machine has {here} GPUs; start at most so many ranks on it")
+    return f"cuda:{number}"
+
+
+def join(device: torch.device, timeout_s: float) -> Ranks:
+    """The ranks that torchrun started, NCCL between GPUs, gloo between CPUs; ALONE without torchrun. A rank that waits
+    longer than `timeout_s` for another one raises RuntimeError. `leave` ends the group."""
+    if not launched():
+        return ALONE
+    on_gpu = device.type == "cuda"
+    if not on_gpu and os.environ.get("OMP_NUM_THREADS") == "1":  # what torchrun sets where the user does not
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    options = {"device_id": device} if on_gpu else {}
+    # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+
+
+def leave() -> None:
+    """For every way out of the program."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Is this what a collective raises when another rank has died, or has not come in time?"""
+    return isinstance(error, dist.DistError) or (launched() and "gloo" in str(error))
+
+
+def let_others_speak(seconds: float = 3.0) -> int:
+    """Before an error is printed: the first rank of a machine goes on at once, the others wait, and go on only if that
+    one did not end as well, which makes torchrun end them. So what all ranks refuse is said once. The global rank."""
+    if launched() and int(os.environ["LOCAL_RANK"]) > 0:
+        time.sleep(seconds)
+    return int(os.environ["RANK"]) if launched() else 0
