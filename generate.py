@@ -942,7 +942,7 @@ def run(args: argparse.Namespace) -> None:
     check_options(args)
     k = speculate_k(args)
     device = pick_device(local_device(args.device))
-    ranks = join(device, args.timeout)
+    ranks = join(device, args.timeout, args.one_shot)
     with speaking(ranks.rank == 0):
         ranks.check_same(settings(args))
         serve(args, ranks, device, sampling, k)
@@ -1266,6 +1266,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
     add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
         help="under torchrun: divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
+    add(
+        "--one_shot",
+        action="store_true",
+        help="under torchrun on GPUs that reach each other's memory: sums by direct reads",
+    )
     add("--timeout", type=float, default=600, help="under torchrun: seconds to wait for another rank")
     add("--profile", metavar="FILE", help="write a Chrome trace of everything after loading and compiling")
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")

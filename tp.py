@@ -308,18 +308,28 @@ def local_device(asked: str | None) -> str | None:
     return f"cuda:{number}"
 
 
-def join(device: torch.device, timeout_s: float) -> Ranks:
+def join(device: torch.device, timeout_s: float, one_shot: bool = False) -> Ranks:
     """The ranks that torchrun started, NCCL between GPUs, gloo between CPUs; ALONE without torchrun. A rank that waits
-    longer than `timeout_s` for another one raises RuntimeError. `leave` ends the group."""
+    longer than `timeout_s` for another one raises RuntimeError. `one_shot`: compiled sums of a token's size read the
+    other GPUs' memory directly. `leave` ends the group."""
+    on_gpu = device.type == "cuda"
+    if one_shot and not (launched() and on_gpu):
+        raise ValueError("--one_shot is for several ranks on GPUs that reach each other's memory: torchrun, cuda")
     if not launched():
         return ALONE
-    on_gpu = device.type == "cuda"
     if not on_gpu and os.environ.get("OMP_NUM_THREADS") == "1":  # what torchrun sets where the user does not
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+    name = dist.group.WORLD.group_name
+    if one_shot:
+        from torch._inductor import config as inductor
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(name)
+        inductor._collective.auto_select = True
+    return Ranks(dist.get_rank(), dist.get_world_size(), name)
 
 
 def leave() -> None:

@@ -15,6 +15,7 @@ into a results file with the commit, the hardware and the command; a later run o
                   and measured over predicted
     quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
+    tp            the 1.1B shape over two gloo ranks: bytes and memory of each while loading, time per step
     first_token   start of `python generate.py` on the demo until its first byte of text
 
 Whatever is compared runs in turn, A B A B …, each in a process of its own that waits while the others run, with the
@@ -36,6 +37,7 @@ from pathlib import Path
 
 import torch
 
+import tp
 from checkpoint import load_model, random_model, save_model
 from generate import Engine, Timing, attended_bytes, generate, position_bytes, prefill, speculative, weight_bytes
 from model import Config, Transformer
@@ -519,6 +521,79 @@ def measure_load(args) -> list[dict]:
     return rows
 
 
+def mapped_bytes(folder: str) -> int:
+    """Of files in `folder`, what this process has touched through its mappings."""
+    found, counting = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:  # the head of a mapping
+            counting = folder in line
+        elif counting and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def tp_rank(folder: str, steps: int) -> None:
+    """One rank of a launch, or a process alone: load its part, run some steps with 100 tokens filled; prints JSON."""
+    import checkpoint
+
+    ranks, copied, take = tp.join(torch.device("cpu"), 300), [], checkpoint.take
+
+    def counted(*args) -> torch.Tensor:
+        copied.append(take(*args))
+        return copied[-1]
+
+    checkpoint.take = counted
+    start = time.perf_counter()
+    with PeakAnonymous() as peak:
+        model = load_model(folder, tp=ranks)
+    load_s = time.perf_counter() - start
+    mapped, copied = mapped_bytes(folder), sum(part.nbytes for part in copied)
+    engine = Engine(model, 1, 256)
+    engine.calibrate(Sampling(0), 100, rounds=2)
+    step_s = engine.calibrate(Sampling(0), 100, rounds=steps).decode_s
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    found = {"rank": ranks.rank, "peak": peak.bytes, "copied": copied, "mapped": mapped, "weights": weights}
+    print(json.dumps(found | {"load_s": load_s, "step_s": step_s, "bytes": weight_bytes(model)}), flush=True)
+    tp.leave()
+
+
+def measure_tp(args) -> list[dict]:
+    """1.1B in bfloat16 over 1 and 2 gloo ranks, eager: what each reads and holds while loading, and time per step. Two
+    cores share one memory bus, so two ranks have no more bandwidth than one process with two threads; what one thread
+    alone reaches stands beside."""
+
+    def launch(code: str, n: int, threads: int) -> list[dict]:
+        ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={n}", "--no-python", sys.executable] if n > 1 else []
+        command, env = [sys.executable, *ranks, "-c", code], {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    buffer, bandwidth, note = torch.ones(2**28), [], "1.1B shape in bf16, gloo, eager"
+    found: dict[str, list[list[dict]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(random_model(Config.from_hf(TINYLLAMA)), folder, TINYLLAMA)
+        code = f"from scripts.bench import *; tp_rank({folder!r}, {args.steps})"
+        for _ in range(args.rounds):
+            bandwidth.append(read_bandwidth(buffer) / 1e9)
+            for name, n, threads in (("1thread", 1, 1), ("1rank", 1, 2), ("2ranks", 2, 1)):
+                found.setdefault(name, []).append(launch(code, n, threads))
+    rows = [row("tp.1b.read_bandwidth", bandwidth, "GB/s", "plain read, two threads, in the same rounds")]
+    for name, rounds in found.items():
+        rows.append(row(f"tp.1b.step_ms.{name}", [1e3 * one[0]["step_s"] for one in rounds], "ms", note))
+        for key, what in (
+            ("peak", "peak of anonymous memory while loading"),
+            ("copied", "bytes taken from the files"),
+            ("mapped", "pages of the files that were touched: whole pages, and what the system maps around them"),
+        ):
+            n, weights = len(rounds[0]), found["1rank"][0][0]["weights"]
+            shares = [part[key] / (weights / n) for one in rounds for part in one]
+            rows.append(row(f"tp.1b.{key}_over_share.{name}", shares, "ratio", f"{what}, over weights / {n}; {note}"))
+    pairs = zip(found["1rank"], found["2ranks"], strict=True)
+    speedups = [alone[0]["step_s"] / both[0]["step_s"] for alone, both in pairs]
+    note = "time per step: one process with two threads, over two ranks with one each"
+    return [*rows, row("tp.1b.2ranks_over_1", speedups, "ratio", note)]
+
+
 def measure_first_token(args) -> list[dict]:
     """Whole processes: interpreter, imports, load, prefill, first byte on stdout. One uncounted run first."""
     command, seconds = [sys.executable, "generate.py", "--max_new_tokens", "1", "--device", "cpu"], []
@@ -539,6 +614,7 @@ MEASUREMENTS = {
     "speculation": measure_speculation,
     "quality": measure_quality,
     "load": measure_load,
+    "tp": measure_tp,
     "first_token": measure_first_token,
 }
 

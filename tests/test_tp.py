@@ -22,7 +22,9 @@ from tp_worker import run_case
 import checkpoint
 import tp
 from checkpoint import load_config, load_model, save_model
-from quantize import FORMATS, dequantize_tensor
+from quantize import FORMATS, dequantize_tensor, quantized_linears
+from scripts import tp_plan
+from scripts.tp_plan import plan
 from tp import Ranks, share
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -325,6 +327,97 @@ def test_compiled_ranks_equal_one_process(wide, tmp_path):
     got = run_ranks({name: {**case, "compile": True} for name, case in cases.items()}, 2, tmp_path)
     for name, case in cases.items():
         compare(name, got[name], run_case(case))
+
+
+# ------------------------------------------------------------------------------------------ tp_plan
+
+# Bytes that a rank reads for one token, as GB/s over tokens/s of the table in gpt-fast's README (meta-pytorch/gpt-fast,
+# "Tensor Parallelism" and "Tensor Parallelism + Quantization", A100-80GB): (shape, ranks, scheme): (tokens/s, GB/s).
+GPT_FAST = {
+    ("llama-2-7b", 1, None): (104.9, 1397.31), ("llama-2-7b", 2, None): (168.84, 1181.99),
+    ("llama-2-7b", 4, None): (254.02, 955.83), ("llama-2-7b", 8, None): (328.43, 704.10),
+    ("llama-2-70b", 2, None): (21.32, 1481.87), ("llama-2-70b", 4, None): (38.01, 1340.76),
+    ("llama-2-70b", 8, None): (62.50, 1135.29), ("llama-2-70b", 8, "int8"): (80.44, 752.04),
+    ("llama-2-70b", 8, "int4-g32"): (90.77, 548.10),
+    ("llama-3.1-8b", 1, None): (93.83, 1408.37), ("llama-3.1-8b", 2, None): (149.10, 1197.32),
+    ("llama-3.1-8b", 4, None): (217.21, 986.32), ("llama-3.1-8b", 8, None): (276.01, 772.60),
+    ("llama-3.1-70b", 2, None): (16.03, 1130.81), ("llama-3.1-70b", 4, None): (37.45, 1360.53),
+    ("llama-3.1-70b", 8, None): (58.78, 1129.61), ("llama-3.1-70b", 8, "int8"): (75.58, 726.57),
+    ("llama-3.1-405b", 8, "int8"): (15.60, 815.87),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, world, scheme", GPT_FAST)
+def test_plan_agrees_with_published_bytes(shape, world, scheme):
+    """gpt-fast divides the blocks as we do; head and embedding stand whole on every rank, and its Llama-2 runs on
+    several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B also counts the cache."""
+    config = checkpoint.config_of(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
+    part, whole = plan(config, world, scheme=scheme), plan(config, 1, scheme=scheme, head=scheme)
+    embedding = whole["embedding"] if "llama-2" in shape and world > 1 else 0
+    tokens_s, gb_s = GPT_FAST[shape, world, scheme]
+    assert part["blocks"] + whole["head"] + embedding == pytest.approx(gb_s / tokens_s * 1e9, rel=0.01)
+    assert part["read_per_token"] < part["blocks"] + whole["head"] or world == 1, "and we divide the head too"
+
+
+class Counting(Ranks):
+    def sum(self, x):
+        counted.append(x.numel())
+        return x
+
+
+counted: list[int] = []
+
+
+@pytest.mark.parametrize("scheme", [None, "int4-g32"])
+def test_plan_counts_what_a_rank_holds_and_sends(scheme, wide, tmp_path):
+    """Against a real part: its parameters, its cache, and the sums of one forward pass."""
+    found = plan(load_config(wide["untied"]), 4, torch.float32, scheme)
+    hf = json.loads((wide["untied"] / "config.json").read_text())
+    if scheme:
+        save_model(
+            load_model(wide["untied"], dtype=torch.float32, quantize=scheme),
+            tmp_path / "q",
+            hf | {"quantization": {"scheme": scheme, "head": None}},
+        )
+    model = part_of(tmp_path / "q" if scheme else wide["untied"], 0, 4, scheme)
+    for linear in quantized_linears(model):
+        linear.pack(torch.float32)
+    assert found["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    model.setup_caches(1, 10)
+    cache = sum(layer.attention.cache.k.nbytes + layer.attention.cache.v.nbytes for layer in model.layers)
+    assert cache == 10 * found["kv_per_token"] and found["kv_copies"] == 2
+    tp.connect(model, Counting(0, 4))
+    counted.clear()
+    model.hidden(torch.tensor([[1]]), torch.tensor([0]))
+    assert counted == [found["all_reduce_bytes"] // 4] * found["all_reduces"]
+
+
+def test_plan_on_the_command_line(capsys):
+    shape = str(ROOT / "benchmarks" / "shapes" / "llama-3.1-70b.json")
+    tp_plan.main([shape, "--ranks", "1,6,16", "--json", "--latency", "0", "--link", "1e9", "--context", "0"])
+    one, six, sixteen = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one["tok_s"] == pytest.approx(3350e9 / one["read_per_token"])
+    assert "num_attention_heads = 64 cannot be divided over 6 ranks" in six["refused"]
+    assert sixteen["tok_s"] == pytest.approx(3350e9 / sixteen["read_per_token"], rel=1e-4) and sixteen["kv_copies"] == 2
+    tp_plan.main([shape, "--ranks", "1,8", "--memory", "80"])
+    out = capsys.readouterr().out
+    assert "does not fit: 141 GB" in out and "norms on every rank" in out
+    for wrong in (["--ranks", "0,2"], ["--quantize", "int3"], ["--bandwidth", "0"]):
+        with pytest.raises(SystemExit) as exit:
+            tp_plan.main([shape, *wrong])
+        assert exit.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_rank_reads_and_holds_its_share(wide):
+    """What `scripts.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
+    code = f"from scripts.bench import *; tp_rank({str(wide['untied'])!r}, 1)"
+    done = launch("--no-python", sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    parts = [json.loads(line) for line in done.stdout.splitlines()]
+    config = load_config(wide["untied"])
+    for part in parts:  # float32 in the file, bfloat16 in memory; 131 rows of the vocabulary are 66 and 65 and a pad
+        pads = 2 * (66 if part["rank"] == 0 else 65) - 2 * 66
+        assert part["copied"] == 2 * part["weights"] + pads * config.dim * 4
 
 
 # ----------------------------------------------------------------------------------- the program, faults

@@ -1,0 +1,138 @@
+"""What would each rank hold, read and send? A table from a config.json alone, before anything is rented.
+
+    python -m scripts.tp_plan benchmarks/shapes/llama-3.1-70b.json --ranks 1,2,4,8,16 --bandwidth 3350 --memory 80
+
+    plan        one number of ranks: bytes held and read, keys and values, collectives; or why it is refused
+    seconds     a step from bandwidth and latency: weights and cache once, and every collective
+    show        the table
+
+Shapes are those of the program itself: the same meta model, cut by tp.py and quantized by quantize.py, counted. The
+prediction is a floor: kernels that reach less than the bandwidth, and launches, come on top.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from checkpoint import config_of, empty_model
+from generate import Parser, fail, weight_bytes
+from model import Config, Transformer
+from quantize import FORMATS, format_of
+from tp import PLAN, SUM, Ranks, check
+
+TOKENS = 1000  # cached tokens that the table speaks of
+
+
+def plan(
+    config: Config, world: int, dtype: torch.dtype = torch.bfloat16, scheme: str | None = None, head: str | None = None
+) -> dict:
+    """Rank 0 of `world`, in bytes: weights held and read per token (of blocks, head and embedding), keys and values of
+    one token, and what one token sends. ValueError for what tp.py refuses."""
+    check(config, world, FORMATS[scheme].group if scheme else 0)
+    model = empty_model(config, dtype, scheme, head, Ranks(0, world))
+    blocks = held(model.layers)
+    norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
+    kv_heads = model.layers[0].attention.kv_heads()
+    sums = 1 + config.n_layers * sum(cut.after == SUM for name, cut in PLAN.items() if name != "embed")
+    return {
+        "ranks": world,
+        "weights": held(model),
+        "blocks": blocks,
+        "head": held(model.lm_head),
+        "embedding": held(model.embed),
+        "read_per_token": weight_bytes(model),
+        "replicated": norms if world > 1 else 0,
+        "kv_copies": world * kv_heads / config.n_kv_heads,
+        "kv_per_token": 2 * kv_heads * config.head_dim * config.n_layers * dtype.itemsize,
+        "all_reduces": sums if world > 1 else 0,
+        "all_reduce_bytes": config.dim * dtype.itemsize,
+        "gather_bytes": 8 * world,  # greedy: a logit and its id from every rank
+    }
+
+
+def held(module: torch.nn.Module | Transformer) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def seconds(found: dict, context: int, bandwidth: float, latency: float, link: float) -> float:
+    """Of one step with `context` tokens cached: bytes over bandwidth (both of one rank), and for each collective its
+    latency and a ring's 2 (N - 1) / N of its bytes over the link. Bandwidths in bytes/s, latency in s."""
+    N = found["ranks"]
+    compute = (found["read_per_token"] + context * found["kv_per_token"]) / bandwidth
+    if N == 1:
+        return compute
+    ring = 2 * (N - 1) / N * found["all_reduce_bytes"] / link
+    decided = 2 * latency  # the largest logits gathered, and the token told
+    return compute + found["all_reduces"] * (latency + ring) + decided
+
+
+def show(rows: list[dict], args: argparse.Namespace) -> None:
+    print(f"{Path(args.config).stem}, {args.quantize or args.dtype}; per rank, in GB unless said")
+    print("ranks  weights  read/token  KV/1k tokens   all-reduces/token  tok/s at most  note")
+    for row in rows:
+        if "refused" in row:
+            print(f"{row['ranks']:5}  refused: {row['refused']}")
+            continue
+        notes = [f"a KV head on {row['kv_copies']:.0f} ranks"] if row["kv_copies"] > 1 else []
+        need = row["weights"] + args.context * row["kv_per_token"]
+        if args.memory and need > args.memory * 1e9:
+            notes.append(f"does not fit: {need / 1e9:.0f} GB with the cache")
+        sent = f"{row['all_reduces']} x {row['all_reduce_bytes'] / 1e3:.0f} kB"
+        print(
+            f"{row['ranks']:5}  {row['weights'] / 1e9:7.2f}  {row['read_per_token'] / 1e9:10.2f}"
+            f"  {TOKENS * row['kv_per_token'] / 1e9:12.4f}  {sent:>18}  {row['tok_s']:13.1f}  {'; '.join(notes)}"
+        )
+    largest = rows[-1]
+    if "refused" not in largest:
+        whole = f"norms on every rank, {largest['replicated'] / 1e6:.1f} MB" if largest["replicated"] else "nothing"
+        print(f"replicated: {whole}; everything else is divided, embedding and head by the vocabulary")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description="What each rank of a tensor-parallel launch would hold, read and send.")
+    add = parser.add_argument
+    add("config", metavar="CONFIG.json")
+    add("--ranks", default="1,2,4,8", help="numbers of ranks, default 1,2,4,8")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--quantize", metavar="SCHEME", help=", ".join(FORMATS))
+    add("--quantize_head", metavar="SCHEME")
+    add("--context", type=int, default=1000, help="tokens cached in the step that is predicted")
+    add("--bandwidth", type=float, default=3350, help="of one device's memory, GB/s; default: an H100's datasheet")
+    add("--link", type=float, default=450, help="between devices, GB/s each way; default: an H100's NVLink")
+    add("--latency", type=float, default=20, help="of one collective, microseconds")
+    add("--memory", type=float, help="of one device, GB: says what does not fit")
+    add("--json", action="store_true", help="one object per number of ranks, in bytes and seconds")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    try:
+        for scheme in (args.quantize, args.quantize_head):
+            if scheme is not None:
+                format_of(scheme)
+        if not all(part.isdigit() and int(part) for part in args.ranks.split(",")):
+            raise ValueError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
+        if min(args.bandwidth, args.link) <= 0 or args.latency < 0 or args.context < 0:
+            raise ValueError("--bandwidth and --link must be positive, --latency and --context not negative")
+        config, rows = config_of(Path(args.config)), []
+        for world in map(int, args.ranks.split(",")):
+            try:
+                row = plan(config, world, getattr(torch, args.dtype), args.quantize, args.quantize_head)
+                step_s = seconds(row, args.context, args.bandwidth * 1e9, args.latency / 1e6, args.link * 1e9)
+                rows.append({**row, "step_s": step_s, "tok_s": 1 / step_s})
+            except ValueError as error:
+                rows.append({"ranks": world, "refused": str(error)})
+    except ValueError as error:
+        fail(error)
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        show(rows, args)
+
+
+if __name__ == "__main__":
+    main()
