@@ -268,6 +268,8 @@ def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) 
     Raises ValueError for an unknown scheme, an input dimension that does not divide, and weights that are not finite.
     """
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
+    if row_max is not None and not isinstance(FORMATS[scheme], PerRow):
+        raise ValueError(f"{scheme} takes whole rows only: write the folder with quantize.py, then divide that one")
     shapes = FORMATS[scheme].shapes(*weight.shape)
     found = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
     for rows in row_chunks(*weight.shape):

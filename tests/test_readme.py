@@ -41,7 +41,8 @@ def test_readme_command_runs(command):
     written = [ROOT / name for name in re.findall(r"--output (\S+)", command)]
     for folder in written:
         shutil.rmtree(folder, ignore_errors=True)
-    script = f'python() {{ {sys.executable} "$@"; }}; {command}'
+    names = f'python() {{ {sys.executable} "$@"; }}; torchrun() {{ python -m torch.distributed.run "$@"; }}'
+    script = f"{names}; {command}"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     for folder in written:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tp_worker import run_case
 
 import checkpoint
+import quantize
 import tp
 from checkpoint import load_config, load_model, save_model
 from quantize import FORMATS, dequantize_tensor, quantized_linears
@@ -196,6 +197,13 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
     config = dataclasses.replace(load_config(folder_of("llama-3")), n_heads=12, n_kv_heads=4)
     with pytest.raises(ValueError, match=r"num_key_value_heads = 4 cannot be divided over 6 ranks"):
         tp.check(config, 6)
+
+
+def test_a_format_that_needs_whole_rows_is_not_cut(monkeypatch):
+    """Somebody's own format, with a scale a row that is no maximum."""
+    monkeypatch.setitem(FORMATS, "mean", quantize.Format(8))
+    with pytest.raises(ValueError, match="mean takes whole rows only: write the folder with quantize.py"):
+        quantize.quantize_tensor(torch.ones(2, 4), "mean", row_max=torch.ones(2))
 
 
 class Recorded(Ranks):
