@@ -16,6 +16,7 @@ decoding: local head counts follow from the matrices' shapes, which model.py rea
 import contextlib
 import datetime
 import functools
+import importlib
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -319,6 +320,9 @@ def join(device: torch.device, timeout_s: float, one_shot: bool = False) -> Rank
         return ALONE
     if not on_gpu and os.environ.get("OMP_NUM_THREADS") == "1":  # what torchrun sets where the user does not
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # Some of what the compiler imports makes the group of that moment a default argument. Imported later, it would keep
+    # gloo's threads beyond `leave`, and the process could abort at exit (torch 2.13).
+    importlib.import_module("torch._dynamo")
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)

@@ -202,7 +202,7 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
 def test_a_format_that_needs_whole_rows_is_not_cut(monkeypatch):
     """Somebody's own format, with a scale a row that is no maximum."""
     monkeypatch.setitem(FORMATS, "mean", quantize.Format(8))
-    with pytest.raises(ValueError, match="mean takes whole rows only: write the folder with quantize.py"):
+    with pytest.raises(ValueError, match="mean takes whole rows only"):
         quantize.quantize_tensor(torch.ones(2, 4), "mean", row_max=torch.ones(2))
 
 
@@ -274,6 +274,7 @@ def cases(folder_of, wide):
                 "folder": str(wide["tied"]), "drafter": drafter, "draft": draft,
                 "sampling": {"temperature": temperature}, "ranks": (2, 4) if temperature == 0 else (2,),
             }  # fmt: skip
+    found["draft unequal 0"] = {"folder": str(wide["tied"]), "drafter": "unequal", "ranks": (2,)}
     found["draft auto"] = {"folder": str(wide["tied"]), "drafter": "sharded", "draft": draft, "k": "auto"}
     found["plain sampled"] = {"folder": str(wide["tied"]), "sampling": {"temperature": 0.9, "top_p": 0.9}}
     for name in ("plain sampled", "draft sharded 0.9", "draft auto"):
@@ -285,7 +286,7 @@ def cases(folder_of, wide):
 def run_ranks(cases: dict, nproc: int, folder) -> dict:
     (folder / "cases.json").write_text(json.dumps(cases))
     done = launch(ROOT / "tests" / "tp_worker.py", folder / "cases.json", folder / "results.pt", nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
     return torch.load(folder / "results.pt")
 
 
@@ -322,6 +323,11 @@ def test_ranks_equal_one_process(nproc, cases, alone, tmp_path):
             assert [len(row) for row in got[name]["tokens"]] == [64, 64], name
         else:
             compare(name, got[name], want)
+        if name == "draft int8 0":  # a row's scale is that of the rank's part: another rounding, the same acceptance
+            reached, accepted = (sum(count) for count in zip(*got[name]["counts"], strict=True))
+            assert accepted > 0.8 * reached and sum(row[1] for row in want["counts"]) > 0.8 * reached
+        elif name.startswith("draft") and name.endswith(" 0") and "unequal" not in name:
+            assert got[name]["counts"] == want["counts"], name
     assert len(alone["stops"]["tokens"][0]) < 64
 
 

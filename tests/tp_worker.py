@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import load_model
-from generate import Engine, generate
+from generate import Engine, Timing, generate
 from quantize import quantized_copy
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
@@ -20,12 +20,28 @@ from tp import ALONE, Ranks, join, leave
 PROMPTS = [[5, 9, 40], [7, 80, 3, 21, 5]]  # batch 2, unequal lengths
 
 
+class Unequal:
+    """Proposes what depends on the rank."""
+
+    def __init__(self, rank: int):
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def propose(self, state):
+        tokens = torch.randint(131, (2, 3), generator=self.generator)
+        return tokens, torch.nn.functional.one_hot(tokens, 131).float()
+
+    def advance(self, n_accepted):
+        pass
+
+
 def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
     if spec is None:
         return None
     if spec in ("sharded", "replicated"):
         tp = ranks if spec == "sharded" else None
         return ModelDraft(load_model(case["draft"], dtype=torch.float32, tp=tp))
+    if spec == "unequal":
+        return Unequal(ranks.rank)
     if spec == "ngram":
         return NgramDraft(2)
     if spec == "layers":
@@ -34,7 +50,8 @@ def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
 
 
 def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
-    """Logits (2, 3, V) of a batch of two sequences of three, and what both prompts continue with."""
+    """Logits (2, 3, V) of a batch of two sequences of three, what both prompts continue with, and how many drafted
+    tokens were reached and accepted, row by row."""
     options = {"quantize": case.get("quantize"), "head": case.get("head")}
     model = load_model(case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), tp=ranks, **options)
     tokens = torch.tensor([[1, 2, 130], [66, 65, 64]])
@@ -52,17 +69,19 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
     if k == "auto":
         engine.calibrate(sampling, 10)
     found: list[list[int]] = [[], []]
+    timing = Timing()
     with torch.compiler.set_stance("fail_on_recompile" if compile else "default"):
         stops = case.get("stops", ())
         for row, id in generate(
-            model, PROMPTS, sampling=sampling, max_new_tokens=n, engine=engine, stop_ids=stops, seed=11
+            model, PROMPTS, sampling=sampling, max_new_tokens=n, engine=engine, stop_ids=stops, seed=11, timing=timing
         ):
             found[row].append(id)
     if ranks.world > 1:
         every = [None] * ranks.world
         dist.all_gather_object(every, found)
         assert all(other == found for other in every), f"ranks disagree: {every}"
-    return {"logits": logits, "tokens": found}
+    counts = [(sum(row.reached.values()), sum(row.accepted.values())) for row in timing.rows]
+    return {"logits": logits, "tokens": found, "counts": counts}
 
 
 def main() -> None:
@@ -78,6 +97,8 @@ def main() -> None:
     if ranks.rank == 0:
         torch.save(results, sys.argv[2])
     leave()
+    threads = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
+    assert not any("gloo" in name for name in threads), f"the group's threads outlive it, and may abort: {threads}"
 
 
 if __name__ == "__main__":
