@@ -243,7 +243,7 @@ def test_the_largest_logit_is_found_over_ranks(V, world):
 # ---------------------------------------------------------------------------------------- processes
 
 
-def launch(*arguments, nproc: int = 2, timeout: float = 300, env: dict | None = None, **options):
+def launch(*arguments, nproc: int = 2, timeout: float = 1200, env: dict | None = None, **options):
     command = [*TORCHRUN, f"--nproc_per_node={nproc}", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", **(env or {})}
     return subprocess.run(
@@ -331,16 +331,33 @@ def test_ranks_equal_one_process(nproc, cases, alone, tmp_path):
     assert len(alone["stops"]["tokens"][0]) < 64
 
 
-def test_compiled_ranks_equal_one_process(wide, tmp_path):
+def check_compiled(cases: dict, folder) -> None:
     """Collectives inside the graph: one graph a step, nothing compiled after warm-up."""
+    got = run_ranks({name: {**case, "compile": True} for name, case in cases.items()}, 2, folder)
+    for name, case in cases.items():
+        compare(name, got[name], run_case(case))
+
+
+@pytest.mark.slow
+def test_compiled_ranks_equal_one_process(wide, tmp_path):
     draft, tied = str(wide["draft"]), str(wide["tied"])
     cases = {
         "plain": {"folder": tied, "quantize": "int8", "head": "int8"},
         "draft": {"folder": str(wide["untied"]), "quantize": "int4-g32", "drafter": "sharded", "draft": draft},
     }
-    got = run_ranks({name: {**case, "compile": True} for name, case in cases.items()}, 2, tmp_path)
-    for name, case in cases.items():
-        compare(name, got[name], run_case(case))
+    check_compiled(cases, tmp_path)
+
+
+@pytest.mark.long
+def test_everything_compiled_on_two_ranks(wide, folder_of, tmp_path):
+    """Every scheme, every drafter, and families that differ in structure: ten minutes on two cores."""
+    untied = str(wide["untied"])
+    cases = {f"scheme {scheme}": {"folder": untied, "quantize": scheme} for scheme in SCHEMES}
+    for drafter in ("sharded", "replicated", "ngram", "layers", "int8", "mxfp4"):
+        cases[f"draft {drafter}"] = {"folder": untied, "drafter": drafter, "draft": str(wide["draft"])}
+    for family in STRUCTURES:
+        cases[f"family {family}"] = {"folder": str(folder_of(family))}
+    check_compiled(cases, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ tp_plan
