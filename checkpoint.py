@@ -269,7 +269,7 @@ def load_model(
     readers = open_shards(shards(folder))
     check_headers(folder, config, empty_model(config, dtype, stored, stored_head), readers)
     read = reading(readers)
-    ranks.check_same(fingerprints(folder, readers))
+    ranks.check_same(lambda: fingerprints(folder, readers))
     model = allocate(empty_model(config, dtype, scheme, head, ranks), device)
     total = sum(parameter.nbytes for parameter in model.parameters())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress) as bar:
@@ -311,7 +311,8 @@ def _quantize_into(
     begin = 0
     for number, source in enumerate(sources("embed.weight" if tied else f"{name}.weight")):
         weight = take(read(source), cut, number, config, ranks).to(module.codes.device)
-        weight = F.pad(weight, (0, 0, 0, len(rows[number]) - len(weight)))  # a vocabulary's padding
+        if len(weight) < len(rows[number]):  # a vocabulary's padding
+            weight = F.pad(weight, (0, 0, 0, len(rows[number]) - len(weight)))
         row_max = None
         if cut.dim == 1 and ranks.world > 1 and not FORMATS[module.scheme].group:
             row_max = ranks.largest(weight.abs().amax(1).float())  # a row's scale is that of the whole row
@@ -330,7 +331,7 @@ def random_model(
     quantize: str | None = None, head: str | None = None, tp: Ranks | None = None,
 ) -> Transformer:  # fmt: skip
     """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, made on the device. Every rank
-    draws all numbers and keeps its own."""
+    draws all numbers and keeps its own; quantized, a row's scale is that of the rank's part."""
     ranks = tp or ALONE
     check(config, ranks.world, FORMATS[quantize].group if quantize in FORMATS else 0)
     model = allocate(empty_model(config, dtype, ranks=ranks), device)

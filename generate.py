@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import config_of, load_config, load_model, random_model
+from checkpoint import config_of, fingerprints, load_config, load_model, open_shards, random_model, shards
 from model import Block, Transformer
 from quantize import FORMATS, format_of, quantized_copy
 from sampling import ACCEPT, GREEDY, INVALID, Sampling, distribution, sample, uniform
@@ -56,7 +56,19 @@ from speculative import (
     summary,
 )  # fmt: skip
 from tokenizer import StopStrings, Tokenizer, load_tokenizer
-from tp import ALONE, Ranks, join, leave, let_others_speak, local_device, lost_contact, only_top, ranks_of
+from tp import (
+    ALONE,
+    Ranks,
+    direct_sums,
+    join,
+    launched,
+    leave,
+    let_others_speak,
+    local_device,
+    lost_contact,
+    only_top,
+    ranks_of,
+)  # fmt: skip
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_NEW_TOKENS = 200
@@ -167,11 +179,13 @@ def verify_step(model: Transformer, state: State, draft_tokens: Tensor, draft_pr
     next_noise = uniform(seed.expand(-1, K + 1), pos + 1)
     n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
+    n = torch.where(draft_probs[:, 0].amax(dim=-1) != 0, n, -1)  # of a row for which nothing was drafted
     decision = torch.cat((n[:, None], token[:, None], overlap), dim=1)  # (B, K + 2) float32, ids are below 2^24
     decision = state.agree(decision)
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1].long(), decision[:, 2:]
+    state.accepted.copy_(n)
+    n = n.clamp(min=0)
     decided = torch.cat((draft_tokens, draft_tokens[:, :1]), dim=1).scatter(1, n[:, None], token[:, None])
-    state.accepted.copy_(torch.where(draft_probs[:, 0].amax(dim=-1) != 0, n, -1))
     commit(state, decided, n)
 
 
@@ -304,7 +318,8 @@ class Engine:
         if drafter is None:
             return [state.out]
         drafter.advance(state.accepted)
-        return [state.out, state.accepted, state.overlap] + ([] if drafter.has_match is None else [drafter.has_match])
+        matches = [] if drafter.has_match is None else [self.ranks.agree(drafter.has_match)]
+        return [state.out, state.accepted, state.overlap, *matches]
 
     def propose(self, length: int, k: int) -> tuple[Tensor, Tensor]:
         """k drafted tokens of every row and their distributions."""
@@ -325,7 +340,9 @@ class Engine:
         key = (name, self.state.kind)
         if self.compile and key not in self.steps:
             self.steps[key] = compile_step(self.models, step)
-        with only_top(self.models, self.state.kind == GREEDY):
+        # A draft with more ids than the target is cut to the target's, and must not have lost what remains.
+        tops = [model for model in self.models if model.config.vocab_size <= self.model.config.vocab_size]
+        with only_top(tops, self.state.kind == GREEDY), direct_sums(self.ranks.one_shot):
             self.steps.get(key, step)(*tensors)
 
     @torch.inference_mode()
@@ -497,8 +514,8 @@ class Inbox:
     """Outcomes of steps on their way to the host. On a GPU they are read a few steps late, from pinned copies, so that
     the device never waits for the host."""
 
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, timeout_s: float | None = None):
+        self.on_gpu, self.timeout_s = device.type == "cuda", timeout_s
         self.lag = HOST_LAG if self.on_gpu else 0
         self.waiting: deque[tuple[list[Tensor], object, object]] = deque()
 
@@ -513,9 +530,19 @@ class Inbox:
 
     def receive(self) -> tuple[Outcome, object]:
         copies, event, note = self.waiting.popleft()
-        if event is not None:
+        if event is not None and self.timeout_s is None:
             event.synchronize()
+        elif event is not None:  # a replayed graph waits for other ranks without end
+            wait_for(event, self.timeout_s)
         return Outcome(*[copy.tolist() for copy in copies]), note
+
+
+def wait_for(event, timeout_s: float) -> None:
+    """Until the device has passed the event. DistError after `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > end:
+            raise torch.distributed.DistError(f"nothing came in {timeout_s} s")
 
 
 @torch.inference_mode()
@@ -585,7 +612,7 @@ def _decode(
     timing: Timing, ended: set[int],
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """The loop of `generate`: launch steps and rounds, read what they decided, a few late on a GPU, and yield it."""
-    state, inbox, step_bytes = engine.state, Inbox(engine.device), reads(engine)
+    state, inbox, step_bytes = engine.state, Inbox(engine.device, engine.ranks.timeout_s), reads(engine)
     draft_length = DraftLength(engine.speculate_k, engine.costs)
     lengths, alive = [len(prompt) for prompt in prompts], [True] * len(prompts)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
@@ -900,7 +927,8 @@ def report(timings: list[Timing], engine: Engine) -> None:
     if stepped:
         tokens = [rate(sum(timing.decoded) - len(timing.decoded), timing.decode_s) for timing in stepped]
         bandwidth = [rate(timing.bytes_read, timing.decode_s) / 1e9 for timing in stepped]
-        print(f"decode {spread(tokens)} tok/s, {spread(bandwidth)} GB/s read", file=sys.stderr)
+        each = " by each rank" if engine.ranks.world > 1 else ""
+        print(f"decode {spread(tokens)} tok/s, {spread(bandwidth)} GB/s read{each}", file=sys.stderr)
     if stepped and engine.drafter is not None:
         for line in summary(speculative(engine, together(stepped))):
             print(line, file=sys.stderr)
@@ -944,15 +972,16 @@ def run(args: argparse.Namespace) -> None:
     device = pick_device(local_device(args.device))
     ranks = join(device, args.timeout, args.one_shot)
     with speaking(ranks.rank == 0):
-        ranks.check_same(settings(args))
+        ranks.check_same(lambda: settings(args))
         serve(args, ranks, device, sampling, k)
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """What all ranks must have been told alike; folders and files may lie elsewhere on another machine."""
-    given = {f"--{name}": value for name, value in vars(args).items()}
-    folders = ("--checkpoint", "--draft_checkpoint", "--random_weights", "--prompt_file", "--profile")
-    return {"its torch": torch.__version__, **{name: value for name, value in given.items() if name not in folders}}
+    files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "profile")
+    given = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
+    shape = Path(args.random_weights).read_bytes() if args.random_weights else None
+    return {"its torch": torch.__version__, "the file of --random_weights": shape, **given}
 
 
 @contextlib.contextmanager
@@ -973,13 +1002,13 @@ def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling
     if broken and not texts:
         sys.exit(2)
     model, tokenizer = load(args, device, ranks)
-    drafter = load_drafter(args, model, tokenizer)
+    drafter = load_drafter(args, model, tokenizer, args.draft_tp == "sharded")
     limit = model.config.max_seq_length if args.max_seq_length is None else args.max_seq_length
     if not 1 <= limit <= model.config.max_seq_length:
         raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {model.config.max_seq_length}")
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
-    encoded = [tokenizer.encode(text) for text in texts]
+    encoded = ranks.tell([tokenizer.encode(text) for text in texts])
     budgets = [new_tokens(args.max_new_tokens, prompt, limit) for prompt in encoded]
     if args.interactive:
         length = min(limit, CHAT_LENGTH)
@@ -988,9 +1017,11 @@ def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling
         check_draft_length(drafter, encoded, budgets)
         length = max(len(prompt) + n for prompt, n in zip(encoded, budgets))
     rows, positions = min(args.batch_size, len(texts) or 1), limit if args.max_seq_length else length
+    if args.one_shot and not compiles(args.compile, device):
+        raise ValueError("--one_shot is for compiled steps; leave --no-compile away")
     engine = Engine(model, rows, positions, compile=compiles(args.compile, device), drafter=drafter, speculate_k=k)
     warm_up(engine, sampling, filled=length // 2)
-    stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
+    stop_ids = ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     session = Session(engine, tokenizer, sampling, stop_ids, args.show_drafts and sys.stdout.isatty())
     with profiled(args.profile if ranks.rank == 0 else None, device):
         chat(session, args) if args.interactive else decode_all(session, args, texts, encoded, budgets)
@@ -1032,15 +1063,19 @@ def speculate_k(args: argparse.Namespace) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Drafter | None:
-    """What --draft_checkpoint or --draft asks for. ValueError where it does not fit the target."""
+def load_drafter(
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, sharded: bool = False
+) -> Drafter | None:
+    """What --draft_checkpoint or --draft asks for; a checkpoint divided over the target's ranks, or whole on each.
+    ValueError where it does not fit the target."""
     device = model.norm.weight.device
     if args.draft_checkpoint:
         folder = args.draft_checkpoint
         dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
         check_same_tokens(tokenizer, load_tokenizer(folder), folder)
-        ranks = ranks_of(model) if args.draft_tp == "sharded" else None
-        options = {"quantize": args.draft_quantize, "tp": ranks, "progress": True}
+        ranks = ranks_of(model)
+        ranks.check_same(lambda: fingerprints(Path(folder), open_shards(shards(Path(folder)))))
+        options = {"quantize": args.draft_quantize, "tp": ranks if sharded else None, "progress": True}
         return ModelDraft(load_model(folder, device=device, dtype=dtype, **options))
     if args.draft is None:
         return None
@@ -1101,7 +1136,7 @@ def decode_all(session: Session, args: argparse.Namespace, texts: list[str], enc
 def chat(session: Session, args: argparse.Namespace) -> None:
     """Turns from stdin until it ends. What the caches hold of the conversation is not computed again, as far as the ids
     agree: templates rewrite history. Ctrl-C ends an answer, not the program."""
-    tokenizer, limit = session.tokenizer, session.engine.max_seq_length
+    tokenizer, limit, ranks = session.tokenizer, session.engine.max_seq_length, session.engine.ranks
     if tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
     opening = [{"role": "system", "content": args.system}] if args.system else []
@@ -1109,13 +1144,13 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     print(f"context of {limit} positions; /reset starts anew, an empty line or end of file ends", file=sys.stderr)
     for turn in itertools.count():
         print("> ", end="", file=sys.stderr, flush=True)
-        text = session.engine.ranks.tell(sys.stdin.readline().rstrip("\n") if session.engine.ranks.rank == 0 else "")
+        text = ranks.tell(sys.stdin.readline().rstrip("\n") if ranks.rank == 0 else "")
         if not text:
             return
         if text == "/reset":
             messages = list(opening)
             continue
-        prompt = conversation_ids(tokenizer, [*messages, {"role": "user", "content": text}])
+        prompt = ranks.tell(conversation_ids(tokenizer, [*messages, {"role": "user", "content": text}]))
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; /reset starts anew", file=sys.stderr)
@@ -1130,6 +1165,8 @@ def chat(session: Session, args: argparse.Namespace) -> None:
                 rates += f", {rate(timing.rows[0].tokens, timing.steps):.2f} tokens a round"
             print(f"[{timing.prompt_tokens} tokens read, {known} kept, {rates}]", file=sys.stderr)
         except KeyboardInterrupt:
+            if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
+                raise
             print("[interrupted]", file=sys.stderr)
         answer = "".join(printer.pieces[0])
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
@@ -1172,7 +1209,7 @@ def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[
         return model, NumberTokenizer(config.vocab_size)
     dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
     tokenizer = load_tokenizer(args.checkpoint)
-    ranks.check_same({"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
+    ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
     model = load_model(args.checkpoint, dtype=dtype, progress=True, **options)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
@@ -1287,12 +1324,14 @@ def main() -> None:
         sys.exit(130)
     except RuntimeError as error:
         if lost_contact(error):
-            fail(f"lost contact with another rank, whose own error tells why ({error})")
+            fail(f"lost contact with another rank, whose own error, if it had one, tells why ({error})")
         if "allocate memory" not in str(error):  # what torch raises on a CPU that has no more
             raise
         fail(error)
     except BrokenPipeError:  # the reader of stdout left; nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if launched():
+            sys.exit(1)  # the other ranks must not wait for this one
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail(error)

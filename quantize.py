@@ -442,10 +442,11 @@ class Int4Linear(QuantizedLinear):
             if hasattr(torch.ops.quantized, "int4mm_packed_weight_cpu"):
                 self.kernel, group = torch.ops.quantized.int4mm_packed_weight_cpu, torch.tensor(group)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), 1)
-        elif self.codes.device.type == "cuda" and rows == self.out_features and self.in_features % 128 == 0:
+        elif self.codes.device.type == "cuda" and rows == self.out_features and self.in_features % 32 == 0:
             self.kernel = torch.ops.aten._weight_int4pack_mm
             pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)  # this kernel takes the first code high
-            packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+            tiles = math.gcd(self.in_features // 16, 8)  # of 16 inputs that one thread block takes in a go: 2, 4 or 8
+            packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
         else:
             return super().pack(dtype)
         self.register_buffer("packed", packed, persistent=False)

@@ -16,10 +16,14 @@ decoding: local head counts follow from the matrices' shapes, which model.py rea
 import contextlib
 import datetime
 import functools
+import gc
 import importlib
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,6 +162,9 @@ class Ranks:
     rank: int = 0
     world: int = 1
     group: str | None = None
+    host: object = None  # the group for what the host says, which may wait for a person to type
+    timeout_s: float | None = None
+    one_shot: bool = False
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' x."""
@@ -188,15 +195,15 @@ class Ranks:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.host)
         return box[0]
 
-    def check_same(self, what: dict[str, object]) -> None:
-        """ValueError, on every rank, that names what differs from rank 0's."""
+    def check_same(self, what: Callable[[], dict[str, object]]) -> None:
+        """ValueError, on every rank, that names what differs from rank 0's. `what` runs only where there are others."""
         if self.world == 1:
             return
         every: list[dict] = [{}] * self.world
-        dist.all_gather_object(every, what)
+        dist.all_gather_object(every, what(), group=self.host)
         for rank, other in enumerate(every):
             for name, value in every[0].items():
                 if other.get(name) != value:
@@ -208,7 +215,8 @@ ALONE = Ranks()
 
 def ranks_of(model: nn.Module) -> Ranks:
     """Who holds the other parts of a connected model."""
-    return getattr(model, "ranks", ALONE)
+    hooks = model.lm_head._forward_hooks.values()
+    return next((hook.ranks for hook in hooks if isinstance(hook, Gather)), ALONE)
 
 
 # ----------------------------------------------------------------------------------------------- hooks
@@ -260,7 +268,6 @@ def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
             module.register_forward_hook(Sum(ranks) if cut.after == SUM else Gather(model.config, ranks))
     begin, end, _ = share(model.config, "vocab_size", ranks.rank, ranks.world)
     model.embed.forward = functools.partial(embed_part, model.embed, begin, end)
-    model.ranks = ranks
     return model
 
 
@@ -285,12 +292,25 @@ def only_top(models: Iterable[nn.Module], wanted: bool) -> Iterator[None]:
             gather.only_top = False
 
 
+@contextlib.contextmanager
+def direct_sums(wanted: bool) -> Iterator[None]:
+    """If wanted: what is compiled within sums a token's activations by reading the other GPUs' memory. Not for prompts:
+    the choice goes by size, which must be known."""
+    if not wanted:
+        yield
+        return
+    from torch._inductor import config as inductor
+
+    with inductor.patch("_collective.auto_select", True):
+        yield
+
+
 # ---------------------------------------------------------------------------------------------- launch
 
 
 def launched() -> bool:
     """Did torchrun start this process as one of several?"""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def local_device(asked: str | None) -> str | None:
@@ -300,46 +320,61 @@ def local_device(asked: str | None) -> str | None:
         if launched() and asked != "cpu":
             raise ValueError(f"--device {asked}: with several ranks say cpu or cuda; each rank takes a GPU of its own")
         return asked
-    number, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, here = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if asked is None and here == 0:
         return None
-    if number >= here:
-        local = os.environ["LOCAL_WORLD_SIZE"]
+    if local > here:
         raise ValueError(f"--nproc_per_node {local}: this machine has {here} GPUs; start at most so many ranks on it")
-    return f"cuda:{number}"
+    return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
 def join(device: torch.device, timeout_s: float, one_shot: bool = False) -> Ranks:
     """The ranks that torchrun started, NCCL between GPUs, gloo between CPUs; ALONE without torchrun. A rank that waits
-    longer than `timeout_s` for another one raises RuntimeError. `one_shot`: compiled sums of a token's size read the
-    other GPUs' memory directly. `leave` ends the group."""
+    longer than `timeout_s` for another one raises RuntimeError, or is ended by NCCL's watchdog. `one_shot`: see
+    direct_sums. `leave` ends the group."""
     on_gpu = device.type == "cuda"
     if one_shot and not (launched() and on_gpu):
         raise ValueError("--one_shot is for several ranks on GPUs that reach each other's memory: torchrun, cuda")
     if not launched():
         return ALONE
     if not on_gpu and os.environ.get("OMP_NUM_THREADS") == "1":  # what torchrun sets where the user does not
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     # Some of what the compiler imports makes the group of that moment a default argument. Imported later, it would keep
     # gloo's threads beyond `leave`, and the process could abort at exit (torch 2.13).
     importlib.import_module("torch._dynamo")
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
-    name = dist.group.WORLD.group_name
+    name, host = dist.group.WORLD.group_name, dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     if one_shot:
-        from torch._inductor import config as inductor
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        enable_symm_mem_for_group(name)
-        inductor._collective.auto_select = True
-    return Ranks(dist.get_rank(), dist.get_world_size(), name)
+        with warnings.catch_warnings(action="ignore"):  # a hint of torch 2.13 that 2.11 does without it
+            enable_symm_mem_for_group(name)
+    return Ranks(dist.get_rank(), dist.get_world_size(), name, host, timeout_s, one_shot)
 
 
 def leave() -> None:
-    """For every way out of the program."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """For every way out of the program, while its exception, if any, is on its way.
+
+    Ending an NCCL group waits for collectives that are under way and for every CUDA graph that holds one. So after a
+    failure the process ends at once instead, and before a regular end the graphs go.
+    """
+    if not dist.is_initialized():
+        return
+    error = sys.exc_info()[1]
+    if dist.get_backend() == "nccl":
+        if error is not None:
+            if not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        torch.cuda.synchronize()
+        torch._dynamo.reset()
+        gc.collect()
+    dist.destroy_process_group()
 
 
 def lost_contact(error: RuntimeError) -> bool:

@@ -532,11 +532,12 @@ def mapped_bytes(folder: str) -> int:
     return found
 
 
-def tp_rank(folder: str, steps: int) -> None:
+def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
     """One rank of a launch, or a process alone: load its part, run some steps with 100 tokens filled; prints JSON."""
     import checkpoint
 
     ranks, copied, take = tp.join(torch.device("cpu"), 300), [], checkpoint.take
+    torch.set_num_threads(threads)
 
     def counted(*args) -> torch.Tensor:
         copied.append(take(*args))
@@ -562,21 +563,20 @@ def measure_tp(args) -> list[dict]:
     cores share one memory bus, so two ranks have no more bandwidth than one process with two threads; what one thread
     alone reaches stands beside."""
 
-    def launch(code: str, n: int, threads: int) -> list[dict]:
+    def launch(code: str, n: int) -> list[dict]:
         ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={n}", "--no-python", sys.executable] if n > 1 else []
-        command, env = [sys.executable, *ranks, "-c", code], {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run([sys.executable, *ranks, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     buffer, bandwidth, note = torch.ones(2**28), [], "1.1B shape in bf16, gloo, eager"
     found: dict[str, list[list[dict]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         save_model(random_model(Config.from_hf(TINYLLAMA)), folder, TINYLLAMA)
-        code = f"from scripts.bench import *; tp_rank({folder!r}, {args.steps})"
         for _ in range(args.rounds):
             bandwidth.append(read_bandwidth(buffer) / 1e9)
             for name, n, threads in (("1thread", 1, 1), ("1rank", 1, 2), ("2ranks", 2, 1)):
-                found.setdefault(name, []).append(launch(code, n, threads))
+                code = f"from scripts.bench import *; tp_rank({folder!r}, {args.steps}, {threads})"
+                found.setdefault(name, []).append(launch(code, n))
     rows = [row("tp.1b.read_bandwidth", bandwidth, "GB/s", "plain read, two threads, in the same rounds")]
     for name, rounds in found.items():
         rows.append(row(f"tp.1b.step_ms.{name}", [1e3 * one[0]["step_s"] for one in rounds], "ms", note))

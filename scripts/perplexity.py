@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import load_config, load_model
-from generate import Parser, one_line_error, pick_device, pick_dtype, positive
+from generate import Parser, fail, pick_device, pick_dtype, positive
 from model import Transformer
 from quantize import FORMATS
 from tokenizer import load_tokenizer
@@ -113,7 +112,7 @@ def main() -> None:
     try:
         found = run(args)
     except (ValueError, OSError, MemoryError) as error:
-        sys.exit(one_line_error(error))
+        fail(error)
     if args.json:
         print(json.dumps(found))
         return

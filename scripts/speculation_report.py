@@ -11,7 +11,6 @@ Formulas, with their equation numbers, are speculative.py's; how a drafter is na
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from generate import (
@@ -20,12 +19,12 @@ from generate import (
     Timing,
     check_draft_length,
     compiles,
+    fail,
     generate,
     load_config,
     load_drafter,
     load_model,
     load_tokenizer,
-    one_line_error,
     pick_device,
     pick_dtype,
     positive,
@@ -181,7 +180,7 @@ def main() -> None:
         if args.plot:
             plot(found, rows, args.plot)
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(one_line_error(error))
+        fail(error)
     if args.json:
         print(json.dumps({**found, "costs": vars(found["costs"]), "by_k": rows}))
     else:

@@ -74,7 +74,7 @@ def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
     cut = rows_of(model, PROMPTS, sampling=SAMPLED, stop_ids=stop)
     prompt_inbox = Inbox.__init__
     monkeypatch.setattr(
-        Inbox, "__init__", lambda self, device: (prompt_inbox(self, device), setattr(self, "lag", lag))[0]
+        Inbox, "__init__", lambda self, *args: (prompt_inbox(self, *args), setattr(self, "lag", lag))[0]
     )
     assert rows_of(model, PROMPTS, sampling=SAMPLED) == want
     assert rows_of(model, PROMPTS, sampling=SAMPLED, stop_ids=stop) == cut

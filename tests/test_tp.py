@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tp_worker import run_case
 
 import checkpoint
+import generate as program
 import quantize
 import tp
 from checkpoint import load_config, load_model, save_model
@@ -502,6 +504,76 @@ def test_a_chat_on_two_ranks_stops_at_strings(text_folder):
     cut = launch("generate.py", *common, "--stop", stop, input=turns)
     assert cut.returncode == 0, cut.stderr
     assert plain.startswith(cut.stdout.split("\n")[0]) and stop not in cut.stdout and cut.stderr.count("tok/s]") == 2
+
+
+def test_a_chat_may_wait_longer_than_the_timeout(text_folder):
+    """--timeout is for ranks that wait for each other, not for a person who thinks."""
+    chat = ["--checkpoint", text_folder, "--interactive", *GREEDY, "--timeout", "2"]
+    command = [*TORCHRUN, "--nproc_per_node=2", "generate.py", *map(str, chat)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        process.stdin.write("the little cat\n")
+        process.stdin.flush()
+        assert process.stdout.readline().strip()  # the first answer; then 4 s of thought
+        time.sleep(4)
+        out, err = process.communicate("a big dog\n", timeout=60)
+    assert process.returncode == 0 and out.strip(), err
+
+
+def test_devices_by_local_rank(monkeypatch):
+    """GPU number LOCAL_RANK; more ranks than GPUs are refused by all of them alike."""
+    assert tp.local_device("cuda:1") == "cuda:1" and tp.local_device(None) is None, "without torchrun, as asked"
+    for name, value in {"WORLD_SIZE": "8", "RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert tp.local_device(None) == tp.local_device("cuda") == "cuda:2" and tp.local_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="--device cuda:1: with several ranks say cpu or cuda"):
+        tp.local_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ValueError, match="--nproc_per_node 4: this machine has 3 GPUs"):
+        tp.local_device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert tp.local_device(None) is None
+    with pytest.raises(ValueError, match="--one_shot is for several ranks on GPUs"):
+        tp.join(torch.device("cpu"), 10, one_shot=True)
+
+
+def test_leaving_an_nccl_group(monkeypatch):
+    """After a failure the process ends at once, since ending the group would wait for ranks that do not come; otherwise
+    the graphs that hold the group go before it does."""
+    seen = []
+    monkeypatch.setattr(tp.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(tp.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(tp.dist, "destroy_process_group", lambda: seen.append("destroyed"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronized"))
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: seen.append("reset"))
+    tp.leave()
+    assert seen == ["synchronized", "reset", "destroyed"]
+    monkeypatch.setattr(os, "_exit", lambda status: (_ for _ in ()).throw(KeyError(status)))
+    for error, status in ((SystemExit(2), 2), (RuntimeError("a bug"), 1)):
+        with pytest.raises(KeyError, match=str(status)):
+            try:
+                raise error
+            finally:
+                tp.leave()
+
+
+def test_the_host_does_not_wait_for_ever():
+    """What a step leaves on a GPU: an event that passes, or does not."""
+    passed, answers = types.SimpleNamespace(query=lambda: answers.pop()), [True, False, False]
+    program.wait_for(passed, 5)
+    assert not answers
+    with pytest.raises(torch.distributed.DistError, match=r"nothing came in 0.1 s"):
+        program.wait_for(types.SimpleNamespace(query=lambda: False), 0.1)
+
+
+def test_direct_sums_are_chosen_within_alone():
+    from torch._inductor import config
+
+    with tp.direct_sums(True):
+        assert config._collective.auto_select
+    with tp.direct_sums(False):
+        assert not config._collective.auto_select
 
 
 @pytest.mark.parametrize("options", [["--max_new_tokens", "100000"], ["--checkpoint", "nowhere"], ["--top_k", "x"]])
