@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 # ------------------------------------------------------------------------------------------------ plan
 
@@ -162,7 +163,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     group: str | None = None
-    host: object = None  # the group for what the host says, which may wait for a person to type
+    host: str | None = None  # the name of the group for what the host says, which may wait for a person to type
     timeout_s: float | None = None
     one_shot: bool = False
 
@@ -195,7 +196,7 @@ class Ranks:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host)
+        dist.broadcast_object_list(box, src=0, group=_resolve_process_group(self.host))
         return box[0]
 
     def check_same(self, what: Callable[[], dict[str, object]]) -> None:
@@ -203,7 +204,7 @@ class Ranks:
         if self.world == 1:
             return
         every: list[dict] = [{}] * self.world
-        dist.all_gather_object(every, what(), group=self.host)
+        dist.all_gather_object(every, what(), group=_resolve_process_group(self.host))
         for rank, other in enumerate(every):
             for name, value in every[0].items():
                 if other.get(name) != value:
@@ -346,7 +347,9 @@ def join(device: torch.device, timeout_s: float, one_shot: bool = False) -> Rank
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
-    name, host = dist.group.WORLD.group_name, dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+    # Names, not groups: whoever keeps a group keeps its threads beyond its end.
+    name = dist.group.WORLD.group_name
+    host = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7)).group_name
     if one_shot:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
