@@ -1,7 +1,7 @@
 """Tensor parallelism: every matrix cut over N ranks, so that N devices read a token's weights at once.
 
     PLAN, Cut           which matrices are cut, along which dimension, in which units: the design as data
-    share, take, cut    pure functions: what of a stored tensor belongs to a rank
+    share, take, stack  pure functions: what of a stored tensor belongs to a rank, and where it goes
     check, shrink       what cannot be divided, refused by name; a meta model -> the shapes that a rank holds
     Ranks               who takes part, and what they say to each other: sum, gather, agree
     connect             the hooks that make a cut model whole: sums behind `out`, `down` and `embed`, gathered logits
@@ -163,7 +163,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     group: str | None = None
-    host: str | None = None  # the name of the group for what the host says, which may wait for a person to type
+    host: str | None = None  # the name of the group that `tell` uses, which may wait for a person to type
     timeout_s: float | None = None
     one_shot: bool = False
 
@@ -204,7 +204,7 @@ class Ranks:
         if self.world == 1:
             return
         every: list[dict] = [{}] * self.world
-        dist.all_gather_object(every, what(), group=_resolve_process_group(self.host))
+        dist.all_gather_object(every, what())
         for rank, other in enumerate(every):
             for name, value in every[0].items():
                 if other.get(name) != value:

@@ -23,7 +23,7 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
     """20 prompt lengths, every kind with changing values, full and partly filled batches: a recompile raises."""
     monkeypatch.setattr(program, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
@@ -46,7 +46,9 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(0), marks=pytest.mark.long), SAMPLED], ids=["greedy", "sampled"]
+)
 def test_compiled_rows_equal_their_prompts_alone(folder_of, sampling):
     """Ragged and compiled against alone and eager, with a stop id, up to the last position of the context."""
     engine = compiled_engine(folder_of("qwen3-biased"), 4, 160, [sampling])

@@ -496,7 +496,7 @@ def test_a_late_host_reads_the_same(margins, monkeypatch):
     first = program.Inbox.__init__
     for lag in (1, 2, 5):
         monkeypatch.setattr(
-            program.Inbox, "__init__", lambda self, device, lag=lag: (first(self, device), setattr(self, "lag", lag))[0]
+            program.Inbox, "__init__", lambda self, *args, lag=lag: (first(self, *args), setattr(self, "lag", lag))[0]
         )
         for kind in ("model", "layers", "ngram"):
             drafter = any_drafter(kind, target, draft)
@@ -554,6 +554,18 @@ def test_no_host_sync_inside_a_round(margins, kind, sampling):
 
 
 @pytest.mark.slow
+def test_compiled_rounds_of_a_model():
+    """Compiled, ragged, with a window: greedy is plain greedy, and nothing compiles after warm-up."""
+    target, draft = pair(windows=(None, 9, 9, None))
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    engine = Engine(target, 4, 96, drafter=any_drafter("model", target, draft), speculate_k=3, compile=True)
+    engine.warm_up("greedy")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
 def test_compiled_rounds(kind):
     """Compiled, ragged, with a window: greedy is plain greedy; 200 rounds of changing K, length and temperature compile

@@ -81,6 +81,7 @@ def test_a_stop_string_cuts_the_statistics(text_folder, draft_folder, capsys):
     assert found["tokens_per_round"] == pytest.approx((n - 1) / found["rounds"])
 
 
+@pytest.mark.long
 def test_compiled_on_the_command_line(text_folder, draft_folder, capsys):
     common = ("--checkpoint", text_folder, "--prompt", "the", "--temperature", 0, "--dtype", "float32", "--ignore_eos")
     common = (*common, "--max_new_tokens", 20)
