@@ -360,9 +360,9 @@ def check_compiled(cases: dict, folder) -> None:
         compare(name, got[name], run_case(case))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_ranks_equal_one_process(wide, tmp_path):
-    """The plain step, the draft's steps and the verifying one; one of a kind, all of it with -m long."""
+    """The plain step, the draft's steps and the verifying one: two minutes with cold caches."""
     common = {"folder": str(wide["untied"]), "draft": str(wide["draft"])}
     check_compiled({"draft": {**common, "quantize": "int4-g32", "drafter": "sharded"}}, tmp_path)
 
