@@ -376,7 +376,7 @@ def shard_name(number: int, of: int) -> str:
 
 def write_tensors(
     file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Write these parameters under their Hugging Face names, float32 ones as `dtype`; {name: file's name}."""
 
     def stored(part: Tensor) -> Tensor:
