@@ -374,9 +374,7 @@ def shard_name(number: int, of: int) -> str:
     return f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
-def write_tensors(
-    file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None
-) -> dict[str, str]:
+def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None) -> dict[str, str]:
     """Write these parameters under their Hugging Face names, float32 ones as `dtype`; {name: file's name}."""
 
     def stored(part: Tensor) -> Tensor:
