@@ -16,6 +16,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -35,7 +36,8 @@ from tqdm import tqdm
 
 from checkpoint import config_of, fingerprints, load_config, load_model, open_shards, random_model, shards
 from model import Block, Transformer
-from quantize import FORMATS, format_of, quantized_copy
+from packed import pack_linears
+from quantize import FORMATS, format_of, quantized_copy, quantized_linears
 from sampling import ACCEPT, GREEDY, INVALID, Sampling, distribution, sample, uniform
 from speculative import (
     ACCEPTED,
@@ -753,8 +755,10 @@ def reads(engine: Engine) -> Callable[[list[int], int], int]:
 def weight_bytes(model: Transformer) -> int:
     """Bytes of weights that one decode step reads: all but the embedding table, of which it takes a few rows. A tied
     head is that table, read in full as the head."""
-    table = 0 if model.config.tie_embeddings else model.embed.weight.nbytes
-    return sum(parameter.nbytes for parameter in model.parameters()) - table
+    table = getattr(model.embed, "weight", None)
+    once = table is None or table is getattr(model.lm_head, "weight", None)
+    stored = sum(parameter.nbytes for parameter in model.parameters()) - (0 if once else table.nbytes)
+    return stored + sum(linear.expanded_bytes for linear in quantized_linears(model))
 
 
 def position_bytes(model: Transformer) -> Counter:
@@ -971,6 +975,7 @@ def run(args: argparse.Namespace) -> None:
     k = speculate_k(args)
     device = pick_device(local_device(args.device))
     ranks = join(device, args.timeout, args.one_shot)
+    torch.set_num_threads(args.threads or min(torch.get_num_threads(), cpu_share()))
     with speaking(ranks.rank == 0):
         ranks.check_same(lambda: settings(args))
         serve(args, ranks, device, sampling, k)
@@ -1076,7 +1081,7 @@ def load_drafter(
         ranks = ranks_of(model)
         ranks.check_same(lambda: fingerprints(Path(folder), open_shards(shards(Path(folder)))))
         options = {"quantize": args.draft_quantize, "tp": ranks if sharded else None, "progress": True}
-        return ModelDraft(load_model(folder, device=device, dtype=dtype, **options))
+        return ModelDraft(pack_linears(load_model(folder, device=device, dtype=dtype, **options)))
     if args.draft is None:
         return None
     kind, _, rest = args.draft.partition(":")
@@ -1206,11 +1211,11 @@ def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[
     if args.random_weights:
         config = config_of(Path(args.random_weights))
         model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)
-        return model, NumberTokenizer(config.vocab_size)
+        return pack_linears(model), NumberTokenizer(config.vocab_size)
     dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
     tokenizer = load_tokenizer(args.checkpoint)
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
-    model = load_model(args.checkpoint, dtype=dtype, progress=True, **options)
+    model = pack_linears(load_model(args.checkpoint, dtype=dtype, progress=True, **options))
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{args.checkpoint}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only"
@@ -1231,6 +1236,17 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
+    """Processors that this process may keep busy: those it may run on, or fewer where a container's quota (control
+    groups, version 2, on Linux) says so. Threads beyond a quota all wait together once it is used up."""
+    try:
+        quota, period = Path(file).read_text().split()
+        share = math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # another system, or "max": no quota
+        share = os.cpu_count() or 1
+    return max(1, min(share, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else share))
 
 
 def compiles(asked: bool | None, device: torch.device) -> bool:
@@ -1299,6 +1315,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
+    add("--threads", type=positive, metavar="N", help="of a CPU; default: torch's, within what this process may use")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
     add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",

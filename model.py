@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 # ---------------------------------------------------------------------------------------------- Config
 
@@ -446,6 +447,22 @@ class KVCache(nn.Module):
         return attend(q, k, v, keys.mask)
 
 
+class Shapes(TorchFunctionMode):
+    """`with Shapes():` the weights of what is built have shapes and types, on the meta device, and no values.
+
+    Initialising them would do nothing, and calculating there would import torch's compiler, half of a start's time: so
+    the first is left out, and RoPE's frequencies are calculated where they otherwise would be.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if function in (torch.empty, torch.ones):
+            kwargs = {**kwargs, "device": "meta"}
+        return function(*args, **kwargs)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension; `F.rms_norm` accumulates 16-bit input in float32."""
 
@@ -557,7 +574,7 @@ class Transformer(nn.Module):
 
     def with_layers(self, layers: "list[Block]", windows: tuple[int | None, ...]) -> "Transformer":
         """Another Transformer of these blocks, whose embedding, final norm, head and rotations are this one's own."""
-        with torch.device("meta"):
+        with Shapes():
             other = Transformer(replace(self.config, n_layers=0, windows=(), tie_embeddings=False))
         other.config, other.windows = replace(self.config, n_layers=len(layers), windows=windows), windows
         other.embed, other.norm, other.lm_head, other.rope = self.embed, self.norm, self.lm_head, self.rope

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model import Block, Transformer, visible_keys
+from model import Block, Shapes, Transformer, visible_keys
+from packed import Holder, Packed, PackedInt8, from_digits, to_digits
 
 # --------------------------------------------------------------------------------------------- formats
 
@@ -316,13 +317,17 @@ def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtyp
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(Holder):
     """A Linear that owns its stored parts and computes with the weights they stand for.
 
-    This class unpacks them for every product: it runs everywhere, and is slow where nothing fuses the unpacking into
-    the product. Subclasses know a kernel. Parts are parameters, so that what moves, counts or fills a model's
-    parameters treats them like any other.
+    This class has no kernel that reads them. On a CPU it keeps the weights beside them in the dtype of the activations;
+    elsewhere it unpacks them for every product, which is slow where nothing fuses that into the product. Subclasses
+    know a kernel. Parts are parameters, so that what moves, counts or fills a model's parameters treats them like any
+    other; once a kernel holds the codes in a form of its own, the parameter is left without values (see `Holder`).
     """
+
+    looked_up = False  # does an embedding read rows of the stored parts?
+    expanded_bytes = 0  # that a product reads beyond the stored parts' size
 
     def __init__(self, in_features: int, out_features: int, scheme: str, bias: bool = False, device=None, dtype=None):
         super().__init__()
@@ -351,7 +356,7 @@ class QuantizedLinear(nn.Module):
     ) -> "QuantizedLinear":
         """The quantized form of a Linear, not packed. `parts`: chosen by something better than rounding."""
         quantized = isinstance(linear, QuantizedLinear)
-        weight = linear.dequantized(torch.float32) if quantized else linear.weight.detach()
+        weight = linear.dequantized(torch.float32) if quantized else full_weight(linear)
         dtype = linear.dtype if quantized else weight.dtype
         options = {"bias": linear.bias is not None, "device": weight.device, "dtype": dtype}
         found = cls.empty(linear.in_features, linear.out_features, scheme, **options)
@@ -362,7 +367,14 @@ class QuantizedLinear(nn.Module):
         return found
 
     def parts(self) -> dict[str, Tensor]:
+        """As stored, read back out of the kernel's form where that is the only one left."""
+        if self.freed:
+            return self.read_back()
         return {name: getattr(self, name) for name in FORMATS[self.scheme].shapes(1, self.in_features)}
+
+    def read_back(self) -> dict[str, Tensor]:
+        """The stored parts, from what a kernel holds. Of classes that free them."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def fill(self, rows: slice, parts: dict[str, Tensor]) -> None:
@@ -380,10 +392,11 @@ class QuantizedLinear(nn.Module):
             raise ValueError(f"{size} cannot be cut into {world} parts of whole groups of {unit} ({self.scheme})")
         part = size // world
         out_features, in_features = (part, self.in_features) if dim == 0 else (self.out_features, part)
-        options = {"device": self.codes.device, "dtype": None if self.bias is None else self.bias.dtype}
+        parts = self.parts()
+        options = {"device": parts["codes"].device, "dtype": None if self.bias is None else self.bias.dtype}
         bias = self.bias is not None and (dim == 0 or rank == 0)
         found = self.empty(in_features, out_features, self.scheme, bias=bias, **options)
-        for name, part in self.parts().items():
+        for name, part in parts.items():
             found.fill(slice(None), {name: part.chunk(world, dim)[rank] if dim < part.dim() else part})
         if bias:
             found.bias.data.copy_(self.bias.chunk(world)[rank] if dim == 0 else self.bias)
@@ -393,14 +406,18 @@ class QuantizedLinear(nn.Module):
         """Last step of loading: make what a kernel needs for activations of this dtype. Called once all parts are
         filled in and on their device."""
         self.dtype = dtype
-        _say_slow(self.scheme, self.codes.device.type)
+        weight = self.dequantized(dtype) if self.codes.device.type == "cpu" else None
+        if weight is not None and Packed.takes(weight):
+            self.hold(Packed(weight))
+            self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
+        _say_no_kernel(self.scheme, dtype, self.packed is not None)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return dequantize_tensor(self.parts(), self.scheme, dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out), without bias."""
-        return F.linear(x, self.dequantized(x.dtype))
+        return F.linear(x, self.dequantized(x.dtype)) if self.packed is None else self.packed_product(x)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
@@ -408,14 +425,26 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """codes times scale, factored out of the product: y = (x @ codes.T) * scale."""
+    """codes times scale, factored out of the product: y = (x @ codes.T) * scale. On a CPU large ones multiply in
+    integers, for any number of rows; the rounding of x is below that of the result (see `to_digits`)."""
 
     def pack(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        if PackedInt8.takes(self.codes):
+            self.hold(PackedInt8(self.codes, self.scale))
+            if not self.looked_up:
+                self.free("codes")
+            return
         # A cast inside the compiled product would be a computed scale, which Inductor's lowering does not take.
         self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
 
+    def read_back(self):
+        return {"codes": self.packed.dense(), "scale": self.scale}
+
     def product(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            digits, step = to_digits(x)
+            return from_digits(self.packed_product(digits), step).to(x.dtype)
         if x.device.type == "cpu" and x.size(0) <= KERNEL_ROWS:
             return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
@@ -429,48 +458,110 @@ class Int4Linear(QuantizedLinear):
 
     def pack(self, dtype: torch.dtype) -> None:
         group, rows = FORMATS[self.scheme].group, math.ceil(self.out_features / 16) * 16
+        on_cpu = self.codes.device.type == "cpu"
+        if not on_cpu and (rows > self.out_features or self.in_features % 32 or self.codes.device.type != "cuda"):
+            return super().pack(dtype)
         codes = torch.zeros(rows, self.in_features, dtype=torch.int32, device=self.codes.device)
         for part in row_chunks(*self.codes.shape):
             codes[: self.out_features][part] = unpack_bits(self.codes[part], 4)
         both = torch.stack((self.scale, self.zero), dim=-1)  # (out, in / g, 2)
         both = F.pad(both, (0, 0, 0, 0, 0, rows - self.out_features)).transpose(0, 1).contiguous()  # (in / g, rows, 2)
         self.dtype = dtype
-        if self.codes.device.type == "cpu":
+        self.register_buffer("scales_and_zeros", both.to(dtype), persistent=False)
+        self.group = group
+        if on_cpu:
             # What Inductor would call for aten's own operator, whose lowering loses the group size inside a region that
             # is compiled once for many layers (torch 2.13); older ones may not have it.
             self.kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
             if hasattr(torch.ops.quantized, "int4mm_packed_weight_cpu"):
-                self.kernel, group = torch.ops.quantized.int4mm_packed_weight_cpu, torch.tensor(group)
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), 1)
-        elif self.codes.device.type == "cuda" and rows == self.out_features and self.in_features % 32 == 0:
+                self.kernel = torch.ops.quantized.int4mm_packed_weight_cpu
+                del self.group
+                self.register_buffer("group", torch.tensor(group), persistent=False)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        else:
             self.kernel = torch.ops.aten._weight_int4pack_mm
             pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)  # this kernel takes the first code high
             tiles = math.gcd(self.in_features // 16, 8)  # of 16 inputs that one thread block takes in a go: 2, 4 or 8
             packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
-        else:
-            return super().pack(dtype)
-        self.register_buffer("packed", packed, persistent=False)
-        if isinstance(group, Tensor):
-            self.register_buffer("group", group, persistent=False)
-        else:
-            self.group = group
-        self.register_buffer("scales_and_zeros", both.to(dtype), persistent=False)
+        self.register_buffer("packed_codes", packed, persistent=False)
+        self.layout = int4_layout() if on_cpu else None
+        if self.layout and dtype != torch.float16 and not self.looked_up:  # float16 may round the scales
+            for name in self.parts():
+                self.free(name)
+
+    def kernel_parts(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes (n, in) int32, scale and zero (n, in / g) float32 of whole blocks of rows, or of the last ones."""
+        codes = unpack_int4(self.packed_codes[rows], *self.layout)
+        scale, zero = self.scales_and_zeros[:, rows].float().unbind(-1)  # each (in / g, n)
+        return codes, scale.T, zero.T
+
+    def row_blocks(self) -> list[slice]:
+        """All rows, in chunks that are whole blocks of the kernel's."""
+        size = max(1, CHUNK // self.in_features // self.layout[0]) * self.layout[0]
+        return [slice(begin, begin + size) for begin in range(0, len(self.packed_codes), size)]
+
+    def read_back(self):
+        found = [self.kernel_parts(rows) for rows in self.row_blocks()]
+        codes, scale, zero = (torch.cat(part)[: self.out_features] for part in zip(*found))
+        return {"codes": pack_bits(codes, 4), "scale": scale.bfloat16(), "zero": zero.bfloat16()}
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        if not self.freed:
+            return super().dequantized(dtype)
+        found = torch.empty(len(self.packed_codes), self.in_features, dtype=dtype)
+        for rows in self.row_blocks():
+            codes, scale, zero = self.kernel_parts(rows)
+            codes = codes.unflatten(1, (scale.size(1), -1)) - 8  # (n, in / g, g)
+            found[rows] = (codes * scale[..., None] + zero[..., None]).flatten(1)
+        return found[: self.out_features]
 
     def product(self, x: Tensor) -> Tensor:
         if self.kernel is None or x.size(0) > KERNEL_ROWS or (x.device.type == "cuda" and x.dtype != torch.bfloat16):
             return super().product(x)
-        y = self.kernel(x, self.packed, self.group, self.scales_and_zeros)
+        y = self.kernel(x, self.packed_codes, self.group, self.scales_and_zeros)
         return y[:, : self.out_features]
+
+
+def unpack_int4(packed: Tensor, block: int, width: int) -> Tensor:
+    """Codes (n, in) int32 of a CPU kernel's packed rows (n, in / 2) uint8, n whole blocks, or whole blocks and a last
+    one of a multiple of 16.
+
+    A block holds its rows input by input; of `width` bytes in a row the low halves are that many rows, the high halves
+    the next ones. In the last, smaller block neighbouring rows share a byte.
+    """
+    n, columns = packed.size(0), 2 * packed.size(1)
+    whole = n // block * block
+    found = []
+    for begin, end, size, wide in ((0, whole, block, width), (whole, n, n - whole, 1)):
+        if end > begin:
+            bytes_ = packed[begin:end].reshape(-1, columns, size // 2 // wide, 1, wide)  # (blocks, in, …, 1, width)
+            codes = torch.cat((bytes_ & 15, bytes_ >> 4), dim=3)  # (blocks, in, …, 2, width)
+            found.append(codes.flatten(2).transpose(1, 2).reshape(end - begin, columns))
+    return torch.cat(found).to(torch.int32)
+
+
+@functools.cache
+def int4_layout() -> tuple[int, int] | None:
+    """(block, width) of what this processor's int4 packing makes, for unpack_int4; None if it is none of the known."""
+    codes = torch.randint(0, 16, (176, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    known = ((64, 32), (32, 16), (32, 1))  # AVX-512, AVX2, no vectors
+    return next((layout for layout in known if torch.equal(unpack_int4(packed, *layout), codes)), None)
 
 
 KERNELS = {Int8: Int8Linear, Int4: Int4Linear}  # format -> the Linear that has a kernel for it
 
 
+def full_weight(linear: nn.Module) -> Tensor:
+    """The weights (out, in) of a Linear that is not quantized, packed or not."""
+    return linear.parts()["weight"] if isinstance(linear, Holder) else linear.weight.detach()
+
+
 @functools.cache
-def _say_slow(scheme: str, device: str) -> None:
-    if device == "cpu":
-        message = f"{scheme}: no {device} kernel reads it; weights are unpacked for every product, which is slow"
-        print(message, file=sys.stderr)
+def _say_no_kernel(scheme: str, dtype: torch.dtype, expanded: bool) -> None:
+    name = str(dtype).removeprefix("torch.")
+    how = f"weights are held in {name} beside it" if expanded else "weights are unpacked for every product: slow"
+    print(f"{scheme}: no kernel here reads it; {how}", file=sys.stderr)
 
 
 class QuantizedEmbedding(nn.Module):
@@ -479,6 +570,7 @@ class QuantizedEmbedding(nn.Module):
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype):
         super().__init__()
         object.__setattr__(self, "head", head)  # not a submodule: its parameters are counted once
+        head.looked_up = True
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -543,7 +635,7 @@ def quantized_copy(model: Transformer, scheme: str) -> Transformer:
     """The model's quantized self, for drafting: new Linears, everything else shared with the model."""
     blocks = []
     for layer in model.layers:
-        with torch.device("meta"):
+        with Shapes():
             block = Block(model.config)
         block.attention_norm, block.ffn_norm = layer.attention_norm, layer.ffn_norm
         block.attention.q_norm, block.attention.k_norm = layer.attention.q_norm, layer.attention.k_norm

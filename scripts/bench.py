@@ -5,8 +5,9 @@
 Each measurement is a function that returns rows {"id", "value", "min", "max", "unit", "note"}. `--write` puts them
 into a results file with the commit, the hardware and the command; a later run of the same id replaces its row.
 
-    decode        tokens/s and bytes/s of the 1.1B shape by dtype, batch and compilation; with --peers against
+    decode        tokens/s and bytes/s of the 1.1B shape by format, batch and compilation; with --peers against
                   llama.cpp, gpt-fast and transformers
+    verify        a pass over 6 rows against a step of one, by format
     prefill       prompts of 32, 128 and 512 tokens; with --peers against transformers
     cache         one step with 100 tokens filled in a cache of 256 and of 32,768; with 100 to 16,000 filled; windowed
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
@@ -17,6 +18,8 @@ into a results file with the commit, the hardware and the command; a later run o
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each while loading, time per step
     first_token   start of `python generate.py` on the demo until its first byte of text
+
+`--plot PICTURE` draws a results file; by itself it measures nothing.
 
 Whatever is compared runs in turn, A B A B …, each in a process of its own that waits while the others run, with the
 device's read bandwidth measured in every round; ratios are taken within a round. Greedy throughout.
@@ -41,8 +44,10 @@ import tp
 from checkpoint import load_model, random_model, save_model
 from generate import Engine, Timing, attended_bytes, generate, position_bytes, prefill, speculative, weight_bytes
 from model import Config, Transformer
+from packed import pack_linears
 from quantize import FORMATS
 from sampling import GREEDY, Sampling
+from scripts.plots import draw
 from speculative import ModelDraft, NgramDraft
 from tokenizer import load_tokenizer
 
@@ -101,11 +106,17 @@ def ours(**spec) -> Worker:
 class Contender:
     """quickdraft with random weights, inside a worker. Answers {"steps", "filled"} and {"prefill"} with seconds."""
 
-    def __init__(self, hf: dict, dtype: str = "bfloat16", compile: bool = False, batch: int = 1, cache: int = 1024):
-        self.model = random_model(Config.from_hf(hf), dtype=getattr(torch, dtype))
+    def __init__(
+        self, hf: dict, dtype: str = "bfloat16", compile: bool = False, batch: int = 1, cache: int = 1024,
+        quantize: str | None = None,
+    ):  # fmt: skip
+        """`quantize`: of every matrix, the head's too, as the other programs do it."""
+        options = {"dtype": getattr(torch, dtype), "quantize": quantize, "head": quantize}
+        self.model = pack_linears(random_model(Config.from_hf(hf), **options))
         self.engine = Engine(self.model, batch, cache, compile=compile)
         self.compile_s = self.engine.warm_up(GREEDY) if compile else 0.0
         self.batch = batch
+        self.verifying: Engine | None = None
 
     @torch.inference_mode()
     def decode(self, steps: int, filled: int) -> dict:
@@ -119,6 +130,16 @@ class Contender:
             seconds.append(time.perf_counter() - start)
         read = weight_bytes(self.model) + self.batch * attended_bytes(position_bytes(self.model), filled + steps // 2)
         return {"seconds": statistics.median(seconds), "bytes": read, "compile_s": self.compile_s}
+
+    def verify(self, filled: int, k: int = 5) -> dict:
+        """Median seconds of verifying k drafted tokens, and of a plain step, in turn."""
+        if self.verifying is None:
+            options = {"compile": self.engine.compile, "drafter": NgramDraft(), "speculate_k": k}
+            self.verifying = Engine(self.model, 1, self.engine.max_seq_length, **options)
+            if self.verifying.compile:
+                self.verifying.warm_up(GREEDY)
+        costs = self.verifying.calibrate(Sampling(0), filled)
+        return {"seconds": costs.verify_s[k], "plain": costs.decode_s}
 
     @torch.inference_mode()
     def prefill(self, length: int) -> dict:
@@ -135,7 +156,11 @@ class Contender:
         plain = self.decode(steps, filled)["seconds"] * 1e3
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             self.decode(steps, filled)
-        kinds = {"matmul": ("mm", "linear", "matmul"), "attention": ("scaled_dot_product",), "norm": ("rms_norm",)}
+        kinds = {
+            "matmul": ("mm", "linear", "matmul", "packed"),
+            "attention": ("scaled_dot_product",),
+            "norm": ("rms_norm",),
+        }
         spent = dict.fromkeys([*kinds, "other"], 0.0)
         for event in trace.key_averages():
             kind = next((kind for kind, words in kinds.items() if any(word in event.key for word in words)), "other")
@@ -155,12 +180,13 @@ class Pair:
         prompt lookup)."""
         self.sampling, self.k, self.tokenizer = Sampling(temperature), k, None
         if pair in ("counting", "count", "cycle"):
-            self.model = counting_model(TINYLLAMA, 0.0, period=100 if pair == "cycle" else None)
-            drafter = ModelDraft(counting_model(SMALL, 1 - alpha)) if pair == "counting" else NgramDraft()
+            self.model = pack_linears(counting_model(TINYLLAMA, 0.0, period=100 if pair == "cycle" else None))
+            draft = pack_linears(counting_model(SMALL, 1 - alpha)) if pair == "counting" else None
+            drafter = NgramDraft() if draft is None else ModelDraft(draft)
         else:
             folder = ROOT / "checkpoints"
-            self.model, self.tokenizer = load_model(folder / "demo"), load_tokenizer(folder / "demo")
-            drafter = NgramDraft() if pair == "story" else ModelDraft(load_model(folder / "demo-draft"))
+            self.model, self.tokenizer = pack_linears(load_model(folder / "demo")), load_tokenizer(folder / "demo")
+            drafter = NgramDraft() if pair == "story" else ModelDraft(pack_linears(load_model(folder / "demo-draft")))
         self.engine = Engine(self.model, 1, positions, compile=compile, drafter=drafter, speculate_k=k)
         self.compile_s = self.engine.warm_up(self.sampling.kind) if compile else 0.0
 
@@ -215,13 +241,19 @@ def serve(spec: dict) -> None:
 READ_BYTES = 2**31
 
 
+READ = "faster of a sum and a dot product over 2 GiB of float32"
+
+
 def read_bandwidth(buffer: torch.Tensor) -> float:
-    """Bytes/s of a dot product of a buffer's halves, far larger than the caches: what reading weights once could reach.
-    (A sum reads a fifth slower on the same machine: its additions wait for each other.)"""
-    half = buffer.numel() // 2
-    start = time.perf_counter()
-    torch.dot(buffer[:half], buffer[half:])
-    return buffer.nbytes / (time.perf_counter() - start)
+    """Bytes/s of the faster of a sum and a dot product of a buffer's halves, which is far larger than the caches: what
+    reading weights once could reach. Which one is faster differs between processors, by a fifth on an Intel Xeon and
+    by half, the other way round, on an AMD EPYC."""
+    half, seconds = buffer.numel() // 2, []
+    for read in (buffer.sum, lambda: torch.dot(buffer[:half], buffer[half:])):
+        start = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - start)
+    return buffer.nbytes / min(seconds)
 
 
 def interleave(workers: dict[str, Worker], rounds: int, request: dict) -> tuple[dict[str, list[dict]], list[float]]:
@@ -246,49 +278,84 @@ def seconds_of(answers: list[dict]) -> list[float]:
 # ------------------------------------------------------------------------------------------- measurements
 
 
-def peers(args, what: str) -> dict[str, Worker]:
-    """The other programs, as far as they are installed (llama_cpp, transformers) or given (a gpt-fast checkout)."""
+LLAMACPP_KIND = {"bf16": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}
+
+
+def peers(args, what: str, format: str = "bf16") -> dict[str, Worker]:
+    """The other programs, as far as they are installed (llama_cpp, transformers), given (a gpt-fast checkout) and able
+    to decode in this format."""
     import importlib.util
 
     shape, found = json.dumps(TINYLLAMA), {}
     if not args.peers:
         return found
-    if importlib.util.find_spec("transformers"):
+    if importlib.util.find_spec("transformers") and format == "bf16":
         found["transformers"] = Worker("scripts.peers", "transformers", shape)
         if what == "decode":
             found["transformers.compiled"] = Worker("scripts.peers", "transformers_compiled", shape)
     if what == "decode" and importlib.util.find_spec("llama_cpp"):
-        found["llamacpp"] = Worker("scripts.peers", "llamacpp", shape)
-    if what == "decode" and args.gptfast:
-        found["gptfast"] = Worker("scripts.peers", "gptfast", shape, str(args.gptfast.resolve()))
+        found["llamacpp"] = Worker("scripts.peers", "llamacpp", shape, LLAMACPP_KIND[format])
+    if what == "decode" and args.gptfast and format != "int4-g32":
+        found["gptfast"] = Worker("scripts.peers", "gptfast", shape, str(args.gptfast.resolve()), format)
     return found
 
 
 def measure_decode(args) -> list[dict]:
-    """100 tokens filled. Ours in bf16 (eager, compiled, batch 4) and float32, the peers in bf16."""
-    workers = {
-        "bf16": ours(hf=TINYLLAMA), "bf16.compiled": ours(hf=TINYLLAMA, compile=True),
-        "bf16.batch4": ours(hf=TINYLLAMA, batch=4), "fp32": ours(hf=TINYLLAMA, dtype="float32"),
-        **peers(args, "decode"),
-    }  # fmt: skip
-    answers, bandwidth = interleave(workers, args.rounds, {"what": "decode", "steps": args.steps, "filled": 100})
+    """100 tokens filled. Ours by format, eager and compiled, each beside the peers that have such a format; then
+    batch 4 and float32."""
+    rows = []
+    for format in LLAMACPP_KIND:
+        quantize = None if format == "bf16" else format
+        workers = {
+            format: ours(hf=TINYLLAMA, quantize=quantize),
+            f"{format}.compiled": ours(hf=TINYLLAMA, quantize=quantize, compile=True),
+        }
+        rows += compare_decode(args, workers, peers(args, "decode", format), format)
+    workers = {"bf16.batch4": ours(hf=TINYLLAMA, batch=4), "fp32": ours(hf=TINYLLAMA, dtype="float32")}
+    return rows + compare_decode(args, workers, {}, "others")
+
+
+def compare_decode(args, workers: dict[str, Worker], others: dict[str, Worker], group: str) -> list[dict]:
+    """Rates of our workers and shares of the read bandwidth; ratios of the faster one to the others."""
+    request = {"what": "decode", "steps": args.steps, "filled": 100}
+    answers, bandwidth = interleave(workers | others, args.rounds, request)
+    close(workers | others)
     times = {name: seconds_of(found) for name, found in answers.items()}
     note = f"read bandwidth {statistics.median(bandwidth) / 1e9:.1f} GB/s in the same run"
-    rows = [
-        row("read_bandwidth_gb_s", [value / 1e9 for value in bandwidth], "GB/s", "dot product over 2 GiB of float32")
-    ]
+    rows = [row(f"1b.{group}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidth], "GB/s", READ)]
     for name, seconds in times.items():
-        batch = 4 if name.endswith("batch4") else 1
-        rows.append(row(f"1b.{name}.tok_s", [batch / s for s in seconds], "tok/s", note))
-    for name in ("bf16", "bf16.compiled", "fp32"):
+        batch, id = 4 if name.endswith("batch4") else 1, name if name in workers else f"{group}.{name}"
+        rows.append(row(f"1b.{id}.tok_s", [batch / s for s in seconds], "tok/s", note))
+    best = min(workers, key=lambda name: statistics.median(times[name]))
+    for name in workers:
         share = [a["bytes"] / a["seconds"] / b for a, b in zip(answers[name], bandwidth, strict=True)]
         rows.append(row(f"1b.{name}.of_read_bandwidth", share, "ratio", note))
-    best = min(("bf16", "bf16.compiled"), key=lambda name: statistics.median(times[name]))
-    for peer in set(times) & {"llamacpp", "gptfast", "transformers", "transformers.compiled"}:
+        if name == best and group in workers:
+            rows.append(row(f"1b.{group}.of_read_bandwidth", share, "ratio", f"{best}; {note}"))
+    for peer in others:
         ratio = [other / own for own, other in zip(times[best], times[peer], strict=True)]
-        rows.append(row(f"1b.bf16.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
-    close(workers)
-    return rows
+        rows.append(row(f"1b.{group}.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
+    return list({r["id"]: r for r in rows}.values())
+
+
+def measure_verify(args) -> list[dict]:
+    """What verifying 5 drafted tokens costs, over a plain step, by format; 100 tokens filled."""
+    rows = []
+    for format in LLAMACPP_KIND:
+        workers = {
+            kind: ours(hf=TINYLLAMA, quantize=None if format == "bf16" else format, compile=bool(kind))
+            for kind in ("", ".compiled")
+        }
+        answers, bandwidth = interleave(workers, args.rounds, {"what": "verify", "filled": 100})
+        close(workers)
+        best = min(answers, key=lambda kind: statistics.median(a["seconds"] for a in answers[kind]))
+        note = f"6 rows over 1, 100 filled; read bandwidth {statistics.median(bandwidth) / 1e9:.1f} GB/s"
+        for kind, found in answers.items():
+            ratio = [answer["seconds"] / answer["plain"] for answer in found]
+            rows.append(row(f"1b.{format}{kind}.verify6_over_1", ratio, "ratio", note))
+            if kind == best:
+                rows.append(row(f"1b.{format}.verify6_over_1", ratio, "ratio", f"{kind.strip('.') or 'eager'}: {note}"))
+    return list({r["id"]: r for r in rows}.values())
 
 
 def measure_prefill(args) -> list[dict]:
@@ -325,6 +392,10 @@ def measure_speculation(args) -> list[dict]:
         rows += race(name, prompts, 64, note, pair="counting", alpha=alpha, compile=compile)
     ratios = [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
     rows.append(row("spec.measured_over_predicted", ratios, "ratio", "over the four medians of the 1.1B pair"))
+    for k in (1, 2, 3, 5, 8):
+        prompts = [[1000 * (n + 1)] for n in range(args.rounds)]
+        note = "1.1B and 0.1B random bf16 weights, greedy, acceptance 0.8 by construction, eager"
+        rows += race(f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k)
     for kind, temperature in (("greedy", 0.0), ("t08", 0.8)):
         for k, compile in ((2, False), (3, False), (5, False), ("auto", False), (5, True), ("auto", True)):
             name = f"spec.demo.{kind}.k{k}{'.compiled' * compile}"
@@ -412,6 +483,7 @@ def measure_cache(args) -> list[dict]:
                 note = f"{found[0]['bytes'] / 1e9:.3f} GB read a step, {rate:.2f} of read bandwidth"
                 ms = [1e3 * s for s in seconds_of(found)]
                 rows.append(row(f"1b.bf16{kind}.{name}.filled{filled}.ms", ms, "ms", note))
+                rows.append(row(f"1b.bf16{kind}.{name}.filled{filled}.gb", [found[0]["bytes"] / 1e9], "GB", "a step"))
         close(workers)
     return rows
 
@@ -554,7 +626,11 @@ def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
     step_s = engine.calibrate(Sampling(0), 100, rounds=steps).decode_s
     weights = sum(parameter.nbytes for parameter in model.parameters())
     found = {"rank": ranks.rank, "peak": peak.bytes, "copied": copied, "mapped": mapped, "weights": weights}
-    print(json.dumps(found | {"load_s": load_s, "step_s": step_s, "bytes": weight_bytes(model)}), flush=True)
+    every = [found | {"load_s": load_s, "step_s": step_s, "bytes": weight_bytes(model)}] * ranks.world
+    if ranks.world > 1:  # rank 0 speaks for all: lines of two processes can run into each other
+        torch.distributed.all_gather_object(every, every[0])
+    for part in every if ranks.rank == 0 else []:
+        print(json.dumps(part), flush=True)
     tp.leave()
 
 
@@ -607,6 +683,7 @@ def measure_first_token(args) -> list[dict]:
 
 MEASUREMENTS = {
     "decode": measure_decode,
+    "verify": measure_verify,
     "prefill": measure_prefill,
     "cache": measure_cache,
     "compile": measure_compile,
@@ -635,9 +712,11 @@ def git_commit() -> str:
 
 def write_results(file: Path, rows: list[dict], command: str) -> None:
     """Merge rows into a results file by id."""
-    old = json.loads(file.read_text())["rows"] if file.exists() else []
-    source = {"commit": git_commit(), "command": command}  # rows of one file come from several runs
-    new = {row["id"]: row for row in old} | {row["id"]: row | source for row in rows}
+    old = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    before = {"hardware": old.get("hardware"), "date": old.get("date")}  # of rows that do not say it themselves
+    # Rows of one file come from several runs, and may come from several machines.
+    source = {"commit": git_commit(), "command": command, "hardware": hardware(), "date": str(datetime.date.today())}
+    new = {row["id"]: before | row for row in old["rows"]} | {row["id"]: row | source for row in rows}
     result = {
         "commit": git_commit(), "date": datetime.date.today().isoformat(), "hardware": hardware(),
         "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
@@ -655,6 +734,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="held-out text, for quality")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="other text, for quality")
     parser.add_argument("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw --write's file, or benchmarks/cpu.json")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -663,8 +743,8 @@ def main() -> None:
     unknown = set(args.what) - MEASUREMENTS.keys()
     if unknown:
         parser.error(f"unknown measurement {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
-    rows = []
-    for name in args.what or [name for name in MEASUREMENTS if name != "quality"]:
+    rows, default = [], [] if args.plot else [name for name in MEASUREMENTS if name != "quality"]
+    for name in args.what or default:
         found = MEASUREMENTS[name](args)
         for r in found:
             print(f"{r['id']:40} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}", file=sys.stderr)
@@ -674,6 +754,10 @@ def main() -> None:
                 command = command.replace(str(path), name) if path else command  # no path of this machine
             write_results(args.write, found, command)
         rows += found
+    if args.plot:
+        results = json.loads((args.write or ROOT / "benchmarks" / "cpu.json").read_text())
+        draw(results["rows"], args.plot, f"{results['hardware']}, torch {results['torch']}")
+        return
     print(json.dumps(rows))
 
 

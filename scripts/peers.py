@@ -1,12 +1,12 @@
-"""Other programs on the same shape, as workers of scripts.bench: `python -m scripts.peers NAME SHAPE [CHECKOUT]`.
+"""Other programs on the same shape, as workers of scripts.bench: `python -m scripts.peers NAME SHAPE [OPTIONS]`.
 
-Each class builds one program with random weights in bfloat16 and answers like scripts.bench's own contender:
-`decode(steps, filled)` and, where compared, `prefill(length)`, in seconds. Everything about a peer is here; none of
-its code is. gpt-fast is imported from a checkout given by path.
+Each class builds one program with random weights in bfloat16, or quantized, and answers like scripts.bench's own
+contender: `decode(steps, filled)` and, where compared, `prefill(length)`, in seconds. Everything about a peer is here;
+none of its code is. gpt-fast is imported from a checkout given by path.
 
     transformers, transformers_compiled     eager with a dynamic cache; compiled with a static one
-    llamacpp                                llama-cpp-python on a GGUF with random weights that `gguf` writes
-    gptfast                                 its decode_one_token, compiled as its own main() does
+    llamacpp [KIND]                         llama-cpp-python on a GGUF with random weights that `gguf` writes
+    gptfast CHECKOUT [int8]                 its decode_one_token, compiled as its own main() does
 """
 
 import json
@@ -92,12 +92,12 @@ class TransformersCompiled(Transformers):
 
 
 class LlamaCpp:
-    def __init__(self, hf: dict):
+    def __init__(self, hf: dict, kind: str = "BF16"):
         import llama_cpp
 
-        folder = tempfile.mkdtemp()
-        self.file = Path(folder) / "model.gguf"
-        write_gguf(hf, self.file)
+        self.folder = tempfile.TemporaryDirectory()  # gone when the worker is
+        self.file = Path(self.folder.name) / "model.gguf"
+        write_gguf(hf, self.file, kind)
         self.llm = llama_cpp.Llama(
             str(self.file), n_ctx=1024, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False, use_mmap=True,
         )  # fmt: skip
@@ -154,9 +154,9 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
 
 
 class GptFast:
-    def __init__(self, hf: dict, checkout: str):
+    def __init__(self, hf: dict, checkout: str, format: str = "bf16"):
         sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path.cwd()]
-        for name in ("generate", "model", "tokenizer"):
+        for name in ("generate", "model", "quantize", "tokenizer"):
             sys.modules.pop(name, None)
         sys.path.insert(0, checkout)
         import generate as program
@@ -169,9 +169,16 @@ class GptFast:
         )  # fmt: skip
         with torch.device("meta"):
             model = Transformer(args)
-        self.model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+            model = model.to(torch.bfloat16)
+            if format == "int8":
+                from quantize import WeightOnlyInt8QuantHandler
+
+                WeightOnlyInt8QuantHandler(model).convert_for_runtime()
+        self.model = model.to_empty(device="cpu").eval()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
+        for name, buffer in self.model.named_buffers():
+            buffer.random_(-127, 128) if name.endswith("weight") else buffer.fill_(0.001)
         self.model.setup_caches(1, 1024)
         self.program = program
         self.step = torch.compile(program.decode_one_token, mode="reduce-overhead", fullgraph=True)
@@ -199,7 +206,7 @@ NAMES = {
 
 def main() -> None:
     if len(sys.argv) < 3 or sys.argv[1] not in NAMES:
-        sys.exit(f"usage: python -m scripts.peers {'|'.join(NAMES)} SHAPE_JSON [CHECKOUT]")
+        sys.exit(f"usage: python -m scripts.peers {'|'.join(NAMES)} SHAPE_JSON [OPTIONS]")
     peer = NAMES[sys.argv[1]](json.loads(sys.argv[2]), *sys.argv[3:])
     for line in sys.stdin:
         request = json.loads(line)

@@ -19,7 +19,7 @@ from conftest import BASE, FAMILIES, ROOT, oracle
 
 import generate as program
 from checkpoint import load_model
-from generate import Timing, attended_bytes, generate, position_bytes, weight_bytes
+from generate import Timing, attended_bytes, cpu_share, generate, position_bytes, weight_bytes
 from sampling import Sampling
 from tokenizer import load_tokenizer
 
@@ -522,3 +522,12 @@ def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, mo
     program.run(program.parse_args(["--checkpoint", str(text_folder), "--interactive", "--max_new_tokens", "4"]))
     out, err = capsys.readouterr()
     assert "no chat template: chatting as plain text" in err and out.strip()
+
+
+def test_threads_stay_within_a_containers_share(tmp_path):
+    """A quota of one and a half processors is two; none, or no such file, is what the process may run on."""
+    file, here = tmp_path / "cpu.max", len(os.sched_getaffinity(0))
+    for text, want in (("150000 100000", min(2, here)), ("50000 100000", 1), ("max 100000", here), ("", here)):
+        file.write_text(text + "\n")
+        assert cpu_share(str(file)) == want
+    assert cpu_share(str(tmp_path / "none")) == here

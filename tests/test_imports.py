@@ -9,10 +9,11 @@ ALLOWED = {
     "tokenizer": set(),
     "sampling": set(),
     "tp": set(),
-    "quantize": {"model"},
+    "packed": set(),
+    "quantize": {"model", "packed"},
     "checkpoint": {"model", "quantize", "tp"},
     "speculative": {"model", "sampling"},
-    "generate": {"model", "tokenizer", "sampling", "tp", "quantize", "checkpoint", "speculative"},
+    "generate": {"model", "tokenizer", "sampling", "tp", "packed", "quantize", "checkpoint", "speculative"},
 }
 
 
