@@ -131,16 +131,18 @@ def to_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()  # before the maximum: compiled code may hold x unrounded, and a rounded maximum would be too small
     # clamp keeps NaN, and so does the step, which reaches every result of the row
     step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / largest
-    whole = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n))
-    digits = torch.stack([(whole >> 8 * i) & 255 for i in range(n)])  # (n, M, in)
-    return digits.to(torch.uint8).flatten(0, 1), step
+    whole, digits = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n)), []
+    for _ in range(n - 1):
+        digits.append(whole & 255)
+        whole = whole >> 8
+    return torch.stack([*digits, whole]).to(torch.uint8).flatten(0, 1), step  # (n, M, in) -> (n * M, in)
 
 
 def from_digits(y: Tensor, step: Tensor) -> Tensor:
     """Products (n * M, out) of digits, and the rows' steps (M, 1) -> products (M, out) float32."""
     *lower, total = y.view(-1, step.size(0), y.size(1)).unbind()  # n of (M, out)
     for digit in reversed(lower):
-        total = total * 256 + digit
+        total = torch.add(digit, total, alpha=256)
     return total * step
 
 
