@@ -315,6 +315,7 @@ def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtyp
 # --------------------------------------------------------------------------------------------- Linears
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
+CPU_INT4_ROWS = 256  # the same for int4 on a CPU, where unpacking takes as long as the kernel with 200 rows
 
 
 class QuantizedLinear(Holder):
@@ -516,7 +517,10 @@ class Int4Linear(QuantizedLinear):
         return found[: self.out_features]
 
     def product(self, x: Tensor) -> Tensor:
-        if self.kernel is None or x.size(0) > KERNEL_ROWS or (x.device.type == "cuda" and x.dtype != torch.bfloat16):
+        on_cpu = x.device.type == "cpu"
+        if self.kernel is None or x.size(0) > (CPU_INT4_ROWS if on_cpu else KERNEL_ROWS):
+            return super().product(x)
+        if not on_cpu and x.dtype != torch.bfloat16:
             return super().product(x)
         y = self.kernel(x, self.packed_codes, self.group, self.scales_and_zeros)
         return y[:, : self.out_features]

@@ -12,8 +12,8 @@ into a results file with the commit, the hardware and the command; a later run o
     cache         one step with 100 tokens filled in a cache of 256 and of 32,768; with 100 to 16,000 filled; windowed
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
     breakdown     where the milliseconds of one step go, from the profiler
-    speculation   a memory-bound pair whose acceptance is set by construction, the demo pair, prompt lookup: speed-up,
-                  and measured over predicted
+    speculation   a memory-bound pair whose acceptance is set by construction: speed-up, and measured over predicted
+    drafts        the same for the demo pair and for prompt lookup
     quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each while loading, time per step
@@ -383,7 +383,8 @@ OPENINGS = (
 
 
 def measure_speculation(args) -> list[dict]:
-    """Speed-up against plain decoding on the same engine, and that over what acceptance and step times predict."""
+    """A memory-bound pair: speed-up against plain decoding on the same engine, and that over what acceptance and step
+    times predict; by acceptance, compiled, by draft length."""
     rows = []
     for alpha, compile in ((0.5, False), (0.8, False), (0.95, False), (0.8, True)):
         name = f"spec.1b.alpha{round(100 * alpha)}{'.compiled' * compile}"
@@ -396,6 +397,12 @@ def measure_speculation(args) -> list[dict]:
         prompts = [[1000 * (n + 1)] for n in range(args.rounds)]
         note = "1.1B and 0.1B random bf16 weights, greedy, acceptance 0.8 by construction, eager"
         rows += race(f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k)
+    return rows
+
+
+def measure_drafts(args) -> list[dict]:
+    """The same for the demo pair, where launches count and not bytes, and for prompt lookup."""
+    rows = []
     for kind, temperature in (("greedy", 0.0), ("t08", 0.8)):
         for k, compile in ((2, False), (3, False), (5, False), ("auto", False), (5, True), ("auto", True)):
             name = f"spec.demo.{kind}.k{k}{'.compiled' * compile}"
@@ -502,14 +509,17 @@ def measure_compile(args) -> list[dict]:
 
 
 def measure_breakdown(args) -> list[dict]:
-    """One eager bf16 step of the 1.1B shape by kind of operation."""
-    worker = ours(hf=TINYLLAMA)
-    found = [worker.ask(what="breakdown", steps=args.steps, filled=100) for _ in range(args.rounds)]
-    worker.close()
-    return [
-        row(f"1b.bf16.step.{kind}_ms", [answer[kind] for answer in found], "ms", "eager, 100 tokens filled")
-        for kind in found[0]
-    ]
+    """One step of the 1.1B shape by kind of operation, by format, eager and compiled."""
+    rows = []
+    for format in LLAMACPP_KIND:
+        for kind in ("", ".compiled"):
+            worker = ours(hf=TINYLLAMA, quantize=None if format == "bf16" else format, compile=bool(kind))
+            found = [worker.ask(what="breakdown", steps=args.steps, filled=100) for _ in range(args.rounds)]
+            worker.close()
+            note = "from the profiler, which adds to what is not a product; step_ms: without it; 100 filled"
+            for name in found[0]:
+                rows.append(row(f"1b.{format}{kind}.step.{name}_ms", [answer[name] for answer in found], "ms", note))
+    return rows
 
 
 def close(workers: dict) -> None:
@@ -689,6 +699,7 @@ MEASUREMENTS = {
     "compile": measure_compile,
     "breakdown": measure_breakdown,
     "speculation": measure_speculation,
+    "drafts": measure_drafts,
     "quality": measure_quality,
     "load": measure_load,
     "tp": measure_tp,

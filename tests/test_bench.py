@@ -6,11 +6,14 @@ import time
 import pytest
 import torch
 from conftest import BASE, FAMILIES
+from matplotlib.figure import Figure
 
 from generate import Timing, generate
 from model import Transformer
 from sampling import Sampling
-from scripts.bench import Contender, PeakAnonymous, Worker, interleave, ours, row, write_results
+from scripts.bench import Contender, PeakAnonymous, Worker, hardware, interleave, ours, row, write_results
+from scripts.plots import draw, draw_context, draw_drafts, draw_rates
+from scripts.products import check
 
 SHAPE = {**BASE, **FAMILIES["llama-3"]}
 PAUSE = 0.05
@@ -104,3 +107,52 @@ def test_breakdown_finds_the_products():
         4, 10
     )
     assert found["matmul"] > max(found["attention"], found["norm"]) > 0
+
+
+def test_hardware_stays_with_the_rows_it_measured(tmp_path):
+    """A file that another machine began: its rows keep that machine's name, the new ones have this one's."""
+    file = tmp_path / "cpu.json"
+    old = {
+        "hardware": "elsewhere",
+        "date": "2020-01-01",
+        "rows": [{"id": "a", "value": 1.0}, {"id": "b", "value": 2.0}],
+    }
+    file.write_text(json.dumps(old))
+    write_results(file, [row("b", [3.0], "s")], "second")
+    a, b = json.loads(file.read_text())["rows"]
+    assert a["hardware"] == "elsewhere" and a["date"] == "2020-01-01"
+    assert b["hardware"] == hardware() and b["value"] == 3.0
+
+
+def test_the_picture_shows_what_was_measured(tmp_path):
+    """One bar a program and format, two lines a curve, the limit where the rate's share says; nothing for the rest."""
+    rows = [row("1b.bf16.compiled.tok_s", [10.0], "tok/s"), row("1b.bf16.tok_s", [8.0], "tok/s")]
+    rows += [row("1b.bf16.compiled.of_read_bandwidth", [0.5], "ratio"), row("1b.bf16.llamacpp.tok_s", [12.0], "tok/s")]
+    rows += [
+        row("spec.1b.alpha80.k3.speedup", [1.8], "x"),
+        row("spec.1b.alpha80.k3.measured_over_predicted", [0.9], "x"),
+    ]
+    for filled, ms in ((100, 10.0), (16_000, 14.0)):
+        rows.append(row(f"1b.bf16.compiled.full.filled{filled}.ms", [ms], "ms"))
+        rows.append(row(f"1b.bf16.compiled.full.filled{filled}.gb", [ms / 5], "GB"))
+    rates, context, drafts = Figure().subplots(1, 3)
+    found = {r["id"]: r for r in rows}
+    draw_rates(rates, found), draw_context(context, found), draw_drafts(drafts, found)
+    assert [bar.get_height() for bar in rates.patches] == [10.0, 12.0]
+    assert any(list(line.get_ydata()) == [20.0, 20.0] for line in rates.lines)
+    assert [list(line.get_ydata()) for line in context.lines] == [[10.0, 14.0], [10.0, 14.0]]
+    assert [list(line.get_ydata()) for line in drafts.lines[:2]] == [[1.8], [2.0]]
+    draw(rows, tmp_path / "picture.svg", "title")
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_a_wrong_product_is_called_wrong():
+    weight = torch.randn(32, 64)
+    assert check(lambda x: (x.float() @ weight.T).bfloat16(), weight, 6) is None
+    assert "wrong" in check(lambda x: x.float() @ weight.flip(0).T, weight, 6)
+    assert "fails: mat1 and mat2" in check(lambda x: x.float() @ weight, weight, 6)
+
+
+def test_verification_is_timed_beside_a_plain_step():
+    found = Contender(SHAPE, dtype="float32", cache=64, quantize="int8").verify(20, k=3)
+    assert found["seconds"] > 0 and found["plain"] > 0

@@ -207,7 +207,7 @@ def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
     of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, and sum with the bias."""
     exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
     dtype = linear.weight.dtype
-    inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 64)]
+    inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 300)]
     epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
     for x, got in zip(inputs, products(inputs), strict=True):
         want = x.double() @ exact.T + linear.bias.double()

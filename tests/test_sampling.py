@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,15 +49,18 @@ SETTINGS = st.tuples(
 )
 
 
-@given(SETTINGS, st.integers(0, 10**6), st.integers(2, 30))
+@given(SETTINGS, st.integers(0, 10**6), st.integers(2, 30), st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_probs_equal_the_definition(values, seed, V):
+def test_probs_equal_the_definition(values, seed, V, wide):
     """Logits half a unit apart, so that float32 cannot round one filter's edge across a token... except top-p's
-    mass, where the kept sets may differ only if the mass at the edge is within rounding of top_p."""
+    mass, where the kept sets may differ only if the mass at the edge is within rounding of top_p. `wide`: among 2^15
+    tokens that cannot occur, where thresholds are searched in larger steps."""
     temperature, top_k, top_p, min_p = values
     logits = torch.randperm(V, generator=torch.Generator().manual_seed(seed)).float() / 2
     want = torch.tensor(naive_probs(logits.tolist(), temperature, top_k, top_p, min_p))
-    got = Sampling(temperature, top_k, top_p, min_p).probs(logits)
+    got = Sampling(temperature, top_k, top_p, min_p).probs(F.pad(logits, (0, 2**15 * wide), value=-math.inf))
+    assert not got[V:].any()
+    got = got[:V]
     if (got - want).abs().max() > 1e-5:
         edges = []
         for d in (1 - 1e-5, 1 + 1e-5):
@@ -66,10 +70,11 @@ def test_probs_equal_the_definition(values, seed, V):
     assert got.dtype == torch.float32 and abs(got.sum() - 1) < 1e-5
 
 
-def test_probs_equal_transformers_warpers():
+@pytest.mark.parametrize("V", [5000, 40_000])
+def test_probs_equal_transformers_warpers(V):
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)) * 4
+    logits = torch.randn(8, V, generator=torch.Generator().manual_seed(0)) * 4
     for temperature, top_k, top_p, min_p in [(0.7, 50, 0.9, 0.05), (1.3, 400, 0.5, 0.01), (1.0, 7, 0.99, 0.2)]:
         scores = logits
         for warp in (
