@@ -23,6 +23,9 @@ def draw(rows: list[dict], file: Path, title: str) -> None:
     draw_rates(rates, found)
     draw_context(context, found)
     draw_drafts(drafts, found)
+    for axes in (rates, context, drafts):
+        if not axes.has_data():
+            axes.set_axis_off()
     figure.suptitle(title, fontsize=9)
     figure.savefig(file)
 
