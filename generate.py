@@ -789,13 +789,26 @@ def rate(amount: float, seconds: float) -> float:
 # ---------------------------------------------------------------------------------------- command line
 
 
-def requests(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+class Request(NamedTuple):
+    """A prompt: a text, or the messages of a conversation, of which `text` is the last. Its results carry its `id`."""
+
+    text: str
+    messages: list[dict[str, str]] | None = None
+    id: object = None
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        if self.messages is None:
+            return tokenizer.encode(self.text)
+        return conversation_ids(tokenizer, self.messages)
+
+
+def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
     """(prompts, what is wrong with lines that hold none): --prompt, or the lines of --prompt_file ('-' is stdin), plain
-    text, or JSONL objects with a "prompt" when the first line is one. Empty lines are skipped."""
+    text, or JSONL objects when the first line is one. Empty lines are skipped."""
     if args.prompt_file is None:
         if not args.prompt:
             raise ValueError("--prompt is empty: give it at least one character")
-        return [args.prompt], []
+        return [Request(args.prompt)], []
     name = "stdin" if args.prompt_file == "-" else args.prompt_file
     try:
         text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8-sig")
@@ -805,20 +818,31 @@ def requests(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     if not lines:
         raise ValueError(f"{name}: holds no prompt")
     if not lines[0][1].lstrip().startswith("{"):
-        return [line for _, line in lines], []
-    found = [(number, _jsonl_prompt(line)) for number, line in lines]
-    wrong = [
-        f'{name}, line {number}: expected a JSON object with a string "prompt"' for number, text in found if not text
-    ]
-    return [text for _, text in found if text], wrong
+        return [Request(line) for _, line in lines], []
+    found = [(number, _jsonl_request(line)) for number, line in lines]
+    wanted = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
+    wrong = [f"{name}, line {number}: {wanted}" for number, request in found if request is None]
+    return [request for _, request in found if request is not None], wrong
 
 
-def _jsonl_prompt(line: str) -> str | None:
+def _jsonl_request(line: str) -> Request | None:
+    """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}, with or without "id"; None for anything else."""
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        found = json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    return prompt if isinstance(prompt, str) else None
+    if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found):
+        return None
+    messages = found.get("messages")
+    if messages is None:
+        text = found.get("prompt")
+        return Request(text, None, found.get("id")) if isinstance(text, str) and text else None
+    if not isinstance(messages, list) or not messages:
+        return None
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return None
+    return Request(messages[-1]["content"], messages, found.get("id"))
 
 
 class NumberTokenizer(Tokenizer):
@@ -1001,10 +1025,10 @@ def speaking(allowed: bool) -> Iterator[None]:
 
 def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling: Sampling, k: int | str) -> None:
     """Load, decode, print."""
-    texts, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
+    asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
     for message in broken:
         one_line_error(message)
-    if broken and not texts:
+    if broken and not asked:
         sys.exit(2)
     model, tokenizer = load(args, device, ranks)
     drafter = load_drafter(args, model, tokenizer, args.draft_tp == "sharded")
@@ -1013,7 +1037,7 @@ def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling
         raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {model.config.max_seq_length}")
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
-    encoded = ranks.tell([tokenizer.encode(text) for text in texts])
+    encoded = ranks.tell([request.encode(tokenizer) for request in asked])
     budgets = [new_tokens(args.max_new_tokens, prompt, limit) for prompt in encoded]
     if args.interactive:
         length = min(limit, CHAT_LENGTH)
@@ -1021,7 +1045,7 @@ def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling
         check_lengths(model, encoded, budgets, limit)
         check_draft_length(drafter, encoded, budgets)
         length = max(len(prompt) + n for prompt, n in zip(encoded, budgets))
-    rows, positions = min(args.batch_size, len(texts) or 1), limit if args.max_seq_length else length
+    rows, positions = min(args.batch_size, len(asked) or 1), limit if args.max_seq_length else length
     if args.one_shot and not compiles(args.compile, device):
         raise ValueError("--one_shot is for compiled steps; leave --no-compile away")
     engine = Engine(model, rows, positions, compile=compiles(args.compile, device), drafter=drafter, speculate_k=k)
@@ -1029,7 +1053,7 @@ def serve(args: argparse.Namespace, ranks: Ranks, device: torch.device, sampling
     stop_ids = ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     session = Session(engine, tokenizer, sampling, stop_ids, args.show_drafts and sys.stdout.isatty())
     with profiled(args.profile if ranks.rank == 0 else None, device):
-        chat(session, args) if args.interactive else decode_all(session, args, texts, encoded, budgets)
+        chat(session, args) if args.interactive else decode_all(session, args, asked, encoded, budgets)
     if broken:
         sys.exit(2)
 
@@ -1122,19 +1146,20 @@ def warm_up(engine: Engine, sampling: Sampling, filled: int) -> None:
         engine.calibrate(sampling, filled)
 
 
-def decode_all(session: Session, args: argparse.Namespace, texts: list[str], encoded, budgets: list[int]) -> None:
+def decode_all(session: Session, args: argparse.Namespace, asked: list[Request], encoded, budgets: list[int]) -> None:
     """Every batch of every sample, then the rates."""
     timings, size = [], args.batch_size
     for seed in range(args.seed, args.seed + args.num_samples):
-        for begin in range(0, len(texts), size):
+        for begin in range(0, len(asked), size):
             prompts = encoded[begin : begin + size]
-            texts_here = texts[begin : begin + size]
-            coloured = session.coloured and not args.json
-            printer = Printer(session.tokenizer, texts_here, session.stop_ids, args.stop, args.json, coloured)
+            here = asked[begin : begin + size]
+            texts, coloured = [request.text for request in here], session.coloured and not args.json
+            printer = Printer(session.tokenizer, texts, session.stop_ids, args.stop, args.json, coloured)
             timings.append(session.decode(printer, prompts, budgets[begin : begin + size], seed))
             if args.json:
-                for row in printer.rows(prompts, timings[-1], session.engine):
-                    print(json.dumps(row), flush=True)
+                for request, row in zip(here, printer.rows(prompts, timings[-1], session.engine)):
+                    carried = {} if request.id is None else {"id": request.id}
+                    print(json.dumps(carried | row), flush=True)
     report(timings, session.engine)
 
 
@@ -1286,48 +1311,64 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Decode text with a Llama-architecture model from a Hugging Face folder.")
-    add = parser.add_argument
-    add("--checkpoint", default=str(Path(__file__).parent / "checkpoints" / "demo"), help="a Hugging Face folder")
+    parser = Parser(
+        description="Decode text with a Llama-architecture model from a Hugging Face folder. Text streams to stdout,"
+        " everything else to stderr.",
+        epilog="On several devices: torchrun --nproc_per_node=N generate.py …",
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--checkpoint", default=str(Path(__file__).parent / "checkpoints" / "demo"), metavar="DIR",
+        help="a Hugging Face folder; default: checkpoints/demo")  # fmt: skip
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
     add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(FORMATS)}")
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
-    draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model with the same tokenizer drafts")
-    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
-    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round, default {DEFAULT_K}; auto: what pays best")
-    add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
-    add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="Once upon a time")
-    source.add_argument("--prompt_file", help='one prompt per line, or JSONL objects with "prompt"; - for stdin')
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+
+    group = parser.add_argument_group("prompt")
+    source, add = group.add_mutually_exclusive_group(), group.add_argument
+    source.add_argument("--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"')
+    jsonl = 'one a line, or JSONL objects with "prompt" or "messages", and "id"; - for stdin'
+    source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
     add("--system", metavar="TEXT", help="system message for --interactive")
-    add("--batch_size", type=positive, default=1, help="prompts decoded together")
-    add("--num_samples", type=positive, default=1, help="runs of every prompt, with seeds seed, seed + 1, …")
-    add("--max_new_tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or to the end of the context")
-    add("--max_seq_length", type=int, help="positions for prompt and new tokens; default: the model's context")
-    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    add("--top_k", type=int, help="keep the k most likely tokens")
-    add("--top_p", type=float, help="keep the most likely tokens that together reach this mass")
-    add("--min_p", type=float, help="keep tokens at least this likely relative to the most likely one")
-    add("--seed", type=int, default=0)
+    add("--batch_size", type=positive, default=1, metavar="N", help="prompts decoded together; default: 1")
+    add("--num_samples", type=positive, default=1, metavar="N", help="runs of every prompt, seeds seed, seed + 1, …")
+
+    add = parser.add_argument_group("what is drawn").add_argument
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token; default: 0.8")
+    add("--top_k", type=int, metavar="N", help="keep the N most likely tokens")
+    add("--top_p", type=float, metavar="P", help="keep the most likely tokens that together reach this mass")
+    add("--min_p", type=float, metavar="P", help="keep tokens at least this likely relative to the most likely one")
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+
+    add = parser.add_argument_group("when it ends").add_argument
+    add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}, or to the context's end")
+    add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: the context")
     add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
+
+    group = parser.add_argument_group("drafting")
+    draft, add = group.add_mutually_exclusive_group(), group.add_argument
+    draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model with the same tokenizer drafts")
+    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
+    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: what pays best; default: {DEFAULT_K}")
+    add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
+    add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
+
+    add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
     add("--threads", type=positive, metavar="N", help="of a CPU; default: torch's, within what this process may use")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
+
+    add = parser.add_argument_group("under torchrun").add_argument
     add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
-        help="under torchrun: divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
-    add(
-        "--one_shot",
-        action="store_true",
-        help="under torchrun on GPUs that reach each other's memory: sums by direct reads",
-    )
-    add("--timeout", type=float, default=600, help="under torchrun: seconds to wait for another rank")
-    add("--profile", metavar="FILE", help="write a Chrome trace of everything after loading and compiling")
+        help="divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
+    add("--one_shot", action="store_true", help="on GPUs that reach each other's memory: sums by direct reads")
+    add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for another rank; default: 600")
+
+    add = parser.add_argument_group("what is reported").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
+    add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
     return parser.parse_args(argv)
 
 

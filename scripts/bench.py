@@ -19,7 +19,8 @@ into a results file with the commit, the hardware and the command; a later run o
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each while loading, time per step
     first_token   start of `python generate.py` on the demo until its first byte of text
 
-`--plot PICTURE` draws a results file; by itself it measures nothing.
+`--plot` draws every results file in benchmarks/, a PNG beside each, and makes the tables of the READMEs anew; by itself
+it measures nothing.
 
 Whatever is compared runs in turn, A B A B …, each in a process of its own that waits while the others run, with the
 device's read bandwidth measured in every round; ratios are taken within a round. Greedy throughout.
@@ -48,6 +49,7 @@ from packed import pack_linears
 from quantize import FORMATS
 from sampling import GREEDY, Sampling
 from scripts.plots import draw
+from scripts.tables import fill
 from speculative import ModelDraft, NgramDraft
 from tokenizer import load_tokenizer
 
@@ -735,6 +737,17 @@ def write_results(file: Path, rows: list[dict], command: str) -> None:
     file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
+def show(root: Path) -> None:
+    """Make the pictures of benchmarks/*.json, and the tables of both READMEs, anew."""
+    rows = []
+    for file in sorted((root / "benchmarks").glob("*.json")):
+        results = json.loads(file.read_text())
+        draw(results["rows"], file.with_suffix(".png"), f"{results['hardware']}, torch {results['torch']}")
+        rows += results["rows"]
+    for file in (root / "README.md", root / "benchmarks" / "README.md"):
+        file.write_text(fill(file.read_text(), rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure quickdraft.")
     parser.add_argument("what", nargs="*", metavar="MEASUREMENT", help=f"of {', '.join(MEASUREMENTS)}; default: all")
@@ -745,7 +758,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="held-out text, for quality")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="other text, for quality")
     parser.add_argument("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw --write's file, or benchmarks/cpu.json")
+    parser.add_argument("--plot", action="store_true", help="make the pictures and tables of benchmarks/ anew")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -766,10 +779,9 @@ def main() -> None:
             write_results(args.write, found, command)
         rows += found
     if args.plot:
-        results = json.loads((args.write or ROOT / "benchmarks" / "cpu.json").read_text())
-        draw(results["rows"], args.plot, f"{results['hardware']}, torch {results['torch']}")
-        return
-    print(json.dumps(rows))
+        show(ROOT)
+    if rows:
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":

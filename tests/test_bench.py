@@ -5,18 +5,19 @@ import time
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES
+from conftest import BASE, FAMILIES, ROOT
 from matplotlib.figure import Figure
 
 from generate import Timing, generate
 from model import Transformer
 from sampling import Sampling
 from scripts.bench import Contender, PeakAnonymous, Worker, hardware, interleave, ours, row, write_results
-from scripts.plots import draw, draw_context, draw_drafts, draw_rates
+from scripts.plots import draw, draw_context, draw_drafts, draw_quality, draw_rates
 from scripts.products import check
+from scripts.tables import fill
 
 SHAPE = {**BASE, **FAMILIES["llama-3"]}
-PAUSE = 0.05
+PAUSE = 0.15  # more than a step of a tiny model takes on a busy machine
 
 
 def test_bytes_of_a_step_by_hand():
@@ -144,6 +145,39 @@ def test_the_picture_shows_what_was_measured(tmp_path):
     assert [list(line.get_ydata()) for line in drafts.lines[:2]] == [[1.8], [2.0]]
     draw(rows, tmp_path / "picture.svg", "title")
     assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_the_picture_of_quality_stands_at_the_stored_bits():
+    """By hand: int4-g128 has 4 bits and two 16-bit numbers per 128, mxfp6 6 bits and 8 per 32."""
+    rows = [row("demo.int4-g128.kl", [0.01], "nats"), row("demo.mxfp6.kl", [0.001], "nats")]
+    axes = Figure().subplots()
+    draw_quality(axes, {r["id"]: r for r in rows})
+    points = {text.get_text(): text.xy for text in axes.texts}
+    assert points == {"int4-g128": (4.25, 0.01), "mxfp6": (6.25, 0.001)}
+
+
+def test_nothing_to_draw_is_said(tmp_path):
+    with pytest.raises(ValueError, match="nothing among 1 rows"):
+        draw([row("tp.1b.read_bandwidth", [1.0], "GB/s")], tmp_path / "picture.png", "title")
+
+
+def test_the_tables_of_the_readmes_say_what_the_files_say():
+    """Figures are measured anew and texts forgotten: the same command that draws the pictures fills the tables."""
+    rows = [r for file in (ROOT / "benchmarks").glob("*.json") for r in json.loads(file.read_text())["rows"]]
+    for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+        text = file.read_text()
+        assert "<!-- table " in text and fill(text, rows) == text, f"python -m scripts.bench --plot changes {file}"
+
+
+def test_a_table_cell_is_the_row_with_its_spread():
+    text = "before\n<!-- table rates -->\nstale\n<!-- end -->\nafter"
+    filled = fill(text, [row("1b.int8.tok_s", [10.04, 20.06, 123.4], "tok/s")])
+    lines = filled.splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after") and "stale" not in filled
+    assert "| quickdraft, eager, tok/s | – | 20.1 (10.0–123) | – |" in lines
+    assert fill(filled, []) != filled
+    with pytest.raises(ValueError, match="no table is called 'nonsense'"):
+        fill(text.replace("rates", "nonsense"), [])
 
 
 def test_a_wrong_product_is_called_wrong():

@@ -280,6 +280,31 @@ def test_broken_jsonl_lines_are_named_and_the_rest_answered(text_folder, capsys,
     assert exit.value.code == 2 and [f"line {n}:" in err for n in range(1, 6)] == [False, True, True, True, False]
 
 
+def test_jsonl_conversations_and_ids(text_folder, chat_folder, capsys, tmp_path):
+    """What comes back is matched by id, and a conversation is in the folder's own format, or plain text without one."""
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
+    objects = [{"prompt": "a", "id": "first"}, {"messages": messages, "id": 2}, {"prompt": "a"}]
+    file = tmp_path / "objects.jsonl"
+    file.write_text("\n".join(map(json.dumps, objects)))
+    for folder, conversation in ((text_folder, None), (chat_folder, messages)):
+        rows, _ = run(capsys, "--checkpoint", folder, "--prompt_file", file, "--batch_size", 2, "--max_new_tokens", 3)
+        tokenizer = load_tokenizer(folder)
+        want = tokenizer.chat(messages) if conversation else tokenizer.encode("the cat\na dog")
+        assert [row["prompt_tokens"] for row in rows] == [tokenizer.encode("a"), want, tokenizer.encode("a")]
+        assert [row.get("id", "none") for row in rows] == ["first", 2, "none"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prompt": ""}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"role": "user"}]},
+              {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}],
+)  # fmt: skip
+def test_a_line_that_is_no_request_is_named(wrong, tmp_path):
+    file = tmp_path / "objects.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(wrong))
+    asked, problems = program.requests(program.parse_args(["--prompt_file", str(file)]))
+    assert [request.text for request in asked] == ["a"] and len(problems) == 1 and "line 2" in problems[0]
+
+
 def test_stdin_batches_and_plain_text(text_folder):
     done = cli(
         "--checkpoint",

@@ -17,7 +17,7 @@ ALLOWED = {
 }
 
 # A script is an entry point, which nothing imports; only what measures shares its rounds and its pictures.
-BESIDE = {"bench": {"plots"}, "products": {"bench"}}
+BESIDE = {"bench": {"plots", "tables"}, "tables": {"plots"}, "products": {"bench"}}
 
 # A program's own functions stand above the graph: python quantize.py reads folders and text, which import quantize.
 PROGRAMS = {"quantize": ("run", "calibration_states")}
