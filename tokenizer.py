@@ -175,6 +175,11 @@ class Tokenizer:
         before = [self.bos_id] if with_bos and self.bos_id is not None else []
         return before + self._find(_valid(text), self._literals)
 
+    def parse(self, text: str) -> list[int]:
+        """Ids of text in which the names of special tokens are those tokens, such as a rendered chat template; no BOS
+        is put in front."""
+        return self._parse(_valid(text))
+
     def stream(self, continues: bool = False) -> StreamDecoder:
         """A fresh decoder. `continues`: the ids follow others, so that a leading space is a real one."""
         return StreamDecoder(self._to_bytes, self._strip_first_space and not continues)

@@ -2,7 +2,7 @@
 
 Reads params.json, consolidated.*.pth and tokenizer.model, and writes config.json, one safetensors file a layer with
 their index, and the tokenizer. The pickles are mapped, not read, and loaded with weights_only=True (they can run no
-code), so that one layer is held at a time. This is the only place where a pickle is opened.
+code), so that one layer is held at a time. Pickles are opened here and in convert_gptfast alone.
 """
 
 import json

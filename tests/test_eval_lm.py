@@ -1,0 +1,569 @@
+"""scripts/eval_lm.py: what the harness is told is what the model thinks, by a computation that shares none of its code.
+
+`direct` runs one request at a time, whole sequence, all logits; stop strings are cut by `cut`.
+The harness itself runs on three tasks of a local folder. Nothing here may reach the network.
+"""
+
+import json
+import math
+import os
+import runpy
+import shutil
+import socket
+import sys
+from functools import partial
+
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when the harness imports `datasets`
+
+import lm_eval
+import lm_eval.tasks
+import pytest
+import torch
+from conftest import ROOT
+from lm_eval.api.instance import Instance
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from checkpoint import load_model
+from generate import generate
+from sampling import Sampling
+from scripts import eval_lm
+from scripts.eval_lm import QuickdraftLM
+from speculative import ModelDraft, NgramDraft, layer_subset
+from tokenizer import load_tokenizer
+
+DEMO = ROOT / "checkpoints" / "demo"
+STORY = (ROOT / "checkpoints" / "stories.txt").read_text().strip()  # 1,000 tokens, twice the context
+
+# Products in float32 of different row counts differ by some 1e-4 in a logit (benchmarks/NOTES.md); a sum over the
+# tokens of a text by less than so much for each of them.
+PER_TOKEN = 2e-4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(DEMO, dtype=torch.float32)
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+@pytest.fixture
+def lm(model, tokenizer):
+    return QuickdraftLM(model, tokenizer, batch_size=4)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("something wanted the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
+
+
+@torch.inference_mode()
+def direct(model, ids: list[int], scored: int, limit: int = 512) -> tuple[float, bool]:
+    """Log-likelihood of the last tokens of ids, of which the model may see `limit` before each, and are they greedy."""
+    model.use_caches(None)
+    ids = ids[-limit - 1 :]
+    log_p = model(torch.tensor([ids]), torch.arange(len(ids)))[0].log_softmax(-1) if len(ids) <= 512 else None
+    if log_p is None:  # the last token has no position, and needs none
+        log_p = model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1))[0].log_softmax(-1)
+    total, greedy = 0.0, True
+    for place in range(len(ids) - scored, len(ids)):
+        total += log_p[place - 1, ids[place]].item()
+        greedy = greedy and log_p[place - 1].argmax().item() == ids[place]
+    return total, greedy
+
+
+@torch.inference_mode()
+def greedy_text(model, tokenizer, prompt: str, new: int) -> str:
+    """Greedy decoding without a cache."""
+    model.use_caches(None)
+    ids = [1, *tokenizer.encode(prompt, bos=False)]
+    for _ in range(new):
+        ids.append(model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].argmax().item())
+    assert 2 not in ids
+    return tokenizer.decode(ids)[len(prompt) :]
+
+
+# --------------------------------------------------------------------------------------- log-likelihoods
+
+
+def pairs(model, tokenizer) -> list[tuple[str, str]]:
+    greedy = greedy_text(model, tokenizer, "Once upon a time", 6)
+    return [
+        ("Tim was happy and", " said yes"),
+        ("Once upon a time", greedy),
+        ("Tim was happy and  ", "said yes"),  # its spaces belong to what follows
+        ("", "One day Tim found a ball"),
+        ("The ball was", " red"),  # four choices of one token, and one of several
+        ("The ball was", " big"),
+        ("The ball was", " the"),
+        ("The ball was", " too big for Tim"),
+        ("Tim was happy and", " said yes"),  # the same request again
+        (STORY[:600], " and they went home."),
+        ("Tim", " likes"),
+    ]
+
+
+def encoded(tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
+    """All ids led by BOS, and how many of them are the continuation's."""
+    moved = len(context) - len(context.rstrip(" "))
+    before, text = context[: len(context) - moved], context + continuation
+    ids = [1, *tokenizer.encode(text, bos=False)]
+    return ids, len(ids) - 1 - (len(tokenizer.encode(before, bos=False)) if before else 0)
+
+
+def test_log_likelihoods_are_the_models(lm, model, tokenizer):
+    asked = pairs(model, tokenizer)
+    found = lm.loglikelihood(requests("loglikelihood", asked), disable_tqdm=True)
+    want = [direct(model, *encoded(tokenizer, *pair)) for pair in asked]
+    lengths = [encoded(tokenizer, *pair)[1] for pair in asked]
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in want]
+    assert want[1][1] and not want[0][1]  # both kinds occur
+    for (got, _), (exact, _), n in zip(found, want, lengths, strict=True):
+        assert abs(got - exact) < PER_TOKEN * n, (got, exact)
+    assert found[0] == found[8]
+
+
+def test_the_batch_changes_nothing(model, tokenizer):
+    asked = requests("loglikelihood", pairs(model, tokenizer))
+    one, four = (QuickdraftLM(model, tokenizer, batch_size=size).loglikelihood(asked, True) for size in (1, 4))
+    for (a, greedy_a), (b, greedy_b), request in zip(one, four, asked, strict=True):
+        assert abs(a - b) < PER_TOKEN * encoded(tokenizer, *request.args)[1] and greedy_a == greedy_b
+
+
+@pytest.mark.parametrize("max_length", [512, 40])
+def test_long_contexts_lose_their_first_tokens(model, tokenizer, capsys, max_length):
+    lm = QuickdraftLM(model, tokenizer, batch_size=4, max_length=max_length)
+    long = encoded(tokenizer, STORY, " The end.")
+    fits = tokenizer.decode(tokenizer.encode(STORY, bos=False)[: max_length - 10])
+    asked = [(STORY, " The end."), (fits, " The"), (STORY, " And they all played")]
+    found = lm.loglikelihood(requests("loglikelihood", asked), disable_tqdm=True)
+    for (got, greedy), pair in zip(found, asked, strict=True):
+        ids, n = encoded(tokenizer, *pair)
+        exact = direct(model, ids, n, max_length)
+        assert abs(got - exact[0]) < PER_TOKEN * n and greedy == exact[1]
+    assert len(long[0]) > 513
+    lines = [line for line in capsys.readouterr().err.splitlines() if "first tokens" in line]
+    assert lines == [f"2 of 3 requests do not fit in {max_length} positions: their first tokens are left out"]
+
+
+def test_exactly_what_fits_is_not_cut(model, tokenizer, capsys):
+    """max_length tokens are fed, and one more is scored: the last one takes no position."""
+    lm = QuickdraftLM(model, tokenizer, max_length=40)
+    ids = [1, *tokenizer.encode(STORY, bos=False)[:41]]
+    fed = []
+    hidden, model.hidden = model.hidden, lambda tokens, pos: fed.append(tokens.tolist()) or hidden(tokens, pos)
+    try:
+        (fits,) = lm._loglikelihood_tokens([(None, ids[:38], ids[38:41])], disable_tqdm=True)
+        assert "first tokens" not in capsys.readouterr().err
+        (cut,) = lm._loglikelihood_tokens([(None, ids[:39], ids[39:42])], disable_tqdm=True)
+    finally:
+        del model.hidden
+    assert fed == [[ids[:40]], [ids[1:41]]] and "1 of 1" in capsys.readouterr().err
+    assert abs(fits[0] - direct(model, ids[:41], 3)[0]) < PER_TOKEN * 3
+    assert abs(cut[0] - direct(model, ids[1:42], 3)[0]) < PER_TOKEN * 3
+
+
+def test_only_continuations_go_through_the_head(lm, model, tokenizer):
+    shapes = []
+    head, model.head = model.head, lambda h: shapes.append(tuple(h.shape)) or head(h)
+    asked = pairs(model, tokenizer)
+    shapes.clear()
+    try:
+        lm.loglikelihood(requests("loglikelihood", asked), disable_tqdm=True)
+        wanted = sum(encoded(tokenizer, *pair)[1] for pair in asked)
+        assert sum(rows for rows, _ in shapes) == wanted and all(len(shape) == 2 for shape in shapes)
+        shapes.clear()
+        lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(STORY,)]), disable_tqdm=True)
+        assert max(rows for rows, _ in shapes) <= eval_lm.HEAD_ROWS < sum(rows for rows, _ in shapes)
+    finally:
+        del model.head
+
+
+def test_what_cannot_be_scored_is_said(model, tokenizer):
+    lm = QuickdraftLM(model, tokenizer, max_length=8)
+    with pytest.raises(ValueError, match=r"continuation of 0 tokens.*'Tim'"):
+        lm.loglikelihood(requests("loglikelihood", [("Tim", "")]), disable_tqdm=True)
+    with pytest.raises(ValueError, match="1 to 8"):
+        lm.loglikelihood(requests("loglikelihood", [("Tim", STORY)]), disable_tqdm=True)
+
+
+def test_broken_weights_are_no_figures(lm, model, monkeypatch):
+    monkeypatch.setattr(model, "head", lambda h: torch.full((len(h), 2048), math.nan))
+    with pytest.raises(ValueError, match="not finite"):
+        lm.loglikelihood(requests("loglikelihood", [("Tim", " ran")]), disable_tqdm=True)
+
+
+@pytest.mark.parametrize("max_length", [512, 48])
+def test_rolling_scores_every_token_once(model, tokenizer, max_length):
+    """Windows of `max_length` tokens; the last one reaches back so that it is as long as the others."""
+    lm = QuickdraftLM(model, tokenizer, batch_size=3, max_length=max_length)
+    texts = [STORY, "Tim ran.", STORY[:300], "", STORY]
+    found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in texts]), True)
+    for text, got in zip(texts, found, strict=True):
+        ids = [1, *tokenizer.encode(text, bos=False)] if text else []
+        want = 0.0
+        for begin in range(1, len(ids), max_length):
+            end = min(begin + max_length, len(ids))
+            want += direct(model, ids[max(0, end - max_length - 1) : end], end - begin, max_length)[0]
+        assert abs(got - want) < PER_TOKEN * max(1, len(ids)), (text, got, want)
+    assert found[0] == found[-1] < found[2] < found[1] < found[3] == 0.0
+
+
+def test_without_bos_the_end_of_text_comes_first(model, tokenizer):
+    tokenizer.bos_id, tokenizer.add_bos = None, False  # as Qwen's
+    lm = QuickdraftLM(model, tokenizer)
+    ids = tokenizer.encode("One day Tim found a ball")
+    assert lm.prefix_token_id == lm.eot_token_id == 2 and ids[0] != 1
+    want = direct(model, [2, *ids], len(ids))[0]
+    (empty, _), (spaces, _) = lm.loglikelihood(
+        requests("loglikelihood", [("", "One day Tim found a ball"), (" ", "One day Tim found a ball")]), True
+    )
+    (rolled,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [("One day Tim found a ball",)]), True)
+    assert abs(empty - want) < PER_TOKEN * len(ids) and abs(rolled - want) < PER_TOKEN * len(ids)
+    led = [2, *tokenizer.encode(" One day Tim found a ball")]
+    assert abs(spaces - direct(model, led, len(led) - 1)[0]) < PER_TOKEN * len(led)
+    ((plain, _),) = lm.loglikelihood(requests("loglikelihood", [("Tim was", " happy")]), True)
+    whole = tokenizer.encode("Tim was happy")
+    assert abs(plain - direct(model, whole, len(whole) - len(tokenizer.encode("Tim was")))[0]) < PER_TOKEN * 3
+
+
+def test_bos_is_never_doubled(lm, tokenizer):
+    ids = tokenizer.encode("Tim ran", bos=False)
+    assert lm.tok_encode("Tim ran") == [1, *ids] and lm.tok_encode("Tim ran", add_special_tokens=False) == ids
+    assert lm.tok_encode("<s>Tim").count(1) == 1 and lm.tok_encode("<s>Tim")[0] == 1
+    tokenizer.add_bos = False  # the folder's policy
+    assert lm.tok_encode("Tim ran") == lm.tok_encode("Tim ran", add_special_tokens=True) == ids
+
+
+# -------------------------------------------------------------------------------------------- generation
+
+
+def cut(text: str, stops: list[str]) -> str:
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def plain(model, tokenizer, prompt: list[int], sampling: Sampling, new: int, seed: int) -> str:
+    """The same prompt alone, whole, then as text."""
+    ids = [id for _, id in generate(
+        model, [prompt], sampling=sampling, max_new_tokens=new, stop_ids={2}, seed=seed
+    )]  # fmt: skip
+    return tokenizer.decode(ids[:-1] if ids[-1] == 2 else ids)
+
+
+GREEDY = {"do_sample": False, "temperature": 0.7}  # the harness's own tasks say that
+ASKED = [
+    ("Once upon a time", {"until": ["."], "max_gen_toks": 40, **GREEDY}, Sampling(0.0)),
+    ("Tim and Sam", {"until": ["\n", " the"], "max_gen_toks": 25}, Sampling(0.0)),
+    ("The dog was very", {"until": [], "max_gen_toks": 12}, Sampling(0.0)),
+    ("Once upon a time", {"until": "park", "max_new_tokens": 30, "do_sample": True}, Sampling(1.0)),
+    ("Once upon a time", {"until": "park", "max_new_tokens": 30, "do_sample": True}, Sampling(1.0)),
+    ("A cat", {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "max_gen_toks": 30, "until": ["!"]},
+     Sampling(0.8, 20, 0.9)),
+    ("They all lived happily ever", {"until": [""], "max_gen_toks": 200}, Sampling(0.0)),  # to the end token
+    ("", {"until": ["."], "max_gen_toks": 20}, Sampling(0.0)),
+]  # fmt: skip
+
+
+def stops_of(settings: dict) -> list[str]:
+    until = settings.get("until", [])
+    return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+
+
+DRAFTERS = {
+    "none": lambda model: None,
+    "ngram": lambda model: NgramDraft(),
+    "layers": lambda model: ModelDraft(
+        layer_subset(model, [0, 1, 5]), on_layers=[0, 1, 5]
+    ),  # on the model's own caches
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_generation_is_generates_up_to_the_stop_string(model, tokenizer, drafter):
+    lm = QuickdraftLM(model, tokenizer, batch_size=3, seed=5, drafter=DRAFTERS[drafter](model))
+    asked = [ask for ask in ASKED if drafter == "none" or not ask[2].temperature]  # drafts keep laws, not draws
+    found = lm.generate_until(requests("generate_until", [ask[:2] for ask in asked]), disable_tqdm=True)
+    engine = lm.engine
+    for number, ((context, settings, sampling), got) in enumerate(zip(asked, found, strict=True)):
+        new = settings.get("max_gen_toks") or settings["max_new_tokens"]
+        prompt = tokenizer.encode(context)
+        whole = plain(model, tokenizer, prompt, sampling, new, 5 + number)
+        assert got == cut(whole, stops_of(settings)), (context, got, whole)
+    assert found[0].strip() and "." not in found[0]
+    assert drafter != "none" or found[3] != found[4]  # repeats of a request draw anew
+    # Scoring in between leaves the engine as it was, and a call that fits takes it again.
+    (score,) = lm.loglikelihood(requests("loglikelihood", [("Tim was", " happy")]), disable_tqdm=True)
+    assert abs(score[0] - direct(model, *encoded(tokenizer, "Tim was", " happy"))[0]) < PER_TOKEN * 3
+    again = lm.generate_until(requests("generate_until", [ask[:2] for ask in asked[:3]]), disable_tqdm=True)
+    assert again == found[:3] and lm.engine is engine
+    longer = lm.generate_until(requests("generate_until", [(STORY[:900], {"max_gen_toks": 3})]), disable_tqdm=True)
+    assert lm.engine is not engine and longer[0] == plain(
+        model, tokenizer, tokenizer.encode(STORY[:900]), Sampling(0.0), 3, 0
+    )
+
+
+def test_an_end_that_only_begins_a_stop_string_stays(lm, model, tokenizer):
+    whole = plain(model, tokenizer, tokenizer.encode("The dog was very"), Sampling(0.0), 12, 0)
+    settings = {"max_gen_toks": 12, "until": [whole[-3:] + "#"]}
+    assert lm.generate_until(requests("generate_until", [("The dog was very", settings)]), True) == [whole]
+
+
+def test_scoring_does_not_run_into_a_small_engine(lm, model, tokenizer):
+    asked = requests("loglikelihood", pairs(model, tokenizer))
+    before = lm.loglikelihood(asked, disable_tqdm=True)
+    lm.generate_until(requests("generate_until", [("Tim", {"max_gen_toks": 2})]), disable_tqdm=True)
+    assert lm.engine.max_seq_length < 10 and lm.loglikelihood(asked, disable_tqdm=True) == before
+
+
+def test_text_ends_at_the_end_token(lm, model, tokenizer):
+    (text,) = lm.generate_until(
+        requests("generate_until", [("The end. They all lived happily ever after.", {"max_gen_toks": 400})]), True
+    )
+    assert 0 < len(tokenizer.encode(text)) < 400 and "endoftext" not in text
+
+
+def test_long_prompts_of_generation_are_cut(model, tokenizer, capsys):
+    lm = QuickdraftLM(model, tokenizer, max_length=64)
+    asked = [(STORY, {"max_gen_toks": 10, "until": ["."]}), ("Tim", {"max_gen_toks": 10, "until": ["."]})]
+    found = lm.generate_until(requests("generate_until", asked), disable_tqdm=True)
+    whole = plain(model, tokenizer, tokenizer.encode(STORY)[-54:], Sampling(0.0), 10, 0)
+    assert found[0] == cut(whole, ["."])
+    assert "1 of 2 requests do not fit in 64 positions" in capsys.readouterr().err
+
+
+def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
+    ids = [id for _, id in generate(
+        model, [tokenizer.encode("Once upon a time")], sampling=Sampling(0.0), max_new_tokens=20
+    )]  # fmt: skip
+    third = next(n for n, id in enumerate(ids) if n > 2 and id not in ids[:n])
+    tokenizer.specials["<|turn|>"] = ids[third]
+    (text,) = QuickdraftLM(model, tokenizer).generate_until(
+        requests("generate_until", [("Once upon a time", {"until": ["<|turn|>"], "max_gen_toks": 20})]), True
+    )
+    assert text == tokenizer.decode(ids[:third])
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"num_beams": 4}, "num_beams = 4 is not supported"),
+        ({"repetition_penalty": 1.2, "do_sample": True}, "repetition_penalty = 1.2"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p = 1.5"),
+        ({"max_gen_toks": 512}, "max_gen_toks = 512 must"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused(lm, settings, says):
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+        lm.generate_until(requests("generate_until", [("Tim", settings)]), disable_tqdm=True)
+
+
+# ---------------------------------------------------------------------------------------- chat template
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "Who is Tim?"},
+    {"role": "assistant", "content": "A boy."},
+    {"role": "user", "content": "What has he? "},
+]
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    folder = shutil.copytree(DEMO, tmp_path / "chat")
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def rendered(messages: list[dict], **options) -> str:
+    names = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    return render_jinja_template([messages], chat_template=TEMPLATE, **options, **names)[0][0]
+
+
+def test_chats_are_rendered_as_transformers_does(model, chat_folder, capsys):
+    tokenizer = load_tokenizer(chat_folder)
+    lm = QuickdraftLM(model, tokenizer, name="a/b")
+    text = lm.apply_chat_template(CHAT)
+    assert text == rendered(CHAT, add_generation_prompt=True) and lm.tokenizer_name == "a__b"
+    ids = lm.tok_encode(text)
+    assert ids == tokenizer.chat(CHAT) and ids.count(1) == 1 and ids.count(2) == 3
+    for begun in ("The answer is:", "The answer is: "):
+        chat = [*CHAT, {"role": "assistant", "content": begun}]
+        text = lm.apply_chat_template(chat, add_generation_prompt=False)
+        assert text == rendered(chat, continue_final_message=True)
+        assert text.endswith("The answer is:")  # open: neither an end token nor a new turn
+    assert chat[-1]["content"] == "The answer is: "  # the caller's messages are the caller's
+    capsys.readouterr()
+    for _ in range(2):
+        assert lm.apply_chat_template([{"role": "system", "content": "Be brief."}, *CHAT]) == rendered(
+            CHAT, add_generation_prompt=True
+        )
+    assert capsys.readouterr().err.count("without system messages") == 1
+
+
+def test_a_folder_without_a_template_says_so(lm):
+    with pytest.raises(ValueError, match="no chat template"):
+        lm.apply_chat_template(CHAT)
+
+
+# -------------------------------------------------------------------------------------- the whole harness
+
+CHOICES = [
+    ("Once upon a time there was a little", ["girl", "tree house", "of"], 0),
+    ("Tim and Sam went to the", ["is", "park", "blue"], 0),  # not what the model thinks
+    ("The sun was very", ["hot", "table", "and he"], 0),
+    ("She was so happy that she", ["the", "jumped", "green"], 1),
+    ("They saw a big", ["dog", "ran", "to"], 2),  # nor this
+]
+TEXTS = [STORY, STORY[:500], "Tim ran home.\nHis mom was there."]
+PROMPTS = ["Once upon a time", "The cat", "One day, Sam"]
+
+SHARED = """
+dataset_path: json
+test_split: test
+dataset_kwargs:
+  data_files: {{test: {file}}}
+  cache_dir: {cache}
+metadata: {{version: 1.0}}
+"""
+TASKS = {
+    "local_choice": """
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "local_rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}]
+""",
+    "local_answer": """
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 24, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory, model):
+    """A folder of tasks, and what the harness must find, computed here."""
+    tokenizer, tmp_path = load_tokenizer(DEMO), tmp_path_factory.mktemp("harness")
+    answers = [
+        cut(plain(model, tokenizer, tokenizer.encode(prompt), Sampling(0.0), 24, 0), ["."]) for prompt in PROMPTS
+    ]
+    answers[1] += " or not"
+    rows = {
+        "local_choice": [{"context": c, "choices": found, "label": n} for c, found, n in CHOICES],
+        "local_rolling": [{"text": text} for text in TEXTS],
+        "local_answer": [{"context": prompt, "answer": answer} for prompt, answer in zip(PROMPTS, answers)],
+    }
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, documents in rows.items():
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        text = f"task: {name}\n" + SHARED.format(file=file, cache=tmp_path / "cache") + TASKS[name]
+        (folder / f"{name}.yaml").write_text(text)
+    right = 0
+    for context, choices, label in CHOICES:
+        found = [direct(model, *encoded(tokenizer, context, f" {choice}"))[0] for choice in choices]
+        right += found.index(max(found)) == label
+    total, words = 0.0, 0
+    for text in TEXTS:
+        ids = [1, *tokenizer.encode(text, bos=False)]
+        for begin in range(1, len(ids), 512):
+            end = min(begin + 512, len(ids))
+            total += direct(model, ids[max(0, end - 513) : end], end - begin)[0]
+        words += len(text.split())
+    return folder, {"acc": right / len(CHOICES), "perplexity": math.exp(-total / words), "exact": 2 / 3}
+
+
+def test_the_harness_finds_what_the_model_thinks(lm, tasks):
+    folder, want = tasks
+    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)["results"]
+    assert 0 < want["acc"] < 1
+    assert found["local_choice"]["acc,none"] == want["acc"]
+    assert found["local_answer"]["exact_match,none"] == pytest.approx(want["exact"])
+    # A word is some three tokens here: rounding in a token's log-likelihood counts that often.
+    assert found["local_rolling"]["word_perplexity,none"] == pytest.approx(want["perplexity"], rel=3 * PER_TOKEN)
+
+
+def run_main(monkeypatch, capsys, *arguments) -> tuple[int, str, list[str]]:
+    """(exit status, stdout, the error lines) of the script in this process, with no tasks but the local ones."""
+    manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)  # reading 14,000 others takes seconds
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
+    monkeypatch.setattr(sys, "argv", ["eval_lm", "--device", "cpu", "--dtype", "float32", *map(str, arguments)])
+    try:
+        eval_lm.main()
+        status = 0
+    except SystemExit as exit:
+        status = exit.code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return status, out, [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+def test_the_command_prints_the_table_and_writes_the_results(tasks, tmp_path, monkeypatch, capsys):
+    folder, want = tasks
+    file = tmp_path / "results.json"
+    arguments = ("--checkpoint", DEMO, "--include_path", folder, "--output", file)
+    status, out, lines = run_main(monkeypatch, capsys, "--tasks", "local_choice,local_answer", *arguments)
+    assert (status, lines) == (0, [])
+    assert f"|acc        |↑  |{want['acc']:.4f}|" in out and f"|exact_match|↑  |{want['exact']:.4f}|" in out
+    results = json.loads(file.read_text())
+    assert results["results"]["local_choice"]["acc,none"] == want["acc"]
+    assert results["config"]["model_args"]["checkpoint"] == str(DEMO) and not list(tmp_path.glob("*.partial"))
+    options = ("--limit", "2", "--num_fewshot", "1", "--quantize", "int8", "--draft", "ngram", "--max_length", "300")
+    status, _, lines = run_main(monkeypatch, capsys, "--tasks", "local_choice", *options, *arguments)
+    results = json.loads(file.read_text())
+    assert (status, lines, results["n-shot"]["local_choice"]) == (0, [], 1)
+    assert results["n-samples"]["local_choice"]["effective"] == 2 and results["config"]["limit"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--tasks", "local_choise"), "no task 'local_choise'; nearest: local_choice"),
+        (("--tasks", "local_choice,zzz"), "no task 'zzz'"),
+        (("--tasks", "local_choice", "--output", "/no/such/folder/file.json"), "--output /no/such/folder/file.json"),
+        (("--tasks", "local_choice", "--max_length", "513"), "--max_length 513 must lie between 1 and the model's 512"),
+        (("--tasks", "local_choice", "--apply_chat_template"), "no chat template"),
+        (("--tasks", "local_choice", "--checkpoint", "nowhere"), "nowhere: no such folder"),
+        (("--tasks", "local_choice", "--include_path", "nowhere"), "--include_path nowhere: no such folder"),
+        (("--tasks", "local_answer", "--gen_kwargs", "num_beams=3"), "num_beams = 3"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tasks, monkeypatch, capsys, arguments, says):
+    status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", DEMO, "--include_path", tasks[0], *arguments)
+    assert status == 2 and out == "" and len(lines) == 1 and says in lines[0], lines
+
+
+def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
+    for name in ("lm_eval", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", ["eval_lm", "--help"])
+    with pytest.raises(SystemExit) as exit, pytest.warns(RuntimeWarning, match="scripts.eval_lm"):
+        runpy.run_module("scripts.eval_lm", run_name="__main__")
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and "requirements-dev.txt" in err
