@@ -8,14 +8,18 @@
 The model is built on the meta device and every weight is copied once, from the mapped file to its place inside
 its (fused) matrix, so that loading needs the weights' own memory and no more. Everything is checked against the
 files' headers before the first byte is copied. A folder whose config.json has "quantization" holds the parts of
-quantize.py's formats in place of weights. This file does not know tokenizers, decoding or devices' habits.
+quantize.py's formats in place of weights; one with "quantization_config" is another program's, and foreign.py reads it.
+This file does not know tokenizers, decoding or devices' habits.
 """
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +28,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+import foreign
 from model import Config, Shapes, Transformer
 from quantize import (
     FORMATS,
     QuantizedLinear,
+    dequantize_tensor,
     quantize_model,
     quantize_tensor,
     quantized_linears,
@@ -51,7 +57,7 @@ INNER = {
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
-    torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
 
@@ -99,7 +105,8 @@ def config_of(file: Path) -> Config:
         raise ValueError(f"{file.parent}: no such folder")
     hf = read_json(file)
     try:
-        return Config.from_hf(hf)
+        foreign.layout_of(hf)  # refuses what cannot be read
+        return Config.from_hf({**hf, "quantization_config": None})
     except ValueError as error:
         # Config speaks of "config.json: …"; put the path that the user gave in its place.
         raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
@@ -146,20 +153,23 @@ def reading(readers: dict) -> Callable[[str], Tensor]:
     return lambda name: readers[name][1].get_tensor(name)
 
 
-def check_headers(folder: Path, config: Config, model: Transformer, readers: dict) -> None:
-    """Every tensor that the model needs is there, with the right shape and type, and no other."""
-    expected = {
-        source: tuple(part.shape)
+def needed(config: Config, model: Transformer) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Hugging Face name -> (shape, stored types it can be read from) of every tensor that the model needs."""
+    parts = {  # of a quantized weight are what they are, and nothing to cast
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+        for part in module.parts()
+    }
+    return {
+        source: (tuple(part.shape), (PART_DTYPES[part.dtype],) if name in parts else DTYPES)
         for name, parameter in model.named_parameters()
         for source, part in pieces(config, name, parameter)
     }
-    exact = {  # parts of a quantized weight are what they are, and nothing to cast
-        source: PART_DTYPES[part.dtype]
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
-        for part_name, parameter in module.parts().items()
-        for source, part in pieces(config, f"{name}.{part_name}", parameter)
-    }
+
+
+def check_headers(folder: Path, config: Config, expected: dict[str, tuple], readers: dict) -> None:
+    """Every tensor that is expected is there, with the right shape and type, and no other."""
     missing = [name for name in expected if name not in readers]
     # Old checkpoints store RoPE's frequencies; a tied head may be stored although the embedding stands for it.
     extra = [
@@ -172,11 +182,11 @@ def check_headers(folder: Path, config: Config, model: Transformer, readers: dic
     wrong = []
     for name in expected.keys() & readers.keys():
         header = readers[name][1].get_slice(name)
-        if tuple(header.get_shape()) != expected[name]:
-            wrong.append(f"{name} is {header.get_shape()} instead of {list(expected[name])}")
-        elif header.get_dtype() not in ((exact[name],) if name in exact else DTYPES):
-            can = exact.get(name, ", ".join(DTYPES))
-            wrong.append(f"{name} is of type {header.get_dtype()}; {can} can be read")
+        shape, types = expected[name]
+        if tuple(header.get_shape()) != shape:
+            wrong.append(f"{name} is {header.get_shape()} instead of {list(shape)}")
+        elif header.get_dtype() not in types:
+            wrong.append(f"{name} is of type {header.get_dtype()}; {', '.join(types)} can be read")
     problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
     found = [f"{what}: {_some(names)}" for what, names in problems if names]
     if missing == ["lm_head.weight"]:
@@ -195,13 +205,14 @@ def _some(names: list[str]) -> str:
 
 
 def empty_model(
-    config: Config, dtype: torch.dtype, scheme: str | None = None, head: str | None = None, ranks: Ranks = ALONE
-) -> Transformer:
+    config: Config, dtype: torch.dtype, scheme: str | None = None, head: str | None = None, ranks: Ranks = ALONE,
+    kept: Iterable[str] = (),
+) -> Transformer:  # fmt: skip
     """A Transformer, or one rank's part of it, on the meta device: shapes without memory."""
     with Shapes():
         model = Transformer(config).to(dtype)
     shrink(model, ranks)
-    return replace_linears(model, scheme, head) if scheme else model
+    return replace_linears(model, scheme, head, kept) if scheme else model
 
 
 def fill(model: Transformer, names: list[str], read: Callable[[str], Tensor], ranks: Ranks = ALONE) -> None:
@@ -224,15 +235,62 @@ def allocate(model: Transformer, device: str | torch.device) -> Transformer:
     return model.requires_grad_(False).eval()
 
 
-def stored_quantization(file: Path) -> tuple[str | None, str | None]:
-    """(scheme, scheme of the head) that config.json says its folder is stored in; None for not quantized."""
+class Stored(NamedTuple):
+    """What a folder's matrices are stored in: a scheme, and that of the head; None for full precision. Matrices of
+    blocks that are `kept` are in full precision in any case."""
+
+    scheme: str | None = None
+    head: str | None = None
+    kept: tuple[str, ...] = ()
+    again: str | None = None  # what another program's weights, which no scheme holds, are to be quantized to
+    notes: tuple[str, ...] = ()  # what a user should hear
+
+
+def stored_quantization(file: Path) -> Stored:
+    """What config.json says that quantize.py or save_model made of its folder."""
     found = read_json(file).get("quantization")
     if found is None:
-        return None, None
-    known = isinstance(found, dict) and found.keys() <= {"scheme", "head", "method"}
+        return Stored()
+    known = isinstance(found, dict) and found.keys() <= {"scheme", "head", "method", "kept"}
+    kept = found.get("kept") or [] if known else None
+    known = known and isinstance(kept, list) and all(isinstance(name, str) for name in kept)
     if not known or found.get("scheme") not in FORMATS or found.get("head") not in (None, *FORMATS):
         raise ValueError(f"{file}: quantization = {found!r} is not supported; schemes: {', '.join(FORMATS)}")
-    return found["scheme"], found.get("head")
+    return Stored(found["scheme"], found.get("head"), tuple(kept))
+
+
+def stored_in(file: Path) -> str | None:
+    """The scheme or the other program's method that config.json says its folder is stored in."""
+    other = read_json(file).get("quantization_config")
+    return other["quant_method"] if other else stored_quantization(file).scheme
+
+
+def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
+    """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
+    readers, file = open_shards(shards(folder)), folder / "config.json"
+    layout = foreign.layout_of(read_json(file))
+    if layout is None:
+        stored = stored_quantization(file)
+        model = empty_model(config, torch.float32, stored.scheme, stored.head, kept=stored.kept)
+        check_headers(folder, config, needed(config, model), readers)
+        return stored, reading(readers)
+    plain = empty_model(config, torch.float32)
+    shapes = {
+        name.removesuffix(".weight"): {source.removesuffix(".weight"): tuple(part.shape) for source, part in parts}
+        for name, parameter in plain.named_parameters()
+        if parameter.dim() == 2 and name != "embed.weight" and (parts := list(pieces(config, name, parameter)))
+    }
+    try:
+        found = foreign.find(layout, readers, shapes)
+        check_headers(folder, config, foreign.needed(found, needed(config, plain), readers), readers)
+        found = foreign.checked(found)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from None
+    scheme, reason = foreign.scheme_of(found)
+    notes = tuple(note for note in (found.layout.note, reason) if note)
+    head = scheme if "lm_head" in found.matrices else None
+    stored = Stored(None, None, found.kept, scheme, notes) if reason else Stored(scheme, head, found.kept, None, notes)
+    return stored, foreign.reading(found, scheme, reading(readers))
 
 
 @torch.no_grad()
@@ -250,28 +308,28 @@ def load_model(
 
     `quantize` names a scheme of quantize.py: every matrix is quantized as it arrives, so that the model is never
     held in full precision; `head` names one for lm_head (and a tied embedding), which otherwise stays as it is. A
-    folder that was stored quantized is loaded as such. `tp` are the Ranks over which the model is divided: this process
-    reads and holds its part alone, and all of them must call this with the same folder. `progress` shows a bar on
-    stderr. Raises ValueError, naming file and tensor, before any weight is copied, and for weights that a scheme cannot
-    hold.
+    folder that was stored quantized is loaded as such; one that another program quantized too, where one of our schemes
+    holds it exactly, and otherwise it is quantized again, which is said on stderr. `tp` are the Ranks over which the
+    model is divided: this process reads and holds its part alone, and all of them must call this with the same folder.
+    `progress` shows a bar on stderr. Raises ValueError, naming file and tensor, before any weight is copied, and for
+    weights that a scheme cannot hold.
     """
     folder, ranks = Path(checkpoint_dir), tp or ALONE
     config = load_config(folder)
-    stored, stored_head = stored_quantization(folder / "config.json")
+    form, read = open_folder(folder, config)
+    stored = form.scheme
     if stored and quantize not in (None, stored):
         raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
-    if stored and head not in (None, stored_head):
-        raise ValueError(f"{folder}: its head is stored in {stored_head or 'full precision'}, not in {head}")
-    scheme, head = stored or quantize, stored_head or head
+    if stored and head not in (None, form.head):
+        raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
+    scheme, head = stored or quantize or form.again, form.head or head
     try:
         check(config, ranks.world, FORMATS[scheme].group if scheme in FORMATS else 0)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    readers = open_shards(shards(folder))
-    check_headers(folder, config, empty_model(config, dtype, stored, stored_head), readers)
-    read = reading(readers)
-    ranks.check_same(lambda: fingerprints(folder, readers))
-    model = allocate(empty_model(config, dtype, scheme, head, ranks), device)
+    squares = [0.0, 0.0] if form.again else None
+    ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
+    model = allocate(empty_model(config, dtype, scheme, head, ranks, form.kept), device)
     total = sum(parameter.nbytes for parameter in model.parameters())
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress) as bar:
         for name, parameter in model.named_parameters():
@@ -279,7 +337,7 @@ def load_model(
             if not stored and isinstance(module, QuantizedLinear) and not name.endswith(".bias"):
                 if name.endswith(".codes"):
                     try:
-                        _quantize_into(module, name.removesuffix(".codes"), config, read, ranks)
+                        _quantize_into(module, name.removesuffix(".codes"), config, read, ranks, squares)
                     except ValueError as error:
                         raise ValueError(f"{folder}: {error}") from None
             else:
@@ -288,6 +346,13 @@ def load_model(
     for linear in quantized_linears(model):
         linear.pack(dtype)
         release()
+    notes = list(form.notes)
+    if squares:
+        notes[-1] += (
+            f"; quantized again to {scheme}, relative error {math.sqrt(squares[0] / max(squares[1], 1e-30)):.4f}"
+        )
+    for note in notes if ranks.rank == 0 else ():
+        print(f"{folder}: {note}", file=sys.stderr)
     return connect(model, ranks)
 
 
@@ -304,9 +369,11 @@ def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
 
 
 def _quantize_into(
-    module: QuantizedLinear, name: str, config: Config, read: Callable[[str], Tensor], ranks: Ranks
-) -> None:
-    """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to."""
+    module: QuantizedLinear, name: str, config: Config, read: Callable[[str], Tensor], ranks: Ranks,
+    squares: list[float] | None = None,
+) -> None:  # fmt: skip
+    """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to. Those
+    of the change and of the weights are added to `squares`."""
     tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
     rows = module.codes.split(stack(cut, module.out_features, config, ranks))
     begin = 0
@@ -323,6 +390,10 @@ def _quantize_into(
             raise ValueError(f"{source}: {error}") from None
         module.fill(slice(begin, begin + len(weight)), parts)
         begin += len(weight)
+        if squares:
+            change = dequantize_tensor(parts, module.scheme).sub_(weight)
+            squares[0] += torch.linalg.vector_norm(change).item() ** 2
+            squares[1] += torch.linalg.vector_norm(weight).item() ** 2
         release()
 
 
@@ -352,9 +423,9 @@ def random_model(
 
 
 def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None:
-    """Write config.json (`hf`) and safetensors under Hugging Face names: model.safetensors, or for a quantized model a
-    file a layer and an index, so that saving takes a layer's memory. An interrupted write leaves nothing that
-    load_model would take: the file that names all others comes last."""
+    """Write config.json (`hf`, saying what the matrices are stored in now) and safetensors under Hugging Face names:
+    model.safetensors, or for a quantized model a file a layer and an index, so that saving takes a layer's memory. An
+    interrupted write leaves nothing that load_model would take: the file that names all others comes last."""
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     names = [name for name, _ in model.named_parameters()]
@@ -366,9 +437,26 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     for number, group in enumerate(groups, 1):
         file = "model.safetensors" if len(groups) == 1 else shard_name(number, len(groups))
         files |= write_tensors(folder / file, model, group)
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(described(model, hf), indent=2) + "\n")
     if len(groups) > 1:
         write_index(folder, files)
+
+
+def described(model: Transformer, hf: dict) -> dict:
+    """A config.json that says what this model's matrices are stored in, whatever folder it was of."""
+    hf, before = dict(hf), hf.get("quantization") or {}
+    for key in ("quantization", "quantization_config"):
+        hf.pop(key, None)
+    schemes = {
+        name: getattr(model.get_submodule(name), "scheme", None)
+        for name in (f"layers.{number}.{inner}" for number in range(len(model.layers)) for inner in INNER)
+        if cut_of(name)
+    }
+    if not any(schemes.values()):
+        return hf
+    found = {"scheme": next(filter(None, schemes.values())), "head": getattr(model.lm_head, "scheme", None)}
+    kept = {"kept": [name for name, scheme in schemes.items() if not scheme]} if not all(schemes.values()) else {}
+    return hf | {"quantization": before | found | kept}
 
 
 def shard_name(number: int, of: int) -> str:
@@ -383,13 +471,14 @@ def value_of(model: Transformer, name: str) -> Tensor:
 
 
 def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None) -> dict[str, str]:
-    """Write these parameters under their Hugging Face names, float32 ones as `dtype`; {name: file's name}."""
+    """Write these parameters under their Hugging Face names, float32 weights as `dtype`; {name: file's name}."""
 
-    def stored(part: Tensor) -> Tensor:
-        return part.detach().to(dtype if dtype and part.dtype == torch.float32 else part.dtype)
+    def stored(name: str, part: Tensor) -> Tensor:
+        whole = name.endswith((".weight", ".bias"))  # and no part of a quantized one
+        return part.detach().to(dtype if dtype and whole and part.dtype == torch.float32 else part.dtype)
 
     tensors = {
-        source: stored(part).contiguous().clone()
+        source: stored(name, part).contiguous().clone()
         for name in names
         for source, part in pieces(model.config, name, value_of(model, name))
     }

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from checkpoint import config_of, fingerprints, load_config, load_model, open_shards, random_model, shards
 from model import Block, Transformer
 from packed import pack_linears
-from quantize import FORMATS, format_of, quantized_copy, quantized_linears
+from quantize import SCHEMES, format_of, quantized_copy, quantized_linears
 from sampling import ACCEPT, GREEDY, INVALID, Sampling, distribution, sample, uniform
 from speculative import (
     ACCEPTED,
@@ -1320,7 +1320,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint", default=str(Path(__file__).parent / "checkpoints" / "demo"), metavar="DIR",
         help="a Hugging Face folder; default: checkpoints/demo")  # fmt: skip
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
-    add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(FORMATS)}")
+    add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
 

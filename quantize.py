@@ -12,7 +12,8 @@ last step of loading; what it makes is never sharded or saved. This file does no
 checkpoint.py reads and writes the parts under the names that it gives every tensor. Only `run`, which is a program and
 stands above both files, uses it.
 
-Formats: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4.
+Formats: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4. int8, int4
+and fp8 exist with float32 scales too (int4-g128-float32), which hold those of other programs' folders exactly.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +44,11 @@ def round_up(x: Tensor) -> Tensor:
     """float32 -> the next bfloat16 at or above: a scale that is rounded down would not reach the largest weight."""
     bits = x.float().contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
+def scale_of(x: Tensor, stored: torch.dtype) -> Tensor:
+    """A float32 scale as it is stored, not below x."""
+    return round_up(x) if stored == torch.bfloat16 else x.to(stored)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -96,8 +102,11 @@ class Format:
         return sum(math.prod(shape) * dtype.itemsize * 8 for shape, dtype in shapes.values()) / 2**20
 
 
+@dataclass(frozen=True)
 class PerRow(Format):
-    """Codes times one bfloat16 scale a row."""
+    """Codes times one scale a row."""
+
+    stored: torch.dtype = torch.bfloat16  # of scales
 
     def quantize(self, w):
         return self.with_max(w, w.abs().amax(1))
@@ -115,14 +124,15 @@ class Int8(PerRow):
     (1 + 2^-7)."""
 
     def shapes(self, rows, columns):
-        return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}
+        return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), self.stored)}
 
     def with_max(self, w, row_max):
-        scale = round_up(row_max / 127)  # (out,)
+        scale = scale_of(row_max / 127, self.stored)  # (out,)
         step = _divisor(scale)[:, None]
         return {"codes": (w / step).round().clamp(-127, 127).to(torch.int8), "scale": scale}
 
 
+@dataclass(frozen=True)
 class Int4(Format):
     """Asymmetric groups along the input: w = (code - 8) * scale + zero, code in [0, 15], scale and zero in bfloat16.
 
@@ -130,8 +140,10 @@ class Int4(Format):
     chosen, so only weights at a group's ends can lie outside by what the zero's rounding moved.
     """
 
+    stored: torch.dtype = torch.bfloat16  # of scale and zero
+
     def shapes(self, rows, columns):
-        groups = ((rows, columns // self.group), torch.bfloat16)
+        groups = ((rows, columns // self.group), self.stored)
         return {"codes": ((rows, columns // 2), torch.uint8), "scale": groups, "zero": groups}
 
     def quantize(self, w):
@@ -141,8 +153,8 @@ class Int4(Format):
 
     def with_range(self, w, low, high):
         """The codes of w (out, in / g, g) when its groups span low to high (out, in / g)."""
-        scale = round_up((high - low) / 15)
-        zero = (low + 8 * scale.float()).to(torch.bfloat16)
+        scale = scale_of((high - low) / 15, self.stored)
+        zero = (low + 8 * scale.float()).to(self.stored)
         codes = ((w - zero.float()[..., None]) / _divisor(scale)[..., None]).round() + 8
         return {"codes": pack_bits(codes.clamp(0, 15).flatten(1), 4), "scale": scale, "zero": zero}
 
@@ -155,10 +167,10 @@ class Fp8(PerRow):
     """E4M3 elements, one scale a row. |w - w'| <= |w| * 2^-4 for normal elements, scale * 2^-10 below them."""
 
     def shapes(self, rows, columns):
-        return {"codes": ((rows, columns), torch.float8_e4m3fn), "scale": ((rows,), torch.bfloat16)}
+        return {"codes": ((rows, columns), torch.float8_e4m3fn), "scale": ((rows,), self.stored)}
 
     def with_max(self, w, row_max):
-        scale = round_up(row_max / 448)
+        scale = scale_of(row_max / 448, self.stored)
         return {"codes": (w / _divisor(scale)[:, None]).to(torch.float8_e4m3fn), "scale": scale}
 
 
@@ -245,6 +257,12 @@ FORMATS: dict[str, Format] = {
     "mxfp8": Mx(8, 32, mantissa=3, bias=7, largest=448.0),  # E4M3
     "mxfp6": Mx(6, 32, mantissa=3, bias=1, largest=7.5),  # E2M3
     "mxfp4": Mx(4, 32, mantissa=1, bias=1, largest=6.0),  # E2M1
+}
+SCHEMES = tuple(FORMATS)  # to choose from; those that follow hold what somebody else chose
+FORMATS |= {
+    f"{name}-float32": replace(format, stored=torch.float32)
+    for name, format in FORMATS.items()
+    if not isinstance(format, Mx)
 }
 
 
@@ -427,7 +445,9 @@ class QuantizedLinear(Holder):
 
 class Int8Linear(QuantizedLinear):
     """codes times scale, factored out of the product: y = (x @ codes.T) * scale. On a CPU large ones multiply in
-    integers, for any number of rows; the rounding of x is below that of the result (see `to_digits`)."""
+    integers, for any number of rows; the rounding of x is below that of the result (see `to_digits`), and their scales
+    are float32. All others take them in the activations' type: of a float32 one (int8-float32) bfloat16 loses 2^-9,
+    half a last bit of the result."""
 
     def pack(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -453,7 +473,13 @@ class Int8Linear(QuantizedLinear):
 
 class Int4Linear(QuantizedLinear):
     """aten's int4 kernels, which take (code - 8) * scale + zero, as it is stored. A CPU wants multiples of 16 rows,
-    CUDA bfloat16 activations."""
+    CUDA bfloat16 activations.
+
+    They take scale and zero in the activations' type. Of float32 ones (int4-g128-float32) bfloat16 loses up to 2^-9 *
+    (|code - 8| * scale + |zero|), which is at most scale / 32 where zero is up to 8 scales, as in other programs'
+    folders; choosing codes had already moved the weights by up to scale / 2. float16 loses an eighth of that, float32
+    nothing. Products with more rows than a kernel takes, and what is saved, lose nothing.
+    """
 
     kernel = None  # until packed, and where none fits
 
@@ -485,15 +511,19 @@ class Int4Linear(QuantizedLinear):
             tiles = math.gcd(self.in_features // 16, 8)  # of 16 inputs that one thread block takes in a go: 2, 4 or 8
             packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
         self.register_buffer("packed_codes", packed, persistent=False)
+        self.expanded_bytes = self.scales_and_zeros.nbytes - self.scale.nbytes - self.zero.nbytes  # the kernel's type
         self.layout = int4_layout() if on_cpu else None
-        if self.layout and dtype != torch.float16 and not self.looked_up:  # float16 may round the scales
-            for name in self.parts():
+        if self.layout and not self.looked_up:
+            exact = dtype in (FORMATS[self.scheme].stored, torch.float32)  # else the kernel's scales are rounded ones
+            for name in self.parts() if exact else ("codes",):
                 self.free(name)
 
     def kernel_parts(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Codes (n, in) int32, scale and zero (n, in / g) float32 of whole blocks of rows, or of the last ones."""
-        codes = unpack_int4(self.packed_codes[rows], *self.layout)
-        scale, zero = self.scales_and_zeros[:, rows].float().unbind(-1)  # each (in / g, n)
+        codes = unpack_int4(self.packed_codes[rows], *self.layout)[: self.out_features - rows.start]  # no padding
+        if not self.scale.is_meta:
+            return codes, self.scale[rows].float(), self.zero[rows].float()
+        scale, zero = self.scales_and_zeros[:, rows.start : rows.start + len(codes)].float().unbind(-1)  # (in / g, n)
         return codes, scale.T, zero.T
 
     def row_blocks(self) -> list[slice]:
@@ -503,18 +533,19 @@ class Int4Linear(QuantizedLinear):
 
     def read_back(self):
         found = [self.kernel_parts(rows) for rows in self.row_blocks()]
-        codes, scale, zero = (torch.cat(part)[: self.out_features] for part in zip(*found))
-        return {"codes": pack_bits(codes, 4), "scale": scale.bfloat16(), "zero": zero.bfloat16()}
+        codes, scale, zero = (torch.cat(part) for part in zip(*found))
+        stored = FORMATS[self.scheme].stored
+        return {"codes": pack_bits(codes, 4), "scale": scale.to(stored), "zero": zero.to(stored)}
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         if not self.freed:
             return super().dequantized(dtype)
-        found = torch.empty(len(self.packed_codes), self.in_features, dtype=dtype)
+        found = torch.empty(self.out_features, self.in_features, dtype=dtype)
         for rows in self.row_blocks():
             codes, scale, zero = self.kernel_parts(rows)
             codes = codes.unflatten(1, (scale.size(1), -1)) - 8  # (n, in / g, g)
             found[rows] = (codes * scale[..., None] + zero[..., None]).flatten(1)
-        return found[: self.out_features]
+        return found
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
@@ -588,14 +619,18 @@ def _matrices(layer: Block) -> tuple:
     return (layer.attention, ("qkv", "out")), (layer.ffn, ("gate_up", "down"))
 
 
-def replace_linears(model: Transformer, scheme: str, head: str | None = None) -> Transformer:
-    """Put QuantizedLinears, not filled in, in place of every block's Linears; in place of the head too if `head` names
-    its scheme, and of the embedding when they are tied. ValueError names a matrix whose inputs do not divide."""
+def replace_linears(model: Transformer, scheme: str, head: str | None = None, kept: Iterable[str] = ()) -> Transformer:
+    """Put QuantizedLinears, not filled in, in place of every block's Linears but the `kept` ("layers.3.ffn.down"); in
+    place of the head too if `head` names its scheme, and of the embedding when they are tied. ValueError names a matrix
+    whose inputs do not divide."""
     format_of(scheme)
+    kept = {id(module) for name, module in model.named_modules() if name in kept}
     for number, layer in enumerate(model.layers):
         for owner, names in _matrices(layer):
             for name in names:
                 linear = getattr(owner, name)
+                if id(linear) in kept:
+                    continue
                 check_columns(scheme, linear.in_features, f"layers.{number}.{name}")
                 setattr(owner, name, _like(linear, scheme))
     if head is not None:
@@ -758,7 +793,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Quantize a Hugging Face folder, layer by layer.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR")
-    add("--scheme", required=True, metavar="SCHEME", help=", ".join(FORMATS))
+    add("--scheme", required=True, metavar="SCHEME", help=", ".join(SCHEMES))
     add("--output", required=True, metavar="DIR", help="must not exist yet")
     add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
     add("--head", metavar="SCHEME", help="of lm_head, and of an embedding tied to it; default: as it is")
@@ -791,11 +826,11 @@ def run(args: argparse.Namespace) -> None:
 
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
-    check_request(args, checkpoint.stored_quantization(folder / "config.json")[0])
+    check_request(args, checkpoint.stored_in(folder / "config.json"))
     dtype = getattr(torch, config.dtype or "", torch.bfloat16)
     model = checkpoint.empty_model(config, torch.float32 if args.method == "gptq" else dtype)
     readers = checkpoint.open_shards(checkpoint.shards(folder))
-    checkpoint.check_headers(folder, config, model, readers)
+    checkpoint.check_headers(folder, config, checkpoint.needed(config, model), readers)
     read = checkpoint.reading(readers)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
     names = [name for name, _ in model.named_parameters()]

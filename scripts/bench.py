@@ -46,7 +46,7 @@ from checkpoint import load_model, random_model, save_model
 from generate import Engine, Timing, attended_bytes, generate, position_bytes, prefill, speculative, weight_bytes
 from model import Config, Transformer
 from packed import pack_linears
-from quantize import FORMATS
+from quantize import SCHEMES
 from sampling import GREEDY, Sampling
 from scripts.plots import draw
 from scripts.tables import fill
@@ -448,7 +448,7 @@ def measure_quality(args) -> list[dict]:
     demo = str(ROOT / "checkpoints" / "demo")
     common = ["-m", "scripts.perplexity", "--text", str(args.text.resolve()), "--reference", demo, "--json"]
     wanted = {"bf16": ["--checkpoint", demo]}
-    wanted |= {scheme: ["--checkpoint", demo, "--quantize", scheme] for scheme in FORMATS}
+    wanted |= {scheme: ["--checkpoint", demo, "--quantize", scheme] for scheme in SCHEMES}
     for scheme in ("int8", "int4-g128"):
         wanted[f"{scheme}.head-int8"] = ["--checkpoint", demo, "--quantize", scheme, "--quantize_head", "int8"]
     rows = []

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from generate import Engine, Parser, fail, generate, load, load_drafter, pick_device, positive
 from model import Transformer
-from quantize import FORMATS
+from quantize import SCHEMES
 from sampling import Sampling
 from tokenizer import StopStrings, Tokenizer
 from tp import ALONE
@@ -373,7 +373,7 @@ def parse_args() -> argparse.Namespace:
     add("--system", metavar="TEXT", help="system message, or text before every prompt")
     add("--gen_kwargs", metavar="KEY=VALUE,…", help="in place of the tasks' own: max_gen_toks, temperature, …")
     add("--output", metavar="FILE", help="write the harness's results as JSON")
-    add("--quantize", metavar="SCHEME", help=", ".join(FORMATS))
+    add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model drafts what tasks have generated")

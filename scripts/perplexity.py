@@ -22,7 +22,7 @@ from tqdm import tqdm
 from checkpoint import load_config, load_model
 from generate import Parser, fail, pick_device, pick_dtype, positive
 from model import Transformer
-from quantize import FORMATS
+from quantize import SCHEMES
 from tokenizer import load_tokenizer
 
 
@@ -100,7 +100,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch_size", type=positive, default=8, help="windows scored together")
     add("--dtype", choices=("bfloat16", "float16", "float32"))
     add("--device")
-    add("--quantize", metavar="SCHEME", help=", ".join(FORMATS))
+    add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
     add("--reference", metavar="DIR", help="also KL divergence and agreement with this folder")
     add("--json", action="store_true")

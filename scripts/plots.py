@@ -8,7 +8,7 @@ What was not measured is left out. `python -m scripts.bench --plot` calls it; ma
 
 from pathlib import Path
 
-from quantize import FORMATS
+from quantize import FORMATS, SCHEMES
 
 COLOURS = {"quickdraft": "#1b6ca8", "llama.cpp": "#d1793b", "gpt-fast": "#8f8f8f", "transformers": "#5a9a5a"}
 RATED = ("bf16", "int8", "int4-g32")
@@ -100,7 +100,7 @@ def draw_drafts(axes, found: dict[str, dict]) -> None:
 
 def draw_quality(axes, found: dict[str, dict]) -> None:
     """How far the demo model is from itself in bf16, by bits a weight: by rounding, and int4 with better codes."""
-    names = {name: name for name in FORMATS}
+    names = {name: name for name in SCHEMES}
     names |= {f"int4-g128.{method}": "int4-g128" for method in ("search", "gptq")}
     points = {name: bits_a_weight(scheme) for name, scheme in names.items() if f"demo.{name}.kl" in found}
     for name, bits in points.items():

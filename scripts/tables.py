@@ -9,7 +9,7 @@ benchmarks/README.md; a test holds that they show what the files say. What was n
 
 import re
 
-from quantize import FORMATS
+from quantize import SCHEMES
 from scripts.plots import RATED, bits_a_weight
 
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -76,7 +76,7 @@ def drafts(found: dict[str, dict]) -> list[list[str]]:
 
 
 def quality(found: dict[str, dict]) -> list[list[str]]:
-    names = {"bf16": "bf16"} | {name: name for name in FORMATS}
+    names = {"bf16": "bf16"} | {name: name for name in SCHEMES}
     names |= {"int4-g128, searched ranges": "int4-g128.search", "int4-g128, GPTQ": "int4-g128.gptq"}
     lines = []
     for label, id in names.items():

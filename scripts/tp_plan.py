@@ -19,7 +19,7 @@ import torch
 from checkpoint import config_of, empty_model
 from generate import Parser, fail, weight_bytes
 from model import Config, Transformer
-from quantize import FORMATS, format_of
+from quantize import FORMATS, SCHEMES, format_of
 from tp import PLAN, SUM, Ranks, check
 
 TOKENS = 1000  # cached tokens that the table speaks of
@@ -96,7 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("config", metavar="CONFIG.json")
     add("--ranks", default="1,2,4,8", help="numbers of ranks, default 1,2,4,8")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--quantize", metavar="SCHEME", help=", ".join(FORMATS))
+    add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME")
     add("--context", type=int, default=1000, help="tokens cached in the step that is predicted")
     add("--bandwidth", type=float, default=3350, help="of one device's memory, GB/s; default: an H100's datasheet")

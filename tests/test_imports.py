@@ -11,7 +11,8 @@ ALLOWED = {
     "tp": set(),
     "packed": set(),
     "quantize": {"model", "packed"},
-    "checkpoint": {"model", "quantize", "tp"},
+    "foreign": {"quantize"},
+    "checkpoint": {"model", "quantize", "foreign", "tp"},
     "speculative": {"model", "sampling"},
     "generate": {"model", "tokenizer", "sampling", "tp", "packed", "quantize", "checkpoint", "speculative"},
 }

@@ -125,13 +125,13 @@ def test_scales_round_up():
 
 def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
     """The largest error each format's docstring allows, (out, in), plus float32's own rounding."""
-    if scheme == "int8":
+    if scheme.startswith("int8"):
         limit = parts["scale"].float()[:, None] / 2
         assert (limit * 2 <= w.abs().amax(1, keepdim=True) / 127 * (1 + 2**-7)).all()
     elif scheme.startswith("int4"):
         scale, zero = parts["scale"].float(), parts["zero"].float()
         limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(FORMATS[scheme].group, 1)
-    elif scheme == "fp8":
+    elif scheme.startswith("fp8"):
         limit = torch.maximum(w.abs() * 2**-4, parts["scale"].float()[:, None] * 2**-10)
     else:
         _, m, bias, largest = MX[scheme]
@@ -204,14 +204,19 @@ def biased_linear(rows: int, dtype: torch.dtype) -> torch.nn.Linear:
 
 def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
     """products(inputs) are the quantized products for one row, verification's few, and a prompt's many. Rounding: sums
-    of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, and sum with the bias."""
-    exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
+    of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, sum with the bias. What
+    a kernel rounds of int4's float32 scale and zero counts by their sizes, not by that of their sum, the weight."""
+    parts = quantize_tensor(linear.weight, scheme)
+    exact = dequantize_tensor(parts, scheme).double()
+    zero = torch.zeros(1, 1)
+    if scheme.endswith("-float32"):
+        zero = parts.get("zero", zero).double().repeat_interleave(FORMATS[scheme].group or 1, 1)
     dtype = linear.weight.dtype
     inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 300)]
     epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
     for x, got in zip(inputs, products(inputs), strict=True):
         want = x.double() @ exact.T + linear.bias.double()
-        size = x.double().abs() @ exact.abs().T + linear.bias.abs()
+        size = x.double().abs() @ ((exact - zero).abs() + zero.abs()).T + linear.bias.abs()
         assert ((got.double() - want).abs() <= epsilon * size).all(), len(x)
         assert (got.double() - (x.double() @ linear.weight.double().T + linear.bias)).abs().max() > 0
 
@@ -228,6 +233,7 @@ def test_a_quantized_linear_is_the_dequantized_product(scheme, rows, dtype):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiled_products_too(scheme):
     """All sizes in one graph, in the dtype that models run in."""
+    torch._dynamo.reset()  # more schemes than one function may be compiled for
     linear = biased_linear(48, torch.bfloat16)
     quantized = QuantizedLinear.from_float(linear, scheme)
 

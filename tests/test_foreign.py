@@ -1,0 +1,595 @@
+"""foreign.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write them hold the weights that those publish.
+
+The writers here pack bit by bit, from the published layouts alone, and share no code with the reader. Weights are
+compared in float64 with (code - zero point) * scale of the random numbers that were packed.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import BASE, config_json, rope
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import foreign
+import generate as program
+import quantize as quantize_program
+from checkpoint import load_config, load_model, save_model
+from model import Config
+from quantize import QuantizedLinear, dequantize_tensor
+from tp import Ranks
+
+D, F, H, G = 256, 512, 4, 2  # every group of 128 inputs divides over two ranks; no matrix but q and o is square
+HF = {
+    **BASE, "model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2,
+    "num_attention_heads": H, "num_key_value_heads": G, "vocab_size": 96, "dtype": "float16", **rope(10000.0),
+}  # fmt: skip
+SHAPES = {  # (out, in)
+    "self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D),
+    "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
+}  # fmt: skip
+FUSED = {
+    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.out": ["self_attn.o_proj"],
+    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"], "ffn.down": ["mlp.down_proj"],
+}  # fmt: skip
+
+# --------------------------------------------------------------------------- the published layouts, bit by bit
+
+
+def bit_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """codes (n, m) -> int32 (ceil(n * bits / 32), m): bit b of code r is bit r * bits + b of its column."""
+    words = np.zeros((-(-len(codes) * bits // 32), codes.size(1)), np.uint32)
+    for r, row in enumerate(codes.numpy().astype(np.uint32)):
+        for b in range(bits):
+            words[(r * bits + b) // 32] |= ((row >> b) & 1) << np.uint32((r * bits + b) % 32)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def awq_words(codes: torch.Tensor, order=(0, 2, 4, 6, 1, 3, 5, 7)) -> torch.Tensor:
+    """codes (n, m) -> int32 (n, m / 8): of eight columns, number order[i] in bits 4 i to 4 i + 3."""
+    words = np.zeros((len(codes), codes.size(1) // 8), np.uint32)
+    for column in range(words.shape[1]):
+        for i, k in enumerate(order):
+            words[:, column] |= codes[:, 8 * column + k].numpy().astype(np.uint32) << np.uint32(4 * i)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def minus_one(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Version 1: one less in every code, subtracted from the whole word, modulo 2^32."""
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    return ((words.long() - ones + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+class Drawn:
+    """A matrix's random codes, scales and zero points, and the group of every input."""
+
+    def __init__(self, shape, bits: int, group: int, symmetric: bool, scale_dtype, g_idx, generator):
+        rows, columns = shape
+        size = columns if group == -1 else group
+        n = -(-columns // size)
+        self.codes = torch.randint(0, 2**bits, shape, generator=generator)
+        self.scale = (0.004 + 0.012 * torch.rand(rows, n, generator=generator)).mul(2.0 ** (4 - bits)).to(scale_dtype)
+        self.zero = torch.full((rows, n), 2 ** (bits - 1))
+        if not symmetric:
+            self.zero = torch.randint(0, 2**bits, (rows, n), generator=generator)
+        self.g_idx = torch.arange(columns) // size
+        if g_idx == "act-order":
+            self.g_idx = self.g_idx[torch.randperm(columns, generator=generator)]
+        if g_idx == "groups permuted":
+            self.g_idx = torch.randperm(n, generator=generator)[self.g_idx]
+        steps = (self.codes - self.zero[:, self.g_idx]).double()
+        self.weight = (steps * self.scale.double()[:, self.g_idx]).float()
+        if scale_dtype != torch.float32:  # 11 bits times 4 (8 with 8-bit codes): the float32 is the product itself
+            assert torch.equal(self.weight.double(), steps * self.scale.double()[:, self.g_idx])
+
+
+def gptq(d: Drawn, bits: int, version: int = 1) -> dict:
+    zeros = bit_stream(d.zero, bits).T.contiguous()
+    return {
+        "qweight": bit_stream(d.codes.T, bits), "qzeros": minus_one(zeros, bits) if version == 1 else zeros,
+        "scales": d.scale.T, "g_idx": d.g_idx.int(),
+    }  # fmt: skip
+
+
+def awq(d: Drawn, bits: int, **options) -> dict:
+    zeros = awq_words(d.zero.T, **options)
+    return {"qweight": awq_words(d.codes.T, **options), "qzeros": zeros, "scales": d.scale.T}
+
+
+def packed(d: Drawn, bits: int, symmetric: bool, act_order: bool = False) -> dict:
+    found = {
+        "weight_packed": bit_stream(d.codes.T, bits).T, "weight_scale": d.scale,
+        "weight_shape": torch.tensor(d.codes.shape),
+    }  # fmt: skip
+    if not symmetric:
+        found["weight_zero_point"] = bit_stream(d.zero, bits)
+    return found | ({"weight_g_idx": d.g_idx.int()} if act_order else {})
+
+
+def plain_int8(d: Drawn, bits: int) -> dict:
+    return {"weight": (d.codes - 128).to(torch.int8), "weight_scale": d.scale}
+
+
+def gptq_config(**others) -> dict:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, **others}
+
+
+def awq_config(**others) -> dict:
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    return {**config, "modules_to_not_convert": None, **others}
+
+
+def compressed(format: str, activations: dict | None = None, **weights) -> dict:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "actorder": None, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+def build(folder: Path, config: dict, pack, bits=4, group=128, symmetric=False, scale_dtype=torch.float16, g_idx=None,
+          head=False, float_modules=(), draw=Drawn, **hf) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Write the folder, and beside it "plain" with the published weights in float32; {module: weights (out, in)}."""
+    generator = torch.Generator().manual_seed(len(str(config)) + bits + len(str(g_idx)))
+    both: dict[str, torch.Tensor] = {"model.norm.weight": 1 + 0.1 * torch.randn(D, generator=generator)}
+    both["model.embed_tokens.weight"] = torch.randn(96, D, generator=generator)
+    modules = {f"model.layers.{n}.{name}": shape for n in range(2) for name, shape in SHAPES.items()}
+    for n in range(2):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            both[f"model.layers.{n}.{norm}.weight"] = 1 + 0.1 * torch.randn(D, generator=generator)
+    stored, weights = {}, {}
+    for name, shape in (modules | {"lm_head": (96, D)}).items():
+        if hf.get("attention_bias") and "self_attn" in name:
+            both[f"{name}.bias"] = torch.randn(shape[0], generator=generator)
+        if name in float_modules or (name == "lm_head" and not head):
+            both[f"{name}.weight"] = 0.05 * torch.randn(shape, generator=generator)
+            continue
+        drawn = draw(shape, bits, group, symmetric, scale_dtype, g_idx, generator)
+        weights[name] = drawn.weight
+        stored |= {f"{name}.{kind}": tensor.contiguous().clone() for kind, tensor in pack(drawn, bits).items()}
+    both = {name: tensor.half().float() for name, tensor in both.items()}
+    for path, tensors, extra in (
+        (folder, {name: tensor.half() for name, tensor in both.items()} | stored, {"quantization_config": config}),
+        (folder / "plain", both | {f"{name}.weight": w for name, w in weights.items()}, {}),
+    ):
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({**HF, **hf, **extra}))
+    return weights
+
+
+class Float8(Drawn):
+    """E4M3 codes; `group` -1: a scale a row, 0: one for the matrix."""
+
+    def __init__(self, shape, bits, group, symmetric, scale_dtype, g_idx, generator):
+        self.codes = torch.randn(shape, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        n = 1 if group == 0 else shape[0]
+        self.scale = (0.0004 + 0.0012 * torch.rand(n, 1, generator=generator)).to(scale_dtype)
+        self.weight = (self.codes.double() * self.scale.double()).float()
+        self.scale = self.scale[0] if group == 0 else self.scale
+
+
+def plain_float8(d: Float8, bits: int) -> dict:
+    return {"weight": d.codes, "weight_scale": d.scale}
+
+
+def v2(d, bits):
+    return gptq(d, bits, 2)
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+EXACT = {  # name: (the scheme that must hold it, config, writer, what is drawn)
+    "gptq v1 g128": ("int4-g128-float32", gptq_config(), gptq, {}),
+    "gptq v1 symmetric": ("int4-g128-float32", gptq_config(sym=True, static_groups=True, desc_act=True), gptq,
+                          {"symmetric": True}),
+    "gptq v2 g32": ("int4-g32-float32", gptq_config(group_size=32, checkpoint_format="gptq_v2"), v2, {"group": 32}),
+    "gptq v1 g64 biased": ("int4-g64-float32", gptq_config(group_size=64, checkpoint_format="gptq"), gptq,
+                           {"group": 64, "attention_bias": True}),
+    "gptq rows": ("int4-g128-float32", gptq_config(group_size=-1), gptq, {"group": -1}),
+    "gptq g256": ("int4-g128-float32", gptq_config(group_size=256), gptq, {"group": 256}),
+    "gptq whole groups permuted": ("int4-g64-float32", gptq_config(group_size=64, desc_act=True), gptq,
+                                   {"group": 64, "g_idx": "groups permuted"}),
+    "gptq head": ("int4-g128-float32", gptq_config(lm_head=True), gptq, {"head": True}),
+    "gptq 8 bits rows": ("int8-float32", gptq_config(bits=8, group_size=-1, sym=True), gptq,
+                         {"bits": 8, "group": -1, "symmetric": True}),
+    "awq g128": ("int4-g128-float32", awq_config(), awq, {}),
+    "awq g64": ("int4-g64-float32", awq_config(group_size=64, attention_bias=True), awq, {"group": 64}),
+    "packed bf16": ("int4-g128", compressed("pack-quantized", strategy="group", group_size=128),
+                    lambda d, bits: packed(d, bits, True), {"symmetric": True, "scale_dtype": BF16}),
+    "packed fp16 rows": ("int4-g128-float32", compressed("pack-quantized", strategy="channel"),
+                         lambda d, bits: packed(d, bits, True), {"symmetric": True, "group": -1}),
+    "packed asymmetric": ("int4-g32-float32",
+                          compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
+                          lambda d, bits: packed(d, bits, False), {"group": 32, "scale_dtype": BF16}),
+    "packed static order": ("int4-g32-float32",
+                            compressed("pack-quantized", strategy="group", group_size=32, actorder="static"),
+                            lambda d, bits: packed(d, bits, True), {"symmetric": True, "group": 32}),
+    "packed 8 bits": ("int8", compressed("pack-quantized", strategy="channel", num_bits=8),
+                      lambda d, bits: packed(d, bits, True),
+                      {"symmetric": True, "group": -1, "bits": 8, "scale_dtype": BF16}),
+    "int8": ("int8-float32", compressed("int-quantized", TOKENS, strategy="channel", num_bits=8), plain_int8,
+             {"symmetric": True, "group": -1, "bits": 8, "scale_dtype": F32}),
+    "fp8 rows": ("fp8", compressed("float-quantized", TOKENS | {"type": "float"}, strategy="channel", num_bits=8,
+                                   type="float"), plain_float8, {"draw": Float8, "group": -1, "scale_dtype": BF16}),
+    "fp8 matrix": ("fp8-float32", compressed("naive-quantized", strategy="tensor", num_bits=8, type="float"),
+                   plain_float8, {"draw": Float8, "group": 0, "scale_dtype": F32}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """name of EXACT -> (folder, weights)"""
+    made = {}
+
+    def make(name: str):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("foreign") / "model"
+            _, config, pack, drawn = EXACT[name]
+            made[name] = folder, build(folder, config, pack, **drawn)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy of a GPTQ folder that a test may break."""
+    return shutil.copytree(written("gptq v1 g128")[0], tmp_path / "model")
+
+
+def published(weights: dict, n: int, ours: str) -> torch.Tensor:
+    return torch.cat([weights[f"model.layers.{n}.{source}"] for source in FUSED[ours]])
+
+
+def linears(model):
+    return {(n, ours): model.layers[n].get_submodule(ours) for n in range(2) for ours in FUSED}
+
+
+def assert_holds(model, weights: dict) -> None:
+    for (n, ours), linear in linears(model).items():
+        assert torch.equal(linear.dequantized(torch.float32), published(weights, n, ours)), ours
+
+
+# ------------------------------------------------------------------------------------------- exact layouts
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_weights_are_the_published_ones(name, written):
+    """Bit for bit in float32, whatever the kernel's type: what it rounds must not be all that is left."""
+    folder, weights = written(name)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = load_model(folder, dtype=dtype)
+        assert all(linear.scheme == EXACT[name][0] for linear in linears(model).values())
+        assert_holds(model, weights)
+        if "lm_head" in weights:
+            assert torch.equal(model.lm_head.dequantized(torch.float32), weights["lm_head"])
+        else:
+            assert not isinstance(model.lm_head, QuantizedLinear)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_logits_are_those_of_the_published_weights(name, written):
+    """Against a plain folder of them. In float32 only the order of sums differs: at most 512 terms, each rounded once,
+    in the nine products that follow each other, give 9 * 512 * 2^-24 = 2.7e-4 of the largest logit. One scale, code or
+    zero point that is off by a step changes far more, which the last line shows."""
+    folder, _ = written(name)
+    tokens, pos = torch.arange(40)[None] % 96, torch.arange(40)
+    got, want = (load_model(path, dtype=torch.float32) for path in (folder, folder / "plain"))
+    largest = want(tokens, pos).abs().max()
+    assert (got(tokens, pos) - want(tokens, pos)).abs().max() <= 9 * 512 * 2**-24 * largest
+    for layer in want.layers:
+        layer.ffn.down.weight[:, 0] += 0.01
+    assert (got(tokens, pos) - want(tokens, pos)).abs().max() > 9 * 512 * 2**-24 * largest
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["gptq v1 g128", "awq g64", "packed bf16", "packed 8 bits", "int8", "fp8 rows"])
+def test_what_bfloat16_kernels_lose(name, rows, written):
+    """Sums are float32's. Beyond them: a scale and a zero rounded to bfloat16, 2^-9 of each term (of one that is not
+    already bfloat16), weights rounded to it where there is no kernel, and the result."""
+    folder, weights = written(name)
+    model = load_model(folder, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    for (n, ours), linear in linears(model).items():
+        x = torch.randn(rows, linear.in_features, generator=generator).bfloat16()
+        w = published(weights, n, ours).double()
+        parts = {kind: part.float() for kind, part in linear.parts().items()}
+        terms = w.abs()  # of one product: |x| times these
+        if "zero" in parts:
+            wide = {kind: parts[kind].double().repeat_interleave(linear.in_features // parts[kind].size(1), 1)
+                    for kind in ("scale", "zero")}  # fmt: skip
+            terms = (w - wide["zero"]).abs() + wide["zero"].abs()
+            assert (terms * 2**-9 <= wide["scale"] / 32 * (1 + 1e-6)).all(), "what Int4Linear's docstring says"
+        want = x.double() @ w.T
+        sums = x.double().abs() @ terms.T
+        limit = 2**-9 * (sums + want.abs()) * 1.01 + linear.in_features * 2**-24 * sums
+        bias = 0 if linear.bias is None else linear.bias.double()
+        assert ((linear(x).double() - bias - want).abs() <= limit + 2**-8 * abs(bias)).all(), ours
+
+
+@pytest.mark.parametrize("name", ["gptq v1 g128", "gptq head", "awq g128", "packed asymmetric", "fp8 matrix"])
+def test_pieces_of_two_ranks_are_slices(name, written):
+    """By definition, from the published weights: a rank's rows of q, k, v, gate and up, its columns of o and down."""
+    folder, weights = written(name)
+    config = load_config(folder)
+    form, read = checkpoint.open_folder(folder, config)
+    for rank in range(2):
+        ranks = Ranks(rank, 2)
+        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.kept)
+        model = checkpoint.allocate(model, "cpu")
+        checkpoint.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
+        for (n, ours), linear in linears(model).items():
+            sources = [weights[f"model.layers.{n}.{source}"] for source in FUSED[ours]]
+            want = torch.cat([w.chunk(2, 1 if ours in ("attention.out", "ffn.down") else 0)[rank] for w in sources])
+            assert torch.equal(dequantize_tensor(linear.parts(), form.scheme), want), ours
+        if form.head:
+            assert torch.equal(dequantize_tensor(model.lm_head.parts(), form.head), weights["lm_head"].chunk(2)[rank])
+
+
+@pytest.mark.parametrize("name", ["gptq v1 g128", "packed bf16", "int8", "gptq head", "fp8 rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_again_it_is_the_same_model(name, dtype, written, tmp_path):
+    folder, weights = written(name)
+    save_model(load_model(folder, dtype=dtype), tmp_path / "again", config_json(folder))
+    assert "quantization_config" not in config_json(tmp_path / "again")
+    again = load_model(tmp_path / "again", dtype=dtype)
+    assert_holds(again, weights)
+    tokens, pos = torch.arange(9)[None], torch.arange(9)
+    assert torch.equal(again(tokens, pos), load_model(folder, dtype=dtype)(tokens, pos))
+
+
+# --------------------------------------------------------------------------------------- quantized again
+
+
+INEXACT = {
+    "gptq act-order": ("int4-g32", gptq_config(desc_act=True), gptq, {"g_idx": "act-order"}),
+    "packed act-order": (
+        "int4-g32", compressed("pack-quantized", strategy="group", group_size=128, actorder="group"),
+        lambda d, bits: packed(d, bits, True, True), {"symmetric": True, "g_idx": "act-order"},
+    ),
+    "gptq g16": ("int4-g32", gptq_config(group_size=16), gptq, {"group": 16}),
+    "gptq 8 bits g128": ("int8", gptq_config(bits=8), gptq, {"bits": 8}),
+    "packed 8 bits asymmetric": (
+        "int8", compressed("pack-quantized", strategy="channel", num_bits=8, symmetric=False),
+        lambda d, bits: packed(d, bits, False), {"bits": 8, "group": -1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_what_no_scheme_holds_is_quantized_again_and_said(name, tmp_path, capsys):
+    """Within the bounds of the schemes' docstrings; the error that is said is the true one."""
+    scheme, config, pack, drawn = INEXACT[name]
+    weights = build(tmp_path, config, pack, **drawn)
+    model = load_model(tmp_path, dtype=torch.float32)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "quantized again" in line]
+    squares = torch.zeros(2, dtype=torch.float64)
+    for (n, ours), linear in linears(model).items():
+        parts, want = linear.parts(), published(weights, n, ours)
+        error = dequantize_tensor(parts, scheme) - want
+        limit = parts["scale"].float()[:, None] / 2 if scheme == "int8" else (
+            parts["scale"].float() / 2 + parts["zero"].float().abs() * 2**-8
+        ).repeat_interleave(32, 1)  # fmt: skip
+        assert (error.abs() <= limit * (1 + 1e-5)).all() and error.any(), ours
+        squares += torch.stack([error.double().square().sum(), want.double().square().sum()])
+    (line,) = lines
+    assert str(tmp_path) in line and f"quantized again to {scheme}, relative error" in line
+    assert float(line.split()[-1]) == pytest.approx((squares[0] / squares[1]).sqrt().item(), abs=1e-4)
+    other = load_model(tmp_path, dtype=torch.float32, quantize="mxfp8")  # or to what the user wants
+    assert linears(other)[0, "ffn.down"].scheme == "mxfp8"
+
+
+# ------------------------------------------------------------------------------------------ what could go wrong
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = config_json(folder)
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_the_versions_of_gptq_differ(folder, written):
+    """Were the version ignored, or one added to each code apart from its word, the tests above would notice."""
+    weights = written("gptq v1 g128")[1]
+    edit_config(folder, checkpoint_format="gptq_v2")
+    for (n, ours), linear in linears(load_model(folder, dtype=torch.float32)).items():
+        differ = linear.dequantized(torch.float32) != published(weights, n, ours)
+        assert differ.float().mean() > 0.9, ours
+
+
+def test_the_order_of_awq_matters(tmp_path):
+    weights = build(tmp_path, awq_config(), lambda d, bits: awq(d, bits, order=range(8)))
+    for (n, ours), linear in linears(load_model(tmp_path, dtype=torch.float32)).items():
+        differ = linear.dequantized(torch.float32) != published(weights, n, ours)
+        assert differ.float().mean() > 0.6, ours  # two of eight outputs stand where they would without the order
+
+
+def test_symmetric_zero_points_tell_the_version(tmp_path, capsys):
+    """Version 2 in a folder that says 1: with sym, a stored 8 cannot mean 9."""
+    weights = build(tmp_path, gptq_config(sym=True), v2, symmetric=True)
+    assert_holds(load_model(tmp_path, dtype=torch.float32), weights)
+    assert "holds the zero points of version 2" in capsys.readouterr().err
+
+
+def test_dynamic_activations_are_said(written, capsys):
+    load_model(written("int8")[0])
+    assert "activations would be quantized as they come" in capsys.readouterr().err
+
+
+def test_matrices_that_are_not_quantized_stay_as_they_are(tmp_path):
+    kept = [f"model.layers.0.{name}" for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj")]
+    weights = build(tmp_path / "a", awq_config(modules_to_not_convert=kept), awq, float_modules=kept)
+    stored = load_file(tmp_path / "a" / "plain" / "model.safetensors")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        model = load_model(folder, dtype=torch.float32)
+        assert torch.equal(model.layers[0].attention.out.weight, stored[f"{kept[2]}.weight"])
+        assert torch.equal(model.layers[0].ffn.gate_up.weight[:F], stored[f"{kept[0]}.weight"])
+        for (n, ours), linear in linears(model).items():
+            if (n, ours) not in ((0, "attention.out"), (0, "ffn.gate_up")):
+                assert torch.equal(linear.dequantized(torch.float32), published(weights, n, ours))
+        save_model(model, tmp_path / "b", config_json(folder))
+
+
+def test_extra_biases_of_zeros_are_nothing(folder, written):
+    name = "model.layers.1.mlp.down_proj"
+    edit_tensors(folder, lambda t: t.update({f"{name}.bias": torch.zeros(D).half()}))
+    assert_holds(load_model(folder, dtype=torch.float32), written("gptq v1 g128")[1])
+    edit_tensors(folder, lambda t: t.update({f"{name}.bias": torch.full((D,), 0.1).half()}))
+    with pytest.raises(ValueError, match=f"unexpected: {name}.bias"):
+        load_model(folder)
+
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+PACKED = compressed("pack-quantized", strategy="group", group_size=128)
+
+
+def with_group(config: dict, **changes) -> dict:
+    return {**config, "config_groups": {"group_0": {**config["config_groups"]["group_0"], **changes}}}
+
+
+REFUSED = [  # (quantization_config, what the message must name)
+    ([1], "quantization_config = [1]"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
+    ({"quant_method": "hqq"}, "quant_method = 'hqq'"),
+    ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
+    ({"bits": 4}, "quant_method = None"),
+    (gptq_config(bits=3), "bits = 3"),
+    (gptq_config(bits=2), "bits = 2"),
+    (gptq_config(bits=True), "bits = True"),
+    (gptq_config(group_size=0), "group_size = 0"),
+    (gptq_config(group_size=None), "group_size = None"),
+    (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
+    (gptq_config(is_marlin_format=True), "is_marlin_format = True"),
+    (gptq_config(rotation="hadamard"), "rotation = 'hadamard'"),
+    (gptq_config(pack_dtype="int16"), "pack_dtype = 'int16'"),
+    (awq_config(version="gemv"), "version = 'gemv'"),
+    (awq_config(version="marlin"), "version = 'marlin'"),
+    (awq_config(bits=8), "bits = 8"),
+    (compressed("marlin-24"), "format = 'marlin-24'"),
+    (compressed("nvfp4-pack-quantized", type="float"), "format = 'nvfp4-pack-quantized'"),
+    (compressed("pack-quantized", num_bits=2), "num_bits = 2"),
+    (compressed("pack-quantized", type="float"), "type = 'float'"),
+    (compressed("pack-quantized", strategy="group"), "group_size = None"),
+    (compressed("pack-quantized", group_size=[1]), "group_size = [1]"),
+    (compressed("pack-quantized"), "strategy = 'tensor'"),
+    (compressed("float-quantized", type="float", num_bits=8, strategy="block", block_structure=[128, 128]),
+     "block_structure = [128, 128]"),
+    (compressed("int-quantized", num_bits=8, symmetric=False), "symmetric = False"),
+    (compressed("int-quantized", TOKENS | {"dynamic": False, "strategy": "tensor"}, num_bits=8, strategy="channel"),
+     "input_activations: dynamic = False"),
+    (with_group(PACKED, output_activations=TOKENS), "output_activations"),
+    (with_group(PACKED, weights=None), "weights = None"),
+    ({**PACKED, "config_groups": {"a": GROUP, "b": GROUP}}, "config_groups = ['a', 'b']"),
+    ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 = ['Linear']"),
+    ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format = 'sparse-24-bitmask'"),
+    ({**PACKED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_what_is_not_read_is_refused_by_key_and_value(config, named, folder, capsys, monkeypatch):
+    (folder / "config.json").write_text(json.dumps({**HF, "quantization_config": config}))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", "--checkpoint", str(folder)])
+    with pytest.raises(SystemExit) as status:
+        program.main()
+    out, err = capsys.readouterr()
+    assert status.value.code == 2 and not out
+    (line,) = err.splitlines()
+    assert line.startswith(f"error: {folder / 'config.json'}: ") and named in line and "quantization_config" in line
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def drop(*names):
+    return lambda folder: edit_tensors(folder, lambda t: [t.pop(name) for name in names])
+
+
+def put(name: str, change):
+    return lambda folder: edit_tensors(folder, lambda t: t.update({name: change(t[name])}))
+
+
+BROKEN = {  # what is done to the folder; what the line must name
+    "no scales": (drop(f"{Q}.scales"), f"missing: {Q}.scales"),
+    "no g_idx": (drop(f"{Q}.g_idx"), f"missing: {Q}.g_idx"),
+    "no qzeros": (drop(f"{Q}.qzeros"), f"missing: {Q}.qzeros"),
+    "no norm": (drop("model.norm.weight"), "missing: model.norm.weight"),
+    "shape of codes": (put(f"{Q}.qweight", lambda t: t[:-1].clone()), f"{Q}.qweight is [31, 256] instead of [32, 256]"),
+    "groups of 64": (lambda f: edit_config(f, group_size=64), "k_proj.scales is [2, 128] instead of [4, 128]"),
+    "8 bits": (lambda f: edit_config(f, bits=8), "k_proj.qzeros is [2, 16] instead of [2, 32]"),
+    "type of scales": (put(f"{Q}.scales", lambda t: t.to(torch.int16)), f"{Q}.scales is of type I16"),
+    "type of codes": (put(f"{Q}.qweight", lambda t: t.float()), f"{Q}.qweight is of type F32; I32 can be read"),
+    "g_idx beyond": (put(f"{Q}.g_idx", lambda t: t + 1), f"{Q}: its g_idx goes beyond its 2 groups"),
+    "g_idx below": (put(f"{Q}.g_idx", lambda t: t - 1), f"{Q}: its g_idx goes beyond"),
+    "q in full precision": (
+        drop(f"{Q}.qweight", f"{Q}.qzeros", f"{Q}.scales", f"{Q}.g_idx"),
+        f"k_proj is quantized and {Q} is not",
+    ),
+    "nothing quantized": (
+        lambda f: shutil.copy(f / "plain" / "model.safetensors", f), "none of its tensors is called *.qweight",
+    ),
+    "another program's": (lambda f: edit_config(f, quant_method="awq"), "misshapen"),
+    "two descriptions": (
+        lambda f: (f / "config.json").write_text(json.dumps(config_json(f) | {"quantization": {"scheme": "int8"}})),
+        "both quantization and quantization_config",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_folders_are_refused_before_a_weight_is_copied(what, folder, monkeypatch):
+    breaks, named = BROKEN[what]
+    breaks(folder)
+    monkeypatch.setattr(checkpoint, "allocate", lambda *args: pytest.fail("weights were about to be copied"))
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    assert str(error.value).startswith(str(folder)) and named in str(error.value)
+
+
+def test_a_shape_that_is_not_the_models(written, tmp_path):
+    folder = shutil.copytree(written("packed bf16")[0], tmp_path / "model")
+    edit_tensors(folder, lambda t: t.update({f"{Q}.weight_shape": torch.tensor([256, 128])}))
+    with pytest.raises(ValueError, match=r"q_proj.weight_shape is \[256, 128\], not \[256, 256\]"):
+        load_model(folder)
+
+
+def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, capsys):
+    with pytest.raises(
+        ValueError, match=r"is stored in int4-g128-float32 and cannot be quantized to int8; take the or"
+    ):
+        load_model(folder, quantize="int8")
+    with pytest.raises(ValueError, match="its head is stored in full precision, not in int8"):
+        load_model(folder, head="int8")
+    with pytest.raises(SystemExit):
+        quantize_program.main(["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
+    assert "is stored in gptq already; take the original" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_float32_scales_are_a_choice_too(written, tmp_path):
+    """quantize.py writes weights in the folder's type, but parts as they are."""
+    plain = written("gptq v1 g128")[0] / "plain"
+    quantize_program.main(["--checkpoint", str(plain), "--scheme", "int4-g32-float32", "--output", str(tmp_path / "q")])
+    assert load_model(tmp_path / "q").layers[0].ffn.down.parts()["zero"].dtype == torch.float32
+
+
+def test_config_alone_still_refuses():
+    """Whoever reads a config.json without checkpoint.py must not take such a folder for one in full precision."""
+    with pytest.raises(ValueError, match="quantization_config"):
+        Config.from_hf({**HF, "quantization_config": gptq_config()})
+    assert foreign.layout_of(HF) is None
