@@ -1,0 +1,273 @@
+"""scripts/compare.py: equal is equal, the first difference is the first one, and drift favours nobody.
+
+What can fail: a configuration may bleed into the other where they share weights; the position, its tokens or the gap
+may belong to another place; the order of runs may hand a drift of the machine to one side.
+"""
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, config_json
+from reference import logits as reference_logits
+from safetensors.torch import load_file
+
+import generate as program
+from checkpoint import load_model
+from generate import Request
+from scripts import compare as script
+from scripts.compare import Difference, Pair, Run, describe, difference, joined, main, parse_args, rows_of, totals
+from tokenizer import load_tokenizer
+
+DEMO = ROOT / "checkpoints" / "demo"
+DRAFT = ROOT / "checkpoints" / "demo-draft"
+GREEDY = "--temperature 0 --dtype float32 --max_new_tokens 14 --device cpu"
+SAMPLED = "--temperature 0.8 --dtype float32 --max_new_tokens 14 --device cpu"
+PROMPTS = ["One day, Tom", "The big dog was sad because it"]
+
+
+def run_main(monkeypatch, capsys, a: str, b: str, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["compare", "--a", a, "--b", b, *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return exit.value.code, out, err
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    return str(file)
+
+
+def alone(capsys, flags: str, file: str) -> list[list[int]]:
+    """New ids of every prompt, from generate.py itself."""
+    program.run(program.parse_args([*flags.split(), "--prompt_file", file, "--json"]))
+    return [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+
+
+# ------------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (GREEDY, GREEDY),
+        (GREEDY, f"{GREEDY} --draft ngram:2"),
+        (f"{GREEDY} --draft_checkpoint {DRAFT} --speculate_k 3", f"{GREEDY} --draft layers:0-3,5 --batch_size 2"),
+        (f"{SAMPLED} --seed 5", f"{SAMPLED} --seed 5 --batch_size 3"),
+    ],
+    ids=["the same", "ngram", "two drafts", "sampled batch"],
+)
+def test_equal_configurations(monkeypatch, capsys, prompt_file, a, b):
+    """Exit status 0, and each prompt equal, in as many pairs as batches need."""
+    status, out, _ = run_main(monkeypatch, capsys, a, b, "--prompt_file", prompt_file, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["equal"] == 2 and found["different"] == 0
+    assert found["judged"] == (a.startswith("--temperature 0 "))
+    assert [prompt["tokens"] for prompt in found["prompts"]] == [14, 14]
+    assert found["pairs"] == {"batch_size 2": 1, "batch_size 3": 1}.get(b[-12:], 2)
+    assert 0 < found["ratio"]["min"] <= found["ratio"]["median"] <= found["ratio"]["max"]
+
+
+def first_difference(a: list[int], b: list[int]) -> tuple | None:
+    for n in range(max(len(a), len(b))):
+        pair = tuple(ids[n] if n < len(ids) else None for ids in (a, b))
+        if pair[0] != pair[1]:
+            return n, *pair
+    return None
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_first_difference(monkeypatch, capsys, prompt_file, sampled):
+    """int4 weights, greedy: judged; another seed: shown. Positions and tokens as counted here from generate.py's own
+    output; the gap as the naive float64 twin has it."""
+    a, b = (f"{SAMPLED} --seed 1", f"{SAMPLED} --seed 2") if sampled else (GREEDY, f"{GREEDY} --quantize int4-g128")
+    status, out, _ = run_main(monkeypatch, capsys, a, b, "--prompt_file", prompt_file, "--json")
+    found = json.loads(out)
+    assert status == (0 if sampled else 1) and found["judged"] is not sampled
+    rows_a, rows_b = alone(capsys, a, prompt_file), alone(capsys, b, prompt_file)
+    want = [first_difference(*rows) for rows in zip(rows_a, rows_b, strict=True)]
+    assert found["different"] == sum(at is not None for at in want) > 0
+    tokenizer = load_tokenizer(DEMO)
+    for number, (prompt, at) in enumerate(zip(found["prompts"], want, strict=True)):
+        assert prompt["equal"] == (at is None)
+        if at is None:
+            continue
+        got = prompt["difference"]
+        assert (got["position"], got["a"], got["b"], got["against"]) == (*at, "b")
+        assert got["a_text"] in got["a_around"] and got["a_around"] in " " + tokenizer.decode(rows_a[number])
+        if sampled:
+            assert got["top_gap"] is None
+        else:
+            ids = tokenizer.encode(PROMPTS[number]) + rows_a[number][: at[0]]
+            top = reference_logits(config_json(DEMO), load_file(DEMO / "model.safetensors"), ids)[-1].topk(2)
+            # Logits agree within 1e-4 in float32 (tests/test_model.py), so a gap does within twice that.
+            assert got["top_gap"] == pytest.approx((top.values[0] - top.values[1]).item(), abs=2e-4)
+            assert top.indices[0] == at[1]
+
+
+def test_text_for_people(monkeypatch, capsys):
+    common = ("--prompt", "The big dog was sad because it")
+    status, out, _ = run_main(monkeypatch, capsys, GREEDY, f"{GREEDY} --quantize int4-g128", *common)
+    assert status == 1 and "0 of 1 equal\n" in out and "b/a" in out and "tok/s" in out
+    assert "a's two best logits lie" in out and "(float32)" in out and "not judged" not in out
+    status, out, _ = run_main(monkeypatch, capsys, "--max_new_tokens=1", "--max_new_tokens=3", *common)
+    assert status == 0 and "token 1 differs: a ends, b " in out and "not judged" in out and "b/a" not in out
+
+
+# ------------------------------------------------------------------------------------------ arithmetic
+
+
+class Drifting:
+    """Sides of a machine on which everything takes longer by `drift` with each run; b takes `factor` of a's time."""
+
+    def __init__(self, drift: float, factor: float):
+        self.log, self.drift, self.factor = [], drift, factor
+
+    def side(self, name: str, batch_size: int = 1, prompts: int = 2):
+        def decode(begin: int, end: int) -> Run:
+            slow = 1 + self.drift * len(self.log)
+            self.log.append((name, begin, end))
+            return Run([[1]] * (end - begin), 100, slow * (self.factor if name == "b" else 1))
+
+        args = SimpleNamespace(batch_size=batch_size)
+        return SimpleNamespace(args=args, prompts=[[1]] * prompts, decode=decode)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+def test_a_steady_drift_cancels(drift):
+    machine = Drifting(drift, 0.5)
+    pairs = script.compare(machine.side("a"), machine.side("b"), rounds=2)
+    assert [name for name, _, _ in machine.log] == list("abba" * 4)
+    assert [begin for _, begin, _ in machine.log] == [0] * 8 + [1] * 8
+    assert [pair.ratio for pair in pairs] == pytest.approx([2.0] * 4)
+    if drift:  # control: in the order a, b alone the drift is b's loss
+        a, b = (Run([], 100, seconds) for seconds in (1.0, 1.3 * 0.5))
+        assert Pair(range(1), (a, a), (b, b)).ratio < 1.6
+
+
+def test_prompts_go_in_parts_that_fill_both_batches():
+    machine = Drifting(0.0, 1.0)
+    script.compare(machine.side("a", 2, 13), machine.side("b", 3, 13), rounds=1)
+    assert machine.log[::4] == [("a", 0, 6), ("a", 6, 12), ("a", 12, 13)]
+
+
+def test_totals_by_hand():
+    """Pairs of 2, 4 and 1 times; a pair in which nothing was decoded after the first token counts for nothing."""
+    pairs = [
+        Pair(range(1), (Run([], 10, 1.0), Run([], 30, 3.0)), (Run([], 10, 0.5), Run([], 10, 0.5))),  # 10, 20 tok/s
+        Pair(range(1), (Run([], 10, 4.0), Run([], 10, 1.0)), (Run([], 16, 0.5), Run([], 16, 1.5))),  # 4, 16
+        Pair(range(1), (Run([], 7, 1.0), Run([], 7, 1.0)), (Run([], 7, 1.0), Run([], 7, 1.0))),  # 7, 7
+        Pair(range(1), (Run([], 0, 0.0), Run([], 0, 0.0)), (Run([], 7, 1.0), Run([], 7, 1.0))),
+    ]
+    found = totals(pairs)
+    assert found == {
+        "pairs": 3, "a_tok_s": {"median": 7, "min": 4, "max": 10}, "b_tok_s": {"median": 16, "min": 7, "max": 20},
+        "ratio": {"median": 2, "min": 1, "max": 4},
+    }  # fmt: skip
+    assert totals(pairs[3:]) == {"pairs": 0, "a_tok_s": None, "b_tok_s": None, "ratio": None}
+
+
+@pytest.mark.parametrize(
+    "a, b, at",
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3], [1, 9, 3], Difference(1, 2, 9)),
+        ([1, 2, 3], [1, 2], Difference(2, 3, None)),
+        ([], [4], Difference(0, None, 4)),
+        ([], [], None),
+    ],
+)
+def test_difference(a, b, at):
+    assert difference(a, b) == at
+
+
+def test_a_side_that_contradicts_itself_is_found():
+    """a gives b's tokens the first time and others the second: not equal."""
+    steady, other = Run([[5], [300, 301, 302]], 2, 1.0), Run([[5], [300, 301, 299]], 2, 1.0)
+    pairs = [
+        Pair(range(2, 4), (steady, steady), (steady, steady)),
+        Pair(range(2, 4), (steady, other), (steady, steady)),
+    ]
+    rows = rows_of(pairs, 3)
+    assert [name for name, _ in rows] == list("abbbbaaa") and rows[-1][1] == [300, 301, 299]
+    side = SimpleNamespace(session=SimpleNamespace(tokenizer=load_tokenizer(DEMO)))
+    found = describe(3, "text", rows, side, greedy=False)
+    assert not found["equal"] and found["difference"]["against"] == "a" and found["difference"]["position"] == 2
+    assert describe(2, "text", rows_of(pairs, 2), side, greedy=False)["equal"]
+    assert "a in another run 299" in script.outcome(found, "float32")
+
+
+def test_equal_weights_are_held_once_and_defaults_are_shared(tmp_path):
+    """A draft whose context is short shortens both sides, where no flag says how many tokens."""
+    short = shutil.copytree(DRAFT, tmp_path / "draft")
+    (short / "config.json").write_text(json.dumps(config_json(DRAFT) | {"max_position_embeddings": 30}))
+    flags = "--temperature 0 --dtype float32 --device cpu"
+    a, b = (script.side_args(name, text) for name, text in (("a", flags), ("b", f"{flags} --draft_checkpoint {short}")))
+    a, b = script.load_sides(a, b, [Request(text) for text in PROMPTS])
+    assert a.session.engine.model is b.session.engine.model and a.budgets == b.budgets
+    assert [len(prompt) + n for prompt, n in zip(a.prompts, a.budgets, strict=True)] == [30] * 2
+    assert a.decode(0, 2).rows == b.decode(0, 2).rows
+    # Asking for the gap takes the caches out of the model, whose promise may reach no further than a short run's; and
+    # engines bring them back.
+    ids, fresh = a.prompts[0] + a.decode(0, 1).rows[0][:9], load_model(DEMO, dtype=torch.float32)
+    a.decode(0, 1, most=2)
+    with torch.inference_mode():
+        top = fresh(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].topk(2).values
+    assert script.top_gap(a, ids) == pytest.approx((top[0] - top[1]).item(), abs=2e-4)
+    assert a.decode(0, 2).rows == b.decode(0, 2).rows
+
+
+# ---------------------------------------------------------------------------------------- command line
+
+
+def test_flags_of_one_word_reach_their_side():
+    args = parse_args(["--a", "--compile", "--b", "", "--rounds", "3"])
+    assert args.a == "--compile" and args.b == "" and args.rounds == 3
+    assert joined(["--a=--x", "--b"]) == ["--a=--x", "--b"]
+
+
+@pytest.mark.parametrize(
+    "a, arguments, names",
+    [
+        ("--interactive", [], "--a: --interactive has no meaning here"),
+        ("--json", [], "--a: --json has no meaning here"),
+        ("--prompt hello", [], "--a: --prompt has no meaning here"),
+        ("--prompt 'Once upon a time'", [], "--a: --prompt has no meaning here"),
+        ("--prompt_file x.txt", [], "--a: --prompt_file has no meaning here"),
+        ("--num_samples=2", [], "--a: --num_samples has no meaning here"),
+        ("--num 2", [], "--a: --num_samples has no meaning here"),
+        ("--profile x.json", [], "--a: --profile has no meaning here"),
+        ("--draft ngram --show_drafts", [], "--a: --show_drafts has no meaning here"),
+        ("--help", [], "--a: --help stands alone"),
+        ("--quantize 'int8", [], "--a --quantize 'int8: No closing quotation"),
+        ("--magic", [], "unrecognized arguments: --magic"),
+        ("--quantize int3", [], "quantization scheme 'int3' does not exist"),
+        ("--speculate_k 3", [], "--speculate_k and --show_drafts need"),
+        ("--temperature -1", [], "temperature = -1.0"),
+        ("--checkpoint nowhere", [], "nowhere: no such folder"),
+        ("--max_new_tokens 9999", [], "over the limit of 512 positions"),
+        ("--max_seq_length 0", [], "--max_seq_length 0 must lie between 1"),
+        ("", ["--prompt", ""], "--prompt is empty"),
+        ("", ["--prompt_file", "nowhere.txt"], "nowhere.txt"),
+        ("", ["--rounds", "0"], "--rounds: 0 must be at least 1"),
+    ],
+)
+def test_user_errors(monkeypatch, capsys, a, arguments, names):
+    status, out, err = run_main(monkeypatch, capsys, a, "--device cpu", *arguments)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert status == 2 and out == "" and len(lines) == 1 and names in lines[0]
+
+
+def test_other_tokenizers_and_broken_lines_are_refused(monkeypatch, capsys, text_folder, tmp_path):
+    status, out, err = run_main(monkeypatch, capsys, "--device cpu", f"--device cpu --checkpoint {text_folder}")
+    assert status == 2 and out == "" and f"error: {text_folder}: its tokenizer differs" in err
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    status, out, err = run_main(monkeypatch, capsys, "", "", "--prompt_file", str(tmp_path / "broken.jsonl"))
+    assert status == 2 and out == "" and "line 2: expected a JSON object" in err
