@@ -17,8 +17,14 @@ ALLOWED = {
     "generate": {"model", "tokenizer", "sampling", "tp", "packed", "quantize", "checkpoint", "speculative"},
 }
 
-# A script is an entry point, which nothing imports; only what measures shares its rounds and its pictures.
-BESIDE = {"bench": {"plots", "tables"}, "tables": {"plots"}, "products": {"bench"}}
+# A script is an entry point, which nothing imports; only what measures shares its rounds and pictures, and what trains
+# its steps.
+BESIDE = {
+    "bench": {"plots", "tables"},
+    "tables": {"plots"},
+    "products": {"bench"},
+    "train_demo": {"distill_draft"},
+}
 
 # A program's own functions stand above the graph: python quantize.py reads folders and text, which import quantize.
 PROGRAMS = {"quantize": ("run", "calibration_states")}
