@@ -57,6 +57,17 @@ def test_readme_snippet_runs(code):
     assert done.stdout.strip(), "it printed nothing"
 
 
+def test_the_sizes_that_it_states_are_true():
+    """Within a tenth: a page that says 5,000 lines of what has become 8,000 misleads those who mean to read it."""
+    files = list(ROOT.glob("*.py"))
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    word, said = re.search(r"(\w+) files and\s+some ([\d,]+) lines", README).groups()
+    assert abs(int(said.replace(",", "")) / lines - 1) < 0.1, lines
+    assert len(files) == ["Eight", "Nine", "Ten", "Eleven", "Twelve"].index(word) + 8
+    listed = README[README.index("## Read it in this order") :].split("\n\n")[1]
+    assert {file.name for file in files} == set(re.findall(r"^    (\w+\.py)", listed, flags=re.MULTILINE))
+
+
 def test_set_up_is_two_commands_and_ci_runs_the_second():
     install = [line for block in BLOCKS for line in block.splitlines() if "pip install -r" in line]
     assert len(install) == 2
