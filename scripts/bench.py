@@ -742,6 +742,8 @@ def show(root: Path) -> None:
     rows = []
     for file in sorted((root / "benchmarks").glob("*.json")):
         results = json.loads(file.read_text())
+        if "rows" not in results:  # another script's
+            continue
         draw(results["rows"], file.with_suffix(".png"), f"{results['hardware']}, torch {results['torch']}")
         rows += results["rows"]
     for file in (root / "README.md", root / "benchmarks" / "README.md"):

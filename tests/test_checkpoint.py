@@ -64,6 +64,7 @@ def test_dtype_is_cast_on_the_way(folder_of):
     model = load_model(folder_of("llama-3"))
     want = load_model(folder_of("llama-3"), dtype=torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(torch.tensor([[5]]), torch.arange(1)).dtype == torch.float32  # logits in any case
     assert torch.equal(model.layers[1].attention.qkv.weight, want.layers[1].attention.qkv.weight.bfloat16())
 
 

@@ -9,7 +9,7 @@ from test_generate import PROMPTS, SAMPLED, rows_of
 
 import generate as program
 from checkpoint import load_model
-from generate import FROZEN, Engine, Inbox, State, decide, generate
+from generate import FROZEN, Engine, Inbox, State, decide, generate, verify_step
 from sampling import GREEDY, Sampling
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
@@ -102,6 +102,26 @@ def test_finished_rows_freeze():
     assert [state.tokens[row, : pos + 1].tolist() for row, pos in enumerate(state.pos)] == [
         [1, 2, 9], [3, 4, 5, 4, 4], [6, 7, 7],
     ]  # fmt: skip
+
+
+def test_what_ranks_agree_on_is_what_counts():
+    """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances, and what follows."""
+    state = State(2, 8, torch.device("cpu"), K=2)
+    state.start([[1, 2], [3]], [5, 5], (), 0, Sampling(0))
+    state.agree = lambda x: torch.full_like(x, 7)
+    decide(state, torch.zeros(2, 10))
+    assert state.out.tolist() == [[7, FROZEN, FROZEN]] * 2
+    agreed = {torch.int64: torch.tensor([[4, 5], [5, 4]]), torch.float32: torch.tensor([[1, 9, 0.5, 0], [0, 8, 0, 0]])}
+    state.agree, seen = lambda x: agreed[x.dtype], []
+
+    def model(tokens, pos):
+        seen.append(tokens)
+        return torch.zeros(2, 3, 10)
+
+    verify_step(model, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
+    assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
+    assert state.out.tolist() == [[4, 9, FROZEN], [8, FROZEN, FROZEN]] and state.accepted.tolist() == [1, 0]
+    assert state.overlap.tolist() == [[0.5, 0], [0, 0]]
 
 
 def test_an_unused_row_stays_silent(folder_of):

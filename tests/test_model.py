@@ -11,7 +11,7 @@ from reference import logits as reference_logits
 from safetensors.torch import load_file
 
 from checkpoint import load_model
-from model import Config, Rope, Transformer, attend
+from model import Config, RMSNorm, Rope, Transformer, attend
 
 LIMIT = 1e-4  # the bound promised for float32
 
@@ -120,6 +120,17 @@ def test_rope_stays_float32_through_casts_and_moves(dtype):
     cos, _ = model.rope(torch.tensor([[100_000]]))
     exact = torch.cos(100_000 * 10000.0 ** (-torch.arange(0, 16, 2).double() / 16))
     assert (cos.flatten() - exact).abs().max() < 0.02  # float32 angles: 1e5 * 2^-24 plus the product's own rounding
+
+
+def test_a_norm_is_its_definition():
+    """x / sqrt(mean(x^2) + eps) * weight, for rows small enough that eps is most of the root: beside weights of order 1
+    a wrong eps, or one outside the root, would change a logit by no more than rounding does."""
+    x = torch.randn(5, 64) * torch.logspace(-4, 0, 5)[:, None]
+    for eps in (1e-6, 1e-3):
+        norm = RMSNorm(64, eps)
+        torch.nn.init.normal_(norm.weight)
+        want = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight.double()
+        assert torch.allclose(norm(x).double(), want, rtol=1e-5, atol=1e-7)
 
 
 def test_attention_shares_kv_heads_without_repeating_them():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sampling as program
 from sampling import INVALID, Sampling, draw, uniform
 
 Z = 4.75  # standard normal quantile of 1 - 1e-6
@@ -124,6 +125,12 @@ def test_zero_probability_is_never_drawn():
     assert draw(p, noise).tolist() == [7, 7, 50_000, 50_000, 99_000, 99_000]
 
 
+def test_a_total_below_one_loses_nothing():
+    """Rounding leaves totals just off 1: noise just below 1 still finds the last token, not none."""
+    p = torch.tensor([[0.5, 0.25, 0.25, 0.0]]) * torch.tensor([[1 - 2**-20], [1.0], [1 + 2**-20]])
+    assert draw(p, torch.full((3,), 1 - 2**-24)).tolist() == [2, 2, 2]
+
+
 def test_not_finite_logits_are_named_not_sampled():
     """Trap: NaN probabilities silently become token 0."""
     for bad in (math.nan, math.inf):
@@ -177,6 +184,19 @@ def test_uniform_is_uniform_and_independent_in_every_argument():
         assert not chi_square_too_large(cell.bincount(minlength=256).double(), flat), name
     same = (pairs["positions"][0] * 16).long()
     assert chi_square_too_large((same * 16 + same).bincount(minlength=256).double(), flat)  # control: no independence
+
+
+def test_every_bit_of_seed_and_position_counts():
+    """64 numbers of 24 bits that differ in one bit of an argument: by chance two are equal once in 8,000 choices."""
+    one_bit, zero = torch.tensor([0, *(1 << bit for bit in range(62))]), torch.zeros(63, dtype=torch.int64)
+    assert len(set(uniform(one_bit, zero).tolist())) == 63
+    assert len(set(uniform(zero[:32], one_bit[:32]).tolist())) == 32
+
+
+def test_the_largest_number_is_below_one(monkeypatch):
+    """Once in 2^32 the hash is all ones, which float32 would round up to 2^32."""
+    monkeypatch.setattr(program, "_mix", lambda x: torch.full_like(x, 2**32 - 1))
+    assert uniform(torch.tensor([3]), torch.tensor([5])).item() == 1 - 2**-24
 
 
 def test_uniform_is_the_same_whatever_the_batch():

@@ -109,6 +109,15 @@ def test_accept_by_hand():
     assert token.tolist() == [3, 2, 3, 3, 1, 1]
 
 
+def test_the_next_token_takes_its_own_positions_number():
+    """0, 1 and 2 acceptances of id 0 drawn for sure, against a target that likes four ids equally: the replacement is
+    one of three by the first or second number, the token after both one of four by the third."""
+    q, p = torch.eye(4)[0].expand(3, 2, 4), torch.full((3, 3, 4), 0.25)
+    u = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.1, 0.1]])
+    n, token = accept(torch.zeros(3, 2, dtype=torch.int64), q, p, noise=(u, torch.tensor([[0.1, 0.4, 0.9]] * 3)))
+    assert n.tolist() == [0, 1, 2] and token.tolist() == [1, 2, 3]
+
+
 def test_accept_at_temperature_0_is_comparison():
     generator = torch.Generator().manual_seed(2)
     logits = torch.randint(0, 3, (500, 5, 6), generator=generator).float()  # ties on purpose
@@ -383,6 +392,7 @@ def test_greedy_equals_plain_greedy(margins, kind, k):
     accepted = sum(sum(row.accepted.values()) for row in timing.rows)
     if kind == "itself":
         assert timing.steps == math.ceil(59 / (k + 1)), "every token of a model that drafts for itself is accepted"
+        assert [row.alpha for row in timing.rows] == pytest.approx([1.0] * 4), "and drafted from the target's own law"
     elif kind not in ("noise", "poison"):
         assert accepted > 0, "nothing was accepted: nothing is shown"
 
@@ -591,9 +601,12 @@ def test_compiled_rounds(kind):
                     engine.step(10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7])
 
 
-def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins):
-    """After 70 plain steps of a ragged batch the draft's cache must be what drafting all along would have left."""
+@pytest.mark.parametrize("deep", [False, True])
+def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
+    """After 70 plain steps of a ragged batch the draft's cache must be what drafting all along would have left. A
+    deep draft's keys hang on what stands before them: what was missed is filled in from the oldest on."""
     target, draft, _ = margins
+    draft = target_copy(target) if deep else draft
     prompts = [PROMPTS[1] * 2, PROMPTS[2]]
     engine = Engine(target, 2, 96, drafter=ModelDraft(draft), speculate_k=3)
     engine.state.start(prompts, [78] * 2, (), 0, Sampling(0))
@@ -702,6 +715,9 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
     one_hot = torch.nn.functional.one_hot(drafter.tokens[:2], 9).float()
     assert torch.equal(drafter.probs[:2], one_hot) and drafter.probs[2:].sum() == 0
+    state.done[0] = True  # a finished row asks for no more drafts
+    drafter.look(state)
+    assert drafter.has_match.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
 
 
 def test_layers_are_parsed_and_checked():

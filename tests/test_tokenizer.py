@@ -237,6 +237,9 @@ def test_llama_30_and_31_special_tokens(tiktoken_folder, tmp_path):
     assert old.specials["<|reserved_special_token_2|>"] == first + 4 and "<|python_tag|>" not in old.specials
     assert old.specials["<|eot_id|>"] == first + 9 == new["<|eot_id|>"]
     assert old.stop_ids == {first + 1, first + 9, 300}
+    for scaled in ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {"rope_parameters": {"factor": 8.0}}):
+        (folder / "config.json").write_text(json.dumps(scaled))
+        assert load_tokenizer(folder).specials == new
 
 
 def test_a_megabyte_without_a_space_encodes_in_bounded_time(tiktoken_folder, sp_folder, json_folder):

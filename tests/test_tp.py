@@ -243,6 +243,78 @@ def test_the_largest_logit_is_found_over_ranks(V, world):
     assert torch.equal(top.values.nan_to_num(77), want.values.nan_to_num(77))
 
 
+class Listening(Ranks):
+    """Ranks without processes: what this one says is kept, and taken for what all say."""
+
+    def sum(self, x):
+        parts.append(x)
+        return x
+
+
+parts: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_of_a_product_add_up(world, folder_of):
+    """What the ranks sum behind `out`, `down` and the embedding is what one process has there: every bias once, every
+    row of the embedding from the one rank that holds it."""
+    folder = folder_of("llama-biased")
+    whole = load_model(folder, dtype=torch.float32)
+    inputs = {"layers.1.attention.out": torch.randn(3, 64), "layers.1.ffn.down": torch.randn(3, 96)}
+    inputs["embed"] = torch.arange(131)[None]  # every id
+    for name, x in inputs.items():
+        parts.clear()
+        for rank in range(world):
+            model = tp.connect(part_of(folder, rank, world), Listening(rank, world))
+            model.get_submodule(name)(x if name == "embed" else x.chunk(world, -1)[rank])
+        assert len(parts) == world and torch.allclose(sum(parts), whole.get_submodule(name)(x), atol=1e-5), name
+
+
+def test_what_ranks_say_to_each_other(monkeypatch):
+    """Three ranks' logits next to each other in rank order, the padding cut off; and rank 0's word for all. The test
+    stands in for the collectives, each of which it answers by what torch documents."""
+    V, size = 131, 44
+    logits = torch.randn(2, 5, V)
+    padded = torch.nn.functional.pad(logits, (0, 3 * size - V), value=9.0).split(size, -1)
+    functional = torch.ops._c10d_functional
+    flat = torch.cat([part.reshape(1, -1) for part in padded])
+    monkeypatch.setattr(functional, "all_gather_into_tensor", lambda x, world, group: flat)
+    monkeypatch.setattr(functional, "broadcast", lambda x, source, group: padded[source])
+    monkeypatch.setattr(functional, "wait_tensor", lambda x: x)
+    for rank in range(3):
+        ranks = Ranks(rank, 3, "group")
+        assert torch.equal(tp.Gather(Shape(3, 3, 3, V), ranks)(None, None, padded[rank]), logits)
+        assert torch.equal(ranks.agree(padded[rank]), padded[0])
+
+
+class Asking(Listening):
+    """`largest` of what every rank has said in a first round; in the first, of its own."""
+
+    def check_same(self, what):
+        pass
+
+    def largest(self, x):
+        said[self.rank].append(x)
+        other = said[1 - self.rank]
+        return torch.maximum(x, other[len(said[self.rank]) - 1]) if len(other) >= len(said[self.rank]) else x
+
+
+said: list[list[torch.Tensor]] = [[], []]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
+    """A row's scale is that of the whole row, whatever part of it a rank reads: else its codes would be others."""
+    whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme).layers[1].ffn.down.parts()
+    said[0], said[1] = [], []
+    for rank in (0, 1, 0):  # the first time, rank 0 does not know yet what rank 1 will say
+        said[rank].clear()
+        model = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, tp=Asking(rank, 2))
+        found = model.layers[1].ffn.down.parts()
+    assert len(said[1]) == 4 and torch.equal(found["scale"], whole["scale"])
+    assert torch.equal(bits(found["codes"]), bits(whole["codes"][:, :256]))
+
+
 # ---------------------------------------------------------------------------------------- processes
 
 
