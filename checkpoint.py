@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ PART_DTYPES = {
     torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
+LARGEST_JSON = 2**24  # bytes; no config.json or index is larger
 
 
 def sources(name: str) -> list[str]:
@@ -83,12 +85,14 @@ def pieces(config: Config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -
 
 def read_json(file: Path) -> dict:
     """A JSON object from a file; ValueError names the file."""
+    if not file.exists():
+        raise ValueError(f"{file}: no such file")
+    if not file.is_file() or file.stat().st_size > LARGEST_JSON:  # a pipe would be waited for, a device never end
+        raise ValueError(f"{file}: not a plain file of up to {LARGEST_JSON:,} bytes")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON: {error}") from None
+        raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -107,15 +111,15 @@ def config_of(file: Path) -> Config:
     try:
         foreign.layout_of(hf)  # refuses what cannot be read
         return Config.from_hf({**hf, "quantization_config": None})
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         # Config speaks of "config.json: …"; put the path that the user gave in its place.
-        raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+        raise ValueError(f"{file}: {one_line(error).removeprefix('config.json: ')}") from None
 
 
 def shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: model.safetensors, or those that the index names."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.exists():
+    if single.is_file():
         return [single]
     if not index.exists():
         pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
@@ -127,8 +131,8 @@ def shards(folder: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index}: {name!r} is not the name of a safetensors file beside it")
-        if not (folder / name).exists():
+            raise ValueError(f"{index}: {one_line(ascii(name))} is not the name of a safetensors file beside it")
+        if not os.path.isfile(folder / name):  # which a name that no file can have does not trouble
             raise ValueError(f"{folder / name}: no such file, but {index.name} lists it")
     return [folder / name for name in names]
 
@@ -139,11 +143,11 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     for file in files:
         try:
             reader = safe_open(file, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: not a readable safetensors file: {error}") from None
+        except (SafetensorError, OSError, MemoryError) as error:  # the last: too large to be mapped
+            raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
         for name in reader.keys():  # noqa: SIM118, a reader is no dict
             if name in readers:
-                raise ValueError(f"{file}: {name} stands in {readers[name][0].name} too")
+                raise ValueError(f"{file}: {_some([name])} stands in {readers[name][0].name} too")
             readers[name] = (file, reader)
     return readers
 
@@ -195,8 +199,13 @@ def check_headers(folder: Path, config: Config, expected: dict[str, tuple], read
         raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(found)}")
 
 
+def one_line(error: Exception | str) -> str:
+    """What a message says, on one line of bounded length: a file may have put anything into it."""
+    return " ".join("".join(char if char.isprintable() else " " for char in str(error)[:2000]).split())[:1000]
+
+
 def _some(names: list[str]) -> str:
-    names = sorted(names)
+    names = [one_line(name)[:160] for name in sorted(names)]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
@@ -254,8 +263,11 @@ def stored_quantization(file: Path) -> Stored:
     known = isinstance(found, dict) and found.keys() <= {"scheme", "head", "method", "kept"}
     kept = found.get("kept") or [] if known else None
     known = known and isinstance(kept, list) and all(isinstance(name, str) for name in kept)
-    if not known or found.get("scheme") not in FORMATS or found.get("head") not in (None, *FORMATS):
-        raise ValueError(f"{file}: quantization = {found!r} is not supported; schemes: {', '.join(FORMATS)}")
+    schemes = list(FORMATS)  # no dictionary: what is no string may not be hashable
+    if not known or found.get("scheme") not in schemes or found.get("head") not in (None, *schemes):
+        raise ValueError(
+            f"{file}: quantization = {reprlib.repr(found)} is not supported; schemes: {', '.join(schemes)}"
+        )
     return Stored(found["scheme"], found.get("head"), tuple(kept))
 
 
@@ -425,9 +437,11 @@ def random_model(
 def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None:
     """Write config.json (`hf`, saying what the matrices are stored in now) and safetensors under Hugging Face names:
     model.safetensors, or for a quantized model a file a layer and an index, so that saving takes a layer's memory. An
-    interrupted write leaves nothing that load_model would take: the file that names all others comes last."""
+    interrupted write leaves nothing that load_model would take, of this model or of one that was there before:
+    config.json goes first and comes last."""
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
     names = [name for name, _ in model.named_parameters()]
     groups = [names]
     if quantized_linears(model):
@@ -437,9 +451,12 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     for number, group in enumerate(groups, 1):
         file = "model.safetensors" if len(groups) == 1 else shard_name(number, len(groups))
         files |= write_tensors(folder / file, model, group)
-    (folder / "config.json").write_text(json.dumps(described(model, hf), indent=2) + "\n")
+    other = "model.safetensors.index.json" if len(groups) == 1 else "model.safetensors"
+    (folder / other).unlink(missing_ok=True)  # of the model before
     if len(groups) > 1:
         write_index(folder, files)
+    text = json.dumps(described(model, hf), indent=2) + "\n"
+    _write(folder / "config.json", lambda partial: partial.write_text(text))
 
 
 def described(model: Transformer, hf: dict) -> dict:
@@ -482,8 +499,16 @@ def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch
         for name in names
         for source, part in pieces(model.config, name, value_of(model, name))
     }
-    _write(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)
+
+
+def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file, whole or not at all. OSError where the disk has no room for it."""
+    try:
+        _write(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    except SafetensorError as error:
+        raise OSError(f"{file}: cannot be written: {error}") from None
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:

@@ -1391,7 +1391,6 @@ def main() -> None:
         if launched():
             sys.exit(1)  # the other ranks must not wait for this one
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail(error)
     finally:
         leave()
@@ -1399,6 +1398,8 @@ def main() -> None:
 
 def fail(error: Exception | str) -> NoReturn:
     """What makes every error of this program one line, and its exit status 2."""
+    if isinstance(error, OSError) and sys.stdout is sys.__stdout__:  # perhaps its own, and it is written to at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     rank = let_others_speak()
     one_line_error(f"rank {rank}: {error}" if rank else error)
     sys.exit(2)

@@ -88,6 +88,7 @@ ROPE_KEYS = {  # rope type -> (required, optional); any other key in the diction
     ),
 }  # fmt: skip
 
+SMALLEST = 1e-30  # float32 holds this and its reciprocal
 LARGEST_SIZE = 2**24  # no dimension, vocabulary or context of a real decoder is larger; 2**40 is a broken file
 
 
@@ -154,6 +155,8 @@ class Config:
         head_dim = _size(hf, "head_dim", default=dim // n_heads)
         if head_dim % 2:
             raise ValueError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
+        if n_heads * head_dim > LARGEST_SIZE:
+            raise ValueError(f"config.json: {n_heads} heads of head_dim = {head_dim} are over {LARGEST_SIZE:,} in all")
         bias = _flag(hf, "attention_bias")
         if bias and family == "mistral":
             raise ValueError("config.json: attention_bias = True is not supported for model_type 'mistral'")
@@ -190,8 +193,8 @@ def _number(hf: dict, key: str, default: float | None = None, where: str = "") -
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config.json: {where}{key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise ValueError(f"config.json: {where}{key} = {value!r} must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (SMALLEST < value < 1 / SMALLEST):
+        raise ValueError(f"config.json: {where}{key} = {value!r} must be a positive number, within float32's range")
     return float(value)
 
 

@@ -927,6 +927,8 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

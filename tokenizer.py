@@ -4,7 +4,7 @@
     Tokenizer           encode, decode, stream, chat, stop_ids
     StreamDecoder       ids in, whole characters out
     StopStrings         text in, text out up to the first stop string
-    ChatTemplate        the folder's own jinja template, sandboxed
+    ChatTemplate        the folder's own jinja template, sandboxed, in a process of its own
 
 `decode` is the stream fed at once, so the two cannot differ. Special tokens are invisible in decoded text, and text
 that spells one encodes as the characters it is, in a prompt and in a chat message alike. (One exception: in a prompt,
@@ -15,10 +15,16 @@ This file imports no project file and needs no config.json; it does not know mod
 import base64
 import binascii
 import codecs
+import contextlib
 import datetime
 import functools
 import json
+import math
 import re
+import reprlib
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +43,15 @@ LLAMA3_PATTERN = (
 LLAMA3_SPECIALS = 256
 LLAMA30_NAMES = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 LLAMA31_NAMES = {**LLAMA30_NAMES, 4: "finetune_right_pad_id", 5: "step_id", 8: "eom_id", 10: "python_tag"}
+
+# Beyond these a folder is broken or hostile; real ones stay far below.
+LARGEST_FILE = 2**26  # bytes of a vocabulary
+LARGEST_SETTINGS = 2**24  # bytes of other JSON
+LARGEST_ID = 2**24
+MOST_GROWTH = 64  # times a normalizer may lengthen a text
+LONGEST_TEMPLATE = 2**18  # characters
+LONGEST_ADDITION = 2**22  # characters that a template writes besides the messages, each up to 16 times
+TEMPLATE_S, TEMPLATE_BYTES = 5, 2**29
 
 
 class StreamDecoder:
@@ -91,49 +106,127 @@ class StopStrings:
         return text
 
 
+class Renderer:
+    """The process in which templates run: started with the first conversation, kept for the next ones, ended when one
+    takes too long. A template is a program; jinja's sandbox bounds what it may touch, not what it spends."""
+
+    process: subprocess.Popen | None = None
+
+    def ask(self, request: list) -> dict:
+        """The process's answer to a request, a line of JSON each."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is not for it
+            )  # fmt: skip
+        answer, watch = b"", threading.Timer(TEMPLATE_S, self.process.kill)
+        watch.start()
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            watch.cancel()
+            if not answer.endswith(b"\n"):  # it was killed, or we are interrupted: the next request gets another one
+                self.process.kill()
+                self.process.wait()
+                self.process = None
+        if not answer.endswith(b"\n"):
+            raise ValueError(f"the chat template took more than {TEMPLATE_S} s or {TEMPLATE_BYTES // 2**20} MB")
+        return json.loads(answer)
+
+
+RENDERER = Renderer()
+
+
 class ChatTemplate:
-    """A folder's jinja template, with the names that transformers gives templates and a sandbox around it."""
+    """A folder's jinja template, with the names that transformers gives templates."""
 
     def __init__(self, source: str, names: Mapping[str, str]):
         import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        class Generation(Extension):
-            """{% generation %} marks what training learns; decoding takes its body as it is."""
-
-            tags = {"generation"}  # noqa: RUF012, jinja's protocol
-
-            def parse(self, parser):
-                next(parser.stream)
-                return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-        def raise_exception(message: str):
-            raise jinja2.TemplateError(message)
-
-        def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self.names, self.errors = names, jinja2.TemplateError
+        self.source, self.names = source, dict(names)
         try:
-            self.template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is broken: {error}") from None
+            template_environment().parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"the chat template is broken: {_line(error)}") from None
 
     def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        given = {"messages": messages, "tools": None, "documents": None, **self.names}
+        found = RENDERER.ask([self.source, given | {"add_generation_prompt": add_generation_prompt}])
+        if "error" in found:
+            raise ValueError(f"the chat template refused the messages: {found['error']}")
+        return found["text"]
+
+
+def template_environment():
+    """jinja as transformers sets it up for templates: sandboxed, with a few names more."""
+    import jinja2
+    import jinja2.debug  # which it would import with the first error, when no file can be opened any more
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what training learns; decoding takes its body as it is."""
+
+        tags = {"generation"}  # noqa: RUF012, jinja's protocol
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def render_requests() -> None:
+    """What `python tokenizer.py` does: lines [template, names] in, lines {"text"} or {"error"} out."""
+    template_of = functools.lru_cache(8)(template_environment().from_string)
+    template_of("{{ strftime_now('%Y') }}").render()  # opens what jinja and the clock need once
+    _limit_this_process()
+    for line in sys.stdin:
         try:
-            given = {"messages": messages, "tools": None, "documents": None, **self.names}
-            return self.template.render(add_generation_prompt=add_generation_prompt, **given)
-        except (self.errors, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"the chat template refused the messages: {error}") from None
+            source, names = json.loads(line)
+            found = {"text": template_of(source).render(names)}
+            if len(found["text"]) > LONGEST_ADDITION + 16 * len(line):
+                found = {"error": f"it writes {len(found['text'])} characters"}
+        except Exception as error:  # whatever a template can cause
+            found = {"error": _line(error)}
+        print(json.dumps(found), flush=True)
+
+
+def _limit_this_process() -> None:
+    """A template opens and writes no file, and has a bounded memory. Where a system has no such limits, time is one."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        resource.setrlimit(resource.RLIMIT_AS, (TEMPLATE_BYTES, TEMPLATE_BYTES))
+
+
+def _line(error: Exception) -> str:
+    """What an error says, or else its kind, on one line of bounded length."""
+    text = "".join(char if char.isprintable() else " " for char in str(error)[:1000])
+    return " ".join(text.split())[:500] or type(error).__name__
+
+
+def _shown(value: object) -> str:
+    """A value in an error message, shortened."""
+    return reprlib.repr(value)
 
 
 class Tokenizer:
@@ -164,6 +257,8 @@ class Tokenizer:
         self._to_ids, self._to_bytes = to_ids, to_bytes
         self._to_ids_after_special, self._parse = to_ids_after_special or to_ids, parse or self._parse_all
         self._literals = dict(literals or {})
+        if vocab_size > LARGEST_ID:
+            raise ValueError(f"a token has the id {vocab_size - 1}; ids below {LARGEST_ID:,} are read")
         self.vocab_size, self.bos_id, self.add_bos = vocab_size, bos_id, add_bos
         self.stop_ids = frozenset(stop_ids)
         self.specials, self.template = dict(specials or {}), template
@@ -207,7 +302,7 @@ class Tokenizer:
              for key, value in message.items()}
             for message in messages
         ]  # fmt: skip
-        text = self.template.render(hidden, add_generation_prompt)
+        text = _valid(self.template.render(hidden, add_generation_prompt))
         if hidden == messages:
             return self._parse(text)
         # A name that a message spells comes back in two halves, which no backend reads as one.
@@ -257,9 +352,29 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
         settings = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         if not model.exists():
             return _tokenizers(fast, settings)
+        _checked(model, LARGEST_FILE)
         return (_tiktoken if _is_ranks(model) else _sentencepiece)(model, settings)
-    except (AttributeError, TypeError, KeyError, OverflowError, OSError) as error:  # a value of another type or range
-        raise ValueError(f"{folder}: a tokenizer file holds what it cannot mean: {error!r}") from None
+    except (AttributeError, TypeError, LookupError, OverflowError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ValueError) and str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder}: a tokenizer file holds what it cannot mean: {_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _library(file: Path, what: str):
+    """What a tokenizer's library raises is a ValueError: bare exceptions, and the panics of Rust, which are none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{file}: {what}: {_line(error)}") from None
+
+
+def _byte(piece: str) -> bytes | None:
+    """The byte that a piece such as <0x0A> stands for."""
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(found[1]) if found else None
 
 
 def _is_ranks(file: Path) -> bool:
@@ -273,12 +388,15 @@ def _template(folder: Path, settings: dict, names: Mapping[str, str] | None = No
     `names` are the special tokens' where the settings do not say."""
     file = folder / "chat_template.jinja"
     try:
-        source = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
+        found = _checked(file, 4 * LONGEST_TEMPLATE).read_text(encoding="utf-8") if file.exists() else None
+        source = settings.get("chat_template") if found is None else found
         if isinstance(source, list):
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
         if not isinstance(source, str):
             return None
+        if len(source) > LONGEST_TEMPLATE:
+            raise ValueError(f"a chat template of {len(source):,} characters is longer than {LONGEST_TEMPLATE:,}")
         keys = ("bos_token", "eos_token", "unk_token", "pad_token")
         said = {key: name for key in keys if (name := _name(settings, key)) is not None}
         return ChatTemplate(source, {**(names or {}), **said})
@@ -295,15 +413,29 @@ def _added(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
         for id, token in (settings.get("added_tokens_decoder") or {}).items():
             added[int(id)] = (token["content"], bool(token.get("special")))
     except ValueError as error:
-        raise ValueError(f"{folder}: added tokens need whole numbers as ids: {error}") from None
+        raise ValueError(f"{folder}: added tokens need whole numbers as ids: {_line(error)}") from None
+    for id, (name, _) in added.items():
+        if not 0 <= id < LARGEST_ID or not isinstance(name, str) or not name:
+            raise ValueError(f"{folder}: added token {id} = {_shown(name)} needs a name and an id below {LARGEST_ID:,}")
     return added
 
 
+def _checked(file: Path, largest: int) -> Path:
+    """The file itself, to be read whole. ValueError where it is no plain file, or larger than real ones are."""
+    if not file.is_file():  # a pipe would be waited for, a device never end
+        raise ValueError(f"{file}: not a plain file")
+    if file.stat().st_size > largest:
+        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are more than the {largest:,} that are read of it")
+    return file
+
+
 def _json(file: Path) -> dict:
+    if not file.exists():
+        return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        value = json.loads(_checked(file, LARGEST_SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON: {error}") from None
+        raise ValueError(f"{file}: not readable as JSON: {_line(error)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -316,8 +448,8 @@ def _stop_ids(folder: Path, names: Mapping[str, int], eos_id: int | None) -> set
     for name in ("config.json", "generation_config.json"):
         value = _json(folder / name).get("eos_token_id")
         found = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(id, int) and not isinstance(id, bool) for id in found):
-            raise ValueError(f"{folder / name}: eos_token_id = {value!r} must be a whole number or a list of them")
+        if not all(isinstance(id, int) and not isinstance(id, bool) and 0 <= id < LARGEST_ID for id in found):
+            raise ValueError(f"{folder / name}: eos_token_id = {_shown(value)} must be a token's id or a list of them")
         ids.update(found)
     return ids
 
@@ -331,14 +463,13 @@ def _name(settings: dict, key: str) -> str | None:
 def _sentencepiece(file: Path, settings: dict) -> Tokenizer:
     import sentencepiece
 
-    try:
+    with _library(file, "not a sentencepiece model"):
         model = sentencepiece.SentencePieceProcessor(model_file=str(file))
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"{file}: not a sentencepiece model: {error}") from None
     texts, ids, specials, literals = {}, {}, {}, {}
     for id in range(model.get_piece_size()):
-        piece = model.id_to_piece(id)
-        texts[id] = bytes([int(piece[3:5], 16)]) if model.is_byte(id) else piece.replace("▁", " ").encode()
+        with _library(file, f"piece {id} is no text"):
+            piece = model.id_to_piece(id)
+        texts[id] = (_byte(piece) if model.is_byte(id) else None) or piece.replace("▁", " ").encode()
         ids[piece] = id
         if model.is_control(id) or model.is_unknown(id):
             specials[piece] = id
@@ -389,6 +520,9 @@ def _tiktoken(file: Path, settings: dict) -> Tokenizer:
         raise ValueError(f"{file}: not a list of tiktoken ranks: {error}") from None
     if sorted(ranks.values()) != list(range(len(pairs))):
         raise ValueError(f"{file}: its ranks are not the numbers from 0 to {len(pairs) - 1}, each once")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise ValueError(f"{file}: no rank for the byte {lacking[0]}; every byte needs one for all text to have ids")
     first = max(ranks.values()) + 1
     specials = {name: first + i for i, name in enumerate(_llama3_specials(file.parent))}
     literals = {}
@@ -440,21 +574,27 @@ def _short_pieces(text: str, longest: int = 100_000) -> Iterable[str]:
 def _tokenizers(file: Path, settings: dict) -> Tokenizer:
     import tokenizers
 
-    try:
+    with _library(file, "not a tokenizer of the tokenizers library"):
+        stored = json.loads(_checked(file, LARGEST_FILE).read_text(encoding="utf-8"))
+        if _growth(stored.get("normalizer")) > MOST_GROWTH:
+            raise ValueError(f"its normalizer can make a text more than {MOST_GROWTH} times longer")
         model = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{file}: not a tokenizer of the tokenizers library: {error}") from None
     model.encode_special_tokens = True  # text that spells a special token stays text
     model.no_padding()
     model.no_truncation()
     added = model.get_added_tokens_decoder()
     names = {token.content: id for id, token in added.items()}
     specials = {token.content: id for id, token in added.items() if token.special}
+
+    def ids_of(text: str, add_special_tokens: bool = False) -> list[int]:
+        with _library(file, "this tokenizer cannot encode the text"):
+            return model.encode(text, add_special_tokens=add_special_tokens).ids
+
     # The post-processor is where the library itself keeps the BOS policy: see what it puts before nothing.
-    before = model.encode("").ids
+    before = ids_of("", add_special_tokens=True)
     bos = model.token_to_id(_name(settings, "bos_token") or "")
     bos = before[0] if bos is None and before else bos
-    decoder = str(json.loads(file.read_text(encoding="utf-8")).get("decoder"))
+    decoder = str(stored.get("decoder"))
     byte_level = "ByteLevel" in decoder
     from_char = _byte_of_char()
 
@@ -462,7 +602,7 @@ def _tokenizers(file: Path, settings: dict) -> Tokenizer:
         """What transformers does with a rendered template: the library finds the special tokens itself."""
         model.encode_special_tokens = False
         try:
-            return model.encode(text, add_special_tokens=False).ids
+            return ids_of(text)
         finally:
             model.encode_special_tokens = True
 
@@ -471,14 +611,13 @@ def _tokenizers(file: Path, settings: dict) -> Tokenizer:
         if token is None or id in added:
             return b"" if token is None or added[id].special else added[id].content.encode()
         if byte_level:
-            return bytes(from_char[char] for char in token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
+            known = all(char in from_char for char in token)
+            return bytes(from_char[char] for char in token) if known else token.encode()
+        return _byte(token) or token.replace("▁", " ").encode()
 
     policy = settings.get("add_bos_token")
     return Tokenizer(
-        lambda text: model.encode(text, add_special_tokens=False).ids,
+        ids_of,
         functools.lru_cache(maxsize=None)(piece_bytes),
         vocab_size=max(model.get_vocab().values(), default=-1) + 1,
         bos_id=bos,
@@ -491,8 +630,28 @@ def _tokenizers(file: Path, settings: dict) -> Tokenizer:
     )
 
 
+def _growth(normalizer: object) -> float:
+    """How many times longer a normalizer of tokenizer.json can make a text, which the library would let grow without
+    end. ValueError for a table that says it is larger than it is: room for it would be made, and the process die."""
+    if not isinstance(normalizer, dict):
+        return 1
+    if normalizer.get("type") == "Sequence":
+        return math.prod(_growth(part) for part in normalizer["normalizers"])
+    if normalizer.get("type") == "Replace":
+        return max(1, len(normalizer["content"]) / max(1, len(normalizer["pattern"].get("String", ""))))
+    if normalizer.get("type") == "Precompiled":
+        table = base64.b64decode(normalizer["precompiled_charsmap"])
+        if int.from_bytes(table[:4], "little") > len(table):
+            raise ValueError("precompiled_charsmap is cut off")
+    return max(1, len(normalizer.get("prepend", "")))
+
+
 def _byte_of_char() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the other 68 follow from 256 on."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+if __name__ == "__main__":
+    render_requests()

@@ -43,7 +43,17 @@ import torch
 
 import tp
 from checkpoint import load_model, random_model, save_model
-from generate import Engine, Timing, attended_bytes, generate, position_bytes, prefill, speculative, weight_bytes
+from generate import (
+    Engine,
+    Timing,
+    attended_bytes,
+    fail,
+    generate,
+    position_bytes,
+    prefill,
+    speculative,
+    weight_bytes,
+)
 from model import Config, Transformer
 from packed import pack_linears
 from quantize import SCHEMES
@@ -734,7 +744,9 @@ def write_results(file: Path, rows: list[dict], command: str) -> None:
         "commit": git_commit(), "date": datetime.date.today().isoformat(), "hardware": hardware(),
         "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
     }  # fmt: skip
-    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    partial = file.with_name(f"{file.name}.partial")  # what was measured before must not be lost with the disk full
+    partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    os.replace(partial, file)
 
 
 def show(root: Path) -> None:
@@ -766,6 +778,16 @@ def main() -> None:
     if args.worker:
         serve(args.worker)
         return
+    try:
+        run(args, parser)
+    except (ValueError, OSError, MemoryError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Measure, print, write."""
     unknown = set(args.what) - MEASUREMENTS.keys()
     if unknown:
         parser.error(f"unknown measurement {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
@@ -783,7 +805,7 @@ def main() -> None:
     if args.plot:
         show(ROOT)
     if rows:
-        print(json.dumps(rows))
+        print(json.dumps(rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import config_of, read_json, shard_name, write_index
+from checkpoint import config_of, read_json, save_tensors, shard_name, write_index
 from generate import Parser, fail
 from model import Config
 from tokenizer import load_tokenizer
@@ -195,7 +195,7 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
         name = shard_name(number, count)
         # Views of the mapped file, some of one matrix: each gets memory of its own.
         own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in group.items()}
-        save_file(own, partial / name, metadata={"format": "pt"})
+        save_tensors(partial / name, own)
         files |= dict.fromkeys(own, name)
     write_index(partial, files)
     (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
@@ -217,6 +217,8 @@ def main() -> None:
         convert(args.checkpoint, args.output, args.config)
     except (ValueError, OSError, MemoryError) as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import read_json
-from generate import Parser
+from checkpoint import read_json, save_tensors
+from generate import Parser, fail
 from tokenizer import load_tokenizer
 
 # Meta's module -> (Hugging Face's, the dimension that model-parallel shards split: None is replicated)
@@ -131,7 +130,7 @@ def convert(source: Path, output: Path, rope_factor: float | None = None, contex
     weight_map, count = {}, params["n_layers"] + 1
     for number, tensors in enumerate(tqdm(groups(shards, params), total=count, desc="convert", unit="file"), 1):
         name = f"model-{number:05d}-of-{count:05d}.safetensors"
-        save_file(tensors, partial / name, metadata={"format": "pt"})
+        save_tensors(partial / name, tensors)
         weight_map |= dict.fromkeys(tensors, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -151,8 +150,10 @@ def main() -> None:
         convert(args.input, args.output, args.rope_factor, args.context)
     except KeyError as error:
         parser.error(f"{args.input}: {error} is missing from params.json or consolidated.*.pth")
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError, MemoryError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

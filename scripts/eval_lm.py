@@ -390,13 +390,14 @@ def main() -> None:
         results = run(args)
         if args.output:
             write(results, Path(args.output))
+        from lm_eval.utils import make_table
+
+        kinds = ["results", "groups"] if results.get("groups") else ["results"]
+        print(*[make_table(results, kind) for kind in kinds], sep="\n", flush=True)
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         fail(error)
-    from lm_eval.utils import make_table
-
-    print(make_table(results))
-    if results.get("groups"):
-        print(make_table(results, "groups"))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,358 @@
+"""Findings of scripts/fuzz.py, each once, and a run of it; and what it must catch itself.
+
+A folder of strangers is data: it loads, or it is refused with one line that names it; it runs nothing, reads and writes
+nothing elsewhere, and ends in bounded time and memory.
+"""
+
+import base64
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import checkpoint
+import tokenizer as tokenizer_file
+from checkpoint import load_config, load_model
+from scripts import fuzz
+from tokenizer import RENDERER, ChatTemplate, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    (root := tmp_path_factory.mktemp("fuzz") / "good").mkdir()
+    return fuzz.build(root)
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy of one of the good folders."""
+    return lambda name: shutil.copytree(good[name], tmp_path / name)
+
+
+def edit(file, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def refusal(load, folder) -> str:
+    """The one line with which a folder is refused."""
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    message = str(error.value)
+    assert str(folder) in message and "\n" not in message and len(message) < fuzz.LONGEST_LINE
+    return message
+
+
+def test_good_folders_load(good):
+    for folder in good.values():
+        assert not any(fuzz.attempt(folder).values())
+
+
+def test_a_hundred_and_fifty_cases(good, monkeypatch):
+    """Other ones than of the recorded run, in this process: no limit of memory, no watch over what is opened."""
+    monkeypatch.setattr(tokenizer_file, "TEMPLATE_S", 1)
+    results = [fuzz.one_case(99, number, None, good) for number in range(150)]
+    assert [found for found in results if found["failure"]] == []
+    loaded = sum(not found["refused"] for found in results)
+    assert 5 < loaded < 75 and {found["kind"] for found in results} == fuzz.ATTACKS.keys()
+
+
+def test_a_case_is_its_number(good, tmp_path):
+    """Seed and number decide everything, or no finding could be looked at again."""
+    for number in range(12):
+        (tmp_path / f"a{number}").mkdir(), (tmp_path / f"b{number}").mkdir()
+        a, b = (fuzz.make_case(5, number, None, good, tmp_path / f"{x}{number}") for x in "ab")
+        assert a[1:] == b[1:]
+        for file in a[0].rglob("*"):
+            if file.is_file() and file.stat().st_size < 10**8:
+                assert file.read_bytes() == (b[0] / file.relative_to(a[0])).read_bytes()
+
+
+BREACHES = {  # what a careless loader would do; what the fuzzer must say
+    "another exception": (lambda f: {}["x"], "KeyError"),
+    "a message of two lines": (lambda f: (_ for _ in ()).throw(ValueError(f"{f}\n")), "not one line"),
+    "a message without the folder": (lambda f: (_ for _ in ()).throw(ValueError("no")), "not one line"),
+    "a file outside": (lambda f: (f.parent / "x").write_text("x"), "files changed"),
+    "a file inside": (lambda f: (f / "config.json").touch(), "files changed"),
+    "a panic": (lambda f: (_ for _ in ()).throw(BaseException("panic")), "panic"),
+    "slowness": (lambda f: time.sleep(0.3), " s"),
+}
+
+
+@pytest.mark.parametrize("case", BREACHES)
+def test_the_fuzzer_catches(case, good, monkeypatch):
+    what, named = BREACHES[case]
+    monkeypatch.setattr(fuzz, "load_config", what)
+    monkeypatch.setattr(fuzz, "CASE_S", 0.25 if case == "slowness" else 10)
+    monkeypatch.setitem(fuzz.ATTACKS, "config", (lambda rng, folder: "nothing", ("sentencepiece",)))
+    assert named in fuzz.one_case(0, 0, "config", good)["failure"]
+
+
+def test_the_fuzzer_catches_weights_that_are_not_the_files(good, monkeypatch):
+    def other(*arguments, **options):
+        model = load_model(*arguments, **options)
+        model.layers[1].ffn.down.weight[3, 3] += 1
+        return model
+
+    monkeypatch.setattr(fuzz, "load_model", other)
+    monkeypatch.setitem(fuzz.ATTACKS, "config", (lambda rng, folder: "nothing", ("sentencepiece",)))
+    assert "down_proj.weight is not what the file holds" in fuzz.one_case(0, 0, "config", good)["failure"]
+
+
+def test_the_watch_sees_what_python_opens_and_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "inside", tmp_path / "m")
+    fuzz.breaches.clear()
+    fuzz.watch("open", (str(tmp_path / "m" / "config.json"), "r", os.O_RDONLY))
+    fuzz.watch("open", (fuzz.__file__, "r", os.O_RDONLY))
+    assert fuzz.breaches == []
+    for path, flags in ((tmp_path / "m" / ".." / "x", 0), ("/etc/passwd", 0), (tmp_path / "m" / "x", os.O_WRONLY)):
+        fuzz.watch("open", (str(path), "r", flags))
+    fuzz.watch("open", (str(tmp_path / "m" / "x"), "w", os.O_CREAT))
+    fuzz.watch("subprocess.Popen", ("sh", ["sh", "-c", "x"], None, None))
+    fuzz.watch("os.system", (b"x",))
+    assert len(fuzz.breaches) == 6
+    fuzz.breaches.clear()
+
+
+# ------------------------------------------------------------------------------------------- its findings
+
+CONFIGS = {
+    "a number beyond floats": ({"rms_norm_eps": 10**400}, "within float32's range"),
+    "a number that float32 has not": ({"rope_theta": 1e308}, "within float32's range"),
+    "heads of 2^48 rows": ({"num_attention_heads": 2**24, "num_key_value_heads": 1, "head_dim": 2**24}, "are over"),
+    "a long list for a number": ({"hidden_size": [1] * 50_000}, "hidden_size = [1, 1"),
+    "a scheme that is a list": ({"quantization": {"scheme": ["int8"]}}, "quantization = {'scheme': ['int8']}"),
+    "a head that is an object": ({"quantization": {"scheme": "int8", "head": {}}}, "quantization = "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configs(case, folder):
+    changes, named = CONFIGS[case]
+    broken = folder("sentencepiece")
+    edit(broken / "config.json", **changes)
+    assert named in refusal(load_model, broken)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json",
+                                  "model.safetensors", "chat_template.jinja"])  # fmt: skip
+@pytest.mark.parametrize("how", ["pipe", "device", "4 GiB", "folder"])
+def test_files_that_are_no_files(name, how, folder):
+    """A pipe would be waited for, a device and a sparse file of 4 GiB fill the memory."""
+    broken = folder("sentencepiece")
+    file = broken / name
+    file.unlink(missing_ok=True)
+    if how == "pipe":
+        os.mkfifo(file)
+    elif how == "device":
+        file.symlink_to("/dev/zero")
+    elif how == "folder":
+        file.mkdir()
+    else:
+        file.write_text("{}")
+        os.truncate(file, 2**32)
+    refusal(load_model if name in ("config.json", "model.safetensors") else load_tokenizer, broken)
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 300 + ".safetensors", "\0.safetensors", "\ud800.safetensors", "x" * 10**5, "../x"]
+)
+def test_names_in_the_index(name, folder):
+    broken = folder("sharded")
+    (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    refusal(load_model, broken)
+
+
+def test_a_tensors_name_may_be_anything(folder):
+    broken = folder("sentencepiece")
+    header, data = fuzz.read_safetensors(broken / "model.safetensors")
+    for name in ("a\nb\x1b[31m", "y" * 10**6):
+        header[name] = header.pop(sorted(header)[0])
+    fuzz.write_safetensors(broken / "model.safetensors", json.dumps(header).encode(), data)
+    assert "\x1b" not in refusal(load_model, broken)
+
+
+def test_the_tied_name_of_a_file_that_cannot_be_mapped(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    monkeypatch.setattr(checkpoint, "safe_open", refuse)
+    assert "Cannot allocate memory" in refusal(load_model, folder("sentencepiece"))
+
+
+SETTINGS = {
+    "added tokens beyond any vocabulary": {"added_tokens_decoder": {"10" * 30: {"content": "x"}}},
+    "added tokens below 0": {"added_tokens_decoder": {"-1": {"content": "x"}}},
+    "added tokens without a name": {"added_tokens_decoder": {"9": {"content": ""}}},
+    "names that are numbers": {"added_tokens_decoder": {"9": {"content": 7, "special": True}}},
+    "names that are no text": {"added_tokens_decoder": {"9": {"content": "\ud800"}}},
+    "a template that is too long": {"chat_template": "x" * 300_000},
+    "a template that nests too deeply": {"chat_template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken"])
+def test_tokenizer_settings(case, name, folder):
+    broken = folder(name)
+    edit(broken / "tokenizer_config.json", **SETTINGS[case])
+    refusal(load_tokenizer, broken)
+
+
+@pytest.mark.parametrize("ids", [[2**63], 10**30, [-1], -5])
+def test_stop_ids_that_no_token_has(ids, folder):
+    broken = folder("sentencepiece")
+    edit(broken / "generation_config.json", eos_token_id=ids)
+    assert "generation_config.json: eos_token_id" in refusal(load_tokenizer, broken)
+
+
+def test_ranks_without_every_byte(folder):
+    """tiktoken panics on text with such a byte."""
+    broken = folder("tiktoken")
+    tokens = [bytes([byte]) for byte in range(256) if byte != 0x65]
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    (broken / "tokenizer.model").write_text("\n".join(lines))
+    assert "no rank for the byte 101" in refusal(load_tokenizer, broken)
+
+
+def replace(content: str, times: int) -> dict:
+    one = {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+    return {"normalizer": {"type": "Sequence", "normalizers": [one] * times}}
+
+
+TABLE = base64.b64encode(b"\xff" * 300).decode()
+LIBRARY = {  # parts of tokenizer.json; what is said when it loads
+    "growth without end": (replace("aa", 60), "times longer"),
+    "growth at once": (replace("a" * 100_000, 1), "times longer"),
+    "a prefix of its own": ({"normalizer": {"type": "Prepend", "prepend": "x" * 100_000}}, "times longer"),
+    "a table that is cut off": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": TABLE}}, "cut off"),
+    "no table": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "not a tokenizer"),
+    "ids of 2^32": ({"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 2**32 - 1}}}, "ids below"),
+}
+
+
+@pytest.mark.parametrize("case", LIBRARY)
+def test_parts_that_the_tokenizers_library_dies_of(case, folder):
+    changes, named = LIBRARY[case]
+    broken = folder("tokenizers")
+    edit(broken / "tokenizer.json", **changes)
+    assert named in refusal(load_tokenizer, broken)
+
+
+def test_normalizers_that_real_folders_have(folder):
+    file = folder("tokenizers") / "tokenizer.json"
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    for changes in (replace("\u2581", 3), replace("''", 1), {"normalizer": prepend}, {"normalizer": None}):
+        edit(file, **changes)
+        assert load_tokenizer(file.parent).encode("cat")
+
+
+def test_pieces_that_are_no_bytes(folder):
+    """A token outside the byte alphabet, and one that only looks like a byte, are their own text."""
+    broken = folder("tokenizers")
+    value = json.loads((broken / "tokenizer.json").read_text())
+    token = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    value["model"]["vocab"] |= {"日本": 440, "<0xZZ>": 441}
+    (broken / "tokenizer.json").write_text(json.dumps(value | {"added_tokens": [{"id": 0, "content": "<s>", **token}]}))
+    assert load_tokenizer(broken).decode([440, 441]) == "日本<0xZZ>"
+    edit(broken / "tokenizer.json", decoder=None)
+    assert load_tokenizer(broken).decode([441]) == "<0xZZ>"
+
+
+def test_text_that_a_tokenizer_has_no_token_for(folder):
+    broken = folder("tokenizers")
+    edit(
+        broken / "tokenizer.json",
+        model={"type": "WordLevel", "unk_token": "none", "vocab": {"a": 0}},
+        post_processor=None,
+    )
+    tokenizer = load_tokenizer(broken)
+    refusal(lambda _: tokenizer.encode("zebra"), broken)
+
+
+# --------------------------------------------------------------------------------------------- templates
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SPENDERS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "doubling": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "one product": "{{ 'x' * 10**10 }}",
+    "a power, folded when compiled": "{{ 10 ** (10 ** 10) }}",
+    "lists": "{% set x = namespace(l=[1]) %}{% for i in range(60) %}{% set x.l = [x.l, x.l] %}{% endfor %}{{ x.l }}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "much text": "{{ 'x' * 10**7 }}",
+    "blocks": "{% for a in messages %}" * 25 + "{% endfor %}" * 25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPENDERS)
+def test_templates_that_spend_without_end(case, monkeypatch):
+    monkeypatch.setattr(tokenizer_file, "TEMPLATE_S", 0.5)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="the chat template") as error:
+        ChatTemplate(SPENDERS[case], {}).render(MESSAGES, True)
+    assert time.perf_counter() - start < 5 and len(str(error.value)) < fuzz.LONGEST_LINE
+    monkeypatch.setattr(tokenizer_file, "TEMPLATE_S", 5)
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
+
+
+def test_a_templates_process_opens_and_writes_nothing(tmp_path):
+    """Even a template that left jinja's sandbox would find no file to open. Here the sandbox is left on purpose."""
+    file = tmp_path / "secret"
+    file.write_text("secret")
+    code = (
+        "import tokenizer, sys\nplain = tokenizer.template_environment\n"
+        "def leaky():\n    found = plain()\n    found.globals['open'] = open\n    return found\n"
+        "tokenizer.template_environment = leaky\ntokenizer.render_requests()\n"
+    )
+    for call in (f"open('{file}').read()", f"open('{tmp_path}/new', 'w').write('x')"):
+        request = json.dumps(["{{ " + call + " }}", {}]) + "\n"
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=request, capture_output=True, text=True, cwd=fuzz.ROOT
+        )
+        assert "Too many open files" in json.loads(done.stdout)["error"], done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_process_serves_every_template_and_outlives_errors():
+    assert ChatTemplate("{{ messages[0].content }}{{ x }}", {"x": "!"}).render(MESSAGES, True) == "hi!"
+    process = RENDERER.process
+    for source in ("{{ messages.x.y }}", "{{ raise_exception('no\nno') }}", "{{ ''.__class__.__mro__ }}"):
+        with pytest.raises(ValueError, match="refused the messages") as error:
+            ChatTemplate(source, {}).render(MESSAGES, True)
+        assert "\n" not in str(error.value)
+    assert ChatTemplate("{{ '\\ud800' }}", {}).render(MESSAGES, True) == "\ud800"
+    assert RENDERER.process is process and process.poll() is None
+
+
+def test_lone_surrogates_that_a_template_writes(folder):
+    broken = folder("sentencepiece")
+    edit(broken / "tokenizer_config.json", chat_template="{{ '\\ud800' }}")
+    tokenizer = load_tokenizer(broken)
+    assert tokenizer.decode(tokenizer.chat(MESSAGES)) == "?"
+
+
+def test_a_yarn_of_extremes_is_finite_or_refused(folder):
+    broken = folder("sentencepiece")
+    for key, value in (("beta_fast", 1e-320), ("beta_slow", 1e-29), ("factor", 1e29), ("beta_fast", 1e29)):
+        edit(broken / "config.json", rope_scaling=fuzz.HF["rope_scaling"] | {key: value})
+        if value < 1e-30:
+            assert key in refusal(load_config, broken)
+        else:
+            assert load_model(broken, dtype=torch.float32)(torch.arange(9)[None], torch.arange(9)).shape == (
+                1,
+                9,
+                fuzz.V,
+            )
+
+
+def test_a_header_length_that_is_not_there(folder):
+    broken = folder("sentencepiece")
+    for length in (0, 7, 2**40, 2**63, 2**64 - 1):
+        (broken / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}" * 50)
+        refusal(load_model, broken)
