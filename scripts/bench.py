@@ -56,7 +56,7 @@ from generate import (
 )
 from model import Config, Transformer
 from packed import pack_linears
-from quantize import SCHEMES
+from quantize import SCHEMES, quantize_model
 from sampling import GREEDY, Sampling
 from scripts.plots import draw
 from scripts.tables import fill
@@ -88,10 +88,11 @@ def row(id: str, values: list[float], unit: str, note: str = "") -> dict:
 class Worker:
     """A process that loads one contender, then answers one JSON line with another; idle in between."""
 
-    def __init__(self, *command: str, env: dict[str, str] | None = None):
+    def __init__(self, *command: str, env: dict[str, str] | None = None, log=subprocess.DEVNULL):
+        """`log`: a file for what it says on stderr."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, env={**os.environ, **(env or {})},
+            stderr=log, env={**os.environ, **(env or {})},
         )  # fmt: skip
         self.command = command
 
@@ -220,14 +221,17 @@ class Pair:
         return answer | {"report": speculative(self.engine, timing)}
 
 
-def counting_model(hf: dict, wrong: float, period: int | None = None) -> Transformer:
+def counting_model(
+    hf: dict, wrong: float, period: int | None = None, device="cpu", quantize: str | None = None
+) -> Transformer:
     """Random weights that say i + 1 after token i with certainty, but for a fraction `wrong` of all tokens.
 
     The head's row j is the embedding of j - 1, and the blocks, run in full, add a thousandth of what random ones do. So
     a draft of this kind, wrong about each token with probability 1 - alpha, is accepted with probability alpha,
-    independently. With a `period` counting starts again after so many tokens.
+    independently. With a `period` counting starts again after so many tokens. `quantize`: of every matrix, the head's
+    too; not of a tied head, which cannot say what follows.
     """
-    model = random_model(Config.from_hf(hf))
+    model = random_model(Config.from_hf(hf), device=device)
     for layer in model.layers:
         layer.attention.out.weight.mul_(1e-3)
         layer.ffn.down.weight.mul_(1e-3)
@@ -235,10 +239,17 @@ def counting_model(hf: dict, wrong: float, period: int | None = None) -> Transfo
     after = torch.arange(V).roll(1)  # the token that row j of the head follows
     if period:
         after[0], after[period] = period - 1, V - 1
-    model.lm_head.weight.copy_(model.embed.weight[after])
-    mistaken = torch.rand(V, generator=torch.Generator().manual_seed(1)) < wrong
-    model.embed.weight[mistaken] = model.embed.weight.roll(V // 2, 0)[mistaken]
-    return model
+    model.lm_head.weight.copy_(model.embed.weight[after.to(device)])
+    mislead(model, wrong)
+    return quantize_model(model, quantize, quantize) if quantize else model
+
+
+def mislead(model: Transformer, wrong: float) -> None:
+    """Let a fraction of all tokens look like others."""
+    weight = model.embed.weight
+    mistaken = torch.rand(len(weight), generator=torch.Generator().manual_seed(1)) < wrong
+    mistaken = mistaken.to(weight.device)
+    weight[mistaken] = weight.roll(len(weight) // 2, 0)[mistaken]
 
 
 def serve(spec: dict) -> None:
@@ -733,15 +744,19 @@ def git_commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write_results(file: Path, rows: list[dict], command: str) -> None:
-    """Merge rows into a results file by id."""
+def write_results(
+    file: Path, rows: list[dict], command: str, machine: str | None = None, commit: str | None = None
+) -> None:
+    """Merge rows into a results file by id. `machine`: what measured them, by default the CPU; `commit`: where git does
+    not know it."""
+    machine, commit = machine or hardware(), commit or git_commit()
     old = json.loads(file.read_text()) if file.exists() else {"rows": []}
     before = {"hardware": old.get("hardware"), "date": old.get("date")}  # of rows that do not say it themselves
     # Rows of one file come from several runs, and may come from several machines.
-    source = {"commit": git_commit(), "command": command, "hardware": hardware(), "date": str(datetime.date.today())}
+    source = {"commit": commit, "command": command, "hardware": machine, "date": str(datetime.date.today())}
     new = {row["id"]: before | row for row in old["rows"]} | {row["id"]: row | source for row in rows}
     result = {
-        "commit": git_commit(), "date": datetime.date.today().isoformat(), "hardware": hardware(),
+        "commit": commit, "date": datetime.date.today().isoformat(), "hardware": machine,
         "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
     }  # fmt: skip
     partial = file.with_name(f"{file.name}.partial")  # what was measured before must not be lost with the disk full

@@ -1,14 +1,16 @@
-"""Other programs on the same shape, as workers of scripts.bench: `python -m scripts.peers NAME SHAPE [OPTIONS]`.
+"""Other programs on the same shape, as workers of scripts.bench and bench_gpu: `python -m scripts.peers NAME SHAPE …`.
 
 Each class builds one program with random weights in bfloat16, or quantized, and answers like scripts.bench's own
 contender: `decode(steps, filled)` and, where compared, `prefill(length)`, in seconds. Everything about a peer is here;
 none of its code is. gpt-fast is imported from a checkout given by path.
 
-    transformers, transformers_compiled     eager with a dynamic cache; compiled with a static one
+    transformers [DEVICE]                   eager with a dynamic cache
+    transformers_compiled [DEVICE]          compiled with a static one
     llamacpp [KIND]                         llama-cpp-python on a GGUF with random weights that `gguf` writes
-    gptfast CHECKOUT [int8]                 its decode_one_token, compiled as its own main() does
+    gptfast CHECKOUT [FORMAT [DEVICE]]      its decode_one_token, compiled as its own main() does; int4 on CUDA only
 """
 
+import itertools
 import json
 import statistics
 import sys
@@ -20,23 +22,32 @@ from pathlib import Path
 import torch
 
 
-def median_seconds(step: Callable[[], object], steps: int) -> dict:
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
+def median_seconds(step: Callable[[], object], steps: int, device: str = "cpu") -> dict:
+    """Of each step; on a GPU they run back to back, with an event between them."""
+    if device == "cpu":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return {"seconds": statistics.median(b - a for a, b in itertools.pairwise(marks))}
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for event in marks[1:]:
         step()
-        seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds)}
+        event.record()
+    torch.cuda.synchronize()
+    return {"seconds": statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))}
 
 
 class Transformers:
-    def __init__(self, hf: dict):
+    def __init__(self, hf: dict, device: str = "cpu"):
         import transformers
 
+        self.device = device
         config = transformers.AutoConfig.for_model(**hf)
         with torch.device("meta"):
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        self.model.to_empty(device="cpu").eval()
+        self.model.to_empty(device=device).eval()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         # to_empty leaves RoPE's frequencies uninitialised; their values do not change what a step costs
@@ -48,47 +59,50 @@ class Transformers:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
-        self.model(torch.full((1, filled), 7), past_key_values=cache, logits_to_keep=1)
+        self.model(torch.full((1, filled), 7, device=self.device), past_key_values=cache, logits_to_keep=1)
         return cache
 
     @torch.inference_mode()
     def decode(self, steps: int, filled: int) -> dict:
-        cache, token = self.cache(filled - 1), torch.tensor([[7]])
+        cache, token = self.cache(filled - 1), torch.tensor([[7]], device=self.device)
 
         def step():
             nonlocal token
             logits = self.model(token, past_key_values=cache).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
 
-        return median_seconds(step, steps)
+        return median_seconds(step, steps, self.device)
 
     @torch.inference_mode()
     def prefill(self, length: int) -> dict:
-        tokens = torch.full((1, length), 7)
-        return median_seconds(lambda: self.model(tokens, use_cache=True, logits_to_keep=1), 1)
+        tokens = torch.full((1, length), 7, device=self.device)
+        return median_seconds(lambda: self.model(tokens, use_cache=True, logits_to_keep=1), 1, self.device)
 
 
 class TransformersCompiled(Transformers):
     """The static cache and compilation that transformers documents for decoding."""
 
-    def __init__(self, hf: dict):
-        super().__init__(hf)
+    def __init__(self, hf: dict, device: str = "cpu"):
+        super().__init__(hf, device)
         self.forward = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
 
     @torch.inference_mode()
     def decode(self, steps: int, filled: int) -> dict:
         from transformers import StaticCache
 
-        cache, token, pos = StaticCache(config=self.model.config, max_cache_len=1024), torch.tensor([[7]]), filled - 1
-        prompt = torch.full((1, filled - 1), 7)
-        self.model(prompt, past_key_values=cache, cache_position=torch.arange(filled - 1), logits_to_keep=1)
+        cache, positions = StaticCache(config=self.model.config, max_cache_len=1024), torch.arange(1024).to(self.device)
+        token, prompt = (torch.full((1, n), 7, device=self.device) for n in (1, filled - 1))
+        pos = filled - 1
+        self.model(prompt, past_key_values=cache, cache_position=positions[:pos], logits_to_keep=1)
 
         def step():
             nonlocal token, pos
-            logits = self.forward(token, past_key_values=cache, cache_position=torch.tensor([pos])).logits
+            logits = self.forward(token, past_key_values=cache, cache_position=positions[pos : pos + 1]).logits
             token, pos = logits[:, -1].argmax(-1, keepdim=True).clone(), pos + 1
 
-        return median_seconds(step, steps)
+        for _ in range(3 if self.device != "cpu" else 0):  # compile, record, replay
+            step()
+        return median_seconds(step, steps, self.device)
 
 
 class LlamaCpp:
@@ -154,7 +168,7 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
 
 
 class GptFast:
-    def __init__(self, hf: dict, checkout: str, format: str = "bf16"):
+    def __init__(self, hf: dict, checkout: str, format: str = "bf16", device: str = "cpu"):
         sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path.cwd()]
         for name in ("generate", "model", "quantize", "tokenizer"):
             sys.modules.pop(name, None)
@@ -174,26 +188,34 @@ class GptFast:
                 from quantize import WeightOnlyInt8QuantHandler
 
                 WeightOnlyInt8QuantHandler(model).convert_for_runtime()
-        self.model = model.to_empty(device="cpu").eval()
+            elif format.startswith("int4-g"):
+                from quantize import WeightOnlyInt4QuantHandler
+
+                WeightOnlyInt4QuantHandler(model, int(format.removeprefix("int4-g"))).convert_for_runtime()
+        self.model, self.device = model.to_empty(device=device).eval(), device
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         for name, buffer in self.model.named_buffers():
             buffer.random_(-127, 128) if name.endswith("weight") else buffer.fill_(0.001)
-        self.model.setup_caches(1, 1024)
+        with torch.device(device):
+            self.model.setup_caches(1, 1024)
         self.program = program
         self.step = torch.compile(program.decode_one_token, mode="reduce-overhead", fullgraph=True)
-        self.mask = program.create_block_mask(program.causal_mask, 1, 1, 1024, 1024, device="cpu")
+        self.mask = program.create_block_mask(program.causal_mask, 1, 1, 1024, 1024, device=device)
 
     @torch.no_grad()
     def decode(self, steps: int, filled: int) -> dict:
-        token, pos = torch.tensor([[7]], dtype=torch.int), torch.tensor([filled - 1])
+        token = torch.tensor([[7]], dtype=torch.int, device=self.device)
+        pos = torch.tensor([filled - 1], device=self.device)
 
         def step():
             nonlocal token
             token = self.step(self.model, token, pos, self.mask, temperature=0.8, top_k=None)[0].clone()
             pos.add_(1)
 
-        return median_seconds(step, steps)
+        for _ in range(3 if self.device != "cpu" else 0):  # compile, record, replay
+            step()
+        return median_seconds(step, steps, self.device)
 
 
 NAMES = {

@@ -23,6 +23,7 @@ BESIDE = {
     "bench": {"plots", "tables"},
     "tables": {"plots"},
     "products": {"bench"},
+    "bench_gpu": {"bench", "candidates"},
     "train_demo": {"distill_draft"},
 }
 
