@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -143,8 +144,7 @@ def commit(state: State, tokens: Tensor, n_accepted: Tensor | None) -> None:
     keep = ~(state.done[:, None] | ended_before)
     if n_accepted is not None:
         keep = keep & (index <= n_accepted[:, None])
-    state.out[:, :T] = torch.where(keep, tokens, FROZEN)
-    state.out[:, T:] = FROZEN
+    state.out.copy_(F.pad(torch.where(keep, tokens, FROZEN), (0, state.out.size(1) - T), value=FROZEN))
     # What is not kept lands beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs before
     # the host knows must not embed it.
     state.tokens.scatter_(1, position, tokens.clamp(min=0))
