@@ -456,7 +456,7 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     if len(groups) > 1:
         write_index(folder, files)
     text = json.dumps(described(model, hf), indent=2) + "\n"
-    _write(folder / "config.json", lambda partial: partial.write_text(text))
+    write_whole(folder / "config.json", lambda partial: partial.write_text(text))
 
 
 def described(model: Transformer, hf: dict) -> dict:
@@ -506,7 +506,7 @@ def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch
 def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file, whole or not at all. OSError where the disk has no room for it."""
     try:
-        _write(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+        write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
     except SafetensorError as error:
         raise OSError(f"{file}: cannot be written: {error}") from None
 
@@ -514,10 +514,10 @@ def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 def write_index(folder: Path, files: dict[str, str]) -> None:
     """The file that names all others: without it a folder of shards does not load."""
     index = json.dumps({"metadata": {}, "weight_map": files}, indent=1)
-    _write(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
+    write_whole(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
 
 
-def _write(file: Path, write) -> None:
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     """Under another name first, to disk, then in place."""
     partial = file.with_name(f"{file.name}.partial")
     write(partial)

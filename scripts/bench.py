@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 
 import tp
-from checkpoint import load_model, random_model, save_model
+from checkpoint import load_model, random_model, save_model, write_whole
 from generate import (
     Engine,
     Timing,
@@ -759,9 +759,8 @@ def write_results(
         "commit": commit, "date": datetime.date.today().isoformat(), "hardware": machine,
         "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
     }  # fmt: skip
-    partial = file.with_name(f"{file.name}.partial")  # what was measured before must not be lost with the disk full
-    partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    os.replace(partial, file)
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    write_whole(file, lambda partial: partial.write_text(text))  # a full disk must not take what was measured before
 
 
 def show(root: Path) -> None:

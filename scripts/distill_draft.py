@@ -47,6 +47,7 @@ from checkpoint import (
     read_json,
     save_model,
     shards,
+    write_whole,
 )  # fmt: skip
 from generate import (
     Engine,
@@ -489,13 +490,6 @@ def noting_interrupts() -> Iterator[list]:
 
 def tell(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
-
-
-def write_whole(file: Path, write) -> None:
-    """Under another name first, then in place."""
-    partial = file.with_name(f"{file.name}.partial")
-    write(partial)
-    os.replace(partial, file)
 
 
 def check_same(file: Path, found: dict, wanted: dict) -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from checkpoint import write_whole
 from generate import Engine, Parser, fail, generate, load, load_drafter, pick_device, positive
 from model import Transformer
 from quantize import SCHEMES
@@ -354,9 +355,8 @@ def write(results: dict, file: Path) -> None:
     """JSON, under another name until it is whole."""
     from lm_eval.utils import handle_non_serializable
 
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(results, indent=2, default=handle_non_serializable) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    text = json.dumps(results, indent=2, default=handle_non_serializable) + "\n"
+    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def parse_args() -> argparse.Namespace:

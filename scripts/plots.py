@@ -102,7 +102,7 @@ def draw_quality(axes, found: dict[str, dict]) -> None:
     """How far the demo model is from itself in bf16, by bits a weight: by rounding, and int4 with better codes."""
     names = {name: name for name in SCHEMES}
     names |= {f"int4-g128.{method}": "int4-g128" for method in ("search", "gptq")}
-    points = {name: bits_a_weight(scheme) for name, scheme in names.items() if f"demo.{name}.kl" in found}
+    points = {name: FORMATS[scheme].bits_per_weight for name, scheme in names.items() if f"demo.{name}.kl" in found}
     for name, bits in points.items():
         row = found[f"demo.{name}.kl"]
         axes.errorbar(bits, row["value"], row["max"] - row["value"], fmt="o", color=COLOURS["quickdraft"])
@@ -112,10 +112,3 @@ def draw_quality(axes, found: dict[str, dict]) -> None:
     if points:
         axes.set(title="demo model", xlabel="bits a weight", ylabel="KL to bf16, nats a token", yscale="log")
         axes.set_xlim(2.3, 9.7)  # labels need room
-
-
-def bits_a_weight(scheme: str, columns: int = 4096) -> float:
-    """As stored, scales included, in rows of so many inputs."""
-    shapes = FORMATS[scheme].shapes(1, columns).values()
-    sizes = [dtype.itemsize * (shape[0] * (shape[1] if len(shape) > 1 else 1)) for shape, dtype in shapes]
-    return 8 * sum(sizes) / columns

@@ -9,8 +9,8 @@ benchmarks/README.md; a test holds that they show what the files say. What was n
 
 import re
 
-from quantize import SCHEMES
-from scripts.plots import RATED, bits_a_weight
+from quantize import FORMATS, SCHEMES
+from scripts.plots import RATED
 
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
@@ -81,7 +81,7 @@ def quality(found: dict[str, dict]) -> list[list[str]]:
     lines = []
     for label, id in names.items():
         scheme = id.split(".")[0]
-        bits = 16 if scheme == "bf16" else bits_a_weight(scheme)
+        bits = 16 if scheme == "bf16" else FORMATS[scheme].bits_per_weight
         figures = (found.get(f"demo.{id}.{name}") for name in ("ppl", "kl", "top1"))
         lines.append([label, f"{bits:.3g}", *(f"{row['value']:.4g}" if row else "–" for row in figures)])
     lines.sort(key=lambda line: -float(line[1]))

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import save_model
+from checkpoint import save_model, write_whole
 from model import Config, Transformer
-from scripts.distill_draft import adamw, autocast, init_weights, learning_rate, update, write_whole
+from scripts.distill_draft import adamw, autocast, init_weights, learning_rate, update
 
 BOS, EOS, END_OF_STORY = 1, 2, "<|endoftext|>"
 VOCAB_SIZE = 2048
