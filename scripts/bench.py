@@ -88,11 +88,10 @@ def row(id: str, values: list[float], unit: str, note: str = "") -> dict:
 class Worker:
     """A process that loads one contender, then answers one JSON line with another; idle in between."""
 
-    def __init__(self, *command: str, env: dict[str, str] | None = None, log=subprocess.DEVNULL):
-        """`log`: a file for what it says on stderr."""
+    def __init__(self, *command: str, env: dict[str, str] | None = None):
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=log, env={**os.environ, **(env or {})},
+            stderr=subprocess.DEVNULL, env={**os.environ, **(env or {})},
         )  # fmt: skip
         self.command = command
 
