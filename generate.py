@@ -203,9 +203,10 @@ class Seat:
         self.compiled_prompt = compile_prompt(model) if compile else None
 
     def attach(self) -> None:
-        """Give the model these caches, if another seat's are in place."""
-        if self.model.layers[0].attention.cache is not self.caches[0]:
-            self.model.use_caches(self.caches)
+        """Give the model these caches, if others are in place; in some layers, where that was interrupted."""
+        if [layer.attention.cache for layer in self.model.layers] != self.caches:
+            with torch.inference_mode(False):
+                self.model.use_caches(self.caches)
 
     def prompt_chunk(self, state: State, rows: int, begin: int, end: int) -> Tensor:
         """Run positions begin to end of the prompts in the state; hidden states (rows, end - begin, D)."""
@@ -278,12 +279,12 @@ class Engine:
         for seat in self.seats:
             seat.attach()
         if self.drafter is not None and getattr(self.drafter, "user", None) is not self.state:
-            object.__setattr__(self.drafter, "user", self.state)  # not a submodule
             with torch.inference_mode(False):
                 self.drafter.setup(self.state, max(self.ks, default=0), self.model)
             for name in self.drafter.steps:
                 method = types.MethodType(getattr(type(self.drafter), name), self.drafter)
                 setattr(self.drafter, name, lambda state, name=name, method=method: self._run(name, method))
+            object.__setattr__(self.drafter, "user", self.state)  # not a submodule
 
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: that far; under CUDA graphs, which are recorded

@@ -569,13 +569,14 @@ class Transformer(nn.Module):
 
     def use_caches(self, caches: "list[KVCache] | None") -> None:
         """Attend over these caches, one per layer, with what they hold; None: over a call's own tokens."""
-        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
-            layer.attention.cache = cache
         self.key_pos = None
         if caches:
             k = caches[0].k
             self.positions = torch.arange(k.size(2), device=k.device)
             self.attend_to(k.size(2))
+        # Last, so that whoever finds these caches in every layer finds the positions that go with them.
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            layer.attention.cache = cache
 
     def with_layers(self, layers: "list[Block]", windows: tuple[int | None, ...]) -> "Transformer":
         """Another Transformer of these blocks, whose embedding, final norm, head and rotations are this one's own."""

@@ -29,6 +29,7 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
     monkeypatch.setattr(program, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
     engine = compiled_engine(folder_of("mistral-v0.1"), batch_size, 100)  # a window of 9 and more than it filled
     eager = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
+    other = Engine(engine.model, 1, 20)  # shares the model: its caches and the compiled engine's change places
     generator = torch.Generator().manual_seed(0)
     with torch.compiler.set_stance("fail_on_recompile"):
         for n in range(1, 21):
@@ -37,6 +38,7 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
             for sampling in (Sampling(0), Sampling(0.5 + n / 10), Sampling(1.0, top_k=n + 1, top_p=0.9, min_p=n / 100)):
                 got = rows_of(engine.model, prompts, sampling=sampling, engine=engine, max_new_tokens=9)
                 assert got == rows_of(eager, prompts, sampling=sampling, max_new_tokens=9)
+            rows_of(engine.model, [[n]], engine=other, max_new_tokens=2)
         for length, cached in ((20, 0), (40, 20), (41, 40), (3, 1)):  # turns of a chat
             prompt = list(range(length))
             rows_of(engine.model, [prompt], engine=engine, max_new_tokens=3, cached=cached)
