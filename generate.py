@@ -687,20 +687,28 @@ def prefill(engine: Engine, lengths: list[int], cached: int = 0) -> Tensor:
 def run_prompts(engine: Engine, seat: Seat, lengths: list[int], cached: int) -> Tensor:
     """One model's hidden states (B, D) at each row's last token, computed in chunks.
 
-    Shorter rows are padded on the right. Padding writes keys and values beyond its row's end, where decoding
-    overwrites each position before any query may see it. Compiled code takes all rows, and never one position alone,
-    which torch would compile apart.
+    Rows are padded on the right, to one of a few lengths. Padding writes keys and values beyond its row's end, where
+    decoding overwrites each position before any query may see it. Compiled code takes all rows, and never one position
+    alone, which torch would compile apart.
     """
     model, B, longest = seat.model, engine.state.pos.size(0), max(lengths)
     rows = B if engine.compile else len(lengths)
     last = torch.zeros(B, model.config.dim, dtype=model.norm.weight.dtype, device=engine.device)  # (B, D)
     for begin in range(cached, longest, PREFILL_CHUNK):
         end = min(begin + PREFILL_CHUNK, longest)
-        h = seat.prompt_chunk(engine.state, rows, begin, max(end, begin + 2) if engine.compile else end)  # (rows, T, D)
+        until = min(begin + rounded_up(end - begin), engine.positions)
+        h = seat.prompt_chunk(engine.state, rows, begin, until)  # (rows, T, D)
         for row, length in enumerate(lengths):
             if begin < length <= end:
                 last[row] = h[row, length - 1 - begin]
     return last
+
+
+def rounded_up(n: int) -> int:
+    """n positions, as one of 32 lengths up to 512, at most 7 or an eighth more: oneDNN keeps the machine code that it
+    writes for each shape of a product in bfloat16, 0.8 MB, for more shapes than there are lengths of prompts."""
+    step = max(8, (1 << n.bit_length()) // 16)
+    return math.ceil(n / step) * step
 
 
 def check_lengths(model: Transformer, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int) -> None:

@@ -32,7 +32,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -44,7 +43,20 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import write_whole
-from generate import Engine, Parser, Printer, Session, Timing, chat, fail, load, load_drafter, pick_device, speculate_k
+from generate import (
+    Engine,
+    Parser,
+    Printer,
+    Session,
+    Timing,
+    chat,
+    fail,
+    load,
+    load_drafter,
+    pick_device,
+    rounded_up,
+    speculate_k,
+)
 from generate import parse_args as generate_flags
 from sampling import FILTERED, GREEDY, PLAIN, Sampling
 from speculative import AUTO_K, Costs
@@ -148,11 +160,21 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
         engine = Engine(model, args.batch_size, CONTEXT, compile=bool(args.compile), drafter=drafter,
                         speculate_k=speculate_k(args))  # fmt: skip
         engine.costs = COSTS
+        warm_lengths(engine)
         if engine.compile:
             for kind in (GREEDY, PLAIN, FILTERED):
                 engine.warm_up(kind)
         built[name] = engine, tokenizer
     return built
+
+
+@torch.inference_mode()
+def warm_lengths(engine: Engine) -> None:
+    """Run prompts of every length that there is, in every number of rows: libraries keep something for each."""
+    for n in sorted({rounded_up(n) for n in range(1, CONTEXT + 1)}):
+        for seat in engine.seats:
+            for rows in range(1, engine.state.pos.size(0) + 1):
+                seat.prompt_chunk(engine.state, rows, 0, min(n, CONTEXT))
 
 
 class Recorded(Session):
@@ -331,7 +353,7 @@ def soak(minutes: float, seed: int, names: list[str]) -> dict:
     say.close()
     counts, held, wrong = Counter(), [], []
     start = asked_program = time.monotonic()
-    with tqdm(desc="requests", unit="") as bar, contextlib.suppress(EOFError):
+    with tqdm(desc="requests", unit="", mininterval=10) as bar, contextlib.suppress(EOFError):
         while True:
             asked, got, now = hear.recv()
             found = {"the server": got} if isinstance(got, str) else {"fresh": fresh(processes, engines, asked, got)}
@@ -386,7 +408,7 @@ def verdict(held: list[dict[str, float]]) -> dict:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Random requests to engines that live on, every answer compared with a fresh process's.")
+    parser = Parser(description="Random requests to engines that live on; every answer compared with a new process's.")
     add = parser.add_argument
     add("--minutes", type=float, default=60, metavar="M", help="default: 60")
     add("--seed", type=int, default=0, metavar="N", help="of the requests; default: 0")
