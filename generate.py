@@ -20,8 +20,10 @@ import math
 import os
 import re
 import resource
+import signal
 import statistics
 import sys
+import threading
 import time
 import types
 from collections import Counter, deque
@@ -447,7 +449,40 @@ def _compile(models: Sequence[Transformer], function: Callable, mode: str) -> Ca
                 if isinstance(linear, nn.Linear) and linear.bias is not None:
                     linear.forward = functools.partial(biased_rows, linear)
     own = types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-    return torch.compile(own, mode=mode, fullgraph=True, dynamic=False)
+    return uninterrupted(torch.compile(own, mode=mode, fullgraph=True, dynamic=False))
+
+
+def uninterrupted(compiled: Callable) -> Callable:
+    """A compiled function in which Ctrl-C acts at once only while the first call compiles, and otherwise after the
+    call. torch takes an interrupt inside one of its guards for a guard that fails: it would be lost, and everything
+    compiled anew."""
+    ready = False
+
+    def call(*arguments):
+        nonlocal ready
+        with interrupts_afterwards() if ready else contextlib.nullcontext():
+            found = compiled(*arguments)
+        ready = True
+        return found
+
+    return call
+
+
+@contextlib.contextmanager
+def interrupts_afterwards() -> Iterator[None]:
+    """Hold back SIGINT, which Python gives to the main thread alone, until the end."""
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is None or threading.current_thread() is not threading.main_thread():  # None: not Python's to handle
+        yield
+        return
+    came = []
+    signal.signal(signal.SIGINT, lambda *where: came.append(where))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came and callable(usual):
+        usual(*came[0])
 
 
 def biased_rows(linear: nn.Linear, x: Tensor) -> Tensor:

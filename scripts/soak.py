@@ -185,7 +185,8 @@ class Recorded(Session):
     def begin(self, interrupts: list[float | None], before: list[Answer] | None) -> None:
         self.answers: list[Answer] = []
         self.interrupts, self.before, self.armed = interrupts, before, False
-        signal.signal(signal.SIGALRM, self._interrupt)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, *_) -> None:
         if self.armed:
@@ -271,6 +272,7 @@ def difference(got: list[Answer], fresh: list[Answer]) -> str | None:
 
 def repeat(engines: dict, asked: Request, got: list[Answer], say) -> None:
     """In a process that never served a request: tell the pipe `say` what comes out otherwise."""
+    os.setpgrp()
     with torch.compiler.set_stance("fail_on_recompile"):
         say.send(difference(got, serve(*engines[asked.engine], asked, before=got)))
 
@@ -321,7 +323,7 @@ def program_says(asked: Request, got: list[Answer]) -> str | None:
 
 def work(engines: dict, minutes: float, seed: int, words: list[str], say) -> None:
     """Serve random requests, and tell the pipe each with its answers and what the process holds by then."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    os.setpgrp()  # Ctrl-C on the terminal is the parent's
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     with torch.compiler.set_stance("fail_on_recompile"):
         while time.monotonic() < end:

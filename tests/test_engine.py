@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from test_generate import PROMPTS, SAMPLED, rows_of
+from test_interrupts import interrupt_often
 
 import generate as program
 from checkpoint import load_model
@@ -42,6 +43,7 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
         for length, cached in ((20, 0), (40, 20), (41, 40), (3, 1)):  # turns of a chat
             prompt = list(range(length))
             rows_of(engine.model, [prompt], engine=engine, max_new_tokens=3, cached=cached)
+        interrupt_often(engine)
         with pytest.raises(RuntimeError, match="recompile"):  # control: the stance does bite
             engine.steps["decode", GREEDY] = torch.compile(lambda: engine.state.pos + n, fullgraph=True, dynamic=False)
             rows_of(engine.model, [[5]], engine=engine)

@@ -6,7 +6,9 @@ as generate.py's chat does: the next turn keeps what the caches are said to hold
 its draft was worth are compared with a new engine's, and so is another engine's work on the same model.
 """
 
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from conftest import ROOT
 
 from checkpoint import load_model
-from generate import Engine, Timing, generate
+from generate import Engine, Timing, generate, uninterrupted
 from sampling import Sampling
 from speculative import Costs, ModelDraft, NgramDraft, layer_subset
 
@@ -119,3 +121,53 @@ def check_lines(kind: str, model, every: int) -> None:
         assert turn(other, others, 4) == want, where
         where += every
     assert follow.keys() >= {0, 1, 3}, "few lines were interrupted"
+
+
+# ----------------------------------------------------------------------------------------- compiled code
+
+
+def test_compiled_code_is_interrupted_while_it_compiles_and_then_between_calls():
+    reached = []
+
+    def run(x):
+        signal.raise_signal(signal.SIGINT)
+        reached.append(x)
+        return x
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(run)(1)
+    assert reached == []
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        call = uninterrupted(run)
+        assert [call(2), call(3)] == reached == [2, 3] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    with pytest.raises(KeyboardInterrupt):
+        call(4)
+    assert reached == [2, 3, 4] and signal.getsignal(signal.SIGINT) is ignored
+    quiet = uninterrupted(lambda x: x)
+    elsewhere = threading.Thread(target=lambda: reached.extend((quiet(5), quiet(6))))
+    elsewhere.start(), elsewhere.join()
+    assert reached[-2:] == [5, 6]
+
+
+def interrupt_often(engine: Engine, times: int = 100) -> None:
+    """Real signals at moments spread over a chat turn of a compiled engine: each ends it, none is taken for a guard
+    that fails, and none is lost. For a test that has such an engine, and forbids recompiling."""
+    want, ended = turn(engine, [PROMPT], 30)[0], []
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        for number in range(times):
+            got = []
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.001 * (number % 50))
+            with pytest.raises(KeyboardInterrupt):
+                while True:  # one turn after the other, until the signal comes
+                    got.clear()
+                    turn(engine, [PROMPT], 30, got=got)
+            assert got == want[0][: len(got)]
+            ended.append(len(got))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(set(ended)) > 3, ended
+    assert turn(engine, [PROMPT], 30)[0] == want
