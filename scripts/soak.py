@@ -1,6 +1,6 @@
 """Hours of random requests to engines that live on, every answer compared with a fresh process's.
 
-    python -m scripts.soak [--minutes 60] [--seed 0] [--engines NAME ...] [--write benchmarks/soak.json]
+    python -m scripts.soak [--minutes 60] [--requests N] [--seed 0] [--engines NAME ...] [--write benchmarks/soak.json]
 
     ENGINES         what is served: compiled and eager, single and batched, with every drafter, as flags of generate.py
     random_request  texts in a batch, or the turns of a chat; sampling, budgets, stop strings, interrupts
@@ -23,6 +23,7 @@ hour on two cores came to. What this cannot show: leaks slower than the noise of
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -54,6 +55,7 @@ from generate import (
     load,
     load_drafter,
     pick_device,
+    positive,
     rounded_up,
     speculate_k,
 )
@@ -321,12 +323,14 @@ def program_says(asked: Request, got: list[Answer]) -> str | None:
 # ------------------------------------------------------------------------------------------- the hours
 
 
-def work(engines: dict, minutes: float, seed: int, words: list[str], say) -> None:
+def work(engines: dict, minutes: float, most: int | None, seed: int, words: list[str], say) -> None:
     """Serve random requests, and tell the pipe each with its answers and what the process holds by then."""
     os.setpgrp()  # Ctrl-C on the terminal is the parent's
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     with torch.compiler.set_stance("fail_on_recompile"):
-        while time.monotonic() < end:
+        for _ in itertools.count() if most is None else range(most):
+            if time.monotonic() > end:
+                return
             name = draw.choice(list(engines))
             asked = random_request(draw, name, engines[name][0].state.pos.size(0), words)
             try:
@@ -343,14 +347,14 @@ def holds() -> dict[str, float]:
     return {"mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "files": count("fd"), "threads": count("task")}
 
 
-def soak(minutes: float, seed: int, names: list[str]) -> dict:
-    """Serve for so long, compare everything, and say what happened."""
+def soak(minutes: float, most: int | None, seed: int, names: list[str]) -> dict:
+    """Serve for so long or so many requests, compare everything, and say what happened."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1  # no pool of processes with threads that watch it
     engines, words = build(names), (DEMO / "stories.txt").read_text().split()
     processes = multiprocessing.get_context("fork")
     hear, say = processes.Pipe(duplex=False)
-    worker = processes.Process(target=work, args=(engines, minutes, seed, words, say), daemon=True)
+    worker = processes.Process(target=work, args=(engines, minutes, most, seed, words, say), daemon=True)
     worker.start()
     say.close()
     counts, held, wrong = Counter(), [], []
@@ -413,6 +417,7 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description="Random requests to engines that live on; every answer compared with a new process's.")
     add = parser.add_argument
     add("--minutes", type=float, default=60, metavar="M", help="default: 60")
+    add("--requests", type=positive, metavar="N", help="end after so many; default: no limit but the time")
     add("--seed", type=int, default=0, metavar="N", help="of the requests; default: 0")
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help="default: all")
     add("--write", metavar="FILE", help="results as JSON")
@@ -423,7 +428,7 @@ def main() -> None:
     args = parse_args()
     try:
         start = time.perf_counter()
-        found = soak(args.minutes, args.seed, args.engines)
+        found = soak(args.minutes, args.requests, args.seed, args.engines)
         said = {
             "command": shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]), "torch": torch.__version__,
             "seconds": round(time.perf_counter() - start), **found,
