@@ -848,8 +848,8 @@ def run(args: argparse.Namespace) -> None:
         mine = [name for name in every if (name.startswith(prefix) if prefix else not name.startswith("layers."))]
         files.update(checkpoint.write_tensors(partial / checkpoint.shard_name(number, total), model, mine, dtype))
 
-    bar = tqdm(model.layers, unit="layer", desc=f"{args.method} {args.scheme}")
-    with checkpoint.whole_folder(output) as partial, bar:
+    desc = f"{args.method} {args.scheme}"
+    with checkpoint.whole_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
         for number, layer in enumerate(bar):
             layer.to_empty(device=args.device).requires_grad_(False)
             prefix = f"layers.{number}."
@@ -869,7 +869,7 @@ def run(args: argparse.Namespace) -> None:
         for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
             known = file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name
             if known and file.is_file():
-                shutil.copy(file, partial / file.name)
+                shutil.copyfile(file, partial / file.name)  # not its mode: it may be read-only
         hf = json.loads((folder / "config.json").read_text())
         hf["quantization"] = {"scheme": args.scheme, "head": args.head, "method": args.method}
         (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -197,7 +197,7 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
         for pattern in COPIED:
             for source in file.parent.glob(pattern):
                 if source.is_file():
-                    shutil.copy(source, partial)
+                    shutil.copyfile(source, partial / source.name)
         (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 

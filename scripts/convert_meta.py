@@ -129,7 +129,7 @@ def convert(source: Path, output: Path, rope_factor: float | None = None, contex
             save_tensors(partial / shard_name(number, count), tensors)
             files |= dict.fromkeys(tensors, shard_name(number, count))
         write_index(partial, files)
-        shutil.copy(source / "tokenizer.model", partial)
+        shutil.copyfile(source / "tokenizer.model", partial / "tokenizer.model")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
