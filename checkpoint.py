@@ -506,11 +506,8 @@ def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, whole or not at all. OSError where the disk has no room for it."""
-    try:
-        write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
-    except SafetensorError as error:
-        raise OSError(f"{file}: cannot be written: {error}") from None
+    """A safetensors file, whole or not at all."""
+    write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:
@@ -531,9 +528,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Under another name first, NAME.partial, to disk, then in place."""
+    """Under another name first, NAME.partial, to disk, then in place. OSError where the disk has no room for it."""
     partial = file.with_name(f"{file.name}.partial")
-    write(partial)
+    try:
+        write(partial)
+    except (SafetensorError, RuntimeError) as error:  # what safetensors and torch.save make of an OSError
+        raise OSError(f"{file}: cannot be written: {one_line(error)}") from None
     partial.chmod(0o644)  # safetensors creates files that only their owner can read
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())

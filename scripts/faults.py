@@ -533,7 +533,7 @@ def problems(case: Case, fault: Fault, whole: Whole) -> list[str]:
             found.append(f"on stderr: {', '.join(noise)}")
         if case.status == 2 and len(errors) != 1 and not program.ranks:
             found.append(f"status 2 with {len(errors)} lines of error")
-    if state.isupper() or (before_lost(case) and state == "nothing"):
+    if state.isupper() or (had_output(case) and state == "nothing"):
         found.append(f"output: {state}")
     if program.says and not whole.stdout.startswith(case.stdout.rstrip("\n")):
         found.append(f"printed what an undisturbed run does not: {case.stdout[-80:]!r}")
@@ -543,7 +543,7 @@ def problems(case: Case, fault: Fault, whole: Whole) -> list[str]:
     return found
 
 
-def before_lost(case: Case) -> bool:
+def had_output(case: Case) -> bool:
     return case.program.made in case.program.before
 
 

@@ -16,6 +16,7 @@ import argparse
 import io
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transf
         update(model, optimizer, learning_rate(step, args.steps, args.lr))
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             score = evaluate(model, heldout[: args.eval_rows])
-            bar.write(f"step {step + 1}: train {loss.item():.4f} held-out {score:.4f}")
+            bar.write(f"step {step + 1}: train {loss.item():.4f} held-out {score:.4f}", file=sys.stderr)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
             write_whole(state_file, lambda partial, state=state: torch.save(state, partial))
     return model.eval()
