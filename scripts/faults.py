@@ -451,6 +451,11 @@ def reads_long(program: Program) -> bool:
     return program.name in ("quantize", "convert_meta", "convert_gptfast")
 
 
+def at_length(program: Program) -> bool:
+    """Programs of a small share see fewer faults."""
+    return program.share > 0.2 and not program.ranks
+
+
 def any_program(program: Program) -> bool:
     return True
 
@@ -475,13 +480,15 @@ def signal_faults() -> dict[str, Fault]:
 FAULTS = {
     **signal_faults(),
     "stdout closed": Fault((0, *FAILED), reader_gone, fits=any_program),
-    "stdout and stderr closed": Fault((0, *FAILED), both_gone, heard=False),
+    "stdout and stderr closed": Fault((0, *FAILED), both_gone, fits=at_length, heard=False),
     "stdout full": Fault((2,), full_stdout),
     "disk full": Fault(FAILED, small_disk(0), mounts=True, fits=writes),
     "disk nearly full": Fault(FAILED, small_disk(ROOM), mounts=True, fits=writes_long),
     "disk read-only": Fault(FAILED, read_only_disk, mounts=True, fits=writes),
-    "folder read-only": Fault(FAILED, read_only(lambda case: case.out), fits=writes),
-    "input read-only": Fault((), read_only(lambda case: case.inputs)),
+    "folder read-only": Fault(
+        FAILED, read_only(lambda case: case.out), fits=lambda program: writes(program) and at_length(program)
+    ),
+    "input read-only": Fault((), read_only(lambda case: case.inputs), fits=at_length),
     "input removed": Fault((2,), own_inputs, removed, fits=reads_long),
     "input truncated": Fault((2, -signal.SIGBUS), own_inputs, truncated, fits=reads_long),
 }

@@ -146,12 +146,12 @@ LAST = 12  # call that changes files, of every writer: it gives the folder its n
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_stopped_writer_leaves_nothing_that_loads(writer, name, sources, tmp_path, monkeypatch):
-    """Signals in the middle and before the last step: the output's name does not exist before it is whole; what has
+    """Signals in the middle and before the last steps: the output's name does not exist before it is whole; what has
     another name does not load without its last file; the next run is not disturbed by it."""
     module, *arguments = sources[writer]
     monkeypatch.setattr(sys, "argv", [module, *map(str, arguments), "--output", str(tmp_path / "q")])
     main, number = importlib.import_module(module).main, getattr(signal, name)
-    for where in (3, LAST - 2, LAST):
+    for where in (3, LAST - 1, LAST):
         status = forked(lambda where=where: (stop(number, where), main()), tmp_path / "stderr")
         said = (tmp_path / "stderr").read_text()
         assert (status, "Traceback" in said) == (SIGNALS[name], False), (where, said)
@@ -343,7 +343,7 @@ def test_a_disk_that_is_really_full(writer, sources, small_disk, monkeypatch, ca
     assert load_model(output) and sorted(os.listdir(small_disk)) == ["q"]
 
 
-def test_results_and_profiles_survive_a_disk_that_is_really_full(text_folder, small_disk, monkeypatch, capsys):
+def test_results_states_and_profiles_survive_a_disk_that_is_really_full(text_folder, small_disk, monkeypatch, capsys):
     from scripts import bench
 
     monkeypatch.setattr(bench, "MEASUREMENTS", {"row": row_of_the_benchmarks})
@@ -354,6 +354,8 @@ def test_results_and_profiles_survive_a_disk_that_is_really_full(text_folder, sm
         while filler.write(bytes(4096)):
             pass
     main_of(monkeypatch, capsys, "scripts.bench", "row", "--write", results)
+    with pytest.raises(OSError, match=r"state\.pt: cannot be written"):  # RuntimeError to torch
+        checkpoint.write_whole(small_disk / "state.pt", lambda partial: torch.save(torch.ones(9999), partial))
     given = ["--checkpoint", str(text_folder), "--max_new_tokens", "2", "--profile", str(trace), "--json"]
     monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", *given])
     with pytest.raises(SystemExit) as exit:
