@@ -96,7 +96,7 @@ class Program(NamedTuple):
     """`command` after python, where IN and OUT stand for folders; `made` is what it makes in OUT, `image` what of that
     does not depend on the time; `says`: its text on stdout does not either; `before`: files that OUT holds at first;
     `state`: a training state to continue from; `in_place`: a folder of that name may be there as long as it does not
-    load; `ranks`: torchrun's; `share`: of the moments."""
+    load; `ranks`: torchrun's; `share`: of the moments; `only`: these faults, where each takes long."""
 
     name: str
     command: tuple[str, ...]
@@ -108,8 +108,10 @@ class Program(NamedTuple):
     in_place: bool = False
     ranks: int = 0
     share: float = 1
+    only: tuple[str, ...] = ()
 
 
+THREE = ("SIGINT", "SIGTERM", "SIGKILL")
 OLD = json.dumps({"rows": [{"id": "before", "value": 1, "unit": "s"}]})
 TEXT = ("--checkpoint", "IN/demo", "--device", "cpu", "--ignore_eos", "--max_new_tokens")
 LAUNCH = ("-m", "torch.distributed.run", "--nproc_per_node=2", "generate.py", "--timeout", str(RANKS_WAIT_S), *TEXT)
@@ -119,15 +121,19 @@ PROGRAMS = [
     Program("generate drafted", ("generate.py", *TEXT, "400", "--draft_checkpoint", "IN/draft"), says=True,
             share=0.4),
     Program("generate profiled", ("generate.py", *TEXT, "20", "--profile", "OUT/made.json"), "made.json", events,
-            says=True, before={"made.json": "{}"}, share=0.2),
+            says=True, before={"made.json": "{}"}, share=0.2,
+            only=("SIGTERM", "stdout closed", "disk full", "disk read-only")),
     Program("perplexity", ("-m", "scripts.perplexity", "--checkpoint", "IN/demo", "--text", "IN/text.txt", "--context",
-            "128", "--device", "cpu"), says=True, share=0.2),
+            "128", "--device", "cpu"), says=True, share=0.2,
+            only=("SIGINT", "SIGTERM", "stdout closed", "stdout full")),
     Program("quantize", ("quantize.py", "--checkpoint", "IN/model", "--scheme", "int4-g32", "--output", "OUT/made"),
             "made"),
     Program("convert_meta", ("-m", "scripts.convert_meta", "--input", "IN/meta", "--output", "OUT/made"), "made",
-            share=0.4),
+            share=0.4, only=(*THREE, "stdout and stderr closed", "disk nearly full", "folder read-only",
+            "input truncated")),
     Program("convert_gptfast", ("-m", "scripts.convert_gptfast", "--checkpoint", "IN/fast/model.pth", "--output",
-            "OUT/made"), "made", share=0.4),
+            "OUT/made"), "made", share=0.4, only=(*THREE, "disk full", "disk read-only", "input read-only",
+            "input removed")),
     Program("distill_draft", ("-m", "scripts.distill_draft", "--target", "IN/demo", "--text", "IN/text.txt", "--layers",
             "1", "--dim", "64", "--batch", "4", "--heldout", "500", "--steps", "24", "--eval_every", "4", "--patience",
             "99", "--work", "OUT/work", "--output", "OUT/made", "--device", "cpu", *TRAINING), "made", without_times,
@@ -136,13 +142,13 @@ PROGRAMS = [
             "--steps", "12", "--save_every", "3", "--batch", "2", "--eval_rows", "2", "--work", "OUT/work", "--output",
             "OUT/made", "--device", "cpu", *TRAINING), "made/demo", state="work/demo.pt", in_place=True, share=0.4),
     Program("bench", ("-m", "scripts.bench", "first_token", "--rounds", "1", "--write", "OUT/made.json"), "made.json",
-            rows, before={"made.json": OLD}, share=0.2),
+            rows, before={"made.json": OLD}, share=0.2, only=(*THREE, "stdout full", "disk full")),
     Program("eval_lm", ("-m", "scripts.eval_lm", "--checkpoint", "IN/demo", "--tasks", "local", "--include_path",
             "IN/tasks", "--output", "OUT/made.json", "--device", "cpu"), "made.json", scores,
-            before={"made.json": "{}"}, share=0.2),
+            before={"made.json": "{}"}, share=0.2, only=("SIGTERM", "disk full")),
     Program("two ranks", (*LAUNCH, "150"), says=True, ranks=2, share=0.2),
     Program("two ranks profiled", (*LAUNCH, "20", "--profile", "OUT/made.json"), "made.json", events, says=True,
-            ranks=2, share=0),
+            ranks=2, only=("stdout closed", "disk full")),
 ]  # fmt: skip
 
 
@@ -451,9 +457,8 @@ def reads_long(program: Program) -> bool:
     return program.name in ("quantize", "convert_meta", "convert_gptfast")
 
 
-def at_length(program: Program) -> bool:
-    """Programs of a small share see fewer faults."""
-    return program.share > 0.2 and not program.ranks
+def ranked(program: Program) -> bool:
+    return program.ranks > 0
 
 
 def any_program(program: Program) -> bool:
@@ -465,30 +470,25 @@ FAILED = tuple(range(1, 256))  # torchrun's statuses are its own
 
 
 def signal_faults() -> dict[str, Fault]:
-    alone = {name: Fault(ends, strike=signalled(getattr(signal, name))) for name, ends in ENDS.items()}
+    found = {name: Fault(ends, strike=signalled(getattr(signal, name))) for name, ends in ENDS.items()}
     for name, ends in ENDS.items():
         for target in ("", "RANK=0", "RANK=1"):
             where = f"{name} to {f'rank {target[-1]}' if target else 'torchrun'}"
-            ranks = FAILED if target else (*FAILED, *ends)
-            alone[where] = Fault(
-                ranks, strike=signalled(getattr(signal, name), target), fits=lambda program: program.ranks and
-                program.share,
-            )  # fmt: skip
-    return alone
+            strike = signalled(getattr(signal, name), target)
+            found[where] = Fault(FAILED if target else (*FAILED, *ends), strike=strike, fits=ranked)
+    return found
 
 
 FAULTS = {
     **signal_faults(),
     "stdout closed": Fault((0, *FAILED), reader_gone, fits=any_program),
-    "stdout and stderr closed": Fault((0, *FAILED), both_gone, fits=at_length, heard=False),
+    "stdout and stderr closed": Fault((0, *FAILED), both_gone, heard=False),
     "stdout full": Fault((2,), full_stdout),
     "disk full": Fault(FAILED, small_disk(0), mounts=True, fits=writes),
     "disk nearly full": Fault(FAILED, small_disk(ROOM), mounts=True, fits=writes_long),
     "disk read-only": Fault(FAILED, read_only_disk, mounts=True, fits=writes),
-    "folder read-only": Fault(
-        FAILED, read_only(lambda case: case.out), fits=lambda program: writes(program) and at_length(program)
-    ),
-    "input read-only": Fault((), read_only(lambda case: case.inputs), fits=at_length),
+    "folder read-only": Fault(FAILED, read_only(lambda case: case.out), fits=writes),
+    "input read-only": Fault((), read_only(lambda case: case.inputs)),
     "input removed": Fault((2,), own_inputs, removed, fits=reads_long),
     "input truncated": Fault((2, -signal.SIGBUS), own_inputs, truncated, fits=reads_long),
 }
@@ -645,7 +645,7 @@ def matrix(programs: list[Program], faults: Mapping[str, Fault], moments: int, s
         whole = undisturbed(program, inputs, root / f"{program.name} alone")
         line = table[program.name] = {}
         for name, fault in faults.items():
-            if not fault.fits(program):
+            if not fault.fits(program) or (program.only and name not in program.only):
                 continue
             if fault.mounts and not mounts:
                 skipped[name] = "no right to mount a tmpfs"
