@@ -657,6 +657,8 @@ def matrix(programs: list[Program], faults: Mapping[str, Fault], moments: int, s
                 where = root / f"case{count}"
                 found = attempt(program, fault, moment, whole, inputs, where)
                 shutil.rmtree(where, ignore_errors=True)
+                if moment and found["outcome"] == "0 whole" and moment > whole.seconds / 4:
+                    drawn.append(moment / 2)  # it came too late
                 outcomes[found["outcome"]] += 1
                 resumed += found["resumed"]
                 about = {"program": program.name, "fault": name, "moment_s": moment, "outcome": found["outcome"]}
