@@ -12,11 +12,13 @@ quantize.py's formats in place of weights; one with "quantization_config" is ano
 This file does not know tokenizers, decoding or devices' habits.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import reprlib
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -504,11 +506,8 @@ def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, whole or not at all. OSError where the disk has no room for it."""
-    try:
-        write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
-    except SafetensorError as error:
-        raise OSError(f"{file}: cannot be written: {error}") from None
+    """A safetensors file, whole or not at all."""
+    write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:
@@ -517,10 +516,24 @@ def write_index(folder: Path, files: dict[str, str]) -> None:
     write_whole(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
 
 
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to be filled, which has another name, NAME.partial, until the block is done. What stops the block,
+    an error, a signal or a kill, leaves it there under that name; the next attempt starts anew."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    os.rename(partial, folder)
+
+
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Under another name first, to disk, then in place."""
+    """Under another name first, NAME.partial, to disk, then in place. OSError where the disk has no room for it."""
     partial = file.with_name(f"{file.name}.partial")
-    write(partial)
+    try:
+        write(partial)
+    except (SafetensorError, RuntimeError) as error:  # what safetensors and torch.save make of an OSError
+        raise OSError(f"{file}: cannot be written: {one_line(error)}") from None
     partial.chmod(0o644)  # safetensors creates files that only their owner can read
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())

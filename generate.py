@@ -10,6 +10,11 @@
 arithmetic model.py's, the weights checkpoint.py's, and what is drafted, accepted and reported speculative.py's.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `raise_interrupts`
+
 import argparse
 import contextlib
 import functools
@@ -37,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import config_of, fingerprints, load_config, load_model, open_shards, random_model, shards
+from checkpoint import config_of, fingerprints, load_config, load_model, open_shards, random_model, shards, write_whole
 from model import Block, Transformer
 from packed import pack_linears
 from quantize import SCHEMES, format_of, quantized_copy, quantized_linears
@@ -1270,7 +1275,7 @@ def profiled(file: str | None, device: torch.device) -> Iterator[None]:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as trace:
         yield
-    trace.export_chrome_trace(file)
+    write_whole(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
 
 
 def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:
@@ -1418,6 +1423,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     try:
+        raise_interrupts()
         check_torch()
         run(parse_args())
     except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
@@ -1438,6 +1444,29 @@ def main() -> None:
         fail(error)
     finally:
         leave()
+
+
+def raise_interrupts() -> None:
+    """Ctrl-C raises KeyboardInterrupt from here on. Before, while torch and others are imported, a program lets it end
+    the process, which the system does without a word: imports answer an exception with a traceback, or swallow it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def ending_plainly() -> Iterator[None]:
+    """What a script does in here ends well, with one line and exit status 2 for errors that a user can act on, a stdout
+    that takes no more being one, or with status 130 at Ctrl-C. SIGTERM ends it at once; what was being written then
+    lies under NAME.partial."""
+    try:
+        raise_interrupts()
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # an error here is one that can still be said
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def fail(error: Exception | str) -> NoReturn:

@@ -16,13 +16,17 @@ Formats: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8,
 and fp8 exist with float32 scales too (int4-g128-float32), which hold those of other programs' folders exactly.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main`: imports answer Ctrl-C with a traceback, or swallow it
+
 import argparse
 import contextlib
 import ctypes
 import functools
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -837,17 +841,15 @@ def run(args: argparse.Namespace) -> None:
     outer = [name for name in names if not name.startswith("layers.")]
     _load_outer(model, outer, args.device, read, checkpoint.fill)
     states = calibration_states(args, model) if args.method == "gptq" else []
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     files, total = {}, config.n_layers + 1
 
-    def write(number: int, prefix: str) -> None:
+    def write(partial: Path, number: int, prefix: str) -> None:
         every = [name for name, _ in model.named_parameters()]
         mine = [name for name in every if (name.startswith(prefix) if prefix else not name.startswith("layers."))]
         files.update(checkpoint.write_tensors(partial / checkpoint.shard_name(number, total), model, mine, dtype))
 
-    with tqdm(model.layers, unit="layer", desc=f"{args.method} {args.scheme}") as bar:
+    desc = f"{args.method} {args.scheme}"
+    with checkpoint.whole_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
         for number, layer in enumerate(bar):
             layer.to_empty(device=args.device).requires_grad_(False)
             prefix = f"layers.{number}."
@@ -856,22 +858,22 @@ def run(args: argparse.Namespace) -> None:
             through = functools.partial(run_block, layer, states, block_context(model, number, states))
             error = quantize_block(layer, args.scheme, args.method, through)
             states = through()
-            write(number + 1, prefix)
+            write(partial, number + 1, prefix)
             layer.to("meta")
             release()
             bar.set_postfix(error=f"{error:.4f}")
-    check_finite(model.lm_head, f"{folder}: lm_head.")
-    if args.head:
-        _set_head(model, QuantizedLinear.stored(model.lm_head, args.head))
-    write(total, "")
-    for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
-        if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name:
-            shutil.copy(file, partial / file.name)
-    hf = json.loads((folder / "config.json").read_text())
-    hf["quantization"] = {"scheme": args.scheme, "head": args.head, "method": args.method}
-    (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    checkpoint.write_index(partial, files)
-    os.rename(partial, output)
+        check_finite(model.lm_head, f"{folder}: lm_head.")
+        if args.head:
+            _set_head(model, QuantizedLinear.stored(model.lm_head, args.head))
+        write(partial, total, "")
+        for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
+            known = file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name
+            if known and file.is_file():
+                shutil.copyfile(file, partial / file.name)  # not its mode: it may be read-only
+        hf = json.loads((folder / "config.json").read_text())
+        hf["quantization"] = {"scheme": args.scheme, "head": args.head, "method": args.method}
+        (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+        checkpoint.write_index(partial, files)
     sizes = [sum(file.stat().st_size for file in where.glob("*.safetensors")) for where in (folder, output)]
     print(f"{output}: {sizes[1] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} times smaller", file=sys.stderr)
 
@@ -923,6 +925,8 @@ def run_block(layer: Block, states: list[Tensor], context: tuple | None) -> list
 
 def main(argv: list[str] | None = None) -> None:
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         run(parse_args(argv))
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -14,11 +14,13 @@ decoding: local head counts follow from the matrices' shapes, which model.py rea
 """
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -31,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 # ------------------------------------------------------------------------------------------------ plan
 
@@ -338,6 +342,8 @@ def join(device: torch.device, timeout_s: float, one_shot: bool = False) -> Rank
         raise ValueError("--one_shot is for several ranks on GPUs that reach each other's memory: torchrun, cuda")
     if not launched():
         return ALONE
+    if sys.platform == "linux":  # a rank ends with its torchrun, which when killed cannot end it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if not on_gpu and os.environ.get("OMP_NUM_THREADS") == "1":  # what torchrun sets where the user does not
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))

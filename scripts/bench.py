@@ -47,7 +47,7 @@ from generate import (
     Engine,
     Timing,
     attended_bytes,
-    fail,
+    ending_plainly,
     generate,
     position_bytes,
     prefill,
@@ -791,12 +791,8 @@ def main() -> None:
     if args.worker:
         serve(args.worker)
         return
-    try:
+    with ending_plainly():
         run(args, parser)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

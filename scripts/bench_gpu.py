@@ -71,7 +71,7 @@ from generate import (
     attend,
     attended_bytes,
     decode_step,
-    fail,
+    ending_plainly,
     generate,
     mark,
     pick_device,
@@ -886,11 +886,9 @@ def check_names(what: str, names: list[str], known: list[str]) -> None:
 
 
 def main() -> None:
-    try:
-        args = parse_args()
+    args = parse_args()
+    with ending_plainly():
         serve(args) if args.worker else run(args)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from generate import (
     common_prefix,
     compiles,
     cpu_share,
-    fail,
+    ending_plainly,
     load,
     load_drafter,
     new_tokens,
@@ -354,13 +354,9 @@ def joined(argv: Sequence[str]) -> list[str]:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         found = run(args)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    print(json.dumps(found)) if args.json else print_found(found)
+        print(json.dumps(found)) if args.json else print_found(found)
     sys.exit(1 if found["judged"] and found["different"] else 0)
 
 

@@ -9,10 +9,8 @@ the tokenizer's files beside it come along.
 """
 
 import json
-import os
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +18,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import config_of, read_json, save_tensors, shard_name, write_index
-from generate import Parser, fail
+from checkpoint import config_of, read_json, save_tensors, shard_name, whole_folder, write_index
+from generate import Parser, ending_plainly
 from model import Config
 from tokenizer import load_tokenizer
 
@@ -176,7 +174,7 @@ def find_config(file: Path, given: Path | None) -> tuple[dict, Config]:
 
 def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
     """Write the folder `output`; ValueError names what is missing or does not fit. Works in a temporary folder beside
-    it, so that an interrupted conversion leaves nothing that loads."""
+    it, whose config.json comes last, so that an interrupted conversion leaves nothing that loads."""
     if output.exists():
         raise ValueError(f"{output}: exists already; remove it or choose another --output")
     tensors = open_pickle(file)
@@ -187,23 +185,20 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
     hf["dtype"] = str(tensors["tok_embeddings.weight"].dtype).removeprefix("torch.")
     if is_int8(tensors):
         hf["quantization"] = {"scheme": "int8", "head": "int8" if "output.scales" in tensors else None, "method": "rtn"}
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     files, count = {}, config.n_layers + 1
-    for number, group in enumerate(tqdm(groups(tensors, config), total=count, desc="convert", unit="file"), 1):
-        name = shard_name(number, count)
-        # Views of the mapped file, some of one matrix: each gets memory of its own.
-        own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in group.items()}
-        save_tensors(partial / name, own)
-        files |= dict.fromkeys(own, name)
-    write_index(partial, files)
-    (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    for pattern in COPIED:
-        for source in file.parent.glob(pattern):
-            if source.is_file():
-                shutil.copy(source, partial)
-    os.replace(partial, output)
+    with whole_folder(output) as partial:
+        for number, group in enumerate(tqdm(groups(tensors, config), total=count, desc="convert", unit="file"), 1):
+            name = shard_name(number, count)
+            # Views of the mapped file, some of one matrix: each gets memory of its own.
+            own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in group.items()}
+            save_tensors(partial / name, own)
+            files |= dict.fromkeys(own, name)
+        write_index(partial, files)
+        for pattern in COPIED:
+            for source in file.parent.glob(pattern):
+                if source.is_file():
+                    shutil.copyfile(source, partial / source.name)
+        (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 
 def main() -> None:
@@ -213,12 +208,8 @@ def main() -> None:
     add("--output", type=Path, required=True, metavar="DIR", help="folder to create")
     add("--config", type=Path, metavar="FILE", help="the model's config.json; default: the one beside the checkpoint")
     args = parser.parse_args()
-    try:
+    with ending_plainly():
         convert(args.checkpoint, args.output, args.config)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

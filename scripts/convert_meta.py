@@ -6,7 +6,6 @@ code), so that one layer is held at a time. Pickles are opened here and in conve
 """
 
 import json
-import os
 import pickle
 import shutil
 import sys
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import read_json, save_tensors
-from generate import Parser, fail
+from checkpoint import read_json, save_tensors, shard_name, whole_folder, write_index
+from generate import Parser, ending_plainly
 from tokenizer import load_tokenizer
 
 # Meta's module -> (Hugging Face's, the dimension that model-parallel shards split: None is replicated)
@@ -110,8 +109,8 @@ def config_json(params: dict, shards: list[dict[str, Tensor]], rope_factor: floa
 
 
 def convert(source: Path, output: Path, rope_factor: float | None = None, context: int | None = None) -> None:
-    """Write the folder `output`; ValueError names what is missing. Works in a temporary folder beside it, so that an
-    interrupted conversion leaves nothing that loads."""
+    """Write the folder `output`; ValueError names what is missing. Works in a temporary folder beside it, whose
+    config.json comes last, so that an interrupted conversion leaves nothing that loads."""
     params = read_json(source / "params.json")
     files = sorted(source.glob("consolidated.*.pth"))
     if not files:
@@ -124,19 +123,14 @@ def convert(source: Path, output: Path, rope_factor: float | None = None, contex
     tokenizer = load_tokenizer(source)
     config = config_json(params, shards, rope_factor, context)
     config |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": min(tokenizer.stop_ids, default=None)}
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    weight_map, count = {}, params["n_layers"] + 1
-    for number, tensors in enumerate(tqdm(groups(shards, params), total=count, desc="convert", unit="file"), 1):
-        name = f"model-{number:05d}-of-{count:05d}.safetensors"
-        save_tensors(partial / name, tensors)
-        weight_map |= dict.fromkeys(tensors, name)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copy(source / "tokenizer.model", partial)
-    os.replace(partial, output)
+    files, count = {}, params["n_layers"] + 1
+    with whole_folder(output) as partial:
+        for number, tensors in enumerate(tqdm(groups(shards, params), total=count, desc="convert", unit="file"), 1):
+            save_tensors(partial / shard_name(number, count), tensors)
+            files |= dict.fromkeys(tensors, shard_name(number, count))
+        write_index(partial, files)
+        shutil.copyfile(source / "tokenizer.model", partial / "tokenizer.model")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:
@@ -146,14 +140,11 @@ def main() -> None:
     parser.add_argument("--rope_factor", type=float, help="for scaled RoPE: 8 for Llama 3.1 and 3.3, 32 for 3.2")
     parser.add_argument("--context", type=int, help="positions that the model was trained for")
     args = parser.parse_args()
-    try:
-        convert(args.input, args.output, args.rope_factor, args.context)
-    except KeyError as error:
-        parser.error(f"{args.input}: {error} is missing from params.json or consolidated.*.pth")
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with ending_plainly():
+        try:
+            convert(args.input, args.output, args.rope_factor, args.context)
+        except KeyError as error:
+            parser.error(f"{args.input}: {error} is missing from params.json or consolidated.*.pth")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@
 
 A text's documents are separated by `<|endoftext|>`, or where it holds none by blank lines. What is evaluated is what
 will be written: the weights in bfloat16. Training ends when the predicted speed-up no longer grows, or at --steps; the
-best evaluation's weights are kept. The training state goes to --work at every evaluation and at Ctrl-C; the same
-command continues from it. This file does not know how drafts are used: that is speculative.py and generate.py.
+best evaluation's weights are kept. The training state goes to --work at every evaluation and at Ctrl-C (SIGTERM ends
+at once, as a crash does); the same command continues from it. This file does not know how drafts are used: that is
+speculative.py and generate.py.
 """
 
 import argparse
@@ -47,6 +48,7 @@ from checkpoint import (
     read_json,
     save_model,
     shards,
+    whole_folder,
     write_whole,
 )  # fmt: skip
 from generate import (
@@ -54,7 +56,7 @@ from generate import (
     Parser,
     compiles,
     cpu_share,
-    fail,
+    ending_plainly,
     generate,
     pick_device,
     pick_dtype,
@@ -520,21 +522,19 @@ def digest(texts: list[Tensor]) -> str:
 
 def export(run: Run, hf: dict, args: argparse.Namespace, result: dict) -> None:
     """The folder --output, under another name until it is whole."""
-    partial = args.output.with_name(f"{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     model = allocate(empty_model(Config.from_hf(hf), torch.bfloat16), "cpu")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(run.best[name])
-    save_model(model, partial, hf)
     ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id") if key in hf}
-    (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
-    for name in COPIED:
-        if (args.target / name).exists():
-            shutil.copyfile(args.target / name, partial / name)
     made = {"made_by": "scripts.distill_draft", "settings": run.settings, **result, "evaluations": run.evaluations}
-    (partial / "distill.json").write_text(json.dumps(made, indent=2) + "\n")
-    os.rename(partial, args.output)
+    with whole_folder(args.output) as partial:
+        (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+        for name in COPIED:
+            if (args.target / name).exists():
+                shutil.copyfile(args.target / name, partial / name)
+        (partial / "distill.json").write_text(json.dumps(made, indent=2) + "\n")
+        save_model(model, partial, hf)
 
 
 def check_request(args: argparse.Namespace) -> Config:
@@ -649,12 +649,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(min(torch.get_num_threads(), cpu_share()))
-    try:
+    with ending_plainly():
         print(json.dumps(distill(args)))
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import write_whole
-from generate import Engine, Parser, fail, generate, load, load_drafter, pick_device, positive
+from generate import Engine, Parser, ending_plainly, fail, generate, load, load_drafter, pick_device, positive
 from model import Transformer
 from quantize import SCHEMES
 from sampling import Sampling
@@ -386,7 +386,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         results = run(args)
         if args.output:
             write(results, Path(args.output))
@@ -394,10 +394,6 @@ def main() -> None:
 
         kinds = ["results", "groups"] if results.get("groups") else ["results"]
         print(*[make_table(results, kind) for kind in kinds], sep="\n", flush=True)
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from pathlib import Path
 import torch
 
 import tokenizer
-from checkpoint import load_config, load_model, pieces, random_model, save_model
-from generate import Parser, fail, generate, positive
+from checkpoint import load_config, load_model, pieces, random_model, save_model, write_whole
+from generate import Parser, ending_plainly, generate, positive
 from model import NEUTRAL, Config, Transformer
 from sampling import Sampling
 from tokenizer import load_tokenizer
@@ -833,18 +833,14 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         if args.case is not None:
             found = replay(args.seed, args.case, args.kind)
         else:
             found = fuzz(range(args.first, args.first + args.cases), args.seed, args.kind, args.workers)
         print(json.dumps(found))
         if args.write:
-            partial = args.write.with_name(f"{args.write.name}.partial")
-            partial.write_text(json.dumps(found, indent=1) + "\n")
-            os.replace(partial, args.write)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
+            write_whole(args.write, lambda partial: partial.write_text(json.dumps(found, indent=1) + "\n"))
     sys.exit(1 if found.get("failures") or found.get("failure") else 0)
 
 

@@ -37,7 +37,8 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from generate import Parser, fail, positive
+from checkpoint import write_whole
+from generate import Parser, ending_plainly, positive
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 300  # a mutant may run for ever; the slowest tests named here take a tenth of it
@@ -971,9 +972,8 @@ def write(file: Path, results: Sequence[Result], seconds: float) -> None:
         "commit": done.stdout.strip() or "unknown",
         "torch": torch.__version__, **summary(results, seconds), "results": each,
     }  # fmt: skip
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    text = json.dumps(said, indent=1, ensure_ascii=False) + "\n"
+    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def chosen(names: Sequence[str] | None) -> list[Mutation]:
@@ -996,7 +996,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         mutations = chosen(args.only)
         if args.list:
             check(ROOT, mutations)
@@ -1010,8 +1010,6 @@ def main() -> None:
         print(json.dumps(summary(results, seconds), ensure_ascii=False))
         if args.write:
             write(Path(args.write), results, seconds)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import load_config, load_model
-from generate import Parser, fail, pick_device, pick_dtype, positive
+from generate import Parser, ending_plainly, pick_device, pick_dtype, positive
 from model import Transformer
 from quantize import SCHEMES
 from tokenizer import load_tokenizer
@@ -109,16 +109,14 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         found = run(args)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    if args.json:
-        print(json.dumps(found))
-        return
-    width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:{width}}  {value:.5g}" if isinstance(value, float) else f"{name:{width}}  {value}")
+        width = max(map(len, found))
+        if args.json:
+            print(json.dumps(found))
+            return
+        for name, value in found.items():
+            print(f"{name:{width}}  {value:.5g}" if isinstance(value, float) else f"{name:{width}}  {value}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 
+from checkpoint import write_whole
 from generate import (
     Engine,
     Parser,
@@ -45,6 +46,7 @@ from generate import (
     common_prefix,
     compiles,
     cpu_share,
+    ending_plainly,
     fail,
     generate,
     load,
@@ -342,12 +344,10 @@ def save(file: Path, width: int, *parts) -> None:
     """What was printed last, as SVG or plain text."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(*parts, sep="\n")
-    partial = file.with_name(file.name + ".partial")
     if file.suffix == ".svg":
-        console.save_svg(str(partial), title="python -m scripts.race")
+        write_whole(file, lambda partial: console.save_svg(str(partial), title="python -m scripts.race"))
     else:
-        console.save_text(str(partial))
-    partial.replace(file)
+        write_whole(file, lambda partial: console.save_text(str(partial)))
 
 
 # ----------------------------------------------------------------------------------------------- main
@@ -441,12 +441,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         finished = run(args)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
     if not finished:
         sys.exit(130)
 

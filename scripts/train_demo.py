@@ -8,14 +8,15 @@
     evaluate          held-out loss
 
 Stories in the text are separated by lines that hold only `<|endoftext|>`. Every --save_every steps the whole
-training state goes to --work, so that an interrupted run continues where it stopped; a finished run only
-evaluates and exports. It knows nothing of decoding.
+training state goes to --work, so that an interrupted run continues from there; a finished run only evaluates and
+exports. It knows nothing of decoding.
 """
 
 import argparse
 import io
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import save_model, write_whole
+from generate import Parser, ending_plainly
 from model import Config, Transformer
 from scripts.distill_draft import adamw, autocast, init_weights, learning_rate, update
 
@@ -54,7 +56,7 @@ def train_tokenizer(text: Path, output: Path) -> None:
         unk_id=0, bos_id=BOS, eos_id=EOS, eos_piece=END_OF_STORY, user_defined_symbols=[END_OF_STORY],
         num_threads=1, minloglevel=1,
     )  # fmt: skip
-    (output / "tokenizer.model").write_bytes(model.getvalue())
+    write_whole(output / "tokenizer.model", lambda partial: partial.write_bytes(model.getvalue()))
 
 
 class Windows:
@@ -137,15 +139,16 @@ def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transf
         update(model, optimizer, learning_rate(step, args.steps, args.lr))
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             score = evaluate(model, heldout[: args.eval_rows])
-            bar.write(f"step {step + 1}: train {loss.item():.4f} held-out {score:.4f}")
+            bar.write(f"step {step + 1}: train {loss.item():.4f} held-out {score:.4f}", file=sys.stderr)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
             write_whole(state_file, lambda partial, state=state: torch.save(state, partial))
     return model.eval()
 
 
 def export(model: Transformer, tokenizer_file: Path, output: Path) -> None:
-    """A normal Hugging Face folder in bfloat16."""
-    save_model(model.to("cpu", torch.bfloat16), output, TARGET)
+    """A normal Hugging Face folder in bfloat16, in place of one that is there."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.json").unlink(missing_ok=True)  # until save_model writes it, last, the folder does not load
     (output / "tokenizer.model").write_bytes(tokenizer_file.read_bytes())
     settings = {
         "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False,
@@ -154,10 +157,11 @@ def export(model: Transformer, tokenizer_file: Path, output: Path) -> None:
     (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     (output / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_model(model.to("cpu", torch.bfloat16), output, TARGET)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the demo target.")
+    parser = Parser(description="Train the demo target.")
     parser.add_argument("--text", type=Path, required=True, help="training stories")
     parser.add_argument("--heldout", type=Path, required=True, help="stories kept apart for the figures")
     parser.add_argument("--output", type=Path, default=Path("checkpoints"), help="gets demo/")
@@ -175,8 +179,8 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
+def run(args: argparse.Namespace) -> dict:
+    """Train, or continue, and write the folder; its figures."""
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer_file = args.work / "tokenizer.model"
     if not tokenizer_file.exists():
@@ -191,7 +195,13 @@ def main() -> None:
         "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
     export(target, tokenizer_file, args.output / "demo")
-    print(json.dumps(figures))
+    return figures
+
+
+def main() -> None:
+    args = parse_args()
+    with ending_plainly():
+        print(json.dumps(run(args)))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,16 @@
 import functools
 import json
 import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -89,6 +95,31 @@ def folder_of(tmp_path_factory):
         return folder
 
     return make
+
+
+def forked(run: Callable[[], object], stderr: Path | int) -> int:
+    """The exit status, negative for a signal, of a copy of this process that runs this alone, its stderr in a file or a
+    pipe: what signals and rights do to a program, without the seconds that a new process takes to import torch."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            file = stderr if isinstance(stderr, int) else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 2)
+            sys.stdout = sys.__stdout__ = open(os.devnull, "w")  # noqa: SIM115
+            sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            torch.set_num_threads(1)  # a pool's threads are not copied
+            tqdm.set_lock(threading.RLock())  # its own is one with this process's, and may be held by a child that died
+            run()
+            status = 0
+        except SystemExit as exit:
+            status = exit.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def config_json(folder: Path) -> dict:

@@ -294,7 +294,9 @@ def test_interrupted_runs_end_with_the_same_bits(text, tmp_path, monkeypatch, ca
     assert draft["evaluations"] == whole["evaluations"]
 
 
-def test_a_killed_run_leaves_no_folder_and_goes_on(text, tmp_path, monkeypatch, capsys, uninterrupted):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_leaves_no_folder_and_goes_on(number, text, tmp_path, monkeypatch, capsys, uninterrupted):
+    """SIGTERM ends a run at once, between two evaluations too: what is kept is the last one's state."""
     arguments = flags(text, tmp_path, steps=9, eval_every=4)
     command = [sys.executable, "-m", "scripts.distill_draft", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -302,8 +304,8 @@ def test_a_killed_run_leaves_no_folder_and_goes_on(text, tmp_path, monkeypatch, 
     end = time.monotonic() + 60
     while not (tmp_path / "draft-work" / "state.pt").exists() and child.poll() is None and time.monotonic() < end:
         time.sleep(0.002)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL and not (tmp_path / "draft").exists()
+    child.send_signal(number)
+    assert child.wait() == -number and not (tmp_path / "draft").exists()
     assert run_main(monkeypatch, capsys, arguments) == (0, [])
     weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "draft", uninterrupted)]
     assert weights[0] == weights[1]

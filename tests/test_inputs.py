@@ -16,6 +16,7 @@ import generate as program
 from checkpoint import load_model, random_model, save_model
 from generate import Engine, generate
 from model import Config
+from quantize import quantized_copy
 from sampling import Sampling
 from scripts import fuzz
 from speculative import ModelDraft, NgramDraft, layer_subset
@@ -119,6 +120,8 @@ def model(text_folder):
 def drafter_of(kind: str, model):
     if kind == "model":
         return ModelDraft(layer_subset(model, [0, 1]))  # with a cache of its own
+    if kind == "quantized":
+        return ModelDraft(quantized_copy(model, "int8"), on_layers=range(model.config.n_layers))
     if kind == "layers":
         return ModelDraft(layer_subset(model, [0, 2]), on_layers=[0, 2])
     return NgramDraft() if kind == "ngram" else None
@@ -131,7 +134,10 @@ def rows_of(model, prompts, **options) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("kind, limit", [("plain", 12), ("model", 12), ("layers", 12), ("ngram", 12), ("model", 160)])
+LIMITS = [("plain", 12), ("model", 12), ("layers", 12), ("quantized", 12), ("ngram", 12), ("model", 160)]
+
+
+@pytest.mark.parametrize("kind, limit", LIMITS)
 def test_rows_that_end_at_the_limit(kind, limit, model):
     """Prompt and new tokens fill the cache to the last position, in rows of all lengths, from one token on: each gets
     what it gets alone in a longer context; one position more is refused, for whichever row."""
@@ -149,7 +155,7 @@ def test_rows_that_end_at_the_limit(kind, limit, model):
             rows_of(model, prompts, max_new_tokens=over, **options)
 
 
-@pytest.mark.parametrize("kind", ["plain", "model", "layers", "ngram"])
+@pytest.mark.parametrize("kind", ["plain", "model", "layers", "quantized", "ngram"])
 def test_a_used_engine_of_exactly_that_length(kind, model):
     """The cache holds max_seq_length positions and what an earlier batch left in them."""
     engine = Engine(model, 2, 20, drafter=drafter_of(kind, model), speculate_k=5)
@@ -164,7 +170,7 @@ def test_a_used_engine_of_exactly_that_length(kind, model):
 def test_max_seq_length_on_the_command_line(text_folder, monkeypatch, capsys):
     tokens = len(load_tokenizer(text_folder).encode("the cat"))
     given = ["--checkpoint", text_folder, "--prompt", "the cat", "--ignore_eos", "--json", "--max_seq_length"]
-    for draft in ([], ["--draft", "ngram"], ["--draft", "layers:0-1"]):
+    for draft in ([], ["--draft", "ngram"], ["--draft", "layers:0-1"], ["--draft", "quantized:int8"]):
         status, out, _ = run(monkeypatch, capsys, *given, tokens + 1, *draft)
         assert status == 0 and len(json.loads(out)["tokens"]) == 1  # by default, to the end
         status, out, lines = run(monkeypatch, capsys, *given, tokens + 3, "--max_new_tokens", 3, *draft)
@@ -181,7 +187,7 @@ def test_a_stop_string_that_is_the_first_character(text_folder, monkeypatch, cap
     _, out, _ = run(monkeypatch, capsys, *given)
     whole = json.loads(out)
     assert whole["text"]
-    for draft in ([], ["--draft", "ngram"], ["--draft", "layers:0-1"]):
+    for draft in ([], ["--draft", "ngram"], ["--draft", "layers:0-1"], ["--draft", "quantized:int8"]):
         status, out, _ = run(monkeypatch, capsys, *given, "--stop", whole["text"][0], *draft)
         row = json.loads(out)
         assert status == 0 and row["text"] == "" and row["tokens"] == whole["tokens"][: len(row["tokens"])]
