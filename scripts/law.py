@@ -10,8 +10,10 @@
 
 The null hypothesis is that, given everything before it, every token has the target's law p. It is tested three ways:
 
-    PIT     u = F(tokens below x) + V p(x), V uniform from a generator of its own, is uniform and independent: its
-            histogram, that of pairs of neighbours in a row, and that of neighbouring rows at the same position
+    PIT     u = P(tokens before x) + V p(x), V uniform from a generator of its own, is uniform and independent (the
+            probability integral transform), whatever order of the tokens the past gives: that of ids, and that of
+            q - p, q the drafter's law. Histograms of both; for ids also of pairs of neighbours in a row, and of
+            neighbouring rows at the same position
     sums    of f(x) - E f over all tokens, for f = [x in A], A the tokens that the drafter likes better than the target
             does (q > p: where accepting too much must show), and for f = log p; sharpest where contexts differ
     zeros   tokens to which p gives nothing
@@ -172,7 +174,9 @@ def decode(case: Case, drafter: Drafter, n_tokens: int, seed: int) -> tuple[list
     n_batches = math.ceil(n_rows / BATCH)
     size = math.ceil(n_rows / n_batches)
     engine = Engine(model, size, longest, drafter=drafter, speculate_k=case.k)
-    if case.k == "auto":  # costs that are not measured, so that a run can be repeated, and that make every K pay at times
+    if (
+        case.k == "auto"
+    ):  # costs that are not measured, so that a run can be repeated, and that make every K pay at times
         ks = speculative.AUTO_K
         engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
     rows, total = [], RowStatistics()
@@ -209,7 +213,8 @@ def indices(origins: Sequence[int]) -> list[int]:
 class Scores(NamedTuple):
     """Of one row's tokens (n,) but for the first, which no round decides: float64, and index int64."""
 
-    u: Tensor  # the probability integral transform
+    u: Tensor  # PIT by id
+    by_draft: Tensor  # PIT in the order of q - p
     side: tuple[Tensor, Tensor, Tensor]  # f, its mean and its variance under p, for f = [q > p]
     log_p: tuple[Tensor, Tensor, Tensor]  # for f = log p, moved into [0, 1]
     zero: Tensor  # p = 0, and not by rounding
@@ -229,7 +234,7 @@ def exact(name: str) -> Transformer:
 def rounding(name: str) -> float:
     """The largest difference of a logit between cached passes over 6 positions and `exact`, over a random text."""
     model = target_of(name)
-    V, T = model.config.vocab_size, model.config.max_seq_length - 6
+    V, T = model.config.vocab_size, min(model.config.max_seq_length, LONGEST) - 6
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         whole, largest = exact(name)(tokens, torch.arange(T)), 0.0
@@ -275,7 +280,9 @@ def score(case: Case, rows: Sequence[Row], q_of: Callable[[Tensor], Tensor], see
         tokens = torch.tensor([(row.prompt + row.tokens + [0] * longest)[:longest] for row in few])
         logits, q = exact(case.target)(tokens, torch.arange(longest)), q_of(tokens)
         for number, row in enumerate(few):
-            at = slice(len(row.prompt), len(row.prompt) + len(row.tokens) - 1)  # what the last token follows is not told
+            at = slice(
+                len(row.prompt), len(row.prompt) + len(row.tokens) - 1
+            )  # what the last token follows is not told
             x = tokens[number, len(row.prompt) + 1 :][: len(row.tokens) - 1]
             noise = torch.rand(len(x), generator=generator, dtype=torch.float64)
             yield score_tokens(logits[number, at], q[number, at], x, row.index[1:], case.sampling, noise, slack)
@@ -288,15 +295,18 @@ def score_tokens(
     p = sampling.probs(logits).double()
     p = p / p.sum(-1, keepdim=True)
     at = x[:, None]  # (n, 1)
-    below = p.cumsum(-1).gather(1, at) - p.gather(1, at)
-    u = (below + noise[:, None] * p.gather(1, at))[:, 0].clamp(0, 1 - 2**-53)
+    mine = p.gather(1, at)  # (n, 1)
+    order = (q - p).argsort(-1, descending=True)
+    place = order.argsort(-1).gather(1, at)
+    reached = p.cumsum(-1).gather(1, at), p.gather(1, order).cumsum(-1).gather(1, place)
+    u, by_draft = ((up_to - (1 - noise[:, None]) * mine)[:, 0].clamp(0, 1 - 2**-53) for up_to in reached)
     log_p = p.clamp(min=math.exp(LOWEST)).log()
     near, mass = within_rounding(logits, p, sampling, slack)
-    missed, close = p.gather(1, at)[:, 0] == 0, near.gather(1, at)[:, 0]
+    missed, close = mine[:, 0] == 0, near.gather(1, at)[:, 0]
     entropy = -(p * log_p).sum(-1)
     return Scores(
-        u, moments((q > p).double(), p, at), moments(1 - log_p / LOWEST, p, at), missed & ~close, missed & close, mass,
-        torch.tensor(index), entropy,
+        u, by_draft, moments((q > p).double(), p, at), moments(1 - log_p / LOWEST, p, at), missed & ~close,
+        missed & close, mass, torch.tensor(index), entropy,
     )  # fmt: skip
 
 
@@ -328,7 +338,9 @@ def chi_square(counts: Tensor) -> tuple[float, float]:
     expected = counts.sum() / len(counts)
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = len(counts) - 1
-    return (statistic / freedom).item(), torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2).item()
+    return (statistic / freedom).item(), torch.special.gammaincc(
+        torch.tensor(freedom / 2).double(), statistic / 2
+    ).item()
 
 
 def martingale(f: Tensor, mean: Tensor, variance: Tensor) -> tuple[float, float]:
@@ -381,11 +393,8 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 
 def histograms(rows: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
-    """What has enough tokens of: u alone, u with the next one, u with the row beside."""
-    counts = {
-        "PIT": (torch.cat(list(rows)) * BINS).long().bincount(minlength=BINS),
-        "PIT, next": pairs(rows), "PIT, other row": neighbours(rows),
-    }  # fmt: skip
+    """u with the next one, and with the row beside, where there are enough."""
+    counts = {"PIT, next": pairs(rows), "PIT, other row": neighbours(rows)}
     return {name: chi_square(found) for name, found in counts.items() if found.sum() >= FEWEST * len(found)}
 
 
@@ -395,9 +404,10 @@ def by_group(scores: Scores, chosen: Tensor, name: str) -> dict[str, tuple[float
     if n < 2 * FEWEST:
         return {}
     bins = min(BINS, n // FEWEST)
-    counts = (scores.u[chosen] * bins).long().bincount(minlength=bins)
+    counts = [(u[chosen] * bins).long().bincount(minlength=bins) for u in (scores.u, scores.by_draft)]
     return {
-        f"PIT{name}": chi_square(counts),
+        f"PIT{name}": chi_square(counts[0]),
+        f"PIT by q - p{name}": chi_square(counts[1]),
         f"draft's side{name}": martingale(*(part[chosen] for part in scores.side)),
         f"log p{name}": martingale(*(part[chosen] for part in scores.log_p)),
     }
