@@ -27,16 +27,17 @@ def smallest(tests: dict) -> float:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Rows of a few hundred positions instead of 1,600, and the roundings of such."""
-    monkeypatch.setattr(law, "LONGEST", 320)
+    """Rows of 160 positions instead of 1,600, and the roundings of such."""
+    monkeypatch.setattr(law, "LONGEST", 160)
     law.rounding.cache_clear()
 
 
 # ------------------------------------------------------------------------------------- draws of a known law
 
 
-def draws(sampling: Sampling, by: str = "p", N: int = 6000):
+def draws(sampling: Sampling, by: str = "p", N: int | None = None):
     """Contexts with laws p and q of their own, and a token of each drawn by torch.multinomial."""
+    N = N or (6000 if sampling.kind == "plain" else 3000)
     generator = torch.Generator().manual_seed(1)
     logits, other = (2 * torch.randn(N, V, generator=generator) for _ in range(2))
     other = logits + other / 2
@@ -94,7 +95,7 @@ def test_zeros_are_counted_and_only_rounding_excuses_them():
     order = logits.argsort(-1, descending=True)
     x[7] = order[7, 6]  # far below the cut
     assert outcome(logits, q, x, noise, sampling)["zeros"] == (1.0, 0.0)
-    x[7] = order[7, 4]  # the first below the cut, moved to just below it: one of 6,000 may be
+    x[7] = order[7, 4]  # the first below the cut, moved to just below it: one of 3,000 may be
     logits[7, order[7, 4]] = logits[7, order[7, 3]] - 1e-5
     count, p = outcome(logits, q, x, noise, sampling)["zeros"]
     assert count == 1 and p > PASSES
@@ -158,7 +159,7 @@ CASE = Case("small", "model", 3, Sampling(1))
 
 
 def test_the_program_keeps_the_law():
-    for case in (CASE, Case("filters", "ngram:1", 2, law.FILTERS), Case("auto", "layers:0,1", "auto", Sampling(1))):
+    for case in (CASE, Case("auto", "layers:0,1", "auto", law.FILTERS)):
         said, scores = law.examine(case, 2000, 5)
         assert said["tokens"] >= 2000 and smallest(said["tests"]) > PASSES
         assert said["tests"]["zeros"][0] == 0 and len({len(row.u) for row in scores}) > 1
@@ -167,7 +168,7 @@ def test_the_program_keeps_the_law():
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_broken_program_is_caught(name):
-    found = law.control(name, 5000)
+    found = law.control(name, 4000)
     assert found["as_it_should_be"] and found["p"] < FAILS
 
 
