@@ -36,7 +36,7 @@ What this cannot show: that the target itself computes what its file says (tests
 tests here are blind to it, deviations below what is printed as "seen from", or other hardware: it runs on a CPU in
 float32. The noise has 24 bits, which moves no probability by more than 2^-24.
 
-Seen: SECONDS.
+Seen: LATER.
 """
 
 import argparse
@@ -44,7 +44,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import shlex
@@ -275,17 +274,13 @@ def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
 def score(case: Case, rows: Sequence[Row], q_of: Callable[[Tensor], Tensor], seed: int) -> Iterator[Scores]:
     """Each row's tokens under p: one pass over the whole row, no cache, no drafter."""
     generator, slack = torch.Generator().manual_seed(seed), 4 * rounding(case.target)
-    for few in itertools.batched(rows, 4) if sys.version_info >= (3, 12) else zip(rows):
-        longest = max(len(row.prompt) + len(row.tokens) for row in few)
-        tokens = torch.tensor([(row.prompt + row.tokens + [0] * longest)[:longest] for row in few])
-        logits, q = exact(case.target)(tokens, torch.arange(longest)), q_of(tokens)
-        for number, row in enumerate(few):
-            at = slice(
-                len(row.prompt), len(row.prompt) + len(row.tokens) - 1
-            )  # what the last token follows is not told
-            x = tokens[number, len(row.prompt) + 1 :][: len(row.tokens) - 1]
-            noise = torch.rand(len(x), generator=generator, dtype=torch.float64)
-            yield score_tokens(logits[number, at], q[number, at], x, row.index[1:], case.sampling, noise, slack)
+    for row in rows:
+        tokens = torch.tensor([row.prompt + row.tokens[:-1]])  # (1, T)
+        logits, q = exact(case.target)(tokens, torch.arange(tokens.size(1))), q_of(tokens)  # (1, T, V)
+        x = torch.tensor(row.tokens[1:])
+        noise = torch.rand(len(x), generator=generator, dtype=torch.float64)
+        at = len(row.prompt)
+        yield score_tokens(logits[0, at:], q[0, at:], x, row.index[1:], case.sampling, noise, slack)
 
 
 def score_tokens(

@@ -115,6 +115,8 @@ def test_a_step_of_speculation_at_the_ends(sampling, dtype):
             drafted = draw(qq.float(), torch.full((len(p),), u))[:, None]  # (n^2, 1)
             noise = torch.full((len(p), 1), u), torch.full((len(p), 2), 1 - u if u else 0.0)
             count, token = accept(drafted, qq[:, None], torch.stack((pp, pp), dim=1), noise=noise)
+            exact = accept(drafted, qq[:, None].float(), torch.stack((pp, pp), dim=1).float(), noise=noise)
+            assert torch.equal(count, exact[0]) and torch.equal(token, exact[1])
             first = torch.where(count > 0, drafted[:, 0], token)
             assert (token >= 0).all() and (pp.gather(1, first[:, None]) > 0).all()
             assert (pp.gather(1, token[:, None]) > 0).all()
