@@ -183,14 +183,14 @@ def parted(here: Setting, plain: Tensor, name: str, k: int, d: float) -> dict:
 
 def measure(args: argparse.Namespace) -> dict:
     prompts, exact = prompts_of(args.text, args.prompts), load("demo", "float32")
-    found = {"batch_size": args.batch_size, "widths": [], "rows": []}
+    found = {"batch_size": args.batch_size, "widths": [], "drafted": []}
     with tqdm(total=len(DTYPES) * len(DRAFTERS) * len(KS), desc="drift") as bar:
         for dtype in DTYPES:
             here = setting(dtype, prompts, args.new_tokens, args.batch_size)
             said, plain = widths(here, exact)
             found["widths"].append(said)
             for name, k in itertools.product(DRAFTERS, KS):
-                found["rows"].append(parted(here, plain, name, k, said["d"]))
+                found["drafted"].append(parted(here, plain, name, k, said["d"]))
                 bar.update()
     return found
 
@@ -207,7 +207,7 @@ def show(found: dict) -> None:
         )
     print("\ndrafted rows against plain ones")
     print("dtype     drafter  K  rows the same  flips per 1,000  largest distance, ulps  within 2 d")
-    for row in found["rows"]:
+    for row in found["drafted"]:
         largest = f"{max(row['ulps']):.1f}" if row["ulps"] else "–"
         print(
             f"{row['dtype']:8}  {row['drafter']:7}  {row['k']}  {row['same']:5} of {row['rows']:<4}"
@@ -248,7 +248,7 @@ def main() -> None:
             write(args.write, found)
     except (ValueError, OSError, MemoryError) as error:
         fail(error)
-    sys.exit(0 if all(row["within_2d"] for row in found["rows"]) else 1)
+    sys.exit(0 if all(row["within_2d"] for row in found["drafted"]) else 1)
 
 
 if __name__ == "__main__":

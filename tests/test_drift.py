@@ -31,7 +31,7 @@ def quick(monkeypatch, tmp_path):
 def test_float32_does_not_drift(quick):
     """And both ways to decide a known text agree with a pass without a cache, as far as float32 goes."""
     status, found = quick()
-    (said,), (row,) = found["widths"], found["rows"]
+    (said,), (row,) = found["widths"], found["drafted"]
     assert status == 0 and row["same"] == 2 and row["distances"] == [] and row["within_2d"]
     assert said["tokens"] == 24 and said["as_float32"] == 1 and said["by_k"]["3"]["decided_otherwise"] == 0
     assert 0 < said["d"] < 1e-3, "logits of size 10: some hundred roundings of float32, no more"
@@ -41,7 +41,7 @@ def test_an_error_is_no_rounding(quick, monkeypatch):
     """A program that keeps every drafted token parts far from plain decoding's choice."""
     monkeypatch.setattr(program, "accept", lambda *given, noise: accept(*given, noise=(noise[0] - 1, noise[1])))
     status, found = quick()
-    assert status == 1 and not found["rows"][0]["within_2d"] and max(found["rows"][0]["ulps"]) > 100
+    assert status == 1 and not found["drafted"][0]["within_2d"] and max(found["drafted"][0]["ulps"]) > 100
 
 
 def test_spacing_by_hand():

@@ -29,6 +29,7 @@ def smallest(tests: dict) -> float:
 def small(monkeypatch):
     """Rows of 160 positions instead of 1,600, and the roundings of such."""
     monkeypatch.setattr(law, "LONGEST", 160)
+    monkeypatch.setattr(law, "BATCH", 64)
     law.rounding.cache_clear()
 
 
