@@ -36,7 +36,7 @@ What this cannot show: that the target itself computes what its file says (tests
 tests here are blind to it, deviations below what is printed as "seen from", or other hardware: it runs on a CPU in
 float32. The noise has 24 bits, which moves no probability by more than 2^-24.
 
-Seen: some 14 minutes of one core for 1,074,000 tokens and the controls; three times that where others work too.
+Seen: some 14 minutes of one core for 1,078,000 tokens and the controls; three times that where others work too.
 """
 
 import argparse
