@@ -25,7 +25,6 @@ import math
 import os
 import re
 import resource
-import signal
 import statistics
 import sys
 import threading
@@ -295,6 +294,11 @@ class Engine:
                 setattr(self.drafter, name, lambda state, name=name, method=method: self._run(name, method))
             object.__setattr__(self.drafter, "user", self.state)  # not a submodule
 
+    def clear(self) -> None:
+        """Empty the caches: a masked value counts 0 times, which is NaN for a NaN, in later batches too."""
+        for cache in itertools.chain.from_iterable(seat.caches for seat in self.seats):
+            cache.k.zero_(), cache.v.zero_()
+
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: that far; under CUDA graphs, which are recorded
         for each length, to the next of a few."""
@@ -483,13 +487,13 @@ def interrupts_afterwards() -> Iterator[None]:
         yield
         return
     came = []
-    signal.signal(signal.SIGINT, lambda *where: came.append(where))
+    signal.signal(signal.SIGINT, lambda *_: came.append(True))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-    if came and callable(usual):
-        usual(*came[0])
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def biased_rows(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -688,6 +692,7 @@ def _decode(
                 if id == FROZEN or not alive[row]:
                     break
                 if id == INVALID:
+                    engine.clear()
                     where = f"row {row}, position {lengths[row] + timing.decoded[row]}"
                     raise ValueError(f"{where}: the model's logits are not finite")
                 timing.add_token(row)

@@ -59,6 +59,7 @@ from packed import pack_linears
 from quantize import SCHEMES, quantize_model
 from sampling import GREEDY, Sampling
 from scripts.plots import draw
+from scripts.record import commit as git_commit
 from scripts.tables import fill
 from speculative import ModelDraft, NgramDraft
 from tokenizer import load_tokenizer
@@ -736,11 +737,6 @@ def hardware() -> str:
     info = Path("/proc/cpuinfo")
     models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores"
-
-
-def git_commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def write_results(

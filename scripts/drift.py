@@ -24,9 +24,6 @@ This file measures one pair of models on one machine. It does not show what othe
 
 import argparse
 import itertools
-import json
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -37,11 +34,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_model, write_whole
-from generate import Engine, Parser, common_prefix, fail, generate, positive
+from checkpoint import load_model
+from generate import Engine, Parser, common_prefix, ending_plainly, generate, positive
 from model import Transformer
 from packed import pack_linears
 from sampling import Sampling
+from scripts.record import record
 from speculative import Drafter, ModelDraft, NgramDraft, layer_subset
 from tokenizer import load_tokenizer
 
@@ -215,17 +213,6 @@ def show(found: dict) -> None:
         )
 
 
-def write(file: Path, found: dict) -> None:
-    """Complete or not at all."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    said = {
-        "command": shlex.join(["python", "-m", "scripts.drift", *sys.argv[1:]]),
-        "commit": done.stdout.strip() or "unknown", "torch": torch.__version__, **found,
-    }  # fmt: skip
-    text = json.dumps(said, indent=1, ensure_ascii=False) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Greedy drafting against plain greedy decoding, token by token, in every dtype.")
     add = parser.add_argument
@@ -239,15 +226,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         start = time.perf_counter()
         found = measure(args)
         found["seconds"] = round(time.perf_counter() - start, 1)
         show(found)
         if args.write:
-            write(args.write, found)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
+            record(args.write, found)
     sys.exit(0 if all(row["within_2d"] for row in found["drafted"]) else 1)
 
 

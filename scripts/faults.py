@@ -22,7 +22,6 @@ import argparse
 import collections
 import contextlib
 import ctypes
-import datetime
 import hashlib
 import json
 import os
@@ -42,9 +41,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_model, random_model, save_model, write_whole
+from checkpoint import load_model, random_model, save_model
 from generate import Parser, ending_plainly, positive
 from model import Config, Transformer
+from scripts.record import record
 
 ROOT = Path(__file__).parent.parent
 DEMO, DRAFT = ROOT / "checkpoints" / "demo", ROOT / "checkpoints" / "demo-draft"
@@ -683,15 +683,6 @@ def show(found: dict) -> None:
         at = "" if one["moment_s"] is None else f" at {one['moment_s']:.2f} s"
         print(f"FAILED  {one['program']}, {one['fault']}{at}: {one['problem']}")
     print(f"{found['cases']} cases, {len(found['failures'])} failures, {found['seconds']} s")
-
-
-def record(file: Path, found: dict) -> None:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    about = {
-        "command": " ".join(["python -m scripts.faults", *sys.argv[1:]]), "commit": done.stdout.strip() or "unknown",
-        "date": str(datetime.date.today()), "torch": torch.__version__,
-    }  # fmt: skip
-    write_whole(file, lambda partial: partial.write_text(json.dumps(about | found, indent=1) + "\n"))
 
 
 def parse_args() -> argparse.Namespace:

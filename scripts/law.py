@@ -44,10 +44,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import math
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,11 +58,12 @@ from tqdm import tqdm
 
 import generate as program
 import speculative
-from checkpoint import load_model, random_model, write_whole
-from generate import Engine, Parser, Timing, fail, generate, positive
+from checkpoint import load_model, random_model
+from generate import Engine, Parser, Timing, ending_plainly, generate, positive
 from model import Config, Transformer
 from quantize import quantized_copy
 from sampling import DRAFT_DRAW, FILTERED, Sampling
+from scripts.record import record
 from speculative import ACCEPTED, Costs, Drafter, ModelDraft, NgramDraft, RowStatistics, accept, layer_subset
 
 ROOT = Path(__file__).parent.parent
@@ -173,9 +171,7 @@ def decode(case: Case, drafter: Drafter, n_tokens: int, seed: int) -> tuple[list
     n_batches = math.ceil(n_rows / BATCH)
     size = math.ceil(n_rows / n_batches)
     engine = Engine(model, size, longest, drafter=drafter, speculate_k=case.k)
-    if (
-        case.k == "auto"
-    ):  # costs that are not measured, so that a run can be repeated, and that make every K pay at times
+    if case.k == "auto":  # costs that make every K pay at times, and the same ones in every run
         ks = speculative.AUTO_K
         engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
     rows, total = [], RowStatistics()
@@ -544,17 +540,6 @@ def run_controls() -> dict[str, dict]:
     return found
 
 
-def write(file: Path, found: dict) -> None:
-    """Complete or not at all."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    said = {
-        "command": shlex.join(["python", "-m", "scripts.law", *sys.argv[1:]]),
-        "commit": done.stdout.strip() or "unknown", "torch": torch.__version__, **found,
-    }  # fmt: skip
-    text = json.dumps(said, indent=1, ensure_ascii=False) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Does drafting keep the target's law over long sequences? Tests with a stated bound.")
     add = parser.add_argument
@@ -567,7 +552,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         start, found = time.perf_counter(), {}
         if not args.controls:
             cases = run_cases(args.tokens, args.seed)
@@ -576,9 +561,7 @@ def main() -> None:
         found["controls"] = run_controls()
         found["seconds"] = round(time.perf_counter() - start, 1)
         if args.write:
-            write(args.write, found)
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
+            record(args.write, found)
     kept = not found.get("rejected") and all(said["as_it_should_be"] for said in found["controls"].values())
     print("the law holds" if kept else "the law does NOT hold, or a control went unseen")
     sys.exit(0 if kept else 1)

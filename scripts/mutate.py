@@ -34,11 +34,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
-from checkpoint import write_whole
 from generate import Parser, ending_plainly, positive
+from scripts.record import record
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 300  # a mutant may run for ever; the slowest tests named here take a tenth of it
@@ -964,16 +963,9 @@ def show(results: Sequence[Result]) -> None:
 
 
 def write(file: Path, results: Sequence[Result], seconds: float) -> None:
-    """The summary with every mutation's outcome, complete or not at all."""
+    """The summary with every mutation's outcome."""
     each = {result.mutation.name: result.outcome for result in results}
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    said = {
-        "command": shlex.join(["python", "-m", "scripts.mutate", *sys.argv[1:]]),
-        "commit": done.stdout.strip() or "unknown",
-        "torch": torch.__version__, **summary(results, seconds), "results": each,
-    }  # fmt: skip
-    text = json.dumps(said, indent=1, ensure_ascii=False) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+    record(file, summary(results, seconds) | {"results": each})
 
 
 def chosen(names: Sequence[str] | None) -> list[Mutation]:

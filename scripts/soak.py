@@ -28,7 +28,6 @@ import json
 import multiprocessing
 import os
 import random
-import shlex
 import signal
 import statistics
 import subprocess
@@ -43,7 +42,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import write_whole
 from generate import (
     Engine,
     Parser,
@@ -51,7 +49,7 @@ from generate import (
     Session,
     Timing,
     chat,
-    fail,
+    ending_plainly,
     load,
     load_drafter,
     pick_device,
@@ -61,6 +59,7 @@ from generate import (
 )
 from generate import parse_args as generate_flags
 from sampling import FILTERED, GREEDY, PLAIN, Sampling
+from scripts.record import record
 from speculative import AUTO_K, Costs
 from tokenizer import Tokenizer
 from tp import ALONE
@@ -420,27 +419,19 @@ def parse_args() -> argparse.Namespace:
     add("--requests", type=positive, metavar="N", help="end after so many; default: no limit but the time")
     add("--seed", type=int, default=0, metavar="N", help="of the requests; default: 0")
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help="default: all")
-    add("--write", metavar="FILE", help="results as JSON")
+    add("--write", type=Path, metavar="FILE", help="results as JSON")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    try:
+    with ending_plainly():
         start = time.perf_counter()
         found = soak(args.minutes, args.requests, args.seed, args.engines)
-        said = {
-            "command": shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]), "torch": torch.__version__,
-            "seconds": round(time.perf_counter() - start), **found,
-        }  # fmt: skip
-        text = json.dumps(said, indent=1, ensure_ascii=False)
-        print(text)
+        found["seconds"] = round(time.perf_counter() - start)
+        print(json.dumps(found, indent=1, ensure_ascii=False))
         if args.write:
-            write_whole(Path(args.write), lambda partial: partial.write_text(text + "\n", encoding="utf-8"))
-    except (ValueError, OSError, MemoryError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+            record(args.write, found)
     sys.exit(1 if found["wrong"] or found["grown"] else 0)
 
 

@@ -20,7 +20,8 @@ ALLOWED = {
 # A script is an entry point, which nothing imports; only what measures shares its rounds and pictures, and what trains
 # its steps.
 BESIDE = {
-    "bench": {"plots", "tables"},
+    **{name: {"record"} for name in ("drift", "faults", "law", "mutate", "soak")},
+    "bench": {"plots", "record", "tables"},
     "tables": {"plots"},
     "products": {"bench"},
     "bench_gpu": {"bench", "candidates"},

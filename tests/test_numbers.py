@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import pieces, random_model
-from generate import generate
+from generate import Engine, generate
 from model import Config, RMSNorm, Rope, Transformer, apply_rope, attend
 from sampling import GREEDY, INVALID, Sampling, draw
 from speculative import Drafter, ModelDraft, NgramDraft, accept, acceptance, layer_subset, residual
@@ -334,6 +334,23 @@ def test_an_id_that_no_row_holds_may_be_anything(dtype):
     model.embed.weight[spare] = math.nan
     assert rows_of(model, None, 0, sampling=Sampling(0)) == want
     assert rows_of(model, NgramDraft(1), 0, sampling=Sampling(0)) == want
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_after_an_error_an_engine_is_as_before(dtype):
+    """What is not finite stays in no cache, where a shorter row of a later batch would meet it."""
+    model = tiny(dtype)
+    want = rows_of(model, None, 0, sampling=Sampling(0))
+    poison = min(set(range(CONFIG.vocab_size)) - set(PROMPTS[0] + PROMPTS[1] + want[0] + want[1]))
+    model.embed.weight[poison] = math.nan
+    for drafter in (None, NgramDraft(1), ModelDraft(tiny(dtype))):
+        engine = Engine(model, 2, 32, drafter=drafter, speculate_k=4)
+        with pytest.raises(ValueError, match="not finite"):
+            list(generate(model, [[poison] * 20] * 2, max_new_tokens=3, engine=engine, sampling=Sampling(0)))
+        out = [[] for _ in PROMPTS]
+        for row, id in generate(model, PROMPTS, max_new_tokens=N, engine=engine, sampling=Sampling(0)):
+            out[row].append(id)
+        assert out == want
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
