@@ -27,7 +27,6 @@ import ctypes
 import functools
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -827,6 +826,7 @@ def check_request(args: argparse.Namespace, stored: str | None) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the quantized folder, under another name until it is whole. One layer at a time is in full precision."""
     import checkpoint
+    import tokenizer
 
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
@@ -866,10 +866,7 @@ def run(args: argparse.Namespace) -> None:
         if args.head:
             _set_head(model, QuantizedLinear.stored(model.lm_head, args.head))
         write(partial, total, "")
-        for file in folder.iterdir():  # tokenizer, generation settings, templates; no other form of the weights
-            known = file.suffix in (".json", ".jinja", ".model", ".txt") and "safetensors" not in file.name
-            if known and file.is_file():
-                shutil.copyfile(file, partial / file.name)  # not its mode: it may be read-only
+        tokenizer.copy_files(folder, partial)
         hf = json.loads((folder / "config.json").read_text())
         hf["quantization"] = {"scheme": args.scheme, "head": args.head, "method": args.method}
         (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

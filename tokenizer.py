@@ -5,6 +5,7 @@
     StreamDecoder       ids in, whole characters out
     StopStrings         text in, text out up to the first stop string
     ChatTemplate        the folder's own jinja template, sandboxed, in a process of its own
+    FILES, copy_files   what a folder holds for all this, and has to come along when its weights are made anew
 
 `decode` is the stream fed at once, so the two cannot differ. Special tokens are invisible in decoded text, and text
 that spells one encodes as the characters it is, in a prompt and in a chat message alike. (One exception: in a prompt,
@@ -22,11 +23,17 @@ import json
 import math
 import re
 import reprlib
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+
+FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
 
 # Names that end a turn or a text in the families we read. A folder's chat model stops there although its config
 # often lists only one of them.
@@ -338,6 +345,12 @@ def _valid(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------- one folder
+
+
+def copy_files(folder: Path, other: Path) -> None:
+    """The FILES of one folder into another, without their modes: they may be read-only."""
+    for file in sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}):
+        shutil.copyfile(file, other / file.name)
 
 
 def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:

@@ -10,7 +10,6 @@ the tokenizer's files beside it come along.
 
 import json
 import pickle
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from checkpoint import config_of, read_json, save_tensors, shard_name, whole_folder, write_index
 from generate import Parser, ending_plainly
 from model import Config
-from tokenizer import load_tokenizer
+from tokenizer import copy_files, load_tokenizer
 
 # gpt-fast's module -> the Hugging Face ones whose rows, one after the other, make its matrix
 LAYER = {
@@ -35,8 +34,6 @@ LAYER = {
 }
 OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 
-COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "vocab.json",
-          "merges.txt", "*.jinja")  # fmt: skip
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -194,10 +191,7 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
             save_tensors(partial / name, own)
             files |= dict.fromkeys(own, name)
         write_index(partial, files)
-        for pattern in COPIED:
-            for source in file.parent.glob(pattern):
-                if source.is_file():
-                    shutil.copyfile(source, partial / source.name)
+        copy_files(file.parent, partial)
         (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 

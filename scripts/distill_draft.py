@@ -25,7 +25,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import signal
 import sys
 import time
@@ -66,7 +65,7 @@ from model import Config, Transformer
 from packed import pack_linears
 from sampling import Sampling
 from speculative import Costs, ModelDraft, speedup
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer, copy_files, load_tokenizer
 
 END = "<|endoftext|>"
 SAMPLE_ROWS = 16  # documents that the target writes together
@@ -78,10 +77,6 @@ HELD_OUT = 0.1  # of the tokens, at most
 SHARED = (
     "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta",
     "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-COPIED = (
-    "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------- shape
@@ -530,9 +525,7 @@ def export(run: Run, hf: dict, args: argparse.Namespace, result: dict) -> None:
     made = {"made_by": "scripts.distill_draft", "settings": run.settings, **result, "evaluations": run.evaluations}
     with whole_folder(args.output) as partial:
         (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
-        for name in COPIED:
-            if (args.target / name).exists():
-                shutil.copyfile(args.target / name, partial / name)
+        copy_files(args.target, partial)
         (partial / "distill.json").write_text(json.dumps(made, indent=2) + "\n")
         save_model(model, partial, hf)
 

@@ -7,9 +7,9 @@ duplicate weights that some repositories keep in folders.
 from pathlib import Path
 
 from generate import Parser
+from tokenizer import FILES
 
-PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*",
-            "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja"]  # fmt: skip
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *FILES]
 
 
 def download(repo: str, output: Path, revision: str | None = None) -> Path:
