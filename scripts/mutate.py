@@ -80,6 +80,8 @@ CHECKPOINT = "test_checkpoint.py::"
 PACKED = "test_packed.py::"
 DIGITS = "test_packed.py::test_digits_stand_for_the_nearest_step"
 GENERATE = "test_generate.py::"
+INTERRUPTS = "test_interrupts.py::"
+NUMBERS = "test_numbers.py::"
 TOKENIZER = "test_tokenizer.py::"
 
 MUTATIONS = (
@@ -723,6 +725,39 @@ MUTATIONS = (
         "a stop token is text", "generate.py",
         "        if id not in self.stop_ids:\n", "        if id >= 0:\n",
         f"{GENERATE}test_stop_token_ends_a_row_and_is_no_text",
+    ),
+    Mutation(
+        "what is not finite stays in the caches", "generate.py",
+        "                    engine.clear()\n", "",
+        f"{NUMBERS}test_after_an_error_an_engine_is_as_before",
+    ),
+    Mutation(
+        "rows are padded with id 0", "generate.py",
+        "self.tokens[row] = prompt[-1]", "self.tokens[row] = 0",
+        f"{NUMBERS}test_an_id_that_no_row_holds_may_be_anything",
+    ),
+    Mutation(
+        "every length of a prompt is its own", "generate.py",
+        "min(begin + rounded_up(end - begin), engine.positions)", "min(max(end, begin + 2), engine.positions)",
+        f"{GENERATE}test_prompts_run_at_few_lengths",
+    ),
+    Mutation(
+        "a held back interrupt is forgotten", "generate.py",
+        "    if came:\n", "    if not came:\n",
+        f"{INTERRUPTS}test_compiled_code_is_interrupted_while_it_compiles_and_then_between_calls",
+    ),
+    Mutation(
+        "caches are in place if the first layer's is", "generate.py",
+        "if [layer.attention.cache for layer in self.model.layers] != self.caches:",
+        "if self.model.layers[0].attention.cache is not self.caches[0]:",
+        f"{INTERRUPTS}test_engines_that_change_places_do_so_whole_or_again",
+    ),
+    Mutation(
+        "caches before the positions that go with them", "model.py",
+        "        self.key_pos = None\n        if caches:\n",
+        "        for layer, cache in zip(self.layers, caches or ()):\n"
+        "            layer.attention.cache = cache\n        self.key_pos = None\n        if caches:\n",
+        f"{INTERRUPTS}test_engines_that_change_places_do_so_whole_or_again",
     ),
     # ------------------------------------------------------------------------------------- tokenizer.py
     Mutation(

@@ -70,6 +70,25 @@ def test_a_batch_after_a_larger_batch(folder_of):
     assert rows_of(model, PROMPTS[1:2], max_new_tokens=90)[0][:20] == want[0]
 
 
+def test_prompts_run_at_few_lengths(folder_of, monkeypatch):
+    """Libraries keep something for every shape that they meet: 32 lengths, of prompts and of what a chat adds."""
+    rounded = {n: program.rounded_up(n) for n in range(1, 513)}
+    assert all(n <= r <= n + max(7, n // 8) for n, r in rounded.items()) and len(set(rounded.values())) == 32
+    seen, chunk = [], program.Seat.prompt_chunk
+
+    def counted(self, state, rows, begin, end):
+        seen.append(end - begin)
+        return chunk(self, state, rows, begin, end)
+
+    monkeypatch.setattr(program.Seat, "prompt_chunk", counted)
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    engine = program.Engine(model, 1, 159)
+    for n in (1, 5, 8, 9, 70, 130, 158):
+        rows_of(model, [[5] * n], engine=engine, max_new_tokens=1)
+        rows_of(model, [[5] * n], engine=engine, max_new_tokens=1, cached=n // 2)
+    assert seen == [8, 8, 8, 8, 8, 8, 16, 8, 72, 40, 144, 72, 159, 80]  # 159: all there are
+
+
 def test_prefill_in_chunks_equals_whole(folder_of, monkeypatch):
     model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
     prompts = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (23, 8, 16, 1)]

@@ -96,6 +96,24 @@ def test_an_interrupt_at_many_lines_changes_nothing_that_follows(kind, model):
     check_lines(kind, model, every=97)
 
 
+@pytest.mark.parametrize("kind", ["model", "layers"])
+def test_engines_that_change_places_do_so_whole_or_again(kind, model):
+    """Two engines of one model and one drafter, of different sizes: interrupted at every line of taking the other's
+    place, and then asked for the second turn of a chat."""
+    drafter = drafter_of(kind, model)
+    engine, other = (Engine(model, rows, length, drafter=drafter, speculate_k=2) for rows, length in ((1, 40), (2, 10)))
+    first = PROMPT + turn(engine, [PROMPT], 3)[0][0]
+    want, where = turn(engine_of(kind, model), [[*first, 40]], 12), 0
+    while True:
+        turn(engine, [PROMPT], 3)
+        turn(other, [[7, 8]], 2)
+        if not interrupted(engine.attach, where):
+            break
+        assert turn(engine, [[*first, 40]], 12, cached=len(first) - 1) == want, where
+        where += 1
+    assert where > 20, "few lines were interrupted"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_line_changes_nothing_that_follows(kind, model):
