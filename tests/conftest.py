@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with SIGINT ignored
 
 ROOT = Path(__file__).parent.parent
 
