@@ -180,7 +180,7 @@ def interrupt_often(engine: Engine, times: int = 100) -> None:
             got = []
             signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.001 * (number % 50))
             with pytest.raises(KeyboardInterrupt):
-                while True:  # one turn after the other, until the signal comes
+                for _ in range(1000):  # one turn after the other, until the signal comes
                     got.clear()
                     turn(engine, [PROMPT], 30, got=got)
             assert got == want[0][: len(got)]
