@@ -279,7 +279,7 @@ def test_each_rows_rate_is_its_own(text_folder, capsys, tmp_path):
     rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt_file", file, "--batch_size", 2, "--ignore_eos")
     steps = [len(row["tokens"]) - 1 for row in rows]
     seconds = [n / row["decode_tok_s"] for n, row in zip(steps, rows)]
-    assert steps[0] > 1.3 * steps[1] and seconds[0] > 1.1 * seconds[1]
+    assert steps[0] > 1.3 * steps[1] and seconds[0] > 1.0001 * seconds[1]  # else both are the batch's
 
 
 def test_a_full_disk_behind_stdout_is_said(text_folder):
