@@ -633,7 +633,7 @@ MUTATIONS = (
     Mutation(
         "a shorter row continues its padding", "generate.py",
         "last[row] = h[row, length - 1 - begin]", "last[row] = h[row, -1]",
-        f"{GENERATE}test_a_row_equals_its_prompt_alone[llama-3-greedy]",
+        f"{GENERATE}test_64_greedy_tokens_equal_transformers[llama-3]",
     ),
     Mutation(
         "a chunk without its last token", "generate.py",
