@@ -633,7 +633,7 @@ MUTATIONS = (
     Mutation(
         "a shorter row continues its padding", "generate.py",
         "last[row] = h[row, length - 1 - begin]", "last[row] = h[row, -1]",
-        f"{GENERATE}test_64_greedy_tokens_equal_transformers[llama-3]",
+        f"{GENERATE}test_prefill_gives_the_logits_after_each_prompt",
     ),
     Mutation(
         "a chunk without its last token", "generate.py",

@@ -89,6 +89,18 @@ def test_prompts_run_at_few_lengths(folder_of, monkeypatch):
     assert seen == [8, 8, 8, 8, 8, 8, 16, 8, 72, 40, 144, 72, 159, 80]  # 159: all there are
 
 
+@torch.inference_mode()
+def test_prefill_gives_the_logits_after_each_prompt(folder_of):
+    """Not those after its padding, with which a small model would often say the same."""
+    model, plain = (load_model(folder_of("llama-3"), dtype=torch.float32) for _ in range(2))
+    engine = program.Engine(model, len(PROMPTS), 40)
+    engine.state.start(PROMPTS, [1] * len(PROMPTS), (), 0, Sampling(1))
+    logits = program.prefill(engine, [len(prompt) for prompt in PROMPTS])
+    for prompt, found in zip(PROMPTS, logits, strict=True):
+        want = plain(torch.tensor([prompt]), torch.arange(len(prompt)))[0, -1]
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
 def test_prefill_in_chunks_equals_whole(folder_of, monkeypatch):
     model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
     prompts = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (23, 8, 16, 1)]
