@@ -12,6 +12,7 @@ A case is a number: with the seed it decides everything. It fails on an exceptio
 that is not one line with the folder's name, on loaded weights that are not the file's, after 10 s, with 512 MB more
 than before, and when Python opens, renames, starts or runs anything that the folder does not hold (an audit hook) or a
 file beside the folder changes. This file knows nothing of how folders are read, but for the format of safetensors.
+Seen: 20,000 cases in 663 s on two busy cores.
 """
 
 import argparse

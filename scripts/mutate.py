@@ -12,7 +12,7 @@ Everything happens in a temporary copy: code and tests are copied, whatever else
 linked, because tests only read it. A mutation whose text is no longer found is an error: this list follows the code. A
 mutant that nothing notices is either the same program in other words, and then no mutation for this list, or it shows
 a test that is missing. A test that is skipped notices nothing. This script knows no test by content, and measures
-neither coverage nor the tests' time.
+neither coverage nor the tests' time. Seen: 140 mutations in five to six minutes on two busy cores.
 """
 
 import argparse

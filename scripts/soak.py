@@ -16,8 +16,9 @@ real signal interrupts some answers at any instruction; what was decided until t
 answer begins, and what comes afterwards must be as if the answer had been ended there by hand. Compiling anything after
 the fork is an error. Each process has one thread, or forks would not be safe; two of them are busy.
 
-It takes the minutes that it is given, and about two more to compile. The results in benchmarks/soak.json say what one
-hour on two cores came to. What this cannot show: leaks slower than the noise of a process's memory, GPUs, other models.
+It takes the minutes that it is given, and three more on two busy cores to compile. Seen in an hour: 3,265 requests,
+6,036 answers, 242,406 tokens. What this cannot show: leaks slower than the noise of a process's memory, GPUs, other
+models.
 """
 
 import argparse
