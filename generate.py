@@ -129,7 +129,7 @@ class State(nn.Module):
         seeds = [seed] * B if isinstance(seed, int) else [*seed, *[0] * (B - len(prompts))]
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
-            # A shorter row is padded with a token of its own: what an id of no row does (overflow) is nobody's matter.
+            # Padded with a token of its own: another might overflow in the model, and its NaN reach this row.
             self.tokens[row] = prompt[-1]
             self.tokens[row, : len(prompt)] = torch.tensor(prompt)
         self.pos.copy_(torch.tensor(lengths) - 1)
