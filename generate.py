@@ -1315,7 +1315,7 @@ def pick_device(name: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda", "mps"):
         raise ValueError(f"--device {name}: only cpu, cuda and mps compute")
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     return device
 
 

@@ -419,7 +419,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     q = q.reshape(B, G, H // G * T, E)  # rows: R times T
     if T > 1:
         mask = mask.repeat(1, 1, H // G, 1)  # (B, 1, R*T, S); at T = 1 it broadcasts over R by itself
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, E)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(B, H, T, E)
 
 
 class KVCache(nn.Module):

@@ -610,3 +610,15 @@ def test_threads_stay_within_a_containers_share(tmp_path):
         file.write_text(text + "\n")
         assert cpu_share(str(file)) == want
     assert cpu_share(str(tmp_path / "none")) == here
+
+
+@pytest.mark.parametrize("asked, index", [(None, 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_without_a_number_is_the_first_one(monkeypatch, asked, index):
+    """torch.cuda.set_device refuses a device without an index, which is what the default and --device cuda are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    current = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)
+    assert program.pick_device(asked).type == "cuda"
+    assert current == [index]

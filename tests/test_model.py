@@ -148,3 +148,15 @@ def _sizes() -> dict:
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     }  # fmt: skip
+
+
+def test_attention_takes_its_kernel_s_answer_in_any_layout(monkeypatch):
+    """A GPU's memory-efficient kernel gives (B, n, T, E) laid out as (B, T, n, E), which no view turns into heads."""
+    q, k, v = torch.randn(2, 8, 3, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    mask, kernel = torch.ones(2, 1, 3, 5, dtype=torch.bool), torch.nn.functional.scaled_dot_product_attention
+    want = attend(q, k, v, mask)
+    monkeypatch.setattr(
+        "torch.nn.functional.scaled_dot_product_attention",
+        lambda *args, **options: kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    assert torch.equal(attend(q, k, v, mask), want)
