@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import config_of, fingerprints, load_config, load_model, open_shards, random_model, shards, write_whole
+from fused import ONE_KERNEL
 from model import Block, Transformer
 from packed import pack_linears
 from quantize import SCHEMES, format_of, quantized_copy, quantized_linears
@@ -363,18 +364,21 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
-        """Compile the steps for `kind` and run them at every length that will be recorded; compile prompts at the
-        start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill overwrites."""
+        """Compile the steps for `kind` and run them at every length that will be recorded; compile prompts, short and
+        long, at the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
+        overwrites."""
         start = time.perf_counter()
         S, state = self.max_seq_length, self.state
         state.pos.zero_()
         state.done.fill_(True)
         state.kind = kind
         self.attach()
-        for seat in self.seats:
-            for begin in sorted({0, min(1, S - 2), S - 2}):
-                seat.prompt_chunk(state, state.pos.size(0), begin, begin + 2)
         on_gpu = self.device.type == "cuda"
+        for seat in self.seats:
+            # A CPU's kernels of a few rows and of many are others.
+            long = min(PREFILL_CHUNK, S) if quantized_linears(seat.model) and not on_gpu else 2
+            for length, begin in sorted((n, begin) for n in {2, long} for begin in {0, min(1, S - n), S - n}):
+                seat.prompt_chunk(state, state.pos.size(0), begin, begin + length)
         lengths = {self.attended(min(1 << i, S)) for i in range(1, S.bit_length() + 1)} if on_gpu else {2, S}
         for length in sorted(lengths):
             for k in (0, *self.ks):
@@ -432,10 +436,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+# Of steps on a GPU. Tuning also makes a product of one row a multiplication and a sum, in one kernel with what stands
+# around it; a concatenation is then part of what reads it. What each changes: benchmarks/NOTES.md.
+GPU_OPTIONS = {"coordinate_descent_tuning": True, "force_pointwise_cat": True, **ONE_KERNEL}
+
+
 def compile_step(models: Sequence[Transformer], step: Callable[..., None]) -> Callable[..., None]:
     """A step: static shapes but for the attended length, so that one compilation serves every length. On a GPU it is
     replayed as a CUDA graph."""
-    return _compile(models, step, mode="reduce-overhead")
+    if models[0].norm.weight.device.type != "cuda":
+        return _compile(models, step, mode="reduce-overhead")
+    return _compile(models, step, options=torch._inductor.list_mode_options("reduce-overhead") | GPU_OPTIONS)
 
 
 def compile_prompt(model: Transformer) -> Callable[[Tensor, Tensor], Tensor]:
@@ -447,7 +458,7 @@ def compile_prompt(model: Transformer) -> Callable[[Tensor, Tensor], Tensor]:
     return _compile([model], run_prompt, mode="default")
 
 
-def _compile(models: Sequence[Transformer], function: Callable, mode: str) -> Callable:
+def _compile(models: Sequence[Transformer], function: Callable, **how) -> Callable:
     """Compile into one graph whose shapes are static but for the dimensions marked otherwise.
 
     All blocks have the same code, so that one is compiled for all of them. And the function gets a code object of its
@@ -460,7 +471,7 @@ def _compile(models: Sequence[Transformer], function: Callable, mode: str) -> Ca
                 if isinstance(linear, nn.Linear) and linear.bias is not None:
                     linear.forward = functools.partial(biased_rows, linear)
     own = types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-    return uninterrupted(torch.compile(own, mode=mode, fullgraph=True, dynamic=False))
+    return uninterrupted(torch.compile(own, fullgraph=True, dynamic=False, **how))
 
 
 def uninterrupted(compiled: Callable) -> Callable:

@@ -392,8 +392,13 @@ def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
 class Keys(NamedTuple):
     """Which cached keys the queries of one call look at, the same for every layer with the same window."""
 
-    mask: Tensor  # (B, 1, T, S) bool
+    mask: Tensor  # (B, 1, T, S) bool, or as `attend` adds it
     index: Tensor | None  # (B, S) positions to gather, or None: the first S
+
+    def added(self, R: int, dtype: torch.dtype) -> "Keys":
+        """With a mask (B, 1, R*T, S) to add to scores: made once a call, where every layer would make it."""
+        bias = torch.zeros((), dtype=dtype, device=self.mask.device).where(self.mask, -math.inf)  # (B, 1, T, S)
+        return self._replace(mask=rows_of_heads(bias, R))
 
 
 def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool) -> Keys:
@@ -409,16 +414,22 @@ def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool)
     return Keys(attention_mask(pos, key_pos, window), key_pos.clamp(min=0))
 
 
+def rows_of_heads(mask: Tensor, R: int) -> Tensor:
+    """mask (B, 1, T, S) -> (B, 1, R*T, S); at T = 1 it broadcasts over R by itself."""
+    return mask.repeat(1, 1, R, 1) if mask.size(2) > 1 else mask
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), mask (B, 1, T, S) -> (B, H, T, E).
+    """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E) -> (B, H, T, E); mask (B, 1, T, S), true where
+    a key is seen, or (B, 1, R*T, S) to add.
 
     The R query heads that share a KV head become rows of one product, so K and V are read once, never repeated.
     """
     B, H, T, E = q.shape
     G = k.size(1)
     q = q.reshape(B, G, H // G * T, E)  # rows: R times T
-    if T > 1:
-        mask = mask.repeat(1, 1, H // G, 1)  # (B, 1, R*T, S); at T = 1 it broadcasts over R by itself
+    if mask.dtype == torch.bool:
+        mask = rows_of_heads(mask, H // G)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(B, H, T, E)
 
 
@@ -431,14 +442,23 @@ class KVCache(nn.Module):
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.register_buffer("k", torch.zeros(B, G, S, E, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("v", torch.zeros(B, G, S, E, dtype=dtype, device=device), persistent=False)
+        # In one tensor, so that one operation writes both.
+        self.register_buffer("kv", torch.zeros(B, 2 * G, S, E, dtype=dtype, device=device), persistent=False)
+
+    @property
+    def k(self) -> Tensor:
+        """(B, G, S, E)"""
+        return self.kv[:, : self.kv.size(1) // 2]
+
+    @property
+    def v(self) -> Tensor:
+        """(B, G, S, E)"""
+        return self.kv[:, self.kv.size(1) // 2 :]
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
-        self.k[row, :, pos] = k.transpose(1, 2)  # (B, T, G, E)
-        self.v[row, :, pos] = v.transpose(1, 2)
+        self.kv[row, :, pos] = torch.cat((k, v), dim=1).transpose(1, 2)  # (B, T, 2G, E)
 
     def attend(self, q: Tensor, keys: Keys) -> Tensor:
         """q (B, H, T, E) over the positions in `keys` -> (B, H, T, E)."""
@@ -446,7 +466,7 @@ class KVCache(nn.Module):
         if keys.index is None:
             return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask)
         row = torch.arange(B, device=q.device)[:, None]  # (B, 1)
-        k, v = (cached[row, :, keys.index].transpose(1, 2) for cached in (self.k, self.v))  # (B, G, S, E)
+        k, v = self.kv[row, :, keys.index].transpose(1, 2).chunk(2, dim=1)  # (B, S, 2G, E) -> each (B, G, S, E)
         return attend(q, k, v, keys.mask)
 
 
@@ -494,6 +514,10 @@ class Attention(nn.Module):
     def kv_heads(self) -> int:
         """G on this rank."""
         return (self.qkv.out_features - self.out.in_features) // 2 // self.head_dim
+
+    def heads_per_key(self) -> int:
+        """R, the query heads that share a KV head."""
+        return self.out.in_features // self.head_dim // self.kv_heads()
 
     def forward(self, x: Tensor, pos: Tensor, rope: tuple[Tensor, Tensor], keys: Keys) -> Tensor:
         B, T, _ = x.shape
@@ -601,9 +625,12 @@ class Transformer(nn.Module):
         pos = pos.expand(tokens.shape)  # (B, T)
         cached = self.key_pos is not None
         key_pos = self.key_pos if cached else pos
-        keys = {window: visible_keys(pos, key_pos, window, cached) for window in set(self.windows)}
         rope = self.rope(pos)
         x = self.embed(tokens)  # (B, T, D)
+        keys = {}
+        for window in set(self.windows):
+            R = self.layers[0].attention.heads_per_key()
+            keys[window] = visible_keys(pos, key_pos, window, cached).added(R, x.dtype)
         for layer, window in zip(self.layers, self.windows, strict=True):
             x = layer(x, pos, rope, keys[window])
         return self.norm(x)

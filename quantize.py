@@ -35,8 +35,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tqdm import tqdm
 
+from fused import grouped_sums, minifloat, pack_words, power_of_two, row_sums, unpack_words
 from model import Block, Shapes, Transformer, visible_keys
 from packed import Holder, Packed, PackedInt8, from_digits, to_digits
 
@@ -321,12 +323,16 @@ def row_chunks(rows: int, columns: int) -> Iterator[slice]:
 
 def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights (out, in) that the parts stand for."""
-    format = format_of(scheme)
+    return decoded(format_of(scheme).dequantize, tensors, dtype)
+
+
+def decoded(decode: Callable[[dict[str, Tensor]], Tensor], tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """decode(tensors), float32 (out, in), in `dtype`, some rows at a time."""
     if torch.compiler.is_compiling():  # what is compiled fuses, and needs no chunks
-        return format.dequantize(tensors).to(dtype)
+        return decode(tensors).to(dtype)
     found = None
     for rows in row_chunks(*tensors["codes"].shape):
-        w = format.dequantize({name: part[rows] for name, part in tensors.items()})
+        w = decode({name: part[rows] for name, part in tensors.items()})
         if found is None:
             found = w.new_empty(len(tensors["codes"]), w.size(1), dtype=dtype)
         found[rows] = w
@@ -336,16 +342,18 @@ def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtyp
 # --------------------------------------------------------------------------------------------- Linears
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
+FUSING_DEVICE = "cuda"  # whose compiler makes one kernel of unpacking, multiplying and summing
 CPU_INT4_ROWS = 256  # the same for int4 on a CPU, where unpacking takes as long as the kernel with 200 rows
 
 
 class QuantizedLinear(Holder):
     """A Linear that owns its stored parts and computes with the weights they stand for.
 
-    This class has no kernel that reads them. On a CPU it keeps the weights beside them in the dtype of the activations;
-    elsewhere it unpacks them for every product, which is slow where nothing fuses that into the product. Subclasses
-    know a kernel. Parts are parameters, so that what moves, counts or fills a model's parameters treats them like any
-    other; once a kernel holds the codes in a form of its own, the parameter is left without values (see `Holder`).
+    This class has no kernel that reads them. On a CPU it keeps the weights beside them in the dtype of the activations.
+    Elsewhere products of a few rows are written so that what compiles them makes one kernel of unpacking and
+    multiplying; all others unpack the weights first. Subclasses know a kernel. Parts are parameters, so that what
+    moves, counts or fills a model's parameters treats them like any other; once a kernel holds the codes in a form of
+    its own, the parameter is left without values (see `Holder`).
     """
 
     looked_up = False  # does an embedding read rows of the stored parts?
@@ -432,18 +440,35 @@ class QuantizedLinear(Holder):
         if weight is not None and Packed.takes(weight):
             self.hold(Packed(weight))
             self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
-        _say_no_kernel(self.scheme, dtype, self.packed is not None)
+        if self.codes.device.type != "cuda":
+            _say_no_kernel(self.scheme, dtype, self.packed is not None)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return dequantize_tensor(self.parts(), self.scheme, dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out), without bias."""
-        return F.linear(x, self.dequantized(x.dtype)) if self.packed is None else self.packed_product(x)
+        if self.packed is not None:
+            return self.packed_product(x)
+        return self.fused_product(x) if fuses(x) else F.linear(x, self.dequantized(x.dtype))
+
+    def fused_product(self, x: Tensor) -> Tensor:
+        """The same of a few rows, for a compiler to make one kernel of."""
+        parts, format = self.parts(), FORMATS[self.scheme]
+        if isinstance(format, PerRow):
+            return row_sums(parts["codes"].float(), x, parts["scale"].float())
+        return row_sums(format.dequantize(parts), x)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
+
+
+def fuses(x: Tensor) -> bool:
+    """Is this a product of few rows (M, in) in code that is compiled for a GPU? Of prompts, whose length is left open,
+    it is none."""
+    compiled = torch.compiler.is_compiling() and x.device.type == FUSING_DEVICE
+    return compiled and statically_known_true(x.size(0) <= KERNEL_ROWS)
 
 
 class Int8Linear(QuantizedLinear):
@@ -471,7 +496,7 @@ class Int8Linear(QuantizedLinear):
             return from_digits(self.packed_product(digits), step).to(x.dtype)
         if x.device.type == "cpu" and x.size(0) <= KERNEL_ROWS:
             return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
-        return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
+        return self.fused_product(x) if fuses(x) else F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
 
 
 class Int4Linear(QuantizedLinear):
@@ -552,12 +577,65 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
-        if self.kernel is None or x.size(0) > (CPU_INT4_ROWS if on_cpu else KERNEL_ROWS):
-            return super().product(x)
-        if not on_cpu and x.dtype != torch.bfloat16:
+        few = x.size(0) <= CPU_INT4_ROWS if on_cpu else statically_known_true(x.size(0) <= KERNEL_ROWS)
+        if self.kernel is None or not few or not (on_cpu or x.dtype == torch.bfloat16):
             return super().product(x)
         y = self.kernel(x, self.packed_codes, self.group, self.scales_and_zeros)
         return y[:, : self.out_features]
+
+
+class MxLinear(QuantizedLinear):
+    """On a GPU the codes are held as 32-bit words, which a thread unpacks by shifts: a third of the instructions that
+    bytes and tables take (benchmarks/NOTES.md)."""
+
+    def pack(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.hold_words() if self.codes.device.type == "cuda" else super().pack(dtype)
+
+    def hold_words(self) -> None:
+        format = FORMATS[self.scheme]
+        words = torch.empty(self.out_features, self.codes.size(1) // 4, dtype=torch.int32, device=self.codes.device)
+        for rows in row_chunks(self.out_features, self.in_features):
+            words[rows] = pack_words(unpack_bits(self.codes[rows], format.bits), format.bits, format.group)
+        self.register_buffer("words", words, persistent=False)
+        if not self.looked_up:
+            self.free("codes")
+
+    def values(self, words: Tensor) -> list[Tensor]:
+        """Elements, float32, times 2^(bias - 15), in the order of `unpack_words`."""
+        format = FORMATS[self.scheme]
+        return [minifloat(code, format.bits, format.mantissa) for code in unpack_words(words, format.bits)]
+
+    @property
+    def factor(self) -> float:
+        """What `values` lack."""
+        return 2.0 ** (15 - FORMATS[self.scheme].bias)
+
+    def read_back(self):
+        format = FORMATS[self.scheme]
+        codes = unpack_words(self.words, format.bits)
+        return {"codes": pack_bits(in_order(codes, format.group), format.bits), "scale": self.scale}
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        if not self.freed:
+            return super().dequantized(dtype)
+        return decoded(self.decode_words, {"codes": self.words, "scale": self.scale}, dtype)
+
+    def decode_words(self, parts: dict[str, Tensor]) -> Tensor:
+        """float32 (out, in)."""
+        group = FORMATS[self.scheme].group
+        values = in_order(self.values(parts["codes"]), group).unflatten(1, (-1, group))  # (out, in / g, g)
+        return (values * self.factor * power_of_two(parts["scale"])[..., None]).flatten(1)
+
+    def fused_product(self, x: Tensor) -> Tensor:
+        values, group = self.values(self.words), FORMATS[self.scheme].group
+        return grouped_sums(values, x, group, power_of_two(self.scale), factor=self.factor)
+
+
+def in_order(parts: list[Tensor], group: int) -> Tensor:
+    """P x (out, in / P) in the order of `unpack_words` -> (out, in)."""
+    n = group // len(parts)
+    return torch.stack([part.unflatten(1, (-1, n)) for part in parts], dim=2).flatten(1)  # (out, in / g, P, n) ->
 
 
 def unpack_int4(packed: Tensor, block: int, width: int) -> Tensor:
@@ -587,7 +665,7 @@ def int4_layout() -> tuple[int, int] | None:
     return next((layout for layout in known if torch.equal(unpack_int4(packed, *layout), codes)), None)
 
 
-KERNELS = {Int8: Int8Linear, Int4: Int4Linear}  # format -> the Linear that has a kernel for it
+KERNELS = {Int8: Int8Linear, Int4: Int4Linear, Mx: MxLinear}  # format -> the Linear that has a kernel for it
 
 
 def full_weight(linear: nn.Module) -> Tensor:

@@ -61,6 +61,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import generate as program
 import model as model_py
 import quantize
 from checkpoint import random_model
@@ -86,7 +87,7 @@ from model import Block, Config, Shapes, Transformer, visible_keys
 from quantize import QuantizedLinear, full_weight, quantized_linears
 from sampling import Sampling
 from scripts.bench import ROOT, Worker, counting_model, mislead, row, write_results
-from scripts.candidates import ONE_KERNEL, add_words, by_flex, by_rows, by_sums, in_chunks, in_words, int8pack
+from scripts.candidates import add_words, by_flex, by_library, by_rows, by_sums, in_chunks, in_words, int8pack
 from speculative import Costs, Drafter, ModelDraft
 
 Rows = list[dict]
@@ -245,8 +246,6 @@ class Variant(NamedTuple):
 
 
 PLAIN = Variant("plain")
-TUNED = {"coordinate_descent_tuning": True}
-AUTOTUNED = {**TUNED, "max_autotune": True, "prologue_fusion": True}
 
 
 def backend(name: str) -> Callable:
@@ -255,29 +254,32 @@ def backend(name: str) -> Callable:
     return lambda: sdpa_kernel(getattr(SDPBackend, name))
 
 
+UNTUNED = {"coordinate_descent_tuning": False, "force_pointwise_cat": False}
+AUTOTUNED = {"max_autotune": True, "prologue_fusion": True}
+UNPACKED = ("int8", "fp8", "mx")  # formats whose products of few rows are fused.py's
+
 VARIANTS = (  # by expected gain; why: benchmarks/NOTES.md
-    Variant("tuned", TUNED, gpu=True),
-    Variant("words", {**TUNED, **ONE_KERNEL}, in_words, add_words, formats=("int4", "mx")),
-    Variant("rows", {**TUNED, **ONE_KERNEL}, by_rows),
-    Variant("words+pdl", {**TUNED, **ONE_KERNEL, "triton.enable_pdl": True}, in_words, add_words,
-            formats=("int4", "mx"), gpu=True),
-    Variant("rows+pdl", {**TUNED, **ONE_KERNEL, "triton.enable_pdl": True}, by_rows, formats=("bf16", "int8", "fp8"),
-            gpu=True),
-    Variant("rows+whole", {**TUNED, **ONE_KERNEL}, by_rows, whole=True, formats=("bf16", "int8", "fp8")),
-    Variant("words+whole", {**TUNED, **ONE_KERNEL}, in_words, add_words, whole=True, formats=("int4", "mx")),
-    Variant("int8pack", TUNED, int8pack, formats=("int8",), gpu=True),
-    Variant("rows+sums", {**TUNED, **ONE_KERNEL}, by_rows, attend=by_sums, formats=("bf16", "int8", "fp8")),
-    Variant("words+sums", {**TUNED, **ONE_KERNEL}, in_words, add_words, attend=by_sums, formats=("int4", "mx")),
-    Variant("words+head16", {**TUNED, **ONE_KERNEL}, in_words, add_words, head=False, formats=("int4", "mx")),
-    Variant("tuned+4steps", TUNED, steps=4, formats=("bf16", "int8", "int4")),
-    Variant("tuned+chunks", TUNED, attend=in_chunks, formats=("bf16",)),
-    Variant("tuned+flex", TUNED, attend=by_flex, formats=("bf16",), gpu=True),
-    Variant("tuned+cudnn", TUNED, context=backend("CUDNN_ATTENTION"), formats=("bf16",), gpu=True),
-    Variant("tuned+math", TUNED, context=backend("MATH"), formats=("bf16",)),
-    Variant("tuned+sampled", TUNED, sampling=Sampling(0.8), formats=("bf16", "int4")),
-    Variant("multi-kernel", {**TUNED, "triton.multi_kernel": 1}, gpu=True, formats=("bf16", "int8")),
-    Variant("autotuned", AUTOTUNED, gpu=True),
-)  # fmt: skip
+    Variant("words", product=in_words, prepare=add_words, formats=("int4",)),
+    Variant("rows", product=by_rows, formats=("bf16",)),
+    Variant("pdl", {"triton.enable_pdl": True}, gpu=True),
+    Variant("words+pdl", {"triton.enable_pdl": True}, in_words, add_words, formats=("int4",), gpu=True),
+    Variant("whole", whole=True),
+    Variant("4steps", steps=4, formats=("bf16", "int8", "int4")),
+    Variant("autotuned", AUTOTUNED, gpu=True, formats=("bf16",)),
+    Variant("autotuned library", AUTOTUNED, by_library, gpu=True, formats=UNPACKED),
+    Variant("int8pack", product=int8pack, formats=("int8",), gpu=True),
+    Variant("library", product=by_library, formats=UNPACKED),
+    Variant("untuned", UNTUNED, gpu=True),
+    Variant("sums", attend=by_sums),
+    Variant("head16", head=False, formats=("int8", "int4", "fp8", "mx")),
+    Variant("chunks", attend=in_chunks, formats=("bf16",)),
+    Variant("flex", attend=by_flex, formats=("bf16",), gpu=True),
+    Variant("cudnn", context=backend("CUDNN_ATTENTION"), formats=("bf16",), gpu=True),
+    Variant("efficient", context=backend("EFFICIENT_ATTENTION"), formats=("bf16",), gpu=True),
+    Variant("math", context=backend("MATH"), formats=("bf16",)),
+    Variant("sampled", sampling=Sampling(0.8), formats=("bf16", "int4")),
+    Variant("multi-kernel", {"triton.multi_kernel": 1}, gpu=True, formats=("bf16", "int8")),
+)
 
 
 def code_of(kind: type) -> str:
@@ -356,8 +358,10 @@ class Contender:
         from torch._inductor import config as inductor
 
         strict = {"triton.cudagraph_or_error": True} if self.device.type == "cuda" and not self.args.lenient else {}
+        options = program.GPU_OPTIONS | dict(self.variant.config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor.patch({**strict, **self.variant.config}))
+            stack.enter_context(mock.patch.object(program, "GPU_OPTIONS", options))  # which would undo the variant's
             stack.enter_context(self.variant.context())
             for owner, name, function in self.patches:
                 stack.enter_context(mock.patch.object(owner, name, function))

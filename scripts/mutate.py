@@ -85,6 +85,28 @@ NUMBERS = "test_numbers.py::"
 TOKENIZER = "test_tokenizer.py::"
 
 MUTATIONS = (
+    # ----------------------------------------------------------------------------------------- fused.py
+    Mutation(
+        "codes that span two words lose their upper bits", "fused.py",
+        "word[index + 1] |= part >> (32 - shift)", "pass",
+        "'test_fused.py::test_words_hold_every_code_where_its_input_is[mxfp6]'",
+    ),
+    Mutation(
+        "a group's factor forgotten", "fused.py",
+        " * factor * scale[..., None]", " * scale[..., None]",
+        "'test_fused.py::test_fused_products_multiply_with_the_stored_weights[mxfp6-1]'",
+    ),
+    Mutation(
+        "a prompt's open length bound to few rows", "quantize.py",
+        "return compiled and statically_known_true(x.size(0) <= KERNEL_ROWS)",
+        "return compiled and x.size(0) <= KERNEL_ROWS",
+        "'test_fused.py::test_few_rows_are_fused_and_prompts_are_not[int8]'",
+    ),
+    Mutation(
+        "a GPU without a number", "generate.py",
+        "torch.cuda.set_device(device.index or 0)", "torch.cuda.set_device(device)",
+        f"{GENERATE}test_a_gpu_without_a_number_is_the_first_one",
+    ),
     # ----------------------------------------------------------------------------------------- model.py
     Mutation(
         "a query sees the next token", "model.py",
@@ -108,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys cached one position late", "model.py",
-        "self.k[row, :, pos] = k", "self.k[row, :, pos + 1] = k",
+        "self.kv[row, :, pos] = ", "self.kv[row, :, pos + 1] = ",
         "'test_model.py::test_whole_chunked_and_token_by_token_equal_transformers[llama-3]'",
     ),
     Mutation(
@@ -123,7 +145,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the mask repeated token by token", "model.py",
-        "mask.repeat(1, 1, H // G, 1)", "mask.repeat_interleave(H // G, dim=2)",
+        "mask.repeat(1, 1, R, 1)", "mask.repeat_interleave(R, dim=2)",
         "test_model.py::test_attention_shares_kv_heads_without_repeating_them",
     ),
     Mutation(

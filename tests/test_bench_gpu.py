@@ -10,10 +10,10 @@ from conftest import oracle
 
 import scripts.bench_gpu as bench_gpu
 from checkpoint import load_model
-from model import attend, attention_mask
-from quantize import FORMATS, QuantizedLinear, dequantize_tensor, quantize_tensor, unpack_bits
+from model import Keys, attend, attention_mask
+from quantize import QuantizedLinear, dequantize_tensor, quantize_tensor
 from scripts.bench_gpu import Contender, Subject, Variant, float32_logits, parse_args, ratios, shares, until
-from scripts.candidates import add_words, by_rows, by_sums, in_chunks, in_words, minifloat, power_of_two, unpack_words
+from scripts.candidates import add_words, by_rows, by_sums, in_chunks, in_words
 
 DRY = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--steps", "2"]
 
@@ -137,39 +137,15 @@ def linear_of(scheme: str) -> tuple[QuantizedLinear, torch.Tensor]:
     return linear, dequantize_tensor(linear.parts(), scheme, torch.float64)
 
 
-@pytest.mark.parametrize("scheme", GROUPED)
-def test_words_hold_every_code_where_its_input_is(scheme):
-    """Of a group, the i-th codes of its words stand for inputs i * n to (i + 1) * n - 1."""
-    linear, _ = linear_of(scheme)
-    add_words(linear)
-    codes = unpack_words(linear.words_codes, FORMATS[scheme].bits)  # P of (out, in / P)
-    n = FORMATS[scheme].group // len(codes)
-    inputs = torch.stack([code.unflatten(1, (-1, n)) for code in codes], 2).flatten(
-        1
-    )  # (out, in / g, P, n) -> (out, in)
-    assert torch.equal(inputs, unpack_bits(linear.codes, FORMATS[scheme].bits))
-
-
-@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp6", "mxfp4"])
-def test_minifloats_without_a_table(scheme):
-    """Every code, subnormal numbers and negative zero included, bit for bit; and every scale."""
-    format = FORMATS[scheme]
-    codes = torch.arange(2**format.bits, dtype=torch.int32)
-    found, want = minifloat(codes, format) * 2.0 ** (15 - format.bias), format.decode(codes)
-    assert torch.equal(found, want)
-    scales = torch.arange(255, dtype=torch.uint8)
-    assert torch.equal(power_of_two(scales), torch.ldexp(torch.ones(255), torch.arange(255) - 127))
-
-
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("scheme", ["int8", "fp8", *GROUPED])
 def test_candidates_multiply_with_the_stored_weights(scheme, rows):
     """Against float64. float32 sums of 256 products: within 256 * 2^-24 of the sum of their sizes."""
     linear, weight = linear_of(scheme)
-    add_words(linear) if scheme in GROUPED else None
+    add_words(linear) if scheme.startswith("int4") else None
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(4))
     want, size = x.double() @ weight.T, x.abs().double() @ weight.abs().T
-    for product in (by_rows, in_words) if scheme in GROUPED else (by_rows,):
+    for product in (by_rows, in_words) if scheme.startswith("int4") else (by_rows,):
         found = product(linear, x).double()
         # in_words adds what int4's code and zero give apart, whose sizes may exceed the weight's
         slack = 16 if scheme.startswith("int4") else 1
@@ -183,20 +159,22 @@ def test_attention_candidates(candidate, T):
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, n, s, 16, generator=generator) for n, s in ((8, T), (2, 512), (2, 512)))
     pos = torch.tensor([[3], [400]]) + torch.arange(T)
-    mask = attention_mask(pos, torch.arange(512), None)
+    seen = attention_mask(pos, torch.arange(512), None)
+    mask = Keys(seen, None).added(4, torch.float32).mask
     v[0, :, 300:] = 1e4  # beyond the first row's positions
-    want = attend(q, k, v, mask)
+    want = attend(q, k, v, seen)
+    assert torch.allclose(attend(q, k, v, mask), want, atol=1e-4)
     assert torch.allclose(candidate(q, k, v, mask), want, atol=1e-4)
-    assert not torch.allclose(candidate(q, k, v, torch.ones_like(mask)), want, atol=1e-4)
+    assert not torch.allclose(candidate(q, k, v, torch.zeros_like(mask)), want, atol=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4-g32", "fp8", "mxfp6"])
 def test_compiled_steps_on_a_gpu(format):
-    """The decoder's own step, and the fused products, at a tiny shape: wrong ones raise."""
+    """The decoder's own step, and other products, at a tiny shape: wrong ones raise."""
     args = parse_args(["--tiny", "--rounds", "1", "--steps", "4"])
     subject = Subject(args, "8b", format)
-    names = ("words",) if format.startswith(("int4", "mx")) else ("rows",)
-    for variant in (bench_gpu.PLAIN, *(v for v in bench_gpu.VARIANTS if v.name in names)):
+    fit = [v for v in bench_gpu.VARIANTS if v.name in ("words", "rows", "library") and format.startswith(v.formats)]
+    for variant in (bench_gpu.PLAIN, *fit):
         assert min(Contender(subject, variant).run(4)) > 0

@@ -9,6 +9,7 @@ from test_generate import PROMPTS, SAMPLED, rows_of
 from test_interrupts import interrupt_often
 
 import generate as program
+import quantize
 from checkpoint import load_model
 from generate import FROZEN, Engine, Inbox, State, decide, generate, verify_step
 from sampling import GREEDY, Sampling
@@ -47,6 +48,20 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
         with pytest.raises(RuntimeError, match="recompile"):  # control: the stance does bite
             engine.steps["decode", GREEDY] = torch.compile(lambda: engine.state.pos + n, fullgraph=True, dynamic=False)
             rows_of(engine.model, [[5]], engine=engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
+def test_prompts_of_quantized_weights_compile_in_warm_up(folder_of, scheme, monkeypatch):
+    """A CPU's kernels of few rows and of many are others: prompts on both sides of the border are compiled."""
+    monkeypatch.setattr(quantize, "CPU_INT4_ROWS", 16)
+    engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
+    engine.warm_up(GREEDY)
+    eager = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for n in (2, 15, 16, 17, 40):
+            prompt = list(range(3, 3 + n))
+            assert rows_of(engine.model, [prompt], engine=engine) == rows_of(eager, [prompt]), n
 
 
 @pytest.mark.slow

@@ -10,12 +10,15 @@ ALLOWED = {
     "sampling": set(),
     "tp": set(),
     "packed": set(),
-    "quantize": {"model", "packed"},
+    "fused": set(),
+    "quantize": {"model", "packed", "fused"},
     "foreign": {"quantize"},
     "checkpoint": {"model", "quantize", "foreign", "tp"},
     "speculative": {"model", "sampling"},
-    "generate": {"model", "tokenizer", "sampling", "tp", "packed", "quantize", "checkpoint", "speculative"},
-}
+    "generate": {
+        "model", "tokenizer", "sampling", "tp", "packed", "fused", "quantize", "checkpoint", "speculative",
+    },
+}  # fmt: skip
 
 # A script is an entry point, which nothing imports; only what measures shares its rounds and pictures, and what trains
 # its steps.

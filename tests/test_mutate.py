@@ -9,8 +9,8 @@ from scripts import mutate
 from scripts.mutate import KILLED, MUTATIONS, SURVIVED, Mutation, check, measure, summary
 
 FILES = {
-    "model.py", "sampling.py", "speculative.py", "quantize.py", "tp.py", "checkpoint.py", "packed.py", "generate.py",
-    "tokenizer.py",
+    "model.py", "sampling.py", "speculative.py", "quantize.py", "tp.py", "checkpoint.py", "packed.py", "fused.py",
+    "generate.py", "tokenizer.py",
 }  # fmt: skip
 
 

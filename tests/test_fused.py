@@ -1,0 +1,108 @@
+"""fused.py, and the Linears that use it on a GPU, on a CPU: bits in their places, sums against float64."""
+
+import pytest
+import torch
+
+import quantize
+from fused import minifloat, pack_words, power_of_two, unpack_words
+from quantize import FORMATS, QuantizedLinear, dequantize_tensor, quantize_tensor, unpack_bits
+
+GROUPED = ["int4-g32", "int4-g128", "int4-g32-float32", "mxfp8", "mxfp6", "mxfp4"]
+MX = ["mxfp8", "mxfp6", "mxfp4"]
+
+
+def linear_of(scheme: str) -> tuple[QuantizedLinear, torch.Tensor]:
+    """Rows of very different size, one of zeros; and the weights that are stored, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(24, 256, generator=generator) * torch.logspace(-3, 3, 24)[:, None]
+    weight[5] = 0
+    linear = QuantizedLinear.empty(256, 24, scheme)
+    linear.fill(slice(None), quantize_tensor(weight, scheme))
+    return linear, dequantize_tensor(linear.parts(), scheme, torch.float64)
+
+
+@pytest.mark.parametrize("scheme", GROUPED)
+def test_words_hold_every_code_where_its_input_is(scheme):
+    """Of a group, the i-th codes of its words stand for inputs i * n to (i + 1) * n - 1."""
+    linear, _ = linear_of(scheme)
+    format = FORMATS[scheme]
+    want = unpack_bits(linear.codes, format.bits)
+    words = pack_words(want, format.bits, format.group)
+    assert words.dtype == torch.int32 and words.nbytes == linear.codes.nbytes
+    codes = unpack_words(words, format.bits)  # P of (out, in / P)
+    n = format.group // len(codes)
+    inputs = torch.stack([code.unflatten(1, (-1, n)) for code in codes], 2).flatten(1)  # (out, in / g, P, n) ->
+    assert torch.equal(inputs, want)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp6", "mxfp4"])
+def test_minifloats_without_a_table(scheme):
+    """Every code, subnormal numbers and negative zero included, bit for bit; and every scale."""
+    format = FORMATS[scheme]
+    codes = torch.arange(2**format.bits, dtype=torch.int32)
+    found, want = minifloat(codes, format.bits, format.mantissa) * 2.0 ** (15 - format.bias), format.decode(codes)
+    assert torch.equal(found, want)
+    scales = torch.arange(255, dtype=torch.uint8)
+    assert torch.equal(power_of_two(scales), torch.ldexp(torch.ones(255), torch.arange(255) - 127))
+
+
+@pytest.mark.parametrize("looked_up", [False, True], ids=["freed", "looked up"])
+@pytest.mark.parametrize("scheme", MX)
+def test_words_give_everything_back(scheme, looked_up):
+    """Parts, weights and shards, bit for bit; a tied embedding keeps the codes, whose rows it looks up."""
+    linear, weight = linear_of(scheme)
+    stored = {name: part.clone() for name, part in linear.parts().items()}
+    linear.looked_up, linear.dtype = looked_up, torch.float32
+    linear.hold_words()
+    assert linear.freed is not looked_up and linear.codes.is_meta is not looked_up
+    assert all(torch.equal(linear.parts()[name], part) for name, part in stored.items())
+    assert torch.equal(linear.dequantized(torch.float64), weight)
+    halves = torch.cat([linear.shard(1, rank, 2).dequantized(torch.float64) for rank in range(2)], dim=1)
+    assert torch.equal(halves, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 16])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int8-float32", "int4-g32", *MX])
+def test_fused_products_multiply_with_the_stored_weights(scheme, rows):
+    """Against float64. float32 sums of 256 products: within 256 * 2^-24 of the sum of their sizes."""
+    linear, weight = linear_of(scheme)
+    if scheme in MX:
+        linear.hold_words()
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(4))
+    want, size = x.double() @ weight.T, x.abs().double() @ weight.abs().T
+    found = linear.fused_product(x).double()
+    assert found.shape == want.shape and ((found - want).abs() <= 256 * 2**-24 * size + 1e-30).all()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp6"])
+def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch):
+    """As if this were a GPU: compiled products of up to 16 rows take the fused form; more rows, rows whose number is
+    left open, and eager code do not. One compilation serves all open numbers."""
+    linear, weight = linear_of(scheme)
+    linear.dtype = torch.float32
+    linear.hold_words() if scheme == "mxfp6" else None
+    linear.register_buffer("kernel_scale", linear.scale.float(), persistent=False)
+    monkeypatch.setattr(quantize, "FUSING_DEVICE", "cpu")
+    monkeypatch.setattr(quantize.Int8Linear, "product", QuantizedLinear.product)  # its own has a kernel for CPUs
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    def product(rows: int, open: bool = False) -> str:
+        x = torch.randn(rows, 256)
+        if open:
+            torch._dynamo.mark_dynamic(x, 0)
+        assert torch.allclose(step(x).double(), x.double() @ weight.T, rtol=1e-3, atol=1e-3 * weight.abs().max())
+        return "library" if "linear(" in graphs[-1] else "fused"
+
+    for rows, open, form in ((1, False, "fused"), (16, False, "fused"), (17, False, "library"), (5, True, "library")):
+        torch._dynamo.reset()
+        step = torch.compile(linear, backend=keep, fullgraph=True, dynamic=False)
+        assert product(rows, open) == form, (rows, open)
+    compiled = len(graphs)
+    for rows in (9, 33):
+        product(rows, open=True)
+    assert len(graphs) == compiled, "a prompt of another length compiled anew"
+    assert not quantize.fuses(torch.ones(1, 256)), "eager code would write every term"
