@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
@@ -76,8 +77,11 @@ def test_set_up_is_two_commands_and_ci_runs_the_second():
 
 
 def test_scripts_that_are_not_run_at_least_explain_themselves():
-    for name in sorted(set(re.findall(r"python -m (scripts\.\w+)", README))):
-        done = subprocess.run(
-            [sys.executable, "-m", name, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0 and "--" in done.stdout, name
+    def ask(name: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", name, "--help"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    names = sorted(set(re.findall(r"python -m (scripts\.\w+)", README)))
+    with ThreadPoolExecutor(2) as pool:
+        for name, done in zip(names, pool.map(ask, names), strict=True):
+            assert done.returncode == 0 and "--" in done.stdout, name

@@ -152,17 +152,17 @@ def test_settings_out_of_range_are_refused(values):
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.5, top_p=0.8, min_p=0.02)])
 def test_draws_follow_the_distribution(sampling):
-    """200,000 draws; false alarm 1e-6. The control moves 1 % of the mass from one token to another."""
+    """60,000 draws; false alarm 1e-6. The control moves 2 % of the mass from one token to another."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
-    n = 200_000
+    n = 60_000
     noise = uniform(torch.full((n,), 11), torch.arange(n))
     counts = sampling.sample(logits.expand(n, -1), noise).bincount(minlength=40).double()
     p = sampling.probs(logits)
     assert not chi_square_too_large(counts, p)
     distorted = p.clone()
     order = p.argsort(descending=True)
-    distorted[order[0]] -= 0.01
-    distorted[order[1]] += 0.01
+    distorted[order[0]] -= 0.02
+    distorted[order[1]] += 0.02
     assert chi_square_too_large(counts, distorted)
 
 

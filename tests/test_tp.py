@@ -335,8 +335,8 @@ ON_TWO = (
     "noisy draft auto", "plain sampled", "stops",
 )  # fmt: skip
 ON_FOUR = (
-    "family llama-3.2", "family llama-biased", "family tinyllama", "family qwen2", "scheme int4-g32",
-    "draft sharded 0", "plain sampled", "stops",
+    "family llama-3.2", "family llama-biased", "family qwen2", "scheme int4-g32", "draft sharded 0",
+    "plain sampled",
 )  # fmt: skip
 
 
