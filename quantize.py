@@ -747,7 +747,9 @@ def quantize_model(model: Transformer, scheme: str, head: str | None = None) -> 
             for name in names:
                 setattr(owner, name, QuantizedLinear.from_float(getattr(owner, name), scheme))
     if head is not None:
-        _set_head(model, QuantizedLinear.from_float(model.lm_head, head))
+        dtype = model.lm_head.weight.dtype
+        _set_head(model, QuantizedLinear.stored(model.lm_head, head))
+        model.lm_head.pack(dtype)  # knowing whether an embedding looks its rows up
     return model
 
 

@@ -626,3 +626,11 @@ def test_perplexity_on_the_command_line():
     assert found.keys() >= {"perplexity", "nll", "tokens", "context", "bos", "kl", "top1"} and found["kl"] < 0.01
     done = subprocess.run([*command, "--text", "nowhere.txt"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "nowhere.txt" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
+def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme):
+    """However it was quantized: else every token would unpack the whole vocabulary."""
+    model = quantize_model(load_model(folder_of("llama-3.2")), scheme, head=scheme)
+    assert model.config.tie_embeddings and model.lm_head.looked_up
+    assert not model.lm_head.freed and not model.lm_head.codes.is_meta
