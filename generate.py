@@ -225,7 +225,8 @@ class Seat:
         if self.compile:
             for tensor, dim in ((tokens, 1), (pos, 0)):
                 torch._dynamo.mark_dynamic(tensor, dim)
-        return (self.compiled_prompt or self.model.hidden)(tokens, pos)
+        with any_length(pos.device):
+            return (self.compiled_prompt or self.model.hidden)(tokens, pos)
 
 
 def attend(model: Transformer, length: int, compiled: bool) -> None:
@@ -359,7 +360,8 @@ class Engine:
             self.steps[key] = compile_step(self.models, step)
         # A draft with more ids than the target is cut to the target's, and must not have lost what remains.
         tops = [model for model in self.models if model.config.vocab_size <= self.model.config.vocab_size]
-        with only_top(tops, self.state.kind == GREEDY), direct_sums(self.ranks.one_shot):
+        lengths = contextlib.nullcontext() if self.compile else any_length(self.device)
+        with only_top(tops, self.state.kind == GREEDY), direct_sums(self.ranks.one_shot), lengths:
             self.steps.get(key, step)(*tensors)
 
     @torch.inference_mode()
@@ -415,6 +417,24 @@ class Engine:
         self.costs = self.ranks.tell(costs)  # draft lengths follow from it
         self.missed = 0
         return self.costs
+
+
+@contextlib.contextmanager
+def any_length(device: torch.device) -> Iterator[None]:
+    """Inside, attention does without cuDNN's, which torch prefers on some GPUs: it plans anew for every number of
+    queries and keys, some 42 ms on the host (measured in pytorch/pytorch#191576), for which each new length of a prompt
+    and each eager step would wait. Where it is all that is allowed it stays."""
+    cuda = torch.backends.cuda
+    before = device.type == "cuda" and cuda.cudnn_sdp_enabled()
+    others = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
+    if not (before and others):
+        yield
+        return
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(True)
 
 
 def mark(device: torch.device):

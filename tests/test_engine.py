@@ -171,6 +171,27 @@ def test_attention_runs_over_what_is_filled(folder_of):
     assert seen == [8, 4, 5, 6]
 
 
+@pytest.mark.parametrize("allowed", ["all", "cudnn alone"])
+def test_open_lengths_do_without_cudnn_s_attention(allowed):
+    """And leave torch's choice as they found it, also after an error; where nothing else is allowed it stays."""
+    cuda = torch.backends.cuda
+    before = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+    switches = [cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp]
+    try:
+        for switch in switches:
+            switch(allowed == "all")
+        cuda.enable_cudnn_sdp(True)
+        with program.any_length(torch.device("cpu")):
+            assert cuda.cudnn_sdp_enabled(), "a CPU has none of this"
+        with pytest.raises(KeyError), program.any_length(torch.device("cuda")):
+            assert cuda.cudnn_sdp_enabled() == (allowed != "all")
+            raise KeyError
+        assert cuda.cudnn_sdp_enabled()
+    finally:
+        for switch, state in zip(switches, before):
+            switch(state)
+
+
 def test_a_window_bounds_what_is_read(folder_of):
     """Beyond the window the gathered keys stop growing, and rows shorter than the window see no invented key."""
     from model import visible_keys
