@@ -18,7 +18,7 @@ from torch import Tensor
 # What more than one kernel needs is written once it has more than so many reads: low, so that a product finds its rows
 # normed and does not norm them for each of its outputs. A kernel that unpacks sixteen codes at once reads more values
 # than Inductor likes to see in one, and would write half of the sums to memory in between: so the other two are high.
-ONE_KERNEL = {"realize_reads_threshold": 2, "realize_acc_reads_threshold": 200, "realize_opcount_threshold": 4000}
+ONE_KERNEL = {"realize_reads_threshold": 2, "realize_acc_reads_threshold": 200, "realize_opcount_threshold": 400}
 
 
 def row_sums(terms: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:

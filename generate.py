@@ -457,8 +457,8 @@ def synchronize(device: torch.device) -> None:
 
 
 # Of steps on a GPU. Tuning also makes a product of one row a multiplication and a sum, in one kernel with what stands
-# around it; a concatenation is then part of what reads it. What each changes: benchmarks/NOTES.md.
-GPU_OPTIONS = {"coordinate_descent_tuning": True, "force_pointwise_cat": True, **ONE_KERNEL}
+# around it. What each changes: benchmarks/NOTES.md.
+GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
 
 
 def compile_step(models: Sequence[Transformer], step: Callable[..., None]) -> Callable[..., None]:

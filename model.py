@@ -442,23 +442,14 @@ class KVCache(nn.Module):
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        # In one tensor, so that one operation writes both.
-        self.register_buffer("kv", torch.zeros(B, 2 * G, S, E, dtype=dtype, device=device), persistent=False)
-
-    @property
-    def k(self) -> Tensor:
-        """(B, G, S, E)"""
-        return self.kv[:, : self.kv.size(1) // 2]
-
-    @property
-    def v(self) -> Tensor:
-        """(B, G, S, E)"""
-        return self.kv[:, self.kv.size(1) // 2 :]
+        self.register_buffer("k", torch.zeros(B, G, S, E, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("v", torch.zeros(B, G, S, E, dtype=dtype, device=device), persistent=False)
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
-        self.kv[row, :, pos] = torch.cat((k, v), dim=1).transpose(1, 2)  # (B, T, 2G, E)
+        self.k[row, :, pos] = k.transpose(1, 2)  # (B, T, G, E)
+        self.v[row, :, pos] = v.transpose(1, 2)
 
     def attend(self, q: Tensor, keys: Keys) -> Tensor:
         """q (B, H, T, E) over the positions in `keys` -> (B, H, T, E)."""
@@ -466,7 +457,7 @@ class KVCache(nn.Module):
         if keys.index is None:
             return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask)
         row = torch.arange(B, device=q.device)[:, None]  # (B, 1)
-        k, v = self.kv[row, :, keys.index].transpose(1, 2).chunk(2, dim=1)  # (B, S, 2G, E) -> each (B, G, S, E)
+        k, v = (cached[row, :, keys.index].transpose(1, 2) for cached in (self.k, self.v))  # (B, G, S, E)
         return attend(q, k, v, keys.mask)
 
 

@@ -254,7 +254,7 @@ def backend(name: str) -> Callable:
     return lambda: sdpa_kernel(getattr(SDPBackend, name))
 
 
-UNTUNED = {"coordinate_descent_tuning": False, "force_pointwise_cat": False}
+UNTUNED = {"coordinate_descent_tuning": False}
 AUTOTUNED = {"max_autotune": True, "prologue_fusion": True}
 UNPACKED = ("int8", "fp8", "mx")  # formats whose products of few rows are fused.py's
 

@@ -130,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys cached one position late", "model.py",
-        "self.kv[row, :, pos] = ", "self.kv[row, :, pos + 1] = ",
+        "self.k[row, :, pos] = k", "self.k[row, :, pos + 1] = k",
         "'test_model.py::test_whole_chunked_and_token_by_token_equal_transformers[llama-3]'",
     ),
     Mutation(
