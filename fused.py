@@ -3,7 +3,8 @@ once, in their stored form, and writes none. Multiplied by a library, they would
 
     row_sums              terms (out, in) and rows (M, in) -> (M, out)
     grouped_sums          the same for groups of codes that share a scale
-    pack_words            codes as 32-bit words, of which a thread unpacks whole ones;  unpack_words  the inverse
+    word_order            codes as they fill 32-bit words, of which a thread unpacks whole ones
+    unpack_words          the words' codes;  in_order  those, as the inputs come
     minifloat             element codes and E8M0 scales -> float32 by shifts, where a table would be loads
     power_of_two
     ONE_KERNEL            the compiler's settings under which such a product stays one kernel
@@ -32,19 +33,11 @@ def row_sums(terms: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
 WORDS = {4: (1, 8), 6: (3, 16), 8: (1, 4)}  # bits of a code -> whole 32-bit words W, and the codes P that fill them
 
 
-def pack_words(codes: Tensor, bits: int, group: int) -> Tensor:
-    """codes (out, in) in [0, 2^bits) -> int32 words (out, in * bits / 32), in another order within a group: the i-th
-    codes of neighbouring words belong to neighbouring inputs, which one load then brings."""
-    W, P = WORDS[bits]
-    n = group // P
-    code = codes.to(torch.int64).unflatten(1, (-1, P, n)).transpose(2, 3)  # (out, in / g, P, n) -> (out, in / g, n, P)
-    word = [code.new_zeros(code.shape[:-1]) for _ in range(W)]  # (out, in / g, n)
-    for i, part in enumerate(code.unbind(-1)):
-        index, shift = divmod(i * bits, 32)
-        word[index] |= part << shift & 0xFFFFFFFF
-        if shift + bits > 32:
-            word[index + 1] |= part >> (32 - shift)
-    return torch.stack(word, dim=-1).flatten(1).to(torch.int32)  # the upper half of int64's numbers wraps
+def word_order(codes: Tensor, bits: int, group: int) -> Tensor:
+    """codes (out, in) in the order in which they fill words: of a group, the i-th codes of neighbouring words belong
+    to neighbouring inputs, which one load then brings."""
+    P = WORDS[bits][1]
+    return codes.unflatten(1, (-1, P, group // P)).transpose(2, 3).flatten(1)  # (out, in / g, P, n) -> (…, n, P) ->
 
 
 def unpack_words(words: Tensor, bits: int) -> list[Tensor]:
@@ -58,6 +51,12 @@ def unpack_words(words: Tensor, bits: int) -> list[Tensor]:
             code = (code & ((1 << (32 - shift)) - 1)) | (word[index + 1] << (32 - shift))
         codes.append(code & (2**bits - 1))
     return codes
+
+
+def in_order(parts: list[Tensor], group: int) -> Tensor:
+    """What `unpack_words` gives, or is made of it, P x (out, in / P) -> (out, in) in the order of the inputs."""
+    n = group // len(parts)
+    return torch.stack([part.unflatten(1, (-1, n)) for part in parts], dim=2).flatten(1)  # (out, in / g, P, n) ->
 
 
 def minifloat(code: Tensor, bits: int, mantissa: int) -> Tensor:

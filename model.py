@@ -618,10 +618,8 @@ class Transformer(nn.Module):
         key_pos = self.key_pos if cached else pos
         rope = self.rope(pos)
         x = self.embed(tokens)  # (B, T, D)
-        keys = {}
-        for window in set(self.windows):
-            R = self.layers[0].attention.heads_per_key()
-            keys[window] = visible_keys(pos, key_pos, window, cached).added(R, x.dtype)
+        R = self.layers[0].attention.heads_per_key()
+        keys = {w: visible_keys(pos, key_pos, w, cached).added(R, x.dtype) for w in set(self.windows)}
         for layer, window in zip(self.layers, self.windows, strict=True):
             x = layer(x, pos, rope, keys[window])
         return self.norm(x)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tqdm import tqdm
 
-from fused import grouped_sums, minifloat, pack_words, power_of_two, row_sums, unpack_words
+from fused import grouped_sums, in_order, minifloat, power_of_two, row_sums, unpack_words, word_order
 from model import Block, Shapes, Transformer, visible_keys
 from packed import Holder, Packed, PackedInt8, from_digits, to_digits
 
@@ -75,6 +75,11 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     word = packed.to(torch.int32).unflatten(-1, (-1, per * bits // 8))  # (..., n / per, bytes)
     word = (word << _shifts(word.size(-1), 8, word)).sum(-1, keepdim=True, dtype=torch.int32)
     return ((word >> _shifts(per, bits, word)) & (2**bits - 1)).flatten(-2)
+
+
+def pack_words(packed: Tensor, bits: int, group: int) -> Tensor:
+    """bytes of pack_bits (out, n * bits / 8) -> the same codes as int32 words (out, n * bits / 32), in `word_order`."""
+    return pack_bits(word_order(unpack_bits(packed, bits), bits, group), bits).view(torch.int32)
 
 
 def _shifts(n: int, bits: int, like: Tensor) -> Tensor:
@@ -596,7 +601,7 @@ class MxLinear(QuantizedLinear):
         format = FORMATS[self.scheme]
         words = torch.empty(self.out_features, self.codes.size(1) // 4, dtype=torch.int32, device=self.codes.device)
         for rows in row_chunks(self.out_features, self.in_features):
-            words[rows] = pack_words(unpack_bits(self.codes[rows], format.bits), format.bits, format.group)
+            words[rows] = pack_words(self.codes[rows], format.bits, format.group)
         self.register_buffer("words", words, persistent=False)
         if not self.looked_up:
             self.free("codes")
@@ -630,12 +635,6 @@ class MxLinear(QuantizedLinear):
     def fused_product(self, x: Tensor) -> Tensor:
         values, group = self.values(self.words), FORMATS[self.scheme].group
         return grouped_sums(values, x, group, power_of_two(self.scale), factor=self.factor)
-
-
-def in_order(parts: list[Tensor], group: int) -> Tensor:
-    """P x (out, in / P) in the order of `unpack_words` -> (out, in)."""
-    n = group // len(parts)
-    return torch.stack([part.unflatten(1, (-1, n)) for part in parts], dim=2).flatten(1)  # (out, in / g, P, n) ->
 
 
 def unpack_int4(packed: Tensor, block: int, width: int) -> Tensor:

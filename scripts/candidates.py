@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused import grouped_sums, pack_words, row_sums, unpack_words
-from quantize import FORMATS, PerRow, QuantizedLinear, dequantize_tensor, unpack_bits
+from fused import grouped_sums, row_sums, unpack_words
+from quantize import FORMATS, PerRow, QuantizedLinear, dequantize_tensor, pack_words
 
 # -------------------------------------------------------------------------------------------- products
 
@@ -45,7 +45,7 @@ def int8pack(linear: QuantizedLinear, x: Tensor) -> Tensor:
 def add_words(linear: QuantizedLinear) -> None:
     """What in_words reads."""
     format, parts = FORMATS[linear.scheme], linear.parts()
-    words = pack_words(unpack_bits(parts["codes"], format.bits), format.bits, format.group)
+    words = pack_words(parts["codes"], format.bits, format.group)
     for name, part in (parts | {"codes": words}).items():
         linear.register_buffer(f"words_{name}", part.detach(), persistent=False)
 

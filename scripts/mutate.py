@@ -88,7 +88,7 @@ MUTATIONS = (
     # ----------------------------------------------------------------------------------------- fused.py
     Mutation(
         "codes that span two words lose their upper bits", "fused.py",
-        "word[index + 1] |= part >> (32 - shift)", "pass",
+        " | (word[index + 1] << (32 - shift))", "",
         "'test_fused.py::test_words_hold_every_code_where_its_input_is[mxfp6]'",
     ),
     Mutation(

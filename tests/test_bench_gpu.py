@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from conftest import oracle
+from test_fused import GROUPED, linear_of
 
 import scripts.bench_gpu as bench_gpu
 from checkpoint import load_model
 from model import Keys, attend, attention_mask
-from quantize import QuantizedLinear, dequantize_tensor, quantize_tensor
 from scripts.bench_gpu import Contender, Subject, Variant, float32_logits, parse_args, ratios, shares, until
 from scripts.candidates import add_words, by_rows, by_sums, in_chunks, in_words
 
@@ -124,17 +124,6 @@ def test_names_are_checked():
 
 
 # ------------------------------------------------------------------------------------------- candidates
-
-GROUPED = ["int4-g32", "int4-g128", "int4-g32-float32", "mxfp8", "mxfp6", "mxfp4"]
-
-
-def linear_of(scheme: str) -> tuple[QuantizedLinear, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(24, 256, generator=generator) * torch.logspace(-3, 3, 24)[:, None]
-    weight[5] = 0
-    linear = QuantizedLinear(256, 24, scheme)
-    linear.fill(slice(None), quantize_tensor(weight, scheme))
-    return linear, dequantize_tensor(linear.parts(), scheme, torch.float64)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
