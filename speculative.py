@@ -1,30 +1,32 @@
 """Draft K tokens cheaply, verify them in one pass of the target, keep those that leave its law as it is.
 
-    acceptance, residual, accept    rejection sampling: the two formulas, and the step that every round takes
+    acceptance, residual, accept    rejection sampling: the two formulas, and the decision that every round takes
+    run_round, verify_step          one round: SPECULATE, VERIFY, ACCEPT
     Drafter                         what a drafter offers: propose and advance
     ModelDraft                      a second model with its own cache, or part of the target on the target's cache
     NgramDraft                      what followed the last N tokens when they stood there before
-    DraftLength                     how many tokens the next round drafts: a number, or what pays best
-    RowStatistics, Costs, speculation    what was accepted, what steps cost, and whether the two explain the speed
     expected_tokens, speedup, operations    the papers' formulas
+    Costs, DraftLength              what steps cost, and how many tokens the next round drafts
 
-This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or compilation: the
-methods that a drafter lists in `steps` trace, and generate.py decides what becomes of them.
+This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or compilation: through
+`prepare` the engine decides how a drafter's functions run.
 
 Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318. K is their gamma.
 """
 
+import copy
 import math
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from model import Transformer
-from sampling import DRAFT_DRAW, distribution, draw, uniform
+import sampling
+from model import Caches, Transformer
+from sampling import ACCEPT, DRAFT_DRAW, draw, uniform
+from timing import mark
 
 # ---------------------------------------------------------------------------------------------- accept
 
@@ -72,30 +74,87 @@ def accept(
     return n, draw(residual(p_next, q_next), noise[1].gather(1, n[:, None])[:, 0])
 
 
+# --------------------------------------------------------------------------------------------- a round
+
+
+def run_round(
+    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable
+) -> object:
+    """Decide 1 to K + 1 tokens of every row, K = state.k. `missed`: tokens a row may have got since the last round. The
+    point in time between drafting and verifying."""
+    assert drafter.state is state, "this drafter belongs to another engine by now: give each engine its own"
+    # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew them from.
+    if missed:
+        drafter.catch_up(missed)
+    draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
+    n = draft_tokens.size(1)
+    assert n == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
+    drafted = mark(draft_tokens.device)
+    # VERIFY and ACCEPT, in one step that may be compiled.
+    prepare(verify_step, state.k)(model, caches, state, draft_tokens, draft_probs)
+    drafter.advance(state.accepted.clamp(min=0))
+    return drafted
+
+
+def verify_step(
+    model: Transformer, caches: Caches, state: nn.Module, draft_tokens: Tensor, draft_probs: Tensor
+) -> None:
+    """One pass over the last token and K drafted ones (B, K), drawn from draft_probs (B, K, V), decides 1 to K + 1
+    tokens of every row. A row of zeros in draft_probs says that nothing was drafted for that row.
+
+    The pass writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
+    """
+    K = draft_tokens.size(1)
+    draft_tokens = state.broadcast(draft_tokens)
+    nothing = state.done | (draft_probs[:, 0].amax(dim=-1) == 0)  # (B,) rows for which nothing was drafted
+
+    # VERIFY: the target's distribution at K + 1 positions.
+    pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
+    tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
+    p = sampling.distribution(model(tokens, pos, caches), state.kind, state.values)  # (B, K + 1, V)
+
+    # ACCEPT: n drafted tokens, and the one that follows them.
+    seed = state.seed[:, None]
+    u = uniform(seed.expand(-1, K), pos[:, 1:], ACCEPT)
+    # The token after the accepted ones takes the number that plain decoding would use at its position.
+    next_noise = uniform(seed.expand(-1, K + 1), pos + 1)
+    n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
+    overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
+    n = torch.where(nothing, -1, n)
+    # Rank 0's word for all: (B, K + 2) float32, which holds ids below 2^24.
+    decision = state.broadcast(torch.cat((n[:, None], token[:, None], overlap), dim=1))
+    n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
+    state.accepted.copy_(n)
+    n = n.clamp(min=0)
+    state.commit(torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token), n)  # (B, K + 1)
+
+
 # -------------------------------------------------------------------------------------------- drafters
 
 
 class Drafter(nn.Module):
     """What the loop asks of a drafter. `state` is generate.py's: tokens (B, S), pos (B,) the index of the last decided
-    token, done, seed, values and kind of the sampling; agree(x), the x that all ranks go on with. Positions beyond
-    `pos` are the round's scratch space.
+    token, done, seed, values and kind of the sampling; k, how many tokens to draft; broadcast(x), the x that all ranks
+    go on with. Positions beyond `pos` are the round's scratch space.
 
-    Subclass it with `propose`, and whatever else the drafter needs. Every drawn token is verified; whether another is
-    drawn may depend only on what stands before it, or the law is lost.
+    Subclass it with `propose`, and whatever else the drafter needs. Every drawn token is verified. You may stop
+    drafting early, but never after looking at the drawn token: that would change the law.
     """
 
-    steps: Sequence[str] = ()  # names of methods (state) -> None that whoever runs the loop may compile
+    owns_cache = False  # whether prompts must go through the drafter's model too
+    cached = None  # generate.CachedModel: the drafter's model with its caches
 
-    def __init__(self):
+    def __init__(self, model: Transformer | None = None):
         super().__init__()
-        self.k = 0  # tokens of the next proposal: the loop sets it
-        self.model: Transformer | None = None  # what `propose` runs: the loop tells it how far to attend
-        self.owns_cache = False  # whether prompts must go through that model too
-        # (B,) bool: has a row something to propose? None: every row, always
-        self.register_buffer("has_match", None, persistent=False)
+        self.model = model  # what `propose` runs
 
-    def setup(self, state: nn.Module, k_max: int, target: Transformer) -> None:
-        """Make fixed tensors for this batch and up to k_max drafted tokens; the target has its caches."""
+    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
+        """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is a generate.CachedModel;
+        prepare(function, *static) is the function as the engine runs it."""
+        self.state, self.prepare = state, prepare
+        B, V, device = state.pos.size(0), target.model.config.vocab_size, state.pos.device
+        self.register_buffer("tokens", torch.zeros(B, k_max, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("probs", torch.zeros(B, k_max, V, device=device), persistent=False)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         """tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they were drawn from. A row
@@ -105,6 +164,9 @@ class Drafter(nn.Module):
     def advance(self, n_accepted: Tensor) -> None:
         """The target has decided: n_accepted (B,) of the proposal and one token more stand in the state."""
 
+    def look(self, state: nn.Module) -> None:
+        """A step has ended, a round or a plain one: say in state.has_match (B,) which rows have something to draft."""
+
     def catch_up(self, missed: int) -> None:
         """`missed` tokens or fewer of every row were decided without this drafter."""
 
@@ -113,84 +175,74 @@ class ModelDraft(Drafter):
     """A model drafts token by token, from the sampling's own distribution.
 
     With its own cache it is always fed the last two tokens first: after K acceptances it has not seen the last one.
-    On the target's cache it is fed one: verification writes every layer of all K + 1 positions, before anything reads
-    them.
+    On the target's cache it is fed one: verification rewrites all K + 1 positions of every layer before any read.
     """
 
     CHUNK = 32  # tokens that `catch_up` runs at once
 
     def __init__(self, model: Transformer, on_layers: Sequence[int] | None = None):
         """`on_layers`: the target's layers whose caches this model's layers use; None for caches of its own."""
-        super().__init__()
-        self.model, self.on_layers, self.owns_cache = model, on_layers, on_layers is None
-        self.steps = ("first", "next", "fill") if self.owns_cache else ("next",)
+        super().__init__(model)
+        self.on_layers, self.owns_cache = on_layers, on_layers is None
 
-    def setup(self, state: nn.Module, k_max: int, target: Transformer) -> None:
-        self.state, V = state, target.config.vocab_size
-        self.vocab = min(V, self.model.config.vocab_size)
-        if not self.owns_cache:
-            self.model.use_caches([target.layers[i].attention.cache for i in self.on_layers])
+    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
+        super().setup(state, k_max, target, prepare)
+        self.cached = target.beside(self.model, self.on_layers)
         # Ids that only the target has keep probability 0, so that the target's law stays whole.
-        _proposal(self, state, k_max, V)
+        self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
         for name in ("drawn", "missing"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=state.pos.device), persistent=False)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+        caches = self.cached.upto(state.length)
         self.drawn.zero_()
-        for step in range(self.k):
-            self.first(state) if step == 0 and self.owns_cache else self.next(state)
-        return self.tokens[:, : self.k], self.probs[:, : self.k]
+        for step in range(state.k):
+            fed = 2 if step == 0 and self.owns_cache else 1
+            self.prepare(self.draw_next, fed)(caches, state, fed)
+        return self.tokens[:, : state.k], self.probs[:, : state.k]
 
-    def first(self, state: nn.Module) -> None:
-        self._draw(state, fed=2)
-
-    def next(self, state: nn.Module) -> None:
-        self._draw(state, fed=1)
-
-    def _draw(self, state: nn.Module, fed: int) -> None:
+    def draw_next(self, caches: Caches, state: nn.Module, fed: int) -> None:
         """Run the last `fed` tokens and draw the one after them."""
         last = state.pos + self.drawn  # (B,)
-        h = self._hidden(state, last, fed)[:, -1]  # (B, D)
+        h = self.hidden(caches, state, last, fed)[:, -1]  # (B, D)
         logits = self.model.head(h)[:, : self.vocab]  # (B, V) of the shorter vocabulary
-        q = distribution(logits, state.kind, state.values)
+        q = sampling.distribution(logits, state.kind, state.values)
         token = draw(q, uniform(state.seed, last + 1, DRAFT_DRAW), state.kind).clamp(min=0)  # (B,)
-        token = state.agree(token)
+        token = state.broadcast(token)
         state.tokens.scatter_(1, last[:, None] + 1, token[:, None])
         self.tokens.index_copy_(1, self.drawn[None], token[:, None])
         self.probs[..., : self.vocab].index_copy_(1, self.drawn[None], q[:, None])
         self.drawn.add_(1)
 
-    def _hidden(self, state: nn.Module, last: Tensor, T: int) -> Tensor:
+    def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
         """Hidden states (B, T, D) of the T positions up to `last` (B,); what would stand before 0 is position 0."""
         pos = (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)  # (B, T)
         tokens = state.tokens.gather(1, pos).clamp(max=self.model.config.vocab_size - 1)
-        return self.model.hidden(tokens, pos)
-
-    def fill(self, state: nn.Module) -> None:
-        """Write the keys and values of CHUNK positions, the last of which is `missing` before `pos`."""
-        self._hidden(state, (state.pos - self.missing).clamp(min=0), self.CHUNK)
+        return self.model.hidden(tokens, pos, caches)
 
     def catch_up(self, missed: int) -> None:
         if self.owns_cache:
             for chunk in reversed(range(math.ceil(missed / self.CHUNK))):  # the oldest first
-                self.missing.fill_(2 + chunk * self.CHUNK)  # `first` writes the last two
-                self.fill(self.state)
+                self.missing.fill_(2 + chunk * self.CHUNK)  # `draw_next` writes the last two
+                self.prepare(self.fill)(self.cached.upto(self.state.length), self.state)
 
-
-def _proposal(drafter: Drafter, state: nn.Module, k_max: int, V: int) -> None:
-    """Buffers `tokens` (B, K) and `probs` (B, K, V), at fixed addresses."""
-    B, device = state.pos.size(0), state.pos.device
-    drafter.register_buffer("tokens", torch.zeros(B, k_max, dtype=torch.int64, device=device), persistent=False)
-    drafter.register_buffer("probs", torch.zeros(B, k_max, V, device=device), persistent=False)
+    def fill(self, caches: Caches, state: nn.Module) -> None:
+        """Write the keys and values of CHUNK positions, the last of which is `missing` before `pos`."""
+        self.hidden(caches, state, (state.pos - self.missing).clamp(min=0), self.CHUNK)
 
 
 def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
-    """A Transformer of some of `model`'s layers, the same modules with the same caches. ValueError for layers that
-    the model does not have."""
+    """A Transformer of some of `model`'s layers, which shares all modules with `model`. ValueError for layers that the
+    model does not have."""
     n_layers = model.config.n_layers
     if not kept or not 0 <= min(kept) <= max(kept) < n_layers or sorted(set(kept)) != list(kept):
         raise ValueError(f"layers {list(kept)} must be some of 0 to {n_layers - 1}, in order")
-    return model.with_layers([model.layers[i] for i in kept], tuple(model.windows[i] for i in kept))
+    shared = [module for module in model.children() if module is not model.layers]
+    other = copy.deepcopy(model, {id(module): module for module in [*shared, *model.layers]})
+    other.layers = nn.ModuleList(model.layers[i] for i in kept)
+    other.config = replace(model.config, n_layers=len(kept))
+    other.windows = tuple(model.windows[i] for i in kept)
+    return other
 
 
 def parse_layers(text: str) -> list[int]:
@@ -208,26 +260,19 @@ class NgramDraft(Drafter):
     """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): where the last N tokens stood before
     in prompt or output, most recently, what followed them then is proposed. What reaches the end repeats itself."""
 
-    steps = ("look",)
-
     def __init__(self, n: int = 3):
         super().__init__()
         if n < 1:
             raise ValueError(f"ngram:{n} must match at least 1 token")
         self.n = n
 
-    def setup(self, state: nn.Module, k_max: int, target: Transformer) -> None:
-        self.state = state
-        _proposal(self, state, k_max, target.config.vocab_size)
-        self.has_match = torch.zeros_like(state.done)
-
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        return self.tokens[:, : self.k], self.probs[:, : self.k]
-
-    def advance(self, n_accepted: Tensor) -> None:
-        self.look(self.state)
+        return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def look(self, state: nn.Module) -> None:
+        self.prepare(self.find)(state)
+
+    def find(self, state: nn.Module) -> None:
         """Find the match, and make the proposal that a next round would take."""
         pos, tokens, N = state.pos[:, None], state.tokens, min(self.n, state.tokens.size(1))  # (B, 1), (B, S)
         last = (pos + torch.arange(1 - N, 1, device=pos.device)).clamp(min=0)  # (B, N)
@@ -236,7 +281,7 @@ class NgramDraft(Drafter):
         match = (grams == tokens.gather(1, last)[:, None]).all(dim=-1) & (end < pos) & ~state.done[:, None]
         found = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
         matched = found >= 0
-        self.has_match.copy_(matched[:, 0])
+        state.has_match.copy_(matched[:, 0])
         period = torch.where(matched, pos - found, 1)
         ahead = torch.arange(self.tokens.size(1), device=pos.device)
         self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)
@@ -250,10 +295,19 @@ class CustomDraft(Drafter):
 
     def __init__(self, drafter):
         super().__init__()
-        self.propose, self.advance = drafter.propose, drafter.advance
+        self.drafter = drafter
+
+    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
+        self.state = state
+
+    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+        return self.drafter.propose(state)
+
+    def advance(self, n_accepted: Tensor) -> None:
+        self.drafter.advance(n_accepted)
 
 
-# ------------------------------------------------------------------------------------------- theory
+# --------------------------------------------------------------------------------------------- theory
 
 
 def expected_tokens(alpha: float, k: int) -> float:
@@ -344,106 +398,3 @@ class DraftLength:
         if self.plain == self.patience:
             self.plain, self.patience, self.probing = 0, 2 * self.patience, PROBE_ROUNDS
         return 0
-
-
-# ---------------------------------------------------------------------------------------- statistics
-
-PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
-
-
-@dataclass
-class RowStatistics:
-    """What speculation did for one row, up to its last token and no further."""
-
-    rounds: Counter = field(default_factory=Counter)  # by K; K = 0 is a plain step
-    tokens: int = 0  # decided by the rounds
-    reached: Counter = field(default_factory=Counter)  # by position in the draft: how often it was decided there
-    accepted: Counter = field(default_factory=Counter)
-    overlap: float = 0.0  # sum of min(p, q) over positions reached
-    origins: list[int] = field(default_factory=list)  # of each token, the prompt's first included
-
-    def count(self, index: int, k: int, n_accepted: int, overlap: float, first: bool = False) -> None:
-        """Token `index` of a round that drafted k tokens (for this row: 0 where nothing matched) and accepted n of them
-        is part of the output. `first`: the prompt's own next token, which no round decided."""
-        if first:
-            self.origins.append(PLAIN_TOKEN)
-            return
-        self.tokens += 1
-        self.rounds[k] += index == 0
-        if index < k:
-            self.reached[index] += 1
-            self.overlap += overlap
-            self.accepted[index] += index < n_accepted
-        decided = ACCEPTED if index < n_accepted else CORRECTED if index < k else BONUS
-        self.origins.append(decided if k else PLAIN_TOKEN)
-
-    def __add__(self, other: "RowStatistics") -> "RowStatistics":
-        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
-        return RowStatistics(**sums)
-
-    @property
-    def alpha(self) -> float | None:
-        """Mean sum of min(p, q) over positions reached: the acceptance rate (L corollary 3.6); None without any."""
-        reached = sum(self.reached.values())
-        return self.overlap / reached if reached else None
-
-
-def speculation(
-    row: RowStatistics, k: int | str, costs: Costs | None, seconds: float, draft_s: float, verify_s: float,
-    c_ops: float = 0.0,
-) -> dict:  # fmt: skip
-    """The "speculative" object of the JSON contract: `seconds` is what the rounds took altogether, draft_s and verify_s
-    its parts; c_ops as in `operations`. Figures that need calibrated costs are None without them."""
-    rounds, alpha = sum(row.rounds.values()), row.alpha
-    longest = max(row.rounds, default=0)
-    usual = max((k for k in row.rounds if k), key=row.rounds.get, default=0)  # the K that most rounds had
-    known = costs is not None and usual in costs.verify_s
-    cost = sum(n * costs.round(k) for k, n in row.rounds.items()) if known else None  # in plain steps
-    found = {
-        "k": k,
-        "rounds": rounds,
-        "drafted": sum(k * n for k, n in row.rounds.items()),
-        "accepted": sum(row.accepted.values()),
-        "accepted_by_position": [row.accepted[i] for i in range(longest)],
-        "reached_by_position": [row.reached[i] for i in range(longest)],
-        "alpha": alpha,
-        "d_lk": None if alpha is None else 1 - alpha,
-        "c": costs.c(usual) if known else None,
-        "v": costs.v(usual) if known else None,
-        "tokens_per_round": row.tokens / rounds if rounds else None,
-        "tokens_per_round_iid": None if alpha is None else expected_tokens(alpha, usual),
-        "c_ops": c_ops,
-        "operations": None if alpha is None else operations(alpha, usual, c_ops),
-        "measured_speedup": row.tokens * costs.decode_s / seconds if known and seconds > 0 else None,
-        "predicted_speedup": row.tokens / cost if known else None,
-        "predicted_speedup_iid": speedup(alpha, usual, costs.c(usual), costs.v(usual)) if known else None,
-        "best_k": None,
-        "best_k_speedup": None,
-        "rounds_by_k": dict(sorted(row.rounds.items())),
-        "draft_s": draft_s,
-        "verify_s": verify_s,
-    }
-    if known and alpha is not None:
-        found["best_k"], found["best_k_speedup"] = costs.best(alpha)
-    return found
-
-
-def summary(found: dict) -> list[str]:
-    """What `speculation` found, as lines for people."""
-
-    def show(name: str, form: str = ".2f") -> str:
-        return "–" if found[name] is None else format(found[name], form)
-
-    by_position = [
-        f"{a / n:.2f}" for a, n in zip(found["accepted_by_position"], found["reached_by_position"], strict=True) if n
-    ]
-    return [
-        f"speculation, K = {found['k']}: {found['rounds']} rounds, {show('tokens_per_round')} tokens a round"
-        f" (i.i.d. {show('tokens_per_round_iid')}), accepted {found['accepted']} of {found['drafted']} drafted,"
-        f" by position {' '.join(by_position) or '–'}",
-        f"  alpha {show('alpha')}, D_LK {show('d_lk')}, c {show('c')}, v {show('v')}, operations x{show('operations')};"
-        f" drafting took {found['draft_s']:.2f} s, verifying {found['verify_s']:.2f} s",
-        f"  speed-up {show('measured_speedup')} measured, {show('predicted_speedup')} predicted (i.i.d."
-        f" {show('predicted_speedup_iid')}); best would have been K = {show('best_k', 'd')} with"
-        f" {show('best_k_speedup')}",
-    ]

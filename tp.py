@@ -3,8 +3,8 @@
     PLAN, Cut           which matrices are cut, along which dimension, in which units: the design as data
     share, take, stack  pure functions: what of a stored tensor belongs to a rank, and where it goes
     check, shrink       what cannot be divided, refused by name; a meta model -> the shapes that a rank holds
-    Ranks               who takes part, and what they say to each other: sum, gather, agree
-    connect             the hooks that make a cut model whole: sums behind `out`, `down` and `embed`, gathered logits
+    Ranks               who takes part, and what they say to each other: sum, gather, broadcast
+    connect             what makes a cut model whole: sums behind `out`, `down` and `embed`, gathered logits
     join, leave         the process group that torchrun prepared
 
 The cut is Megatron's (Shoeybi et al., arXiv:1909.08053, section 3): q, k, v, gate and up by their outputs, out and
@@ -13,19 +13,11 @@ torch.distributed's functional ones, which compile into the graph. This file doe
 decoding: local head counts follow from the matrices' shapes, which model.py reads by itself.
 """
 
-import contextlib
-import ctypes
 import datetime
-import functools
 import gc
 import importlib
 import os
-import signal
-import sys
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 # ------------------------------------------------------------------------------------------------ plan
 
@@ -169,7 +159,6 @@ class Ranks:
     group: str | None = None
     host: str | None = None  # the name of the group that `tell` uses, which may wait for a person to type
     timeout_s: float | None = None
-    one_shot: bool = False
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' x."""
@@ -187,7 +176,7 @@ class Ranks:
         both = self._wait(torch.ops._c10d_functional.all_gather_into_tensor(flat, self.world, self.group))
         return both.view(self.world, *x.shape).movedim(0, -2).flatten(-2)  # (world, ..., n) -> (..., world * n)
 
-    def agree(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x. Kernels of different ranks may differ in the last bit, so what all act upon is decided once."""
         return x if self.world == 1 else self._wait(torch.ops._c10d_functional.broadcast(x, 0, self.group))
 
@@ -228,28 +217,13 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 
 class Gather:
-    """Behind a head cut by the vocabulary: logits (..., V / N) of this rank -> (..., V), the padding cut off.
-
-    With `only_top`, each rank sends its largest logit and where it stands, and all others are -inf: enough for an
-    argmax, at two numbers a rank.
-    """
+    """Behind a head cut by the vocabulary: logits (..., V / N) of this rank -> (..., V), the padding cut off."""
 
     def __init__(self, config, ranks: Ranks):
-        self.ranks, self.vocab_size, self.only_top = ranks, config.vocab_size, False
-        self.begin, end, _ = share(config, "vocab_size", ranks.rank, ranks.world)
-        self.filled = end - self.begin
+        self.ranks, self.vocab_size = ranks, config.vocab_size
 
     def __call__(self, module: nn.Module, args, local: Tensor) -> Tensor:
-        if not self.only_top:
-            return self.ranks.gather(local)[..., : self.vocab_size]
-        if self.filled < local.size(-1):  # what pads the last ranks is no token
-            local = local.masked_fill(torch.arange(local.size(-1), device=local.device) >= self.filled, -torch.inf)
-        top = local.float().max(dim=-1, keepdim=True)  # NaN is the largest
-        mine = torch.cat((top.values, (top.indices + self.begin).float()), dim=-1)  # (..., 2), ids are below 2^24
-        value, id = self.ranks.gather(mine).unflatten(-1, (-1, 2)).unbind(-1)  # each (..., N)
-        top = value.max(dim=-1, keepdim=True)
-        logits = value.new_full((*local.shape[:-1], self.vocab_size), -torch.inf)  # (..., V)
-        return logits.scatter(-1, id.gather(-1, top.indices).long(), top.values)
+        return self.ranks.gather(local)[..., : self.vocab_size]
 
 
 class Sum:
@@ -262,52 +236,36 @@ class Sum:
         return self.ranks.sum(part)
 
 
+class EmbeddingPart(nn.Module):
+    """An embedding of which this rank holds the rows [begin, end): tokens (...) -> (..., D), zeros for other tokens."""
+
+    def __init__(self, part: nn.Module, begin: int, end: int):
+        super().__init__()
+        self.part, self.begin, self.end = part, begin, end
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The rows that this rank holds; None where they are a quantized head's."""
+        return getattr(self.part, "weight", None)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inside = (tokens >= self.begin) & (tokens < self.end)
+        rows = self.part(torch.where(inside, tokens - self.begin, 0))
+        return torch.where(inside[..., None], rows, 0)
+
+
 def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
     """Hook PLAN's collectives behind the matrices of a model that holds this rank's parts. To be done last: a module
     put in place of a hooked one must take over its hooks."""
     if ranks.world == 1:
         return model
+    begin, end, _ = share(model.config, "vocab_size", ranks.rank, ranks.world)
+    model.embed = EmbeddingPart(model.embed, begin, end)
     for name, module in model.named_modules():
         cut = cut_of(name)
         if cut is not None and cut.after is not None:
             module.register_forward_hook(Sum(ranks) if cut.after == SUM else Gather(model.config, ranks))
-    begin, end, _ = share(model.config, "vocab_size", ranks.rank, ranks.world)
-    model.embed.forward = functools.partial(embed_part, model.embed, begin, end)
     return model
-
-
-def embed_part(embed: nn.Module, begin: int, end: int, tokens: Tensor) -> Tensor:
-    """Rows (..., D) of the tokens in [begin, end), zeros for the others."""
-    inside = (tokens >= begin) & (tokens < end)
-    rows = type(embed).forward(embed, torch.where(inside, tokens - begin, 0))
-    return torch.where(inside[..., None], rows, 0)
-
-
-@contextlib.contextmanager
-def only_top(models: Iterable[nn.Module], wanted: bool) -> Iterator[None]:
-    """If wanted: heads that are cut give their largest logit alone, within."""
-    hooks = [hook for model in models for hook in model.lm_head._forward_hooks.values()] if wanted else []
-    gathers = [hook for hook in hooks if isinstance(hook, Gather)]
-    for gather in gathers:
-        gather.only_top = True
-    try:
-        yield
-    finally:
-        for gather in gathers:
-            gather.only_top = False
-
-
-@contextlib.contextmanager
-def direct_sums(wanted: bool) -> Iterator[None]:
-    """If wanted: what is compiled within sums a token's activations by reading the other GPUs' memory. Not for prompts:
-    the choice goes by size, which must be known."""
-    if not wanted:
-        yield
-        return
-    from torch._inductor import config as inductor
-
-    with inductor.patch("_collective.auto_select", True):
-        yield
 
 
 # ---------------------------------------------------------------------------------------------- launch
@@ -333,53 +291,30 @@ def local_device(asked: str | None) -> str | None:
     return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
-def join(device: torch.device, timeout_s: float, one_shot: bool = False) -> Ranks:
+def join(device: torch.device, timeout_s: float) -> Ranks:
     """The ranks that torchrun started, NCCL between GPUs, gloo between CPUs; ALONE without torchrun. A rank that waits
-    longer than `timeout_s` for another one raises RuntimeError, or is ended by NCCL's watchdog. `one_shot`: see
-    direct_sums. `leave` ends the group."""
-    on_gpu = device.type == "cuda"
-    if one_shot and not (launched() and on_gpu):
-        raise ValueError("--one_shot is for several ranks on GPUs that reach each other's memory: torchrun, cuda")
+    longer than `timeout_s` for another one raises RuntimeError, or is ended by NCCL's watchdog. `leave` ends the
+    group."""
     if not launched():
         return ALONE
-    if sys.platform == "linux":  # a rank ends with its torchrun, which when killed cannot end it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if not on_gpu and os.environ.get("OMP_NUM_THREADS") == "1":  # what torchrun sets where the user does not
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     # Some of what the compiler imports makes the group of that moment a default argument. Imported later, it would keep
     # gloo's threads beyond `leave`, and the process could abort at exit (torch 2.13).
     importlib.import_module("torch._dynamo")
+    on_gpu = device.type == "cuda"
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
     # Names, not groups: whoever keeps a group keeps its threads beyond its end.
     name = dist.group.WORLD.group_name
     host = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7)).group_name
-    if one_shot:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        with warnings.catch_warnings(action="ignore"):  # a hint of torch 2.13 that 2.11 does without it
-            enable_symm_mem_for_group(name)
-    return Ranks(dist.get_rank(), dist.get_world_size(), name, host, timeout_s, one_shot)
+    return Ranks(dist.get_rank(), dist.get_world_size(), name, host, timeout_s)
 
 
 def leave() -> None:
-    """For every way out of the program, while its exception, if any, is on its way.
-
-    Ending an NCCL group waits for collectives that are under way and for every CUDA graph that holds one. So after a
-    failure the process ends at once instead, and before a regular end the graphs go.
-    """
+    """End the group that `join` made. NCCL waits for CUDA graphs that hold collectives, so the graphs go first."""
     if not dist.is_initialized():
         return
-    error = sys.exc_info()[1]
     if dist.get_backend() == "nccl":
-        if error is not None:
-            if not isinstance(error, SystemExit):
-                traceback.print_exception(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
         torch.cuda.synchronize()
         torch._dynamo.reset()
         gc.collect()
@@ -389,11 +324,3 @@ def leave() -> None:
 def lost_contact(error: RuntimeError) -> bool:
     """Is this what a collective raises when another rank has died, or has not come in time?"""
     return isinstance(error, dist.DistError) or (launched() and "gloo" in str(error))
-
-
-def let_others_speak(seconds: float = 3.0) -> int:
-    """Before an error is printed: the first rank of a machine goes on at once, the others wait, and go on only if that
-    one did not end as well, which makes torchrun end them. So what all ranks refuse is said once. The global rank."""
-    if launched() and int(os.environ["LOCAL_RANK"]) > 0:
-        time.sleep(seconds)
-    return int(os.environ["RANK"]) if launched() else 0

@@ -1,9 +1,3 @@
 """Programs around the core, run as `python -m scripts.NAME`."""
 
-import signal
-import sys
-
-# While Python looks for the program, argv[0] is "-m". What generate.py does at its top, for all of them: see its
-# `raise_interrupts`.
-if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+import program  # noqa: F401  before torch: it decides what Ctrl-C does from the first moment on

@@ -3,6 +3,7 @@
     python -m scripts.compare --a "--temperature 0" --b "--temperature 0 --draft ngram" --prompt_file prompts.txt
 
     side_args, load_sides, Side    a string of flags as something that decodes
+    load_all                       models of several sets of flags, equal weights held once
     compare                        each prompt by a, b, b, a: a steady drift of the machine falls on both alike
     difference, top_gap            where rows of ids part, and how close a's two best tokens stood there
     summarize, print_found         rates as medians, ratios taken pair by pair
@@ -26,39 +27,24 @@ from typing import NamedTuple
 
 import torch
 
-from generate import (
-    Engine,
-    Parser,
-    Printer,
-    Request,
-    Session,
-    check_draft_length,
-    check_lengths,
-    check_options,
-    check_same_tokens,
-    common_prefix,
-    compiles,
-    cpu_share,
-    ending_plainly,
-    load,
-    load_drafter,
-    new_tokens,
-    pick_device,
-    positive,
-    rate,
-    requests,
-    speculate_k,
-    warm_up,
-)  # fmt: skip
-from generate import parse_args as generate_args
+from generate import Engine, check_lengths
 from model import Transformer
-from sampling import Sampling
-from speculative import Drafter
+from program.chat import common_prefix
+from program.edge import cpu_share, ending_plainly
+from program.flags import Parser, check_options, positive, sampling_of, speculate_k
+from program.flags import parse_args as generate_args
+from program.loading import check_same_tokens, compiles, load_drafter, load_target, pick_device, warm_up
+from program.printing import Printer, Session
+from program.prompts import Request, new_tokens, requests
+from program.report import rate
+from speculative import Drafter, ModelDraft
 from tokenizer import Tokenizer
 from tp import ALONE
+from weights.linears import pack_model
 
 REFUSED = ("interactive", "system", "json", "prompt", "prompt_file", "num_samples", "profile", "show_drafts")
-WEIGHTS = ("checkpoint", "random_weights", "quantize", "quantize_head", "dtype", "device", "compile")
+WEIGHTS = ("checkpoint", "random_weights", "quantize", "quantize_head", "dtype", "device")  # flags that name a target
+DRAFTS = ("draft_checkpoint", "draft_quantize", "dtype", "device")  # and a draft of its own
 REHEARSED = 8  # tokens that each side decodes first, uncounted
 AROUND = 8  # tokens of text before a difference, and half as many behind it
 
@@ -119,18 +105,29 @@ def side_args(name: str, flags: str) -> argparse.Namespace:
 def load_sides(a: argparse.Namespace, b: argparse.Namespace, asked: list[Request]) -> tuple[Side, Side]:
     """Both sides, warmed up; equal weights are held once. ValueError for different tokenizers, and for what does not
     fit. New tokens that no flag limits are as many on both sides."""
-    loaded, parts = {}, []
-    for args in (a, b):
-        key = tuple(getattr(args, name) for name in WEIGHTS)
-        if key not in loaded:
-            loaded[key] = load(args, pick_device(args.device), ALONE)
-        model, tokenizer = loaded[key]
-        parts.append((args, model, tokenizer, load_drafter(args, model, tokenizer)))
-    check_same_tokens(parts[0][2], parts[1][2], b.random_weights or b.checkpoint)
-    shared = min(context(args, model, drafter) for args, model, _, drafter in parts)
+    parts = load_all((a, b))
+    check_same_tokens(parts[0][1], parts[1][1], b.random_weights or b.checkpoint)
+    shared = min(context(args, model, drafter) for args, (model, _, drafter) in zip((a, b), parts, strict=True))
     threads = min(torch.get_num_threads(), cpu_share())
-    left, right = (new_side(*part, asked, shared, threads) for part in parts)
+    left, right = (new_side(args, *part, asked, shared, threads) for args, part in zip((a, b), parts, strict=True))
     return left, right
+
+
+def load_all(settings: Sequence[argparse.Namespace]) -> list[tuple[Transformer, Tokenizer, Drafter | None]]:
+    """What program.loading.load gives for each set of flags, with equal weights held once."""
+    targets, drafts, found = {}, {}, []
+    for args in settings:
+        key, draft = (tuple(getattr(args, name) for name in names) for names in (WEIGHTS, DRAFTS))
+        if key not in targets:
+            targets[key] = load_target(args, pick_device(args.device), ALONE)
+        drafter = ModelDraft(drafts[draft]) if draft in drafts else load_drafter(args, *targets[key])
+        if args.draft_checkpoint:
+            drafts[draft] = drafter.model
+        found.append((*targets[key], drafter))
+    for model, _ in targets.values():  # last: a draft that is made of its target cannot be made of packed weights
+        drafters = [drafter for target, _, drafter in found if target is model and drafter is not None]
+        pack_model(model, *[drafter.model for drafter in drafters if drafter.model is not None])
+    return found
 
 
 def context(args: argparse.Namespace, model: Transformer, drafter: Drafter | None) -> int:
@@ -148,14 +145,13 @@ def new_side(
     """An engine as generate.py would make it for these prompts; `shared`: the shorter of both sides' contexts."""
     prompts = [request.encode(tokenizer) for request in asked]
     budgets = [new_tokens(args.max_new_tokens, prompt, shared) for prompt in prompts]
-    check_lengths(model, prompts, budgets, args.max_seq_length or model.config.max_seq_length)
-    check_draft_length(drafter, prompts, budgets)
+    check_lengths(model, prompts, budgets, args.max_seq_length or model.config.max_seq_length, drafter)
     length = max(len(prompt) + n for prompt, n in zip(prompts, budgets, strict=True))
     engine = Engine(
         model, min(args.batch_size, len(asked)), args.max_seq_length or length, drafter=drafter,
         compile=compiles(args.compile, pick_device(args.device)), speculate_k=speculate_k(args),
     )  # fmt: skip
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    sampling = sampling_of(args)
     torch.set_num_threads(args.threads or threads)
     warm_up(engine, sampling, filled=length // 2)
     session = Session(engine, tokenizer, sampling, frozenset() if args.ignore_eos else tokenizer.stop_ids)
@@ -256,7 +252,6 @@ def top_gap(side: Side, ids: list[int]) -> float:
     """How far the largest logit after `ids` lies above the second, computed anew in one pass over all of them. Two
     kernels that sum in another order may part where it is no larger than their rounding; elsewhere one is wrong."""
     model = side.session.engine.model
-    model.use_caches(None)  # engines bring theirs back
     device = model.norm.weight.device
     h = model.hidden(torch.tensor([ids], device=device), torch.arange(len(ids), device=device))  # (1, T, D)
     top = model.head(h[:, -1])[0].topk(2).values  # (2,)

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import config_of, read_json, save_tensors, shard_name, whole_folder, write_index
-from generate import Parser, ending_plainly
+from checkpoint import config_of
 from model import Config
+from program.edge import ending_plainly
+from program.flags import Parser
+from reading.files import read_json, save_tensors, shard_name, whole_folder, write_index
 from tokenizer import copy_files, load_tokenizer
 
 # gpt-fast's module -> the Hugging Face ones whose rows, one after the other, make its matrix

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import read_json, save_tensors, shard_name, whole_folder, write_index
-from generate import Parser, ending_plainly
+from program.edge import ending_plainly
+from program.flags import Parser
+from reading.files import read_json, save_tensors, shard_name, whole_folder, write_index
 from tokenizer import load_tokenizer
 
 # Meta's module -> (Hugging Face's, the dimension that model-parallel shards split: None is replicated)

@@ -17,7 +17,6 @@ speculative.py and generate.py.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -25,10 +24,9 @@ import os
 import pickle
 import random
 import re
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,36 +34,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import (
-    allocate,
-    empty_model,
-    fingerprints,
-    load_config,
-    load_model,
-    open_shards,
-    random_model,
-    read_json,
-    save_model,
-    shards,
-    whole_folder,
-    write_whole,
-)  # fmt: skip
-from generate import (
-    Engine,
-    Parser,
-    compiles,
-    cpu_share,
-    ending_plainly,
-    generate,
-    pick_device,
-    pick_dtype,
-    positive,
-)  # fmt: skip
+from checkpoint import allocate, empty_model, fingerprints, load_config, load_model, random_model, save_model
+from generate import Engine, generate
 from model import Config, Transformer
-from packed import pack_linears
+from program.edge import ending_plainly, interrupts_held, use_threads
+from program.flags import DTYPES, Parser, positive
+from program.loading import compiles, pick_device, pick_dtype
+from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
 from speculative import Costs, ModelDraft, speedup
 from tokenizer import Tokenizer, copy_files, load_tokenizer
+from weights.linears import pack_model
 
 END = "<|endoftext|>"
 SAMPLE_ROWS = 16  # documents that the target writes together
@@ -257,14 +236,12 @@ def cut(texts: tuple[list[Tensor], list[Tensor]], context: int, bos: int | None)
 def measure_costs(target: Transformer, hf: dict, args: argparse.Namespace, dtype: torch.dtype) -> Costs:
     """Of this shape, with random weights, as a drafter for the target on this machine, half a context filled."""
     device, sampling = target.norm.weight.device, Sampling(args.temperature)
-    drafter = ModelDraft(pack_linears(random_model(Config.from_hf(hf), device=device, dtype=dtype)))
+    drafter = ModelDraft(pack_model(random_model(Config.from_hf(hf), device=device, dtype=dtype)))
     compile = compiles(args.compile, device)
     engine = Engine(target, 1, args.context, compile=compile, drafter=drafter, speculate_k="auto")
     if compile:
         engine.warm_up(sampling.kind)
-    costs = engine.calibrate(sampling, args.context // 2, rounds=15)
-    target.use_caches(None)
-    return costs
+    return engine.calibrate(sampling, args.context // 2, rounds=15)
 
 
 def predict(costs: Costs, alpha: float) -> tuple[int, float]:
@@ -438,7 +415,7 @@ def train(run: Run, target: Transformer, windows: Windows, heldout: Tensor, args
     when the step is done and saved."""
     file, device = args.work / "state.pt", heldout.device
     bar = tqdm(initial=run.step, total=args.steps, desc="distill", unit="step", mininterval=5)
-    with noting_interrupts() as interrupts, bar:
+    with interrupts_held() as interrupts, bar:
         while not run.evaluations or (run.step < args.steps and not run.over(args.patience)):
             start = time.perf_counter()
             if run.evaluations:  # the first one is of the untrained draft
@@ -464,22 +441,6 @@ def learn(run: Run, target: Transformer, rows: Tensor, args: argparse.Namespace)
     warmup = min(200, args.steps // 10)
     update(run.draft, run.optimizer, learning_rate(run.step, args.steps, args.lr, warmup))
     run.step += 1
-
-
-@contextlib.contextmanager
-def noting_interrupts() -> Iterator[list]:
-    """A list that Ctrl-C fills instead of interrupting, so that a step ends whole; the second one interrupts."""
-    noted = []
-
-    def note(number, frame) -> None:
-        noted.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------- files and flags
@@ -593,7 +554,7 @@ def distill(args: argparse.Namespace) -> dict:
     texts = hold_out(documents(args.text, tokenizer, end) if args.text else [], args.heldout)
     if not args.sampled:
         cut(texts, args.context, tokenizer.bos_id)  # too little text is said before any work
-    target = pack_linears(load_model(args.target, device=device, dtype=dtype, progress=True))
+    target = pack_model(load_model(args.target, device=device, dtype=dtype, progress=True))
     if args.sampled:
         texts = with_samples(texts, target, tokenizer, args, end, flags)
     windows, heldout = cut(texts, args.context, tokenizer.bos_id)
@@ -634,14 +595,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--patience", type=positive, default=3, help="evaluations without a better prediction that end the run")
     add("--seed", type=int, default=0)
     add("--device")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of the target; default: the checkpoint's")
+    add("--dtype", choices=DTYPES, help="of the target; default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="while c and v are measured; as generate.py's")
     return parser.parse_args(argv)
 
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(min(torch.get_num_threads(), cpu_share()))
+    use_threads(None)
     with ending_plainly():
         print(json.dumps(distill(args)))
 

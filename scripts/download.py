@@ -6,7 +6,7 @@ duplicate weights that some repositories keep in folders.
 
 from pathlib import Path
 
-from generate import Parser
+from program.flags import Parser
 from tokenizer import FILES
 
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *FILES]

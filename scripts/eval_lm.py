@@ -23,10 +23,13 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from checkpoint import write_whole
-from generate import Engine, Parser, ending_plainly, fail, generate, load, load_drafter, pick_device, positive
+from generate import Engine, generate
 from model import Transformer
+from program.edge import ending_plainly, fail
+from program.flags import DTYPES, Parser, positive
+from program.loading import load, pick_device
 from quantize import SCHEMES
+from reading.files import write_whole
 from sampling import Sampling
 from tokenizer import StopStrings, Tokenizer
 from tp import ALONE
@@ -202,7 +205,6 @@ class QuickdraftLM(TemplateLM):
         self._say_cut(sum(len(a) + len(b) > self.max_length + 1 for _, a, b in requests), len(requests))
         found: list = [None] * len(requests)
         order = sorted(rows, key=len, reverse=True)  # what does not fit in memory fails at once
-        self.model.use_caches(None)
         with tqdm(total=len(requests), desc="score", leave=False, disable=disable_tqdm) as bar:
             for begin in range(0, len(order), self.batch_size):
                 fed = order[begin : begin + self.batch_size]
@@ -283,7 +285,6 @@ class QuickdraftLM(TemplateLM):
             if (rows, length) == (len(self.engine.state.pos), self.engine.max_seq_length):
                 return
         self.engine = None  # its caches, before the next ones take memory
-        self.model.use_caches(None)
         self.engine = Engine(self.model, rows, length, drafter=self.drafter)
 
     def _texts(self, asks: list[Ask]) -> list[str]:
@@ -329,10 +330,10 @@ def run(args: argparse.Namespace) -> dict:
         raise ValueError(f"--include_path {args.include_path}: no such folder")
     tasks, manager = [name.strip() for name in args.tasks.split(",")], TaskManager(include_path=args.include_path)
     check_tasks(tasks, manager.all_tasks)
-    model, tokenizer = load(args, pick_device(args.device), ALONE)
+    model, tokenizer, drafter = load(args, pick_device(args.device), ALONE)
     lm = QuickdraftLM(
         model, tokenizer, batch_size=args.batch_size, max_length=args.max_length,
-        drafter=load_drafter(args, model, tokenizer), name=args.checkpoint,
+        drafter=drafter, name=args.checkpoint,
     )  # fmt: skip
     about = ("checkpoint", "dtype", "quantize", "quantize_head", "draft_checkpoint", "draft", "max_length")
     return simple_evaluate(
@@ -378,9 +379,10 @@ def parse_args() -> argparse.Namespace:
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model drafts what tasks have generated")
     draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
-    add("--dtype", choices=("bfloat16", "float16", "float32"))
+    add("--dtype", choices=DTYPES)
     add("--device")
-    parser.set_defaults(random_weights=None, draft_quantize=None)  # of generate.py's, which loads
+    # Flags of generate.py that loading asks for.
+    parser.set_defaults(random_weights=None, draft_quantize=None, draft_tp="replicated")
     return parser.parse_args()
 
 

@@ -20,8 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import load_config, load_model
-from generate import Parser, ending_plainly, pick_device, pick_dtype, positive
 from model import Transformer
+from program.edge import ending_plainly
+from program.flags import DTYPES, Parser, positive
+from program.loading import pick_device, pick_dtype
 from quantize import SCHEMES
 from tokenizer import load_tokenizer
 
@@ -98,7 +100,7 @@ def parse_args() -> argparse.Namespace:
     add("--text", required=True, metavar="FILE")
     add("--context", type=positive, default=512, help="tokens a window")
     add("--batch_size", type=positive, default=8, help="windows scored together")
-    add("--dtype", choices=("bfloat16", "float16", "float32"))
+    add("--dtype", choices=DTYPES)
     add("--device")
     add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")

@@ -33,39 +33,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from checkpoint import write_whole
-from generate import (
-    Engine,
-    Parser,
-    Timing,
-    check_draft_length,
-    check_lengths,
-    check_options,
-    common_prefix,
-    compiles,
-    cpu_share,
-    ending_plainly,
-    fail,
-    generate,
-    load,
-    load_drafter,
-    new_tokens,
-    pick_device,
-    positive,
-    rate,
-    reads,
-    speculate_k,
-    synchronize,
-    warm_up,
-)  # fmt: skip
-from generate import parse_args as generate_flags
+from generate import Engine, check_lengths, generate
+from program.chat import common_prefix
+from program.edge import ending_plainly, fail, interrupts_held, use_threads
+from program.flags import DTYPES, Parser, check_options, positive, speculate_k
+from program.flags import parse_args as generate_flags
+from program.loading import compiles, pick_device, warm_up
+from program.prompts import new_tokens
+from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
 from quantize import SCHEMES
+from reading.files import write_whole
 from sampling import Sampling
-from speculative import ACCEPTED, CORRECTED, PLAIN_TOKEN, Drafter, ModelDraft, RowStatistics
+from scripts.compare import load_all
+from timing import Timing, synchronize
 from tokenizer import Tokenizer
-from tp import ALONE
 
 try:
     from rich import box
@@ -114,7 +95,7 @@ class Moment(NamedTuple):
 
     at: float  # seconds on the column's own clock
     text: str
-    origin: int  # speculative.py's
+    origin: int  # program/report.py's
     steps: int
     judged: int = 0  # drafted tokens that were accepted or rejected
     accepted: int = 0
@@ -147,12 +128,12 @@ class Column:
     def turn(self) -> None:
         """Decode for TURN_S, at least one step. A GPU is given time to finish what it was told to do: its steps run
         ahead of the host, and its Timing, unlike a CPU's, goes on while nobody asks for tokens."""
-        self.engine.attach()
         begin = self.clock
         if self.paused is not None and runs_ahead(self.engine):
             self.pause += time.perf_counter() - self.paused
-        while not self.ended and (self.clock <= begin or self.clock < begin + TURN_S):
-            self._next()
+        with interrupts_held() as interrupts:
+            while not self.ended and not interrupts and (self.clock <= begin or self.clock < begin + TURN_S):
+                self._next()
         synchronize(self.engine.device)
         self.paused = time.perf_counter()
 
@@ -168,15 +149,16 @@ class Column:
             return
         self.ids.append(id)
         text = "" if id in self.stop_ids else self.stream.feed(id)
-        rows = self.timing.rows or [RowStatistics(origins=[PLAIN_TOKEN])]
-        judged, accepted = rows[row].reached.total(), rows[row].accepted.total()
-        self.moments.append(Moment(self.clock, text, rows[row].origins[-1], self.timing.steps, judged, accepted))
+        came_from = origin(self.timing.tokens[row][-1]) if self.timing.tokens else PLAIN_TOKEN
+        judged, accepted = (self.moments[-1].judged, self.moments[-1].accepted) if self.moments else (0, 0)
+        judged, accepted = judged + (came_from in STYLES), accepted + (came_from == ACCEPTED)
+        self.moments.append(Moment(self.clock, text, came_from, self.timing.steps, judged, accepted))
 
     def weights_read(self) -> float:
         """Bytes of weights that a step read, drafting included; the mean over its rounds where their K varied."""
-        read = reads(self.engine)
-        rounds = self.timing.rows[0].rounds if self.timing.rows else {0: 1}
-        return rate(sum(n * read([], k) for k, n in rounds.items()), sum(rounds.values()))
+        target, *draft = [weight_bytes(model) for model in self.engine.models]
+        drafted = [step.k for step in self.timing.records]
+        return target + rate(sum(draft) * sum(drafted), len(drafted))
 
 
 def runs_ahead(engine: Engine) -> bool:
@@ -192,14 +174,9 @@ def load_columns(args: argparse.Namespace, specs: Sequence[str]) -> list[Column]
     for own in settings:
         check_options(own)
     sampling, ks, device = Sampling(args.temperature), [speculate_k(own) for own in settings], pick_device(args.device)
-    torch.set_num_threads(args.threads or min(torch.get_num_threads(), cpu_share()))
-    targets, drafters = {}, []
-    for own in settings:
-        if own.quantize not in targets:
-            targets[own.quantize] = load(own, device, ALONE)
-        drafters.append(drafter_of(own, *targets[own.quantize], drafters))
-    models = [targets[own.quantize][0] for own in settings]
-    tokenizer = targets[settings[0].quantize][1]
+    use_threads(args.threads)
+    models, tokenizers, drafters = zip(*load_all(settings), strict=True)
+    tokenizer = tokenizers[0]
     prompt, new = fitting(args, models, drafters, tokenizer)
     stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
     columns = []
@@ -212,13 +189,7 @@ def load_columns(args: argparse.Namespace, specs: Sequence[str]) -> list[Column]
     return columns
 
 
-def drafter_of(own: argparse.Namespace, model, tokenizer: Tokenizer, earlier: list[Drafter | None]) -> Drafter | None:
-    """load_drafter's; the weights of --draft_checkpoint are loaded for the first column that drafts with them."""
-    same = next((drafter for drafter in earlier if drafter is not None and drafter.owns_cache), None)
-    return ModelDraft(same.model) if own.draft_checkpoint and same else load_drafter(own, model, tokenizer)
-
-
-def fitting(args, models: list, drafters: list, tokenizer: Tokenizer) -> tuple[list[int], int]:
+def fitting(args, models: Sequence, drafters: Sequence, tokenizer: Tokenizer) -> tuple[list[int], int]:
     """(prompt, new tokens), which fit in every column's contexts. ValueError if they do not."""
     if not args.prompt:
         raise ValueError("--prompt is empty: give it at least one character")
@@ -227,8 +198,7 @@ def fitting(args, models: list, drafters: list, tokenizer: Tokenizer) -> tuple[l
     prompt = tokenizer.encode(args.prompt)
     new = new_tokens(args.max_new_tokens, prompt, limit)
     for model, drafter in zip(models, drafters, strict=True):
-        check_lengths(model, [prompt], [new], model.config.max_seq_length)
-        check_draft_length(drafter, [prompt], [new])
+        check_lengths(model, [prompt], [new], model.config.max_seq_length, drafter)
     return prompt, new
 
 
@@ -250,7 +220,7 @@ def shown(moments: Sequence[Moment], at: float) -> Sequence[Moment]:
 
 # -------------------------------------------------------------------------------------------- picture
 
-STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # generate.COLOURS, in rich's words
+STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # printing.COLOURS, in rich's words
 
 
 def styled(prompt: str, moments: Sequence[Moment]) -> Text:
@@ -316,7 +286,7 @@ def results(columns: Sequence[Column], sampled: bool) -> Table:
     first = columns[0]
     for column in columns:
         steps, speed = column.timing.steps, tok_s(column.moments)
-        alpha = column.timing.rows[0].alpha if column.timing.rows else None
+        alpha = RowStatistics(column.timing.tokens[0]).alpha if column.timing.tokens else None
         table.add_row(
             Text(column.name), f"{speed:.1f}", f"{rate(speed, tok_s(first.moments)):.2f}",
             f"{rate(len(column.ids) - 1, steps):.2f}", "–" if alpha is None else f"{alpha:.2f}",
@@ -433,7 +403,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
     add("--device", help="as generate.py's")
     add("--threads", type=positive, metavar="N", help="of a CPU")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the steps; default: on cuda")
     add("--save", metavar="FILE", help="also write the final screen: FILE.svg or FILE.txt")
     return parser.parse_args(argv)

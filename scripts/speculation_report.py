@@ -6,33 +6,22 @@
     table       by K: costs, tokens a round, speed-up and operations that acceptance and costs lead to
     plot        the same against K and against alpha, with this pair marked, and speed-up against operations
 
-Formulas, with their equation numbers, are speculative.py's; how a drafter is named is generate.py's.
+Formulas, with their equation numbers, are speculative.py's. Drafters are named as in generate.py's flags.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from generate import (
-    Engine,
-    Parser,
-    Timing,
-    check_draft_length,
-    compiles,
-    fail,
-    generate,
-    load_config,
-    load_drafter,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    positive,
-    speculative,
-    together,
-)  # fmt: skip
+from generate import Engine, check_lengths, generate
+from program.edge import fail
+from program.flags import DTYPES, Parser, positive
+from program.loading import compiles, load, pick_device
+from program.report import speculative
 from sampling import Sampling
 from speculative import Costs, expected_tokens, operations, speedup
+from timing import Timing
+from tp import ALONE
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 K_MEASURED = 5  # drafted a round while acceptance is measured
@@ -41,17 +30,14 @@ K_MEASURED = 5  # drafted a round while acceptance is measured
 def measure(args: argparse.Namespace) -> dict:
     """Acceptance, costs and speed-ups, measured. ValueError for a text that is too short."""
     device = pick_device(args.device)
-    dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
-    tokenizer = load_tokenizer(args.checkpoint)
-    model = load_model(args.checkpoint, device=device, dtype=dtype, progress=True)
-    drafter = load_drafter(args, model, tokenizer)
+    model, tokenizer, drafter = load(args, device, ALONE)
     if drafter is None:
         raise ValueError("give a drafter: --draft_checkpoint DIR or --draft SPEC")
     prompts = windows(tokenizer, args)
     length = max(map(len, prompts)) + args.new_tokens
     if length > model.config.max_seq_length:
         raise ValueError(f"{length} positions are over the model's context of {model.config.max_seq_length}")
-    check_draft_length(drafter, prompts, [args.new_tokens] * len(prompts))
+    check_lengths(model, prompts, [args.new_tokens] * len(prompts), length, drafter)
     sampling = Sampling(args.temperature)
     compile = compiles(args.compile, device)
     engine = Engine(model, 1, length, compile=compile, drafter=drafter, speculate_k="auto")
@@ -65,7 +51,7 @@ def measure(args: argparse.Namespace) -> dict:
             generate(model, [prompt], sampling=sampling, max_new_tokens=args.new_tokens, seed=number, engine=engine,
                      timing=timings[-1])
         )  # fmt: skip
-    found = speculative(engine, together(timings))
+    found = speculative(engine, timings)
     if found["alpha"] is None:
         raise ValueError("nothing was drafted on this text: alpha is not known")
     reached = zip(found["accepted_by_position"], found["reached_by_position"], strict=True)
@@ -165,10 +151,12 @@ def parse_args() -> argparse.Namespace:
     add("--new_tokens", type=positive, default=96, help="generated from each")
     add("--temperature", type=float, default=0.8)
     add("--device")
-    add("--dtype", choices=("bfloat16", "float16", "float32"))
+    add("--dtype", choices=DTYPES)
     add("--compile", action=argparse.BooleanOptionalAction)
     add("--plot", metavar="FILE", help="draw the table (needs matplotlib)")
     add("--json", action="store_true")
+    # Flags of generate.py that loading asks for.
+    parser.set_defaults(random_weights=None, quantize=None, quantize_head=None, draft_tp="replicated")
     return parser.parse_args()
 
 

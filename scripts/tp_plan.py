@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 
 from checkpoint import config_of, empty_model
-from generate import Parser, fail, weight_bytes
 from model import Config, Transformer
+from program.edge import fail
+from program.flags import DTYPES, Parser
+from program.report import weight_bytes
 from quantize import FORMATS, SCHEMES, format_of
 from tp import PLAN, SUM, Ranks, check
 
@@ -34,7 +36,7 @@ def plan(
     model = empty_model(config, dtype, scheme, head, Ranks(0, world))
     blocks = held(model.layers)
     norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
-    kv_heads = model.layers[0].attention.kv_heads()
+    kv_heads = model.layers[0].attention.heads()[1]
     sums = 1 + config.n_layers * sum(cut.after == SUM for name, cut in PLAN.items() if name != "embed")
     return {
         "ranks": world,
@@ -48,7 +50,7 @@ def plan(
         "kv_per_token": 2 * kv_heads * config.head_dim * config.n_layers * dtype.itemsize,
         "all_reduces": sums if world > 1 else 0,
         "all_reduce_bytes": config.dim * dtype.itemsize,
-        "gather_bytes": 8 * world,  # greedy: a logit and its id from every rank
+        "gather_bytes": config.vocab_size * dtype.itemsize,  # logits of every rank
     }
 
 
@@ -64,7 +66,7 @@ def seconds(found: dict, context: int, bandwidth: float, latency: float, link: f
     if N == 1:
         return compute
     ring = 2 * (N - 1) / N * found["all_reduce_bytes"] / link
-    decided = 2 * latency  # the largest logits gathered, and the token told
+    decided = 2 * latency + (N - 1) / N * found["gather_bytes"] / link  # logits gathered, the token broadcast
     return compute + found["all_reduces"] * (latency + ring) + decided
 
 
@@ -95,7 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("config", metavar="CONFIG.json")
     add("--ranks", default="1,2,4,8", help="numbers of ranks, default 1,2,4,8")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--dtype", choices=DTYPES, default="bfloat16")
     add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME")
     add("--context", type=int, default=1000, help="tokens cached in the step that is predicted")

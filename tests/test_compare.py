@@ -15,9 +15,10 @@ from conftest import ROOT, config_json
 from reference import logits as reference_logits
 from safetensors.torch import load_file
 
-import generate as program
 from checkpoint import load_model
-from generate import Request
+from program.flags import parse_args as generate_args
+from program.main import run
+from program.prompts import Request
 from scripts import compare as script
 from scripts.compare import Difference, Pair, Run, describe, difference, joined, main, parse_args, rows_of, totals
 from tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ def prompt_file(tmp_path):
 
 def alone(capsys, flags: str, file: str) -> list[list[int]]:
     """New ids of every prompt, from generate.py itself."""
-    program.run(program.parse_args([*flags.split(), "--prompt_file", file, "--json"]))
+    run(generate_args([*flags.split(), "--prompt_file", file, "--json"]))
     return [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
 
 
@@ -214,8 +215,7 @@ def test_equal_weights_are_held_once_and_defaults_are_shared(tmp_path):
     assert a.session.engine.model is b.session.engine.model and a.budgets == b.budgets
     assert [len(prompt) + n for prompt, n in zip(a.prompts, a.budgets, strict=True)] == [30] * 2
     assert a.decode(0, 2).rows == b.decode(0, 2).rows
-    # Asking for the gap takes the caches out of the model, whose promise may reach no further than a short run's; and
-    # engines bring them back.
+    # The gap is asked in between, of a model that two engines decode with.
     ids, fresh = a.prompts[0] + a.decode(0, 1).rows[0][:9], load_model(DEMO, dtype=torch.float32)
     a.decode(0, 1, most=2)
     with torch.inference_mode():

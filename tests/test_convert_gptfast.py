@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from checkpoint import load_config, load_model, random_model, save_model
 from model import Config
-from quantize import quantized_linears
 from scripts import convert_gptfast
 from tokenizer import load_tokenizer
+from weights.linears import quantized_linears
 
 SHAPES = {
     "grouped heads": {"model_type": "llama", **LLAMA3_ROPE},

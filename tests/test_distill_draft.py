@@ -13,10 +13,10 @@ import torch
 from conftest import BASE, FAMILIES, ROOT, config_json
 from safetensors.torch import load_file
 
-import generate as program
 from checkpoint import load_model, random_model, save_model
 from generate import generate
 from model import Config, Transformer
+from program.main import main as decode
 from sampling import Sampling
 from scripts import distill_draft
 from scripts.distill_draft import (
@@ -155,7 +155,7 @@ def test_the_folder_drafts_and_greedy_text_stays(text, tmp_path, monkeypatch, ca
     for drafter in ([], ["--draft_checkpoint", str(tmp_path / "draft"), "--speculate_k", "3"]):
         common = ["--checkpoint", str(DEMO), "--temperature", "0", "--dtype", "float32", "--max_new_tokens", "40"]
         monkeypatch.setattr(sys, "argv", ["generate.py", *common, "--device", "cpu", "--json", *drafter])
-        program.main()
+        decode()
         found.append(json.loads(capsys.readouterr().out))
     plain, drafted = found
     assert drafted["tokens"] == plain["tokens"] and len(plain["tokens"]) == 40

@@ -1,18 +1,24 @@
 """The engine: fixed state, steps compiled once, a host that may read late. Compiled code must give what eager gives,
 and nothing may compile after warm-up."""
 
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from test_generate import PROMPTS, SAMPLED, rows_of
-from test_interrupts import interrupt_often
 
-import generate as program
-import quantize
+import generate as engine_room
+import timing
 from checkpoint import load_model
-from generate import FROZEN, Engine, Inbox, State, decide, generate, verify_step
+from generate import NO_TOKEN, Engine, State, decide, generate
+from model import visible_keys
+from program.flags import parse_args
+from program.main import run
 from sampling import GREEDY, Sampling
+from speculative import verify_step
+from weights import linears
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 
@@ -24,14 +30,13 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
     return engine
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
     """20 prompt lengths, every kind with changing values, full and partly filled batches: a recompile raises."""
-    monkeypatch.setattr(program, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
+    monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
     engine = compiled_engine(folder_of("mistral-v0.1"), batch_size, 100)  # a window of 9 and more than it filled
     eager = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
-    other = Engine(engine.model, 1, 20)  # shares the model: its caches and the compiled engine's change places
+    other = Engine(engine.model, 1, 20)  # shares the model
     generator = torch.Generator().manual_seed(0)
     with torch.compiler.set_stance("fail_on_recompile"):
         for n in range(1, 21):
@@ -44,17 +49,15 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
         for length, cached in ((20, 0), (40, 20), (41, 40), (3, 1)):  # turns of a chat
             prompt = list(range(length))
             rows_of(engine.model, [prompt], engine=engine, max_new_tokens=3, cached=cached)
-        interrupt_often(engine)
         with pytest.raises(RuntimeError, match="recompile"):  # control: the stance does bite
-            engine.steps["decode", GREEDY] = torch.compile(lambda: engine.state.pos + n, fullgraph=True, dynamic=False)
-            rows_of(engine.model, [[5]], engine=engine)
+            rows_of(engine.model, [[5]], engine=Engine(engine.model, 1, 40, compile=True))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
 def test_prompts_of_quantized_weights_compile_in_warm_up(folder_of, scheme, monkeypatch):
     """A CPU's kernels of few rows and of many are others: prompts on both sides of the border are compiled."""
-    monkeypatch.setattr(quantize, "CPU_INT4_ROWS", 16)
+    monkeypatch.setattr(linears, "CPU_INT4_ROWS", 16)
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
     engine.warm_up(GREEDY)
     eager = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)
@@ -64,7 +67,7 @@ def test_prompts_of_quantized_weights_compile_in_warm_up(folder_of, scheme, monk
             assert rows_of(engine.model, [prompt], engine=engine) == rows_of(eager, [prompt]), n
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "sampling", [pytest.param(Sampling(0), marks=pytest.mark.long), SAMPLED], ids=["greedy", "sampled"]
 )
@@ -93,10 +96,7 @@ def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
     want = rows_of(model, PROMPTS, sampling=SAMPLED)
     stop = {want[0][3], want[2][9]}
     cut = rows_of(model, PROMPTS, sampling=SAMPLED, stop_ids=stop)
-    prompt_inbox = Inbox.__init__
-    monkeypatch.setattr(
-        Inbox, "__init__", lambda self, *args: (prompt_inbox(self, *args), setattr(self, "lag", lag))[0]
-    )
+    monkeypatch.setattr(timing, "host_lag", lambda device: lag)
     assert rows_of(model, PROMPTS, sampling=SAMPLED) == want
     assert rows_of(model, PROMPTS, sampling=SAMPLED, stop_ids=stop) == cut
     for budget in (1, 2, lag, lag + 1, lag + 2):
@@ -112,10 +112,10 @@ def test_finished_rows_freeze():
     decide(state, logits)
     assert state.out.flatten().tolist() == [9, 4, 7] and state.done.tolist() == [True, False, False]
     decide(state, logits)
-    assert state.out.flatten().tolist() == [FROZEN, 4, 7] and state.done.tolist() == [True, True, True]
+    assert state.out.flatten().tolist() == [NO_TOKEN, 4, 7] and state.done.tolist() == [True, True, True]
     before = {name: tensor.clone() for name, tensor in state.named_buffers() if name not in ("out", "tokens")}
     decide(state, logits + torch.randn(3, 10))
-    assert state.out.flatten().tolist() == [FROZEN] * 3
+    assert state.out.flatten().tolist() == [NO_TOKEN] * 3
     assert all(torch.equal(getattr(state, name), tensor) for name, tensor in before.items())
     assert state.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
     assert [state.tokens[row, : pos + 1].tolist() for row, pos in enumerate(state.pos)] == [
@@ -127,19 +127,19 @@ def test_what_ranks_agree_on_is_what_counts():
     """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances, and what follows."""
     state = State(2, 8, torch.device("cpu"), K=2)
     state.start([[1, 2], [3]], [5, 5], (), 0, Sampling(0))
-    state.agree = lambda x: torch.full_like(x, 7)
+    state.broadcast = lambda x: torch.full_like(x, 7)
     decide(state, torch.zeros(2, 10))
-    assert state.out.tolist() == [[7, FROZEN, FROZEN]] * 2
+    assert state.out.tolist() == [[7, NO_TOKEN, NO_TOKEN]] * 2
     agreed = {torch.int64: torch.tensor([[4, 5], [5, 4]]), torch.float32: torch.tensor([[1, 9, 0.5, 0], [0, 8, 0, 0]])}
-    state.agree, seen = lambda x: agreed[x.dtype], []
+    state.broadcast, seen = lambda x: agreed[x.dtype], []
 
-    def model(tokens, pos):
+    def model(tokens, pos, caches):
         seen.append(tokens)
         return torch.zeros(2, 3, 10)
 
-    verify_step(model, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
+    verify_step(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
     assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
-    assert state.out.tolist() == [[4, 9, FROZEN], [8, FROZEN, FROZEN]] and state.accepted.tolist() == [1, 0]
+    assert state.out.tolist() == [[4, 9, NO_TOKEN], [8, NO_TOKEN, NO_TOKEN]] and state.accepted.tolist() == [1, 0]
     assert state.overlap.tolist() == [[0.5, 0], [0, 0]]
 
 
@@ -149,53 +149,52 @@ def test_an_unused_row_stays_silent(folder_of):
     assert rows_of(model, PROMPTS[:2], engine=engine) == rows_of(model, PROMPTS[:2])
 
 
-def test_engines_share_a_model(folder_of):
-    """Caches hang on the model: each engine brings its own back, and a call without one leaves none behind."""
+def test_live_generators_never_meet(folder_of):
+    """Two engines, and two calls without one, take turns on one model; one of them is dropped half way."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     want = rows_of(model, PROMPTS)
-    assert model.layers[0].attention.cache is None
-    assert model(torch.tensor([PROMPTS[1] * 5]), torch.arange(35)).isfinite().all()
-    large, small = Engine(model, 4, 64), Engine(model, 1, 30)
-    assert rows_of(model, PROMPTS, engine=large) == want
-    assert rows_of(model, PROMPTS[:1], engine=small) == want[:1]
-    assert rows_of(model, PROMPTS, engine=large) == want
-    large.caches[0].k.zero_()  # plain tensors, not inference ones
+    options = {"sampling": Sampling(0), "max_new_tokens": 20}
+    engines = [Engine(model, 4, 64), Engine(model, 1, 30), None, None]
+    live = [
+        generate(model, prompts, engine=engine, **options)
+        for prompts, engine in zip((PROMPTS, PROMPTS[:1], PROMPTS, PROMPTS[2:3]), engines)
+    ]
+    got = [[[] for _ in PROMPTS] for _ in live]
+    for turn in range(80):
+        for number, generator in enumerate(live):
+            if number == 2 and turn == 9:
+                generator.close()
+            for row, id in itertools.islice(generator, 1):
+                got[number][row].append(id)
+    assert got[0] == want and got[1][0] == want[0] and got[3][0] == want[2]
+    assert 0 < len(got[2][0]) < 20 and all(row == whole[: len(row)] for row, whole in zip(got[2], want))
+    assert model(torch.tensor([PROMPTS[1] * 5]), torch.arange(35)).isfinite().all(), "nothing stays on the model"
+
+
+def test_threads_decode_on_one_model(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    want = [rows_of(model, [prompt])[0] for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda prompt: rows_of(model, [prompt])[0], PROMPTS)) == want
 
 
 def test_attention_runs_over_what_is_filled(folder_of):
     """Not over what is allocated: 3 tokens in a cache of 150, of which the prompt runs as 8."""
-    model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    engine, seen = Engine(model, 1, 150), []
-    for _ in generate(model, [[5, 6, 7]], sampling=Sampling(0), max_new_tokens=4, engine=engine):
-        seen.append(model.key_pos.numel())
+    model, seen = load_model(folder_of("llama-3"), dtype=torch.float32), []
+    hidden = model.hidden
+
+    def watched(tokens, pos, caches):
+        seen.append(caches.key_pos.numel())
+        return hidden(tokens, pos, caches)
+
+    model.hidden = watched
+    rows_of(model, [[5, 6, 7]], engine=Engine(model, 1, 150), max_new_tokens=4)
     assert seen == [8, 4, 5, 6]
-
-
-@pytest.mark.parametrize("allowed", ["all", "cudnn alone"])
-def test_open_lengths_do_without_cudnn_s_attention(allowed):
-    """And leave torch's choice as they found it, also after an error; where nothing else is allowed it stays."""
-    cuda = torch.backends.cuda
-    before = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-    switches = [cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp]
-    try:
-        for switch in switches:
-            switch(allowed == "all")
-        cuda.enable_cudnn_sdp(True)
-        with program.any_length(torch.device("cpu")):
-            assert cuda.cudnn_sdp_enabled(), "a CPU has none of this"
-        with pytest.raises(KeyError), program.any_length(torch.device("cuda")):
-            assert cuda.cudnn_sdp_enabled() == (allowed != "all")
-            raise KeyError
-        assert cuda.cudnn_sdp_enabled()
-    finally:
-        for switch, state in zip(switches, before):
-            switch(state)
 
 
 def test_a_window_bounds_what_is_read(folder_of):
     """Beyond the window the gathered keys stop growing, and rows shorter than the window see no invented key."""
-    from model import visible_keys
-
     for pos, filled in ((torch.tensor([[90], [4]]), 91), (torch.tensor([[90, 91], [0, 1]]), 92)):
         keys = visible_keys(pos, torch.arange(filled), 9, cached=True)
         T = pos.size(1)
@@ -209,17 +208,17 @@ def test_a_window_bounds_what_is_read(folder_of):
 def test_profile_writes_a_chrome_trace(text_folder, tmp_path, capsys):
     trace = tmp_path / "trace.json"
     arguments = ["--checkpoint", str(text_folder), "--max_new_tokens", "3", "--profile", str(trace), "--device", "cpu"]
-    program.run(program.parse_args(arguments))
+    run(parse_args(arguments))
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert "aten::scaled_dot_product_attention" in names
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compile_on_the_command_line(text_folder, capsys):
     common = ["--checkpoint", str(text_folder), "--max_new_tokens", "12", "--device", "cpu", "--dtype", "float32"]
     out = []
     for flag in ("--compile", "--no-compile"):
-        program.run(program.parse_args([*common, flag]))
+        run(parse_args([*common, flag]))
         captured = capsys.readouterr()
         out.append(captured.out)
         assert ("compiled the plain step for batch 1 in" in captured.err) == (flag == "--compile")

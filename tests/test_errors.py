@@ -14,8 +14,9 @@ import torch
 from conftest import config_json
 from safetensors.torch import load_file, save_file
 
-import generate as program
 from checkpoint import load_model
+from program import loading
+from program.main import main
 
 
 def edit_config(folder, **changes) -> None:
@@ -98,7 +99,7 @@ def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, list[str]]
     """(exit status, stdout, the error lines) of the program in this process."""
     monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", *arguments])
     with pytest.raises(SystemExit) as exit:
-        program.main()
+        main()
     out, err = capsys.readouterr()
     assert "Traceback" not in err
     return exit.value.code, out, [line for line in err.splitlines() if line.startswith("error: ")]
@@ -138,6 +139,6 @@ def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 3 TiB")
 
-    monkeypatch.setattr(program, "load_model", refuse)
+    monkeypatch.setattr(loading, "load_model", refuse)
     status, _, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder))
     assert status == 2 and lines == ["error: tried to allocate 3 TiB"]

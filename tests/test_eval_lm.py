@@ -70,7 +70,6 @@ def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
 @torch.inference_mode()
 def direct(model, ids: list[int], scored: int, limit: int = 512) -> tuple[float, bool]:
     """Log-likelihood of the last tokens of ids, of which the model may see `limit` before each, and are they greedy."""
-    model.use_caches(None)
     ids = ids[-limit - 1 :]
     log_p = model(torch.tensor([ids]), torch.arange(len(ids)))[0].log_softmax(-1) if len(ids) <= 512 else None
     if log_p is None:  # the last token has no position, and needs none
@@ -85,7 +84,6 @@ def direct(model, ids: list[int], scored: int, limit: int = 512) -> tuple[float,
 @torch.inference_mode()
 def greedy_text(model, tokenizer, prompt: str, new: int) -> str:
     """Greedy decoding without a cache."""
-    model.use_caches(None)
     ids = [1, *tokenizer.encode(prompt, bos=False)]
     for _ in range(new):
         ids.append(model(torch.tensor([ids]), torch.arange(len(ids)))[0, -1].argmax().item())

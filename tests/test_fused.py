@@ -1,11 +1,14 @@
-"""fused.py, and the Linears that use it on a GPU, on a CPU: bits in their places, sums against float64."""
+"""weights/gpu.py, and the Linears that use it on a GPU, on a CPU: bits in their places, sums against float64."""
 
 import pytest
 import torch
+from test_quantize import MX as SPECIFIED
+from test_quantize import spec_value
 
-import quantize
-from fused import in_order, minifloat, power_of_two, unpack_words
-from quantize import FORMATS, QuantizedLinear, dequantize_tensor, pack_words, quantize_tensor, unpack_bits
+from weights import linears
+from weights.formats import FORMATS, dequantize_tensor, power_of_two, quantize_tensor, unpack_bits
+from weights.gpu import in_order, pack_words, unpack_words
+from weights.linears import QuantizedLinear
 
 GROUPED = ["int4-g32", "int4-g128", "int4-g32-float32", "mxfp8", "mxfp6", "mxfp4"]
 MX = ["mxfp8", "mxfp6", "mxfp4"]
@@ -35,39 +38,44 @@ def test_words_hold_every_code_where_its_input_is(scheme):
     assert all(torch.equal(code, want[:, i * n : (i + 1) * n]) for i, code in enumerate(group))
 
 
-@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp6", "mxfp4"])
+@pytest.mark.parametrize("scheme", MX)
 def test_minifloats_without_a_table(scheme):
     """Every code, subnormal numbers and negative zero included, bit for bit; and every scale."""
-    format = FORMATS[scheme]
+    format, layout = FORMATS[scheme], SPECIFIED[scheme][:3]
     codes = torch.arange(2**format.bits, dtype=torch.int32)
-    found, want = minifloat(codes, format.bits, format.mantissa) * 2.0 ** (15 - format.bias), format.decode(codes)
-    assert torch.equal(found, want)
+    want = torch.tensor([spec_value(code, *layout) for code in codes.tolist()])
+    found = format.elements(codes) * format.factor
+    assert torch.equal(found, want) and torch.equal(found.signbit(), want.signbit())
     scales = torch.arange(255, dtype=torch.uint8)
     assert torch.equal(power_of_two(scales), torch.ldexp(torch.ones(255), torch.arange(255) - 127))
 
 
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """Packed for the device whose compiler fuses."""
+    monkeypatch.setattr(linears, "FUSING_DEVICE", "cpu")
+
+
 @pytest.mark.parametrize("looked_up", [False, True], ids=["freed", "looked up"])
 @pytest.mark.parametrize("scheme", MX)
-def test_words_give_everything_back(scheme, looked_up):
-    """Parts, weights and shards, bit for bit; a tied embedding keeps the codes, whose rows it looks up."""
+def test_words_are_unpacked_for_prompts(scheme, looked_up, as_if_on_a_gpu):
+    """The weights, bit for bit; a tied embedding keeps the codes, whose rows it looks up."""
     linear, weight = linear_of(scheme)
-    stored = {name: part.clone() for name, part in linear.parts().items()}
-    linear.looked_up, linear.dtype = looked_up, torch.float32
-    linear.hold_words()
-    assert linear.freed is not looked_up and linear.codes.is_meta is not looked_up
-    assert all(torch.equal(linear.parts()[name], part) for name, part in stored.items())
+    linear.looked_up = looked_up
+    linear.pack()
+    assert linear.codes.is_meta is not looked_up
     assert torch.equal(linear.dequantized(torch.float64), weight)
-    halves = torch.cat([linear.shard(1, rank, 2).dequantized(torch.float64) for rank in range(2)], dim=1)
-    assert torch.equal(halves, weight)
+    x = torch.randn(40, 256)
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, weight.float()))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 16])
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int8-float32", "int4-g32", *MX])
-def test_fused_products_multiply_with_the_stored_weights(scheme, rows):
+def test_fused_products_multiply_with_the_stored_weights(scheme, rows, as_if_on_a_gpu):
     """Against float64. float32 sums of 256 products: within 256 * 2^-24 of the sum of their sizes."""
     linear, weight = linear_of(scheme)
     if scheme in MX:
-        linear.hold_words()
+        linear.pack()
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(4))
     want, size = x.double() @ weight.T, x.abs().double() @ weight.abs().T
     found = linear.fused_product(x).double()
@@ -75,15 +83,12 @@ def test_fused_products_multiply_with_the_stored_weights(scheme, rows):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp6"])
-def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch):
-    """As if this were a GPU: compiled products of up to 16 rows take the fused form; more rows, rows whose number is
-    left open, and eager code do not. One compilation serves all open numbers."""
+def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_gpu):
+    """Compiled products of up to 16 rows take the fused form; more rows, rows whose number is left open, and eager code
+    do not. One compilation serves all open numbers."""
     linear, weight = linear_of(scheme)
-    linear.dtype = torch.float32
-    linear.hold_words() if scheme == "mxfp6" else None
-    linear.register_buffer("kernel_scale", linear.scale.float(), persistent=False)
-    monkeypatch.setattr(quantize, "FUSING_DEVICE", "cpu")
-    monkeypatch.setattr(quantize.Int8Linear, "product", QuantizedLinear.product)  # its own has a kernel for CPUs
+    if scheme == "mxfp6":  # other formats have nothing to pack there
+        linear.pack()
     graphs = []
 
     def keep(graph, inputs):
@@ -105,4 +110,4 @@ def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch):
     for rows in (9, 33):
         product(rows, open=True)
     assert len(graphs) == compiled, "a prompt of another length compiled anew"
-    assert not quantize.fuses(torch.ones(1, 256)), "eager code would write every term"
+    assert not linears.fuses(torch.ones(1, 256)), "eager code would write every term"

@@ -1,8 +1,5 @@
-"""Findings of scripts/fuzz.py, each once, and a run of it; and what it must catch itself.
-
-A folder of strangers is data: it loads, or it is refused with one line that names it; it runs nothing, reads and writes
-nothing elsewhere, and ends in bounded time and memory.
-"""
+"""A folder of strangers is data: it loads, or it is refused with one line that names it; it runs nothing, reads and
+writes nothing elsewhere, and ends in bounded time and memory. Each case here was found by tests/attacks/fuzz.py."""
 
 import base64
 import json
@@ -16,11 +13,11 @@ import time
 import pytest
 import torch
 
-import checkpoint
-import tokenizer as tokenizer_file
 from checkpoint import load_config, load_model
-from scripts import fuzz
-from tokenizer import RENDERER, ChatTemplate, load_tokenizer
+from reading import files, templates
+from reading.templates import ChatTemplate
+from tests.attacks import fuzz
+from tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -53,73 +50,7 @@ def test_good_folders_load(good):
         assert not any(fuzz.attempt(folder).values())
 
 
-def test_a_hundred_and_fifty_cases(good, monkeypatch):
-    """Other ones than of the recorded run, in this process: no limit of memory, no watch over what is opened."""
-    monkeypatch.setattr(tokenizer_file, "TEMPLATE_S", 1)
-    results = [fuzz.one_case(99, number, None, good) for number in range(150)]
-    assert [found for found in results if found["failure"]] == []
-    loaded = sum(not found["refused"] for found in results)
-    assert 5 < loaded < 75 and {found["kind"] for found in results} == fuzz.ATTACKS.keys()
-
-
-def test_a_case_is_its_number(good, tmp_path):
-    """Seed and number decide everything, or no finding could be looked at again."""
-    for number in range(12):
-        (tmp_path / f"a{number}").mkdir(), (tmp_path / f"b{number}").mkdir()
-        a, b = (fuzz.make_case(5, number, None, good, tmp_path / f"{x}{number}") for x in "ab")
-        assert a[1:] == b[1:]
-        for file in a[0].rglob("*"):
-            if file.is_file() and file.stat().st_size < 10**8:
-                assert file.read_bytes() == (b[0] / file.relative_to(a[0])).read_bytes()
-
-
-BREACHES = {  # what a careless loader would do; what the fuzzer must say
-    "another exception": (lambda f: {}["x"], "KeyError"),
-    "a message of two lines": (lambda f: (_ for _ in ()).throw(ValueError(f"{f}\n")), "not one line"),
-    "a message without the folder": (lambda f: (_ for _ in ()).throw(ValueError("no")), "not one line"),
-    "a file outside": (lambda f: (f.parent / "x").write_text("x"), "files changed"),
-    "a file inside": (lambda f: (f / "config.json").touch(), "files changed"),
-    "a panic": (lambda f: (_ for _ in ()).throw(BaseException("panic")), "panic"),
-    "slowness": (lambda f: time.sleep(0.3), " s"),
-}
-
-
-@pytest.mark.parametrize("case", BREACHES)
-def test_the_fuzzer_catches(case, good, monkeypatch):
-    what, named = BREACHES[case]
-    monkeypatch.setattr(fuzz, "load_config", what)
-    monkeypatch.setattr(fuzz, "CASE_S", 0.25 if case == "slowness" else 10)
-    monkeypatch.setitem(fuzz.ATTACKS, "config", (lambda rng, folder: "nothing", ("sentencepiece",)))
-    assert named in fuzz.one_case(0, 0, "config", good)["failure"]
-
-
-def test_the_fuzzer_catches_weights_that_are_not_the_files(good, monkeypatch):
-    def other(*arguments, **options):
-        model = load_model(*arguments, **options)
-        model.layers[1].ffn.down.weight[3, 3] += 1
-        return model
-
-    monkeypatch.setattr(fuzz, "load_model", other)
-    monkeypatch.setitem(fuzz.ATTACKS, "config", (lambda rng, folder: "nothing", ("sentencepiece",)))
-    assert "down_proj.weight is not what the file holds" in fuzz.one_case(0, 0, "config", good)["failure"]
-
-
-def test_the_watch_sees_what_python_opens_and_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz, "inside", tmp_path / "m")
-    fuzz.breaches.clear()
-    fuzz.watch("open", (str(tmp_path / "m" / "config.json"), "r", os.O_RDONLY))
-    fuzz.watch("open", (fuzz.__file__, "r", os.O_RDONLY))
-    assert fuzz.breaches == []
-    for path, flags in ((tmp_path / "m" / ".." / "x", 0), ("/etc/passwd", 0), (tmp_path / "m" / "x", os.O_WRONLY)):
-        fuzz.watch("open", (str(path), "r", flags))
-    fuzz.watch("open", (str(tmp_path / "m" / "x"), "w", os.O_CREAT))
-    fuzz.watch("subprocess.Popen", ("sh", ["sh", "-c", "x"], None, None))
-    fuzz.watch("os.system", (b"x",))
-    assert len(fuzz.breaches) == 6
-    fuzz.breaches.clear()
-
-
-# ------------------------------------------------------------------------------------------- its findings
+# ------------------------------------------------------------------------------------- configs and weights
 
 CONFIGS = {
     "a number beyond floats": ({"rms_norm_eps": 10**400}, "within float32's range"),
@@ -181,7 +112,7 @@ def test_the_tied_name_of_a_file_that_cannot_be_mapped(folder, monkeypatch):
     def refuse(*_, **__):
         raise MemoryError("Cannot allocate memory (os error 12)")
 
-    monkeypatch.setattr(checkpoint, "safe_open", refuse)
+    monkeypatch.setattr(files, "safe_open", refuse)
     assert "Cannot allocate memory" in refusal(load_model, folder("sentencepiece"))
 
 
@@ -292,12 +223,12 @@ SPENDERS = {
 
 @pytest.mark.parametrize("case", SPENDERS)
 def test_templates_that_spend_without_end(case, monkeypatch):
-    monkeypatch.setattr(tokenizer_file, "TEMPLATE_S", 0.5)
+    monkeypatch.setattr(templates, "TEMPLATE_S", 0.5)
     start = time.perf_counter()
     with pytest.raises(ValueError, match="the chat template") as error:
         ChatTemplate(SPENDERS[case], {}).render(MESSAGES, True)
     assert time.perf_counter() - start < 5 and len(str(error.value)) < fuzz.LONGEST_LINE
-    monkeypatch.setattr(tokenizer_file, "TEMPLATE_S", 5)
+    monkeypatch.setattr(templates, "TEMPLATE_S", 5)
     assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
 
 
@@ -305,11 +236,7 @@ def test_a_templates_process_opens_and_writes_nothing(tmp_path):
     """Even a template that left jinja's sandbox would find no file to open. Here the sandbox is left on purpose."""
     file = tmp_path / "secret"
     file.write_text("secret")
-    code = (
-        "import tokenizer, sys\nplain = tokenizer.template_environment\n"
-        "def leaky():\n    found = plain()\n    found.globals['open'] = open\n    return found\n"
-        "tokenizer.template_environment = leaky\ntokenizer.render_requests()\n"
-    )
+    code = "from reading import templates\ntemplates.ENVIRONMENT.globals['open'] = open\ntemplates.serve()\n"
     for call in (f"open('{file}').read()", f"open('{tmp_path}/new', 'w').write('x')"):
         request = json.dumps(["{{ " + call + " }}", {}]) + "\n"
         done = subprocess.run(
@@ -321,13 +248,13 @@ def test_a_templates_process_opens_and_writes_nothing(tmp_path):
 
 def test_one_process_serves_every_template_and_outlives_errors():
     assert ChatTemplate("{{ messages[0].content }}{{ x }}", {"x": "!"}).render(MESSAGES, True) == "hi!"
-    process = RENDERER.process
+    process = templates.process()
     for source in ("{{ messages.x.y }}", "{{ raise_exception('no\nno') }}", "{{ ''.__class__.__mro__ }}"):
         with pytest.raises(ValueError, match="refused the messages") as error:
             ChatTemplate(source, {}).render(MESSAGES, True)
         assert "\n" not in str(error.value)
     assert ChatTemplate("{{ '\\ud800' }}", {}).render(MESSAGES, True) == "\ud800"
-    assert RENDERER.process is process and process.poll() is None
+    assert templates.process() is process and process.poll() is None
 
 
 def test_lone_surrogates_that_a_template_writes(folder):

@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-import generate as program
 from checkpoint import load_model, random_model, save_model
 from generate import Engine, generate
 from model import Config
+from program.main import main
 from quantize import quantized_copy
 from sampling import Sampling
-from scripts import fuzz
 from speculative import ModelDraft, NgramDraft, layer_subset
+from tests.attacks import fuzz
 from tokenizer import StopStrings, load_tokenizer
 
 KINDS = ["sentencepiece", "tokenizers", "tiktoken"]
@@ -39,7 +39,7 @@ def run(monkeypatch, capsys, *arguments) -> tuple[int, str, list[str]]:
     monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", *map(str, arguments)])
     status = 0
     try:
-        program.main()
+        main()
     except SystemExit as exit:
         status = exit.code
     out, err = capsys.readouterr()

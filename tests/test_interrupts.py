@@ -6,9 +6,11 @@ as generate.py's chat does: the next turn keeps what the caches are said to hold
 its draft was worth are compared with a new engine's, and so is another engine's work on the same model.
 """
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,11 +18,12 @@ import torch
 from conftest import ROOT
 
 from checkpoint import load_model
-from generate import Engine, Timing, generate, uninterrupted
+from generate import Engine, Timing, generate
+from program.edge import interrupts_held
 from sampling import Sampling
 from speculative import Costs, ModelDraft, NgramDraft, layer_subset
 
-FILES = {str(ROOT / f"{name}.py") for name in ("generate", "model", "sampling", "speculative", "tp")}
+FILES = {str(ROOT / f"{name}.py") for name in ("generate", "model", "sampling", "speculative", "timing", "tp")}
 PROMPT, LENGTH = [5, 9, 17, 9, 5, 9], 40
 COSTS = Costs(1.0, {k: 0.1 * k for k in (1, 2, 3, 5, 8)}, {k: 1.2 for k in (1, 2, 3, 5, 8)})
 
@@ -71,20 +74,20 @@ def engine_of(kind: str, model, rows: int = 1) -> Engine:
 
 
 def turn(engine: Engine, prompts: list[list[int]], n: int, cached: int = 0, got: list | None = None):
-    """(tokens of every row, where each came from, how well drafts fitted); `got` keeps row 0's tokens as they come."""
+    """(tokens of every row, what drafting did for each); `got` keeps row 0's tokens as they come."""
     rows, timing = [[] for _ in prompts], Timing()
     options = {"sampling": Sampling(0.8), "seed": 3, "cached": cached, "timing": timing}
     for row, id in generate(engine.model, prompts, engine=engine, max_new_tokens=n, **options):
         rows[row].append(id)
         if got is not None:
             got.append(id)
-    return rows, [row.origins for row in timing.rows], [round(row.overlap, 3) for row in timing.rows]
+    return rows, [[token._replace(overlap=round(token.overlap, 3)) for token in row] for row in timing.tokens]
 
 
 def spoil(engine: Engine) -> None:
     """What nobody wrote since must not count."""
-    for seat in engine.seats:
-        for cache in seat.caches:
+    for cached in engine.prompted:
+        for cache in cached.caches.layers:
             cache.k.fill_(9.0), cache.v.fill_(-9.0)
 
 
@@ -94,24 +97,6 @@ KINDS = ["plain", "model", "layers", "ngram", "auto"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_many_lines_changes_nothing_that_follows(kind, model):
     check_lines(kind, model, every=97)
-
-
-@pytest.mark.parametrize("kind", ["model", "layers"])
-def test_engines_that_change_places_do_so_whole_or_again(kind, model):
-    """Two engines of one model and one drafter, of different sizes: interrupted at every line of taking the other's
-    place, and then asked for the second turn of a chat."""
-    drafter = drafter_of(kind, model)
-    engine, other = (Engine(model, rows, length, drafter=drafter, speculate_k=2) for rows, length in ((1, 40), (2, 10)))
-    first = PROMPT + turn(engine, [PROMPT], 3)[0][0]
-    want, where = turn(engine_of(kind, model), [[*first, 40]], 12), 0
-    while True:
-        turn(engine, [PROMPT], 3)
-        turn(other, [[7, 8]], 2)
-        if not interrupted(engine.attach, where):
-            break
-        assert turn(engine, [[*first, 40]], 12, cached=len(first) - 1) == want, where
-        where += 1
-    assert where > 20, "few lines were interrupted"
 
 
 @pytest.mark.long
@@ -126,7 +111,7 @@ def check_lines(kind: str, model, every: int) -> None:
     others = [[7, 8], [30, 31, 32]]
     want, follow, where = turn(engine_of("ngram", model, rows=2), others, 4), {}, 0
     while True:
-        turn(other, others, 2)  # takes the model's caches away, so that `attach` has work to do
+        turn(other, others, 2)
         spoil(engine)
         got = []
         if not interrupted(lambda got=got: turn(engine, [PROMPT], 5, got=got), where):
@@ -141,51 +126,52 @@ def check_lines(kind: str, model, every: int) -> None:
     assert follow.keys() >= {0, 1, 3}, "few lines were interrupted"
 
 
-# ----------------------------------------------------------------------------------------- compiled code
+# ------------------------------------------------------------------------------------------- real signals
 
 
-def test_compiled_code_is_interrupted_while_it_compiles_and_then_between_calls():
+def test_a_first_ctrl_c_is_held_and_a_second_acts_at_once():
+    usual = signal.getsignal(signal.SIGINT)
     reached = []
-
-    def run(x):
+    with pytest.raises(KeyboardInterrupt), interrupts_held() as noted:
         signal.raise_signal(signal.SIGINT)
-        reached.append(x)
-        return x
-
-    with pytest.raises(KeyboardInterrupt):
-        uninterrupted(run)(1)
-    assert reached == []
-    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        call = uninterrupted(run)
-        assert [call(2), call(3)] == reached == [2, 3] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, ignored)
-    with pytest.raises(KeyboardInterrupt):
-        call(4)
-    assert reached == [2, 3, 4] and signal.getsignal(signal.SIGINT) is ignored
-    quiet = uninterrupted(lambda x: x)
-    elsewhere = threading.Thread(target=lambda: reached.extend((quiet(5), quiet(6))))
-    elsewhere.start(), elsewhere.join()
-    assert reached[-2:] == [5, 6]
+        assert len(noted) == 1
+        reached.append("behind the first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("behind the second")
+    assert reached == ["behind the first"] and signal.getsignal(signal.SIGINT) is usual
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+    with interrupts_held() as noted:
+        pass
+    assert not noted and signal.getsignal(signal.SIGINT) is usual
 
 
-def interrupt_often(engine: Engine, times: int = 100) -> None:
-    """Real signals at moments spread over a chat turn of a compiled engine: each ends it, none is taken for a guard
-    that fails, and none is lost. For a test that has such an engine, and forbids recompiling."""
+@pytest.mark.compiled
+def test_signals_neither_get_lost_in_compiled_code_nor_compile_it_anew(model):
+    """Real signals at moments spread over turns of a compiled engine: torch takes an interrupt inside a guard for a
+    guard that fails. Each signal ends its turn between two tokens, and nothing is compiled."""
+    engine = Engine(model, 1, LENGTH, compile=True)
+    engine.warm_up("plain")
     want, ended = turn(engine, [PROMPT], 30)[0], []
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        for number in range(times):
-            got = []
-            signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.001 * (number % 50))
-            with pytest.raises(KeyboardInterrupt):
-                for _ in range(1000):  # one turn after the other, until the signal comes
+
+    def interrupt(after: float) -> None:
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number in range(100):
+            got, sender = [], threading.Thread(target=interrupt, args=(0.0005 + 0.001 * (number % 50),))
+            with pytest.raises(KeyboardInterrupt), interrupts_held() as noted:
+                sender.start()
+                while not noted:  # one turn after the other, until the signal comes
                     got.clear()
-                    turn(engine, [PROMPT], 30, got=got)
+                    options = {"sampling": Sampling(0.8), "seed": 3, "max_new_tokens": 30}
+                    for _, id in generate(model, [PROMPT], engine=engine, **options):
+                        got.append(id)
+                        if noted:
+                            break
+            sender.join()
             assert got == want[0][: len(got)]
             ended.append(len(got))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert len(set(ended)) > 3, ended
-    assert turn(engine, [PROMPT], 30)[0] == want
+        assert len(set(ended)) > 3, ended
+        assert turn(engine, [PROMPT], 30)[0] == want

@@ -43,10 +43,9 @@ def test_whole_chunked_and_token_by_token_equal_transformers(family, model):
     assert want.abs().max() > 1, "the oracle's logits are too small to show an error"
     assert (model(tokens, pos) - want).abs().max() <= LIMIT  # without a cache
     for cuts in ([60], [7, 1, 30, 2, 20], [1] * 60):
-        model.setup_caches(2, 64)
-        parts, begin = [], 0
+        caches, parts, begin = model.make_caches(2, 64), [], 0
         for n in cuts:
-            parts.append(model(tokens[:, begin : begin + n], pos[begin : begin + n]))
+            parts.append(model(tokens[:, begin : begin + n], pos[begin : begin + n], caches))
             begin += n
         assert (torch.cat(parts, dim=1) - want).abs().max() <= LIMIT, cuts
 
@@ -56,11 +55,13 @@ def test_rows_at_different_positions_equal_transformers(family, model):
     """Row 0 stands at 45, row 1 at 20; both then take three tokens in one call with pos (B, T)."""
     tokens = tokens_for(family, 2, 48)
     want = expected(family, tokens)
-    model.setup_caches(2, 50)
+    caches = model.make_caches(2, 50)
     starts = torch.tensor([45, 20])
-    model(tokens[:, :45], torch.arange(45))  # row 1 wrote ahead to 44: what it sees must stop at its own position
+    model(
+        tokens[:, :45], torch.arange(45), caches
+    )  # row 1 wrote ahead to 44: what it sees must stop at its own position
     pos = starts[:, None] + torch.arange(3)
-    got = model(tokens.gather(1, pos), pos)
+    got = model(tokens.gather(1, pos), pos, caches)
     for row in range(2):
         assert (got[row] - want[row, pos[row]]).abs().max() <= LIMIT
 
@@ -78,23 +79,35 @@ def test_large_finite_values_beyond_pos_change_nothing(family, model):
     tokens = tokens_for(family, 2, 20)
     results = []
     for poison in (0.0, 1e4):
-        model.setup_caches(2, 64)
-        for layer in model.layers:
-            layer.attention.cache.k.fill_(poison)
-            layer.attention.cache.v.fill_(-poison)
-        model(tokens[:, :12], torch.arange(12))
+        caches = model.make_caches(2, 64)
+        for cache in caches.layers:
+            cache.k.fill_(poison)
+            cache.v.fill_(-poison)
+        model(tokens[:, :12], torch.arange(12), caches)
         pos = torch.stack([torch.arange(12, 15), torch.arange(5, 8)])
-        results.append(model(tokens.gather(1, pos), pos))
+        results.append(model(tokens.gather(1, pos), pos, caches))
     assert torch.equal(*results)
 
 
 @torch.no_grad()
 def test_bounding_the_attended_length_changes_nothing(model):
     tokens = torch.arange(20)[None]
-    model.setup_caches(1, 64)
-    want = model(tokens, torch.arange(20))
-    model.attend_to(20)
-    assert (model(tokens, torch.arange(20)) - want).abs().max() <= LIMIT
+    caches = model.make_caches(1, 64)
+    want = model(tokens, torch.arange(20), caches)
+    assert (model(tokens, torch.arange(20), caches.upto(20)) - want).abs().max() <= LIMIT
+
+
+@torch.no_grad()
+def test_two_sets_of_caches_never_meet(folder_of):
+    """Two sequences decoded in turn on one model, each in caches of its own, equal the same sequences alone."""
+    model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
+    tokens = tokens_for("mistral-v0.1", 2, 30)
+    want = model(tokens, torch.arange(30))
+    pair = [model.make_caches(1, 32), model.make_caches(1, 40)]
+    for i in range(30):
+        for row, caches in enumerate(pair):
+            got = model(tokens[row : row + 1, i : i + 1], torch.tensor([i]), caches)
+            assert (got[0, 0] - want[row, i]).abs().max() <= LIMIT
 
 
 @torch.no_grad()
@@ -102,8 +115,8 @@ def test_a_smaller_batch_uses_the_first_rows_of_the_cache(folder_of):
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     tokens = tokens_for("llama-3", 1, 10)
     want = model(tokens, torch.arange(10))
-    model.setup_caches(4, 16)
-    assert (model(tokens, torch.arange(10)) - want).abs().max() <= LIMIT
+    caches = model.make_caches(4, 16)
+    assert (model(tokens, torch.arange(10), caches) - want).abs().max() <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -140,7 +153,8 @@ def test_attention_shares_kv_heads_without_repeating_them():
     mask = torch.rand(2, 1, 3, 5) < 0.7
     mask[..., 0] = True
     scores = (q @ k.repeat_interleave(3, 1).mT / 8**0.5).masked_fill(~mask, -torch.inf)
-    assert torch.allclose(attend(q, k, v, mask), scores.softmax(-1) @ v.repeat_interleave(3, 1), atol=1e-5)
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).repeat(1, 1, 3, 1)  # (B, 1, R*T, S)
+    assert torch.allclose(attend(q, k, v, bias), scores.softmax(-1) @ v.repeat_interleave(3, 1), atol=1e-5)
 
 
 def _sizes() -> dict:
@@ -153,7 +167,7 @@ def _sizes() -> dict:
 def test_attention_takes_its_kernel_s_answer_in_any_layout(monkeypatch):
     """A GPU's memory-efficient kernel gives (B, n, T, E) laid out as (B, T, n, E), which no view turns into heads."""
     q, k, v = torch.randn(2, 8, 3, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
-    mask, kernel = torch.ones(2, 1, 3, 5, dtype=torch.bool), torch.nn.functional.scaled_dot_product_attention
+    mask, kernel = torch.zeros(2, 1, 12, 5), torch.nn.functional.scaled_dot_product_attention
     want = attend(q, k, v, mask)
     monkeypatch.setattr(
         "torch.nn.functional.scaled_dot_product_attention",

@@ -298,7 +298,7 @@ class Always(Drafter):
         self.id = id
 
     def propose(self, state):
-        tokens = torch.full((state.pos.size(0), self.k), self.id)
+        tokens = torch.full((state.pos.size(0), state.k), self.id)
         return tokens, torch.nn.functional.one_hot(tokens, CONFIG.vocab_size).float()
 
 

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_generate import Terminal, run
+from test_program import Terminal, run
 
-import generate as program
 from checkpoint import load_model, save_model
+from program.flags import parse_args
+from program.main import main
+from program.main import run as run_args
 from speculative import layer_subset
 from tokenizer import load_tokenizer
 
@@ -81,6 +83,7 @@ def test_a_stop_string_cuts_the_statistics(text_folder, draft_folder, capsys):
     assert found["tokens_per_round"] == pytest.approx((n - 1) / found["rounds"])
 
 
+@pytest.mark.compiled
 @pytest.mark.long
 def test_compiled_on_the_command_line(text_folder, draft_folder, capsys):
     common = ("--checkpoint", text_folder, "--prompt", "the", "--temperature", 0, "--dtype", "float32", "--ignore_eos")
@@ -116,7 +119,7 @@ def test_a_chat_keeps_both_caches(text_folder, draft_folder, capsys, monkeypatch
     answers = []
     for options in ([], ["--draft_checkpoint", draft_folder], ["--draft", "layers:0", "--speculate_k", "auto"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("the little cat\na big dog\nplay\n"))
-        program.run(program.parse_args([str(part) for part in common + options]))
+        run_args(parse_args([str(part) for part in common + options]))
         out, err = capsys.readouterr()
         answers.append(out)
         assert (" 0 kept" not in err.split("kept", 1)[1]) and ("tokens a round" in err) == bool(options)
@@ -137,7 +140,7 @@ def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_fold
     for code in ("\x1b[34m", "\x1b[31m", "\x1b[0m"):
         plain = plain.replace(code, "")
     arguments = [str(a) for a in ("--checkpoint", text_folder, *common, "--prompt", "the little cat")]
-    program.run(program.parse_args([*arguments, "--max_new_tokens", "60", "--device", "cpu"]))
+    run_args(parse_args([*arguments, "--max_new_tokens", "60", "--device", "cpu"]))
     out = capsys.readouterr().out
     assert out == plain.replace("\r\n", "\n") + "\n" and "\x1b" not in out
 
@@ -166,7 +169,7 @@ def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_fold
 def test_user_errors(text_folder, arguments, names, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(text_folder), *arguments])
     with pytest.raises(SystemExit) as exit:
-        program.main()
+        main()
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert exit.value.code == 2 and out == "" and len(lines) == 1 and names in lines[0] and "Traceback" not in err

@@ -13,7 +13,8 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenizer import LLAMA3_PATTERN, ChatTemplate, StopStrings, load_tokenizer
+from reading.vocabularies import LLAMA3_PATTERN
+from tokenizer import StopStrings, load_tokenizer
 
 TEXTS = [
     "the little cat", "  two spaces, a\ttab\nand a line ", "", " ", "日本語のテキスト", "한국어 텍스트", "ภาษาไทย",
@@ -192,17 +193,8 @@ def test_broken_files_beside_a_tokenizer_are_named(json_folder, tmp_path, name, 
 def tiktoken_folder(tmp_path_factory):
     """Llama 3's file format: 256 bytes, some merges, ranks in order."""
     folder = tmp_path_factory.mktemp("tiktoken")
-    tokens = [bytes([byte]) for byte in range(256)] + [
-        b"th",
-        b"the",
-        b" t",
-        b" th",
-        b" the",
-        b"ca",
-        b"cat",
-        b" cat",
-        b"12",
-    ]
+    merges = (b"th", b"the", b" t", b" th", b" the", b"ca", b"cat", b" cat", b"12", b"  ")
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
     (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
     return folder, tokens
@@ -242,12 +234,24 @@ def test_llama_30_and_31_special_tokens(tiktoken_folder, tmp_path):
         assert load_tokenizer(folder).specials == new
 
 
-def test_a_megabyte_without_a_space_encodes_in_bounded_time(tiktoken_folder, sp_folder, json_folder):
+def test_a_megabyte_encodes_in_bounded_time(tiktoken_folder, sp_folder, json_folder):
+    """Without a space, and of spaces alone: tiktoken's own regular expression overflows on those."""
     for folder in (tiktoken_folder[0], sp_folder, json_folder):
         tokenizer = load_tokenizer(folder)
-        start = time.perf_counter()
-        ids = tokenizer.encode("cat" * 50_000 + "\u65e5" * 50_000)
-        assert time.perf_counter() - start < 20 and tokenizer.decode(ids).startswith("catcat")
+        for text in ("cat" * 50_000 + "\u65e5" * 50_000, "cat" + " " * 1_000_000 + "cat"):
+            start = time.perf_counter()
+            ids = tokenizer.encode(text)
+            assert time.perf_counter() - start < 20 and tokenizer.decode(ids).startswith(text[:6])
+
+
+def test_long_texts_are_tiktokens_own(tiktoken_folder):
+    """No cut where tiktoken would not cut: only a run of 50,000 spaces is one."""
+    import tiktoken
+
+    ranks = {token: rank for rank, token in enumerate(tiktoken_folder[1])}
+    own = tiktoken.Encoding("own", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    text = "the cat" * 30_000 + "\n   " * 30_000 + "12" * 60_000
+    assert load_tokenizer(tiktoken_folder[0]).encode(text, bos=False) == own.encode_ordinary(text)
 
 
 def test_20000_fuzzed_strings(tiktoken_folder, sp_folder, json_folder):
@@ -258,21 +262,9 @@ def test_20000_fuzzed_strings(tiktoken_folder, sp_folder, json_folder):
 
     rng = random.Random(0)
     parts = [
-        *TEXTS,
-        "\n\n",
-        "\r",
-        "\x00",
-        "\u200d",
-        "\u0301",
-        "e\u0301",
-        "ﬁ",
-        "\U0001f1e9\U0001f1ea",
-        "cat",
-        " the",
-        "  ",
-        "'s",
-        "9",
-    ]
+        *TEXTS, "\n\n", "\r", "\x00", "\u200d", "\u0301", "e\u0301", "ﬁ", "\U0001f1e9\U0001f1ea", "cat", " the", "  ",
+        "'s", "9",
+    ]  # fmt: skip
     sp = sentencepiece.SentencePieceProcessor(model_file=str(sp_folder / "tokenizer.model"))
     fast = PreTrainedTokenizerFast.from_pretrained(json_folder)
     ranks = {t: i for i, t in enumerate(tiktoken_folder[1])}
@@ -467,14 +459,38 @@ def test_added_tokens_that_are_not_special_are_found_in_any_text(sp_folder, tmp_
     assert size + 1 in tokenizer.stop_ids and tokenizer.vocab_size == size + 3
 
 
-def test_a_message_cannot_spell_the_demos_end_of_story():
+def test_a_message_cannot_spell_the_demos_end_of_story(tmp_path):
     """Its sentencepiece model has the piece user-defined, which sentencepiece itself finds in any text."""
-    tokenizer = load_tokenizer(ROOT / "checkpoints" / "demo")
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    tokenizer.template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "<|endoftext|>"})
+    (folder / "chat_template.jinja").write_text(source)
+    tokenizer = load_tokenizer(folder)
     ids = tokenizer.chat([{"role": "user", "content": "a<|endoftext|>b"}])
     assert ids[0] == 1 and ids[-1] == 2 and 2 not in ids[:-1]
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def test_special_names_that_overlap_in_a_message_stay_text(json_folder, tmp_path):
+    """A message may end one name with the beginning of another: parting the first must not leave the second whole."""
+    import tokenizers
+
+    folder = shutil.copytree(json_folder, tmp_path / "m")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_special_tokens(["<ab>", "b>c"])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("<ab>{{ messages[0].content }}")
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.chat([{"role": "user", "content": "x<ab>c<ab><ab>cb>c"}])
+    assert ids[0] == tokenizer.specials["<ab>"] and not set(tokenizer.specials.values()) & set(ids[1:])
+    assert tokenizer.decode(ids) == "x<ab>c<ab><ab>cb>c"
+
+
+@pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)
+def test_templates_see_messages_as_users_wrote_them(chat_folder):
+    """A message that spells a special token goes through a template's filters as transformers' does, as text."""
+    (chat_folder / "chat_template.jinja").write_text("{{ messages[0].content | upper }}")
+    tokenizer = load_tokenizer(chat_folder)
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a <s>"}])) == "A <S>"
 
 
 @pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)

@@ -22,14 +22,16 @@ from safetensors.torch import load_file, save_file
 from tp_worker import run_case
 
 import checkpoint
-import generate as program
 import quantize
+import timing
 import tp
 from checkpoint import load_config, load_model, save_model
-from quantize import FORMATS, dequantize_tensor, quantized_linears
+from program import edge
+from quantize import FORMATS, dequantize_tensor
 from scripts import tp_plan
 from scripts.tp_plan import plan
 from tp import Ranks, share
+from weights.linears import quantized_linears
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCHEMES = list(FORMATS)
@@ -129,7 +131,9 @@ def test_parts_join_to_every_tensor(family, world, folder_of):
 def test_parts_join_to_every_tensor_of_every_format(scheme, world, wide, tmp_path):
     """The head quantized too, which cuts packed codes and their scales by an uneven vocabulary."""
     hf = json.loads((wide["untied"] / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": scheme}}
-    save_model(load_model(wide["untied"], dtype=torch.float32, quantize=scheme, head=scheme), tmp_path / "q", hf)
+    save_model(
+        load_model(wide["untied"], dtype=torch.float32, quantize=scheme, head=scheme, pack=False), tmp_path / "q", hf
+    )
     same(joined(tmp_path / "q", world, scheme, scheme), tmp_path / "q")
 
 
@@ -138,7 +142,7 @@ def test_a_stored_part_dequantizes_to_its_slice(scheme, wide, tmp_path):
     """By definition, on the fused matrices: rank 1 of 2 holds the second half of q's rows, then of k's, then of v's,
     and of down's columns."""
     hf = json.loads((wide["untied"] / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": None}}
-    whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme)
+    whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False)
     save_model(whole, tmp_path / "q", hf)
     part = part_of(tmp_path / "q", 1, 2, scheme)
     q, k, v = dequantize_tensor(whole.layers[1].attention.qkv.parts(), scheme).split((512, 256, 256))
@@ -209,40 +213,6 @@ def test_a_format_that_needs_whole_rows_is_not_cut(monkeypatch):
         quantize.quantize_tensor(torch.ones(2, 4), "mean", row_max=torch.ones(2))
 
 
-class Recorded(Ranks):
-    """Ranks without processes: `gather` joins what the test has collected of all of them."""
-
-    def gather(self, x):
-        everything.append(x)
-        return torch.cat([x] * self.world, dim=-1) if len(everything) < self.world else torch.cat(everything, dim=-1)
-
-
-everything: list[torch.Tensor] = []
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("V", [5, 131])
-def test_the_largest_logit_is_found_over_ranks(V, world):
-    """argmax of what all ranks sent equals argmax of all logits, ties (lowest id), NaN, +inf and padding included; four
-    ranks and five ids leave a rank with nothing but padding."""
-    shape = Shape(world, world, world, V)
-    generator = torch.Generator().manual_seed(V + world)
-    logits = torch.randint(-3, 3, (40, V), generator=generator).float()  # few values: ties everywhere
-    logits[7, 3], logits[8, 4], logits[9], logits[10, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    size = -(-V // world)
-    padded = torch.nn.functional.pad(logits, (0, size * world - V), value=9.0)  # padding that must not win
-    everything.clear()
-    for rank in range(world):
-        hook = tp.Gather(shape, Recorded(rank, world))
-        hook.only_top = True
-        found = hook(None, None, padded[:, rank * size : (rank + 1) * size])
-    assert found.shape == (40, V)
-    rest = [row for row in range(40) if row != 9]  # nothing but -inf: no argmax to speak of, and none finite
-    top, want = found.max(dim=-1), logits.max(dim=-1)
-    assert torch.equal(top.indices[rest], want.indices[rest])
-    assert torch.equal(top.values.nan_to_num(77), want.values.nan_to_num(77))
-
-
 class Listening(Ranks):
     """Ranks without processes: what this one says is kept, and taken for what all say."""
 
@@ -284,7 +254,7 @@ def test_what_ranks_say_to_each_other(monkeypatch):
     for rank in range(3):
         ranks = Ranks(rank, 3, "group")
         assert torch.equal(tp.Gather(Shape(3, 3, 3, V), ranks)(None, None, padded[rank]), logits)
-        assert torch.equal(ranks.agree(padded[rank]), padded[0])
+        assert torch.equal(ranks.broadcast(padded[rank]), padded[0])
 
 
 class Asking(Listening):
@@ -305,11 +275,11 @@ said: list[list[torch.Tensor]] = [[], []]
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
     """A row's scale is that of the whole row, whatever part of it a rank reads: else its codes would be others."""
-    whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme).layers[1].ffn.down.parts()
+    whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False).layers[1].ffn.down.parts()
     said[0], said[1] = [], []
     for rank in (0, 1, 0):  # the first time, rank 0 does not know yet what rank 1 will say
         said[rank].clear()
-        model = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, tp=Asking(rank, 2))
+        model = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, tp=Asking(rank, 2), pack=False)
         found = model.layers[1].ffn.down.parts()
     assert len(said[1]) == 4 and torch.equal(found["scale"], whole["scale"])
     assert torch.equal(bits(found["codes"]), bits(whole["codes"][:, :256]))
@@ -408,12 +378,12 @@ def check_ranks(nproc: int, here: dict, alone, tmp_path) -> None:
     assert len(alone("stops")["tokens"][0]) < 64
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_two_ranks_equal_one_process(cases, alone, tmp_path):
     check_ranks(2, {name: cases[name] for name in ON_TWO}, alone, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_four_ranks_equal_one_process(cases, alone, tmp_path):
     check_ranks(4, {name: cases[name] for name in ON_FOUR}, alone, tmp_path)
 
@@ -497,16 +467,15 @@ def test_plan_counts_what_a_rank_holds_and_sends(scheme, wide, tmp_path):
     hf = json.loads((wide["untied"] / "config.json").read_text())
     if scheme:
         save_model(
-            load_model(wide["untied"], dtype=torch.float32, quantize=scheme),
+            load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False),
             tmp_path / "q",
             hf | {"quantization": {"scheme": scheme, "head": None}},
         )
     model = part_of(tmp_path / "q" if scheme else wide["untied"], 0, 4, scheme)
     for linear in quantized_linears(model):
-        linear.pack(torch.float32)
+        linear.pack()
     assert found["weights"] == sum(parameter.nbytes for parameter in model.parameters())
-    model.setup_caches(1, 10)
-    cache = sum(layer.attention.cache.k.nbytes + layer.attention.cache.v.nbytes for layer in model.layers)
+    cache = sum(layer.k.nbytes + layer.v.nbytes for layer in model.make_caches(1, 10).layers)
     assert cache == 10 * found["kv_per_token"] and found["kv_copies"] == 2
     tp.connect(model, Counting(0, 4))
     counted.clear()
@@ -530,9 +499,10 @@ def test_plan_on_the_command_line(capsys):
         assert exit.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.ranks
 def test_a_rank_reads_and_holds_its_share(wide):
-    """What `scripts.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
-    code = f"from scripts.bench import *; tp_rank({str(wide['untied'])!r}, 1)"
+    """What `benchmarks.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
+    code = f"from benchmarks.bench import *; tp_rank({str(wide['untied'])!r}, 1)"
     done = launch("--no-python", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     parts = [json.loads(line) for line in done.stdout.splitlines()]
@@ -570,6 +540,7 @@ def test_the_program_on_two_ranks(text_folder, alone_tokens):
     assert done.stderr.count("peak memory") == 1 and done.stderr.count("100%") == 1
 
 
+@pytest.mark.ranks
 def test_a_chat_on_two_ranks_stops_at_strings(text_folder):
     """Turns are read by rank 0 and told to the others; a stop string, found in text, ends the row on all of them."""
     common = ["--checkpoint", text_folder, "--interactive", *GREEDY]
@@ -583,6 +554,7 @@ def test_a_chat_on_two_ranks_stops_at_strings(text_folder):
     assert plain.startswith(cut.stdout.split("\n")[0]) and stop not in cut.stdout and cut.stderr.count("tok/s]") == 2
 
 
+@pytest.mark.ranks
 def test_a_chat_may_wait_longer_than_the_timeout(text_folder):
     """--timeout is for ranks that wait for each other, not for a person who thinks."""
     chat = ["--checkpoint", text_folder, "--interactive", *GREEDY, "--timeout", "2"]
@@ -611,8 +583,6 @@ def test_devices_by_local_rank(monkeypatch):
         tp.local_device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert tp.local_device(None) is None
-    with pytest.raises(ValueError, match="--one_shot is for several ranks on GPUs"):
-        tp.join(torch.device("cpu"), 10, one_shot=True)
 
 
 def test_leaving_an_nccl_group(monkeypatch):
@@ -624,7 +594,7 @@ def test_leaving_an_nccl_group(monkeypatch):
     monkeypatch.setattr(tp.dist, "destroy_process_group", lambda: seen.append("destroyed"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronized"))
     monkeypatch.setattr(torch._dynamo, "reset", lambda: seen.append("reset"))
-    tp.leave()
+    edge.leave_ranks()
     assert seen == ["synchronized", "reset", "destroyed"]
     monkeypatch.setattr(os, "_exit", lambda status: (_ for _ in ()).throw(KeyError(status)))
     for error, status in ((SystemExit(2), 2), (RuntimeError("a bug"), 1)):
@@ -632,27 +602,19 @@ def test_leaving_an_nccl_group(monkeypatch):
             try:
                 raise error
             finally:
-                tp.leave()
+                edge.leave_ranks()
 
 
 def test_the_host_does_not_wait_for_ever():
     """What a step leaves on a GPU: an event that passes, or does not."""
     passed, answers = types.SimpleNamespace(query=lambda: answers.pop()), [True, False, False]
-    program.wait_for(passed, 5)
+    timing.wait_for(passed, 5)
     assert not answers
     with pytest.raises(torch.distributed.DistError, match=r"nothing came in 0.1 s"):
-        program.wait_for(types.SimpleNamespace(query=lambda: False), 0.1)
+        timing.wait_for(types.SimpleNamespace(query=lambda: False), 0.1)
 
 
-def test_direct_sums_are_chosen_within_alone():
-    from torch._inductor import config
-
-    with tp.direct_sums(True):
-        assert config._collective.auto_select
-    with tp.direct_sums(False):
-        assert not config._collective.auto_select
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize("options", [["--max_new_tokens", "100000"], ["--checkpoint", "nowhere"], ["--top_k", "x"]])
 def test_what_all_ranks_refuse_is_said_once(text_folder, options):
     done = launch("generate.py", "--checkpoint", text_folder, *options)
@@ -665,6 +627,7 @@ FAULT = """
 import os, sys, time, signal
 sys.path.insert(0, {root!r})
 import generate
+from program.main import main
 rank = int(os.environ["RANK"])
 open({pids!r} + str(rank), "w").write(str(os.getpid()))
 step, count = generate.Engine.step, []
@@ -677,7 +640,7 @@ generate.Engine.step = counted
 sys.argv = ["generate.py", *{arguments!r}]
 if rank == 1:
     sys.argv += {more!r}
-generate.main()
+main()
 """
 
 
@@ -696,18 +659,21 @@ def faulty(tmp_path, arguments, fault: str = "pass", more=()):
     return seconds, done
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_ends_the_others(text_folder, tmp_path):
     arguments = ["--checkpoint", text_folder, *GREEDY, "--timeout", "60"]
     seconds, done = faulty(tmp_path, arguments, "os.kill(os.getpid(), signal.SIGKILL)")
     assert seconds < 40 and "SIGKILL" in done.stderr, done.stderr
 
 
+@pytest.mark.ranks
 def test_a_rank_that_hangs_ends_the_others_after_the_timeout(text_folder, tmp_path):
     arguments = ["--checkpoint", text_folder, *GREEDY, "--timeout", "4"]
     seconds, done = faulty(tmp_path, arguments, "time.sleep(600)")
     assert 4 < seconds < 40 and "error: lost contact with another rank" in done.stderr, done.stderr
 
 
+@pytest.mark.ranks
 def test_a_rank_that_raises_says_why(text_folder, tmp_path):
     """Its own error stands on stderr, by rank; nobody waits for the time-out."""
     arguments = ["--checkpoint", text_folder, *GREEDY]
@@ -717,6 +683,7 @@ def test_a_rank_that_raises_says_why(text_folder, tmp_path):
     assert seconds < 40 and "error: rank 1: in the middle" in done.stderr, done.stderr
 
 
+@pytest.mark.ranks
 def test_unequal_folders_and_arguments_are_found(text_folder, tmp_path):
     """The same shapes with other weights would give garbage without a word."""
     other = shutil.copytree(text_folder, tmp_path / "other")
@@ -732,6 +699,7 @@ def test_unequal_folders_and_arguments_are_found(text_folder, tmp_path):
         assert seconds < 40 and message in done.stderr, done.stderr
 
 
+@pytest.mark.ranks
 def test_two_agents_generate_together(text_folder, alone_tokens, tmp_path):
     """--nnodes=2: two torchrun agents, as on two machines, one rank each; LOCAL_RANK is 0 on both."""
     with socket.socket() as free:

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from checkpoint import load_model
 from generate import Engine, Timing, generate
+from program.report import RowStatistics
 from quantize import quantized_copy
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
+from weights.linears import pack_model
 
 PROMPTS = [[5, 9, 40], [7, 80, 3, 21, 5]]  # batch 2, unequal lengths
 
@@ -39,7 +41,7 @@ def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
         return None
     if spec in ("sharded", "replicated"):
         tp = ranks if spec == "sharded" else None
-        return ModelDraft(load_model(case["draft"], dtype=torch.float32, tp=tp))
+        return ModelDraft(load_model(case["draft"], dtype=torch.float32, tp=tp, pack=False))
     if spec == "unequal":
         return Unequal(ranks.rank)
     if spec == "ngram":
@@ -52,12 +54,13 @@ def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
 def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
     """Logits (2, 3, V) of a batch of two sequences of three, what both prompts continue with, and how many drafted
     tokens were reached and accepted, row by row."""
-    options = {"quantize": case.get("quantize"), "head": case.get("head")}
-    model = load_model(case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), tp=ranks, **options)
+    options = {"quantize": case.get("quantize"), "head": case.get("head"), "tp": ranks, "pack": False}
+    model = load_model(case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), **options)
+    drafter = make_drafter(case.get("drafter"), model, case, ranks)
+    pack_model(model, *([drafter.model] if getattr(drafter, "model", None) else []))
     tokens = torch.tensor([[1, 2, 130], [66, 65, 64]])
     with torch.inference_mode():
         logits = model(tokens, torch.arange(3))
-    drafter = make_drafter(case.get("drafter"), model, case, ranks)
     if ranks.rank:  # kernels that round differently, on a scale that shows
         for one in {model, getattr(drafter, "model", None) or model}:
             one.lm_head.register_forward_hook(lambda _, args, y: y + case.get("noise", 0) * torch.randn_like(y))
@@ -80,7 +83,8 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
         every = [None] * ranks.world
         dist.all_gather_object(every, found)
         assert all(other == found for other in every), f"ranks disagree: {every}"
-    counts = [(sum(row.reached.values()), sum(row.accepted.values())) for row in timing.rows]
+    rows = [RowStatistics(row) for row in timing.tokens]
+    counts = [(sum(row.reached.values()), sum(row.accepted.values())) for row in rows]
     return {"logits": logits, "tokens": found, "counts": counts}
 
 

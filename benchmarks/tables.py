@@ -1,0 +1,120 @@
+"""Results files as Markdown tables, written between marks in a text: the figures that README.md shows.
+
+    fill        a text with its tables made anew from the rows
+    TABLES      name in a mark -> the function that makes that table
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. `python -m benchmarks.bench --plot` fills README.md and
+benchmarks/README.md; a test holds that they show what the files say. What was not measured is a dash.
+"""
+
+import re
+
+from benchmarks.plots import RATED
+from weights.formats import FORMATS, SCHEMES
+
+MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+RATES = {
+    "quickdraft, compiled, tok/s": "1b.{}.compiled.tok_s",
+    "quickdraft, eager, tok/s": "1b.{}.tok_s",
+    "of the read bandwidth, compiled": "1b.{}.compiled.of_read_bandwidth",
+    "over llama.cpp 0.3.36 (BF16, Q8_0, Q4_0)": "1b.{}.vs_llamacpp",
+    "over gpt-fast HEAD, compiled": "1b.{}.vs_gptfast",
+    "over transformers 5.23, eager": "1b.{}.vs_transformers",
+    "over transformers 5.23, static cache, compiled": "1b.{}.vs_transformers.compiled",
+    "verifying 6 rows, in steps of one": "1b.{}.compiled.verify6_over_1",
+}
+OTHERS = {
+    "prefill of 512 tokens, compiled, over transformers eager": "1b.prefill512.vs_transformers",
+    "a step in a cache of 32,768 over one of 256, 100 tokens filled": "1b.bf16.cache32k_over_256",
+    "`python generate.py` to its first byte of text, s": "demo.first_token_s",
+    "compiling 22 layers, empty caches on disk, s": "compile.22layers.cold_s",
+    "compiling 22 layers, filled caches, s": "compile.22layers.warm_s",
+    "peak of anonymous memory while loading, over the weights": "load.peak_over_weights",
+    "speculation: measured speed-up over predicted, memory-bound pair": "spec.measured_over_predicted",
+}
+DRAFTS = {
+    "1.1B, 0.1B, α set to 0.5": "spec.1b.alpha50",
+    "1.1B, 0.1B, α set to 0.8": "spec.1b.alpha80",
+    "1.1B, 0.1B, α set to 0.8, compiled": "spec.1b.alpha80.compiled",
+    "1.1B, 0.1B, α set to 0.95": "spec.1b.alpha95",
+    "demo pair, greedy, K = 2": "spec.demo.greedy.k2",
+    "demo pair, greedy, compiled": "spec.demo.greedy.k5.compiled",
+    "demo pair, T = 0.8, K = 2": "spec.demo.t08.k2",
+    "demo pair, T = 0.8, compiled, auto": "spec.demo.t08.kauto.compiled",
+    "1.1B that copies its prompt, ngram": "spec.ngram.copy",
+    "1.1B where nothing matches, ngram": "spec.ngram.nothing",
+}
+FILLED = (100, 1000, 4000, 16_000)
+
+
+def rates(found: dict[str, dict]) -> list[list[str]]:
+    return [["", *RATED], *([label, *(cell(found, id.format(kind)) for kind in RATED)] for label, id in RATES.items())]
+
+
+def others(found: dict[str, dict]) -> list[list[str]]:
+    return [["", "median (min–max)"], *([label, cell(found, id)] for label, id in OTHERS.items())]
+
+
+def context(found: dict[str, dict]) -> list[list[str]]:
+    """Milliseconds a step, and GB that it reads, by positions filled."""
+    head = ["positions filled", *(f"{filled:,}" for filled in FILLED)]
+    kinds = {"all attended to": "full", "a window of 1,024": "window1024"}
+    lines = []
+    for label, kind in kinds.items():
+        for unit in ("ms", "gb"):
+            ids = [f"1b.bf16.compiled.{kind}.filled{filled}.{unit}" for filled in FILLED]
+            lines.append([f"{label}, {unit.upper() if unit == 'gb' else unit}", *(cell(found, id) for id in ids)])
+    return [head, *lines]
+
+
+def drafts(found: dict[str, dict]) -> list[list[str]]:
+    columns = {"α": "alpha", "tokens a round": "tokens_per_round", "speed-up": "speedup"}
+    columns["over predicted"] = "measured_over_predicted"
+    lines = [[label, *(cell(found, f"{id}.{name}") for name in columns.values())] for label, id in DRAFTS.items()]
+    return [["target, drafter", *columns], *lines]
+
+
+def quality(found: dict[str, dict]) -> list[list[str]]:
+    names = {"bf16": "bf16"} | {name: name for name in SCHEMES}
+    names |= {"int4-g128, searched ranges": "int4-g128.search", "int4-g128, GPTQ": "int4-g128.gptq"}
+    lines = []
+    for label, id in names.items():
+        scheme = id.split(".")[0]
+        bits = 16 if scheme == "bf16" else FORMATS[scheme].bits_per_weight
+        figures = (found.get(f"demo.{id}.{name}") for name in ("ppl", "kl", "top1"))
+        lines.append([label, f"{bits:.3g}", *(f"{row['value']:.4g}" if row else "–" for row in figures)])
+    lines.sort(key=lambda line: -float(line[1]))
+    return [["", "bits a weight", "perplexity", "KL, nats a token", "same likeliest token"], *lines]
+
+
+TABLES = {"rates": rates, "others": others, "context": context, "drafts": drafts, "quality": quality}
+
+
+def cell(found: dict[str, dict], id: str) -> str:
+    if id not in found:
+        return "–"
+    value, low, high = (number(found[id][name]) for name in ("value", "min", "max"))
+    return value if low == high else f"{value} ({low}–{high})"
+
+
+def number(value: float) -> str:
+    """Three figures, or all that stand before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def markdown(lines: list[list[str]]) -> str:
+    head, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
+    return head + "|" + "---|" * len(lines[0]) + "\n" + "".join(rest)
+
+
+def fill(text: str, rows: list[dict]) -> str:
+    """The text with every marked table made from `rows` (of all results files). ValueError for a table of no name."""
+    found = {row["id"]: row for row in rows}
+
+    def filled(match: re.Match) -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"no table is called {match[2]!r}; there are {', '.join(TABLES)}")
+        return match[1] + markdown(TABLES[match[2]](found)) + match[3]
+
+    return MARKED.sub(filled, text)

@@ -1,0 +1,12 @@
+"""The command line of generate.py, and what other programs share with it. Only programs import this package.
+
+main: parse, check, load, warm up, decode, report. The other files are named after these steps; edge.py holds signals,
+pipes, full disks and launchers.
+"""
+
+import signal
+import sys
+
+# Until `main`, Ctrl-C ends the process without a word: imports answer an exception with a traceback, or swallow it.
+if "torch" not in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

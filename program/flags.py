@@ -1,0 +1,131 @@
+"""The flags of generate.py, and what is refused before anything is loaded.
+
+This file knows no device, file or model. Other programs take `Parser` and `positive` from it.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from generate import DEFAULT_K
+from program.edge import fail
+from program.prompts import DEFAULT_NEW_TOKENS
+from sampling import Sampling
+from tokenizer import StopStrings
+from weights.formats import SCHEMES, format_of
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        fail(message)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        description="Decode text with a Llama-architecture model from a Hugging Face folder. Text streams to stdout,"
+        " everything else to stderr.",
+        epilog="On several devices: torchrun --nproc_per_node=N generate.py …",
+    )
+    add = parser.add_argument_group("model").add_argument
+    demo = Path(__file__).parent.parent / "checkpoints" / "demo"
+    add("--checkpoint", default=str(demo), metavar="DIR", help="a Hugging Face folder; default: checkpoints/demo")
+    add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
+    add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
+    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+
+    group = parser.add_argument_group("prompt")
+    source, add = group.add_mutually_exclusive_group(), group.add_argument
+    source.add_argument("--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"')
+    jsonl = 'one a line, or JSONL objects with "prompt" or "messages", and "id"; - for stdin'
+    source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
+    source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
+    add("--system", metavar="TEXT", help="system message for --interactive")
+    add("--batch_size", type=positive, default=1, metavar="N", help="prompts decoded together; default: 1")
+    add("--num_samples", type=positive, default=1, metavar="N", help="runs of every prompt, seeds seed, seed + 1, …")
+
+    add = parser.add_argument_group("what is drawn").add_argument
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token; default: 0.8")
+    add("--top_k", type=int, metavar="N", help="keep the N most likely tokens")
+    add("--top_p", type=float, metavar="P", help="keep the most likely tokens that together reach this mass")
+    add("--min_p", type=float, metavar="P", help="keep tokens at least this likely relative to the most likely one")
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+
+    add = parser.add_argument_group("when it ends").add_argument
+    add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}, or to the context's end")
+    add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: the context")
+    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
+    add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
+
+    group = parser.add_argument_group("drafting")
+    draft, add = group.add_mutually_exclusive_group(), group.add_argument
+    draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model with the same tokenizer drafts")
+    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
+    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: what pays best; default: {DEFAULT_K}")
+    add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
+    add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
+
+    add = parser.add_argument_group("where it runs").add_argument
+    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
+    add("--threads", type=positive, metavar="N", help="of a CPU; default: torch's, within what this process may use")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
+
+    add = parser.add_argument_group("under torchrun").add_argument
+    add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
+        help="divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
+    add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for another rank; default: 600")
+
+    add = parser.add_argument_group("what is reported").add_argument
+    add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
+    add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
+    return parser.parse_args(argv)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """ValueError for what would only fail later, or would be ignored without a word."""
+    drafts = args.draft or args.draft_checkpoint
+    sampling_of(args)
+    StopStrings(args.stop)
+    for wrong, message in (
+        (not 0 <= args.seed < 2**62, f"--seed {args.seed} must lie between 0 and 2^62"),
+        (args.system and not args.interactive, "--system needs --interactive"),
+        (args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1),
+         "--interactive is one conversation in text: not with --json, --num_samples or --batch_size"),
+        (args.quantize_head and not args.quantize, "--quantize_head needs --quantize"),
+        (args.draft_quantize and not args.draft_checkpoint, "--draft_quantize needs --draft_checkpoint"),
+        (args.draft_tp == "sharded" and not args.draft_checkpoint,
+         "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"),
+        (not 0 < args.timeout < 1e6, f"--timeout {args.timeout} must be a positive number of seconds"),
+        (not drafts and (args.show_drafts or args.speculate_k is not None),
+         "--speculate_k and --show_drafts need --draft_checkpoint or --draft"),
+        (args.profile and not os.access(Path(args.profile).resolve().parent, os.W_OK),
+         f"--profile {args.profile}: its folder does not exist or cannot be written to"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(message)
+    for scheme in (args.quantize, args.quantize_head, args.draft_quantize):
+        if scheme is not None:
+            format_of(scheme)
+    speculate_k(args)
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+
+
+def speculate_k(args: argparse.Namespace) -> int | str:
+    """--speculate_k: a number of tokens, or auto."""
+    text = str(DEFAULT_K) if args.speculate_k is None else args.speculate_k
+    if text != "auto" and not text.isdigit():
+        raise ValueError(f"--speculate_k {text} must be a number of tokens from 0 on, or auto")
+    return text if text == "auto" else int(text)

@@ -1,0 +1,142 @@
+"""Flags -> device, dtype, target, tokenizer, drafter, all packed for their kernels.
+
+Other programs hand in their own flags under the same names. This file decodes and prints no text.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+from checkpoint import config_of, fingerprints, load_config, load_model, random_model
+from generate import Engine
+from model import Transformer
+from program.edge import interrupts_held
+from quantize import quantized_copy
+from reading.files import open_shards, shards
+from sampling import Sampling
+from speculative import Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
+from tokenizer import Tokenizer, load_tokenizer
+from tp import Ranks, ranks_of
+from weights.linears import pack_model
+
+
+def number_tokenizer(vocab_size: int) -> Tokenizer:
+    """For --random_weights, where no folder brings a tokenizer: a prompt is its bytes, text is the ids as numbers."""
+    return Tokenizer(
+        lambda text: [byte % vocab_size for byte in text.encode()], lambda id: f" {id}".encode(),
+        vocab_size=vocab_size, bos_id=None, add_bos=False, stop_ids=(), strip_first_space=True,
+    )  # fmt: skip
+
+
+def pick_device(name: str | None) -> torch.device:
+    """--device, or a GPU when there is one. ValueError when it cannot be used here."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name}: not available here: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device {name}: only cpu, cuda and mps compute")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        # cuDNN's attention plans anew for every length, some 42 ms on the host (measured in pytorch/pytorch#191576).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def pick_dtype(asked: str | None, stored: str | None, device: torch.device) -> torch.dtype:
+    """--dtype, or the checkpoint's own where it is one that we compute in, else bfloat16. ValueError where the device
+    cannot multiply in it."""
+    name = asked or (stored if stored in ("bfloat16", "float16", "float32") else "bfloat16")
+    dtype = getattr(torch, name)
+    try:
+        torch.mm(*torch.ones(2, 1, 1, dtype=dtype, device=device))
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--dtype {name}: {device} cannot compute in it ({reason}); try --dtype float32") from None
+    return dtype
+
+
+def compiles(asked: bool | None, device: torch.device) -> bool:
+    """--compile or --no-compile, or by device: on a GPU launching kernels one by one costs more than they do."""
+    return device.type == "cuda" if asked is None else asked
+
+
+def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer, Drafter | None]:
+    """Models are packed last: a draft that is made of its target cannot be made of packed weights."""
+    model, tokenizer = load_target(args, device, ranks)
+    drafter = load_drafter(args, model, tokenizer)
+    pack_model(model, *([drafter.model] if drafter and drafter.model else []))
+    return model, tokenizer, drafter
+
+
+def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:
+    """This rank's part of --checkpoint, or of random weights of a shape, not packed; and the tokenizer."""
+    options = {"device": device, "quantize": args.quantize, "head": args.quantize_head, "tp": ranks, "pack": False}
+    if args.random_weights:
+        config = config_of(Path(args.random_weights))
+        model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)
+        return model, number_tokenizer(config.vocab_size)
+    dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
+    tokenizer = load_tokenizer(args.checkpoint)
+    ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
+    model = load_model(args.checkpoint, dtype=dtype, progress=True, **options)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        sizes = f"{tokenizer.vocab_size} tokens, the model's vocabulary only {model.config.vocab_size}"
+        raise ValueError(f"{args.checkpoint}: the tokenizer has {sizes}")
+    return model, tokenizer
+
+
+def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Drafter | None:
+    """What --draft_checkpoint or --draft asks for, its model not packed. ValueError where it does not fit the target,
+    which is not packed either."""
+    if args.draft_checkpoint:
+        folder, device, ranks = args.draft_checkpoint, model.norm.weight.device, ranks_of(model)
+        dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
+        check_same_tokens(tokenizer, load_tokenizer(folder), folder)
+        ranks.check_same(lambda: fingerprints(Path(folder), open_shards(shards(Path(folder)))))
+        options = {"quantize": args.draft_quantize, "tp": ranks if args.draft_tp == "sharded" else None}
+        return ModelDraft(load_model(folder, device=device, dtype=dtype, progress=True, pack=False, **options))
+    kind, _, rest = (args.draft or "").partition(":")
+    try:
+        if args.draft is None:
+            return None
+        if kind == "ngram":
+            if rest and not rest.isdigit():
+                raise ValueError(f"{rest!r} is no number of tokens to match")
+            return NgramDraft(int(rest)) if rest else NgramDraft()
+        if kind == "layers":
+            kept = parse_layers(rest)
+            return ModelDraft(layer_subset(model, kept), on_layers=kept)
+        if kind == "quantized":
+            return ModelDraft(quantized_copy(model, rest), on_layers=range(model.config.n_layers))
+        raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
+    except ValueError as error:
+        raise ValueError(f"--draft {args.draft}: {error}") from None
+
+
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
+    """ValueError unless both read every id as the same string. Models may still have padded vocabularies."""
+    for id, pieces in enumerate(itertools.zip_longest(tokenizer.pieces(), other.pieces())):
+        if pieces[0] != pieces[1]:
+            target, draft = ("no token" if p is None else repr(p.decode(errors="replace")) for p in pieces)
+            raise ValueError(
+                f"{folder}: its tokenizer differs from the target's: token {id} is {draft}, the target's {target};"
+                " a draft model must have the same tokenizer"
+            )
+
+
+def warm_up(engine: Engine, sampling: Sampling, filled: int) -> None:
+    """Compile, where asked for; with a drafter, measure what steps cost when so many positions are filled."""
+    if engine.compile:
+        seconds = engine.warm_up(sampling.kind)
+        rows = engine.state.pos.size(0)
+        print(f"compiled the {sampling.kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+    if engine.drafter is not None:
+        with interrupts_held() if engine.compile else contextlib.nullcontext():
+            engine.calibrate(sampling, filled)

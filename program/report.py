@@ -1,0 +1,165 @@
+"""What a run cost, from timing.py's records: rates, bytes, and whether speculation explains the speed.
+
+The formulas are speculative.py's. This file decodes nothing.
+"""
+
+import resource
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from generate import Engine
+from model import Transformer
+from speculative import Costs, expected_tokens, operations, speedup
+from timing import Timing, TokenRecord
+from weights.linears import quantized_linears
+
+PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of weights that one decode step reads: all but the embedding, of which it takes a few rows. A tied head
+    reads all of it."""
+    weights = model.named_parameters(remove_duplicate=False)
+    stored = sum(weight.nbytes for name, weight in weights if not name.startswith("embed."))
+    return stored + sum(linear.expanded_bytes for linear in quantized_linears(model))
+
+
+def position_bytes(model: Transformer) -> Counter:
+    """Bytes of keys and values that one position takes in all layers with the same window: {window or None: bytes}."""
+    size = 2 * model.layers[0].attention.heads()[1] * model.config.head_dim * model.norm.weight.itemsize
+    return Counter({window: layers * size for window, layers in Counter(model.windows).items()})
+
+
+def attended_bytes(per_position: Counter, length: int) -> int:
+    """Bytes of keys and values that one query attends to when `length` positions are filled, windows respected."""
+    return sum(min(length, window or length) * size for window, size in per_position.items())
+
+
+def bytes_read(engine: Engine, timing: Timing) -> int:
+    """Bytes that the steps after the prompt read, of target and draft: weights as stored, keys and values attended."""
+    (weights, per), *draft = [(weight_bytes(model), position_bytes(model)) for model in engine.models]
+    read = 0
+    for step in timing.records:
+        read += weights + sum(attended_bytes(per, n + step.k) for n in step.positions)
+        for own, own_per in draft:
+            read += sum(own + sum(attended_bytes(own_per, n + i) for n in step.positions) for i in range(step.k))
+    return read
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak of the device's allocations, or of the process's resident memory on a CPU, in 1e9 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def origin(token: TokenRecord) -> int:
+    if token.first or not token.k:
+        return PLAIN_TOKEN
+    return ACCEPTED if token.index < token.accepted else CORRECTED if token.index < token.k else BONUS
+
+
+class RowStatistics:
+    """What speculation did for these tokens, of one row or of several."""
+
+    def __init__(self, tokens: Iterable[TokenRecord]):
+        decided = [token for token in tokens if not token.first]
+        judged = [token for token in decided if token.index < token.k]
+        self.tokens = len(decided)
+        self.rounds = Counter(token.k for token in decided if token.index == 0)  # by K; K = 0 is a plain step
+        self.reached = Counter(token.index for token in judged)  # by position in the draft
+        self.accepted = Counter(token.index for token in judged if token.index < token.accepted)
+        # Mean of sum min(p, q) over the positions reached: the acceptance rate (L corollary 3.6).
+        self.alpha = sum(token.overlap for token in judged) / len(judged) if judged else None
+
+
+def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
+    """What speculation did in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
+    are those of all rows: rows share every step."""
+    if engine.drafter is None:
+        return None
+    rows = [tokens for timing in timings for tokens in timing.tokens] if row is None else [timings[0].tokens[row]]
+    seconds = sum(timing.decode_s for timing in timings) if row is None else timings[0].row_s[row]
+    draft_s, verify_s = (sum((getattr(timing, name) for timing in timings), 0.0) for name in ("draft_s", "verify_s"))
+    target, *draft = [multiplications(model) for model in engine.models]
+    statistics = RowStatistics(token for tokens in rows for token in tokens)
+    c_ops = draft[0] / target if draft else 0.0
+    return speculation(statistics, engine.speculate_k, engine.costs, seconds, draft_s, verify_s, c_ops)
+
+
+def multiplications(model: Transformer) -> int:
+    """Of one token with the model's matrices: all but the embedding."""
+    linears = [module for module in model.modules() if hasattr(module, "in_features")]
+    return sum(linear.in_features * linear.out_features for linear in linears)
+
+
+def speculation(
+    row: RowStatistics, k: int | str, costs: Costs | None, seconds: float, draft_s: float, verify_s: float,
+    c_ops: float = 0.0,
+) -> dict:  # fmt: skip
+    """The "speculative" object of the JSON contract. `seconds`: of all rounds, draft_s and verify_s its parts; c_ops:
+    as in `operations`. What needs calibrated costs, or a drafted token, is None without."""
+    rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
+    usual = max((k for k in row.rounds if k), key=row.rounds.get, default=0)  # the K that most rounds had
+    known = costs is not None and usual in costs.verify_s
+    best_k, best_speedup = costs.best(alpha) if known else (None, None)
+    steps = sum(n * costs.round(k) for k, n in row.rounds.items()) if known else None  # that the rounds cost
+    return {
+        "k": k, "rounds": rounds, "rounds_by_k": dict(sorted(row.rounds.items())),
+        "drafted": sum(k * n for k, n in row.rounds.items()),
+        "accepted": sum(row.accepted.values()),
+        "accepted_by_position": [row.accepted[i] for i in range(longest)],
+        "reached_by_position": [row.reached[i] for i in range(longest)],
+        "tokens_per_round": row.tokens / rounds if rounds else None,
+        "tokens_per_round_iid": None if alpha is None else expected_tokens(alpha, usual),
+        "alpha": alpha, "d_lk": None if alpha is None else 1 - alpha,
+        "c": costs.c(usual) if known else None, "v": costs.v(usual) if known else None,
+        "c_ops": c_ops, "operations": None if alpha is None else operations(alpha, usual, c_ops),
+        "measured_speedup": row.tokens * costs.decode_s / seconds if known and seconds > 0 else None,
+        "predicted_speedup": row.tokens / steps if known else None,
+        "predicted_speedup_iid": speedup(alpha, usual, costs.c(usual), costs.v(usual)) if known else None,
+        "best_k": best_k, "best_k_speedup": best_speedup, "draft_s": draft_s, "verify_s": verify_s,
+    }  # fmt: skip
+
+
+def summary(found: dict) -> list[str]:
+    """What `speculation` found, as lines for people."""
+    pairs = zip(found["accepted_by_position"], found["reached_by_position"], strict=True)
+    by_position = " ".join(f"{accepted / reached:.2f}" for accepted, reached in pairs if reached) or "–"
+    shown = {name: "–" if x is None else f"{x:.2f}" if isinstance(x, float) else x for name, x in found.items()}
+    lines = (
+        "speculation, K = {k}: {rounds} rounds, {tokens_per_round} tokens a round (i.i.d. {tokens_per_round_iid}),"
+        " accepted {accepted} of {drafted} drafted, by position {by_position}",
+        "  alpha {alpha}, D_LK {d_lk}, c {c}, v {v}, operations x{operations}; drafting took {draft_s} s, verifying"
+        " {verify_s} s",
+        "  speed-up {measured_speedup} measured, {predicted_speedup} predicted (i.i.d. {predicted_speedup_iid}); best"
+        " would have been K = {best_k} with {best_k_speedup}",
+    )
+    return [line.format(**shown, by_position=by_position) for line in lines]
+
+
+def report(timings: Sequence[Timing], engine: Engine) -> None:
+    """Print rates on stderr, medians over batches with min and max, then what speculation did."""
+
+    def spread(values: list[float]) -> str:
+        text = f"{statistics.median(values):.1f}"
+        return text if len(values) == 1 else f"{text} ({min(values):.1f}–{max(values):.1f})"
+
+    ttft = spread([1e3 * timing.prefill_s for timing in timings])
+    prefill = spread([rate(timing.prompt_tokens, timing.prefill_s) for timing in timings])
+    lines = [f"prefill {prefill} tok/s, first token after {ttft} ms"]
+    if stepped := [timing for timing in timings if timing.steps]:
+        tokens = spread([rate(sum(timing.decoded) - len(timing.decoded), timing.decode_s) for timing in stepped])
+        bandwidth = spread([rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in stepped])
+        each = " by each rank" if engine.ranks.world > 1 else ""
+        lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{each}")
+        lines += summary(speculative(engine, stepped)) if engine.drafter else []
+    print(*lines, f"peak memory {peak_memory_gb(engine.device):.2f} GB", sep="\n", file=sys.stderr)

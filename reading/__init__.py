@@ -1,0 +1,7 @@
+"""Other people's files: each format that others define is read here and nowhere else.
+
+config.py         config.json -> the fields of model.Config
+vocabularies.py   tokenizer files of three libraries -> the fields of tokenizer.Tokenizer
+templates.py      chat templates, rendered in a process of their own
+foreign.py        quantized weights of other programs
+"""

@@ -1,0 +1,153 @@
+"""A folder's files: JSON and safetensors, checked when they are read, whole or not there when they are written.
+
+    read_json           a JSON object of bounded size
+    shards, open_shards the safetensors files of a folder, and what their headers say; check_headers  does it fit?
+    write_whole, whole_folder   a file, or a folder, that has another name until it is complete
+
+Every ValueError names the file. This file does not know models or what the tensors mean.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+MOST_NAMES = 8  # an error lists so many tensors and counts the rest
+LARGEST_JSON = 2**24  # bytes; no config.json or index is larger
+
+
+def read_json(file: Path) -> dict:
+    """A JSON object from a file; ValueError names the file."""
+    if not file.exists():
+        raise ValueError(f"{file}: no such file")
+    if not file.is_file() or file.stat().st_size > LARGEST_JSON:  # a pipe would be waited for, a device never end
+        raise ValueError(f"{file}: not a plain file of up to {LARGEST_JSON:,} bytes")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def shards(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: model.safetensors, or those that the index names."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.exists():
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+        hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first" if pickles else ""
+        raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{hint}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map is missing or empty")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index}: {one_line(ascii(name))} is not the name of a safetensors file beside it")
+        if not os.path.isfile(folder / name):  # which a name that no file can have does not trouble
+            raise ValueError(f"{folder / name}: no such file, but {index.name} lists it")
+    return [folder / name for name in names]
+
+
+def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
+    """Tensor name -> (file, open reader). Only headers are read."""
+    readers = {}
+    for file in files:
+        try:
+            reader = safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError, MemoryError) as error:  # the last: too large to be mapped
+            raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
+        for name in reader.keys():  # noqa: SIM118, a reader is no dict
+            if name in readers:
+                raise ValueError(f"{file}: {_some([name])} stands in {readers[name][0].name} too")
+            readers[name] = (file, reader)
+    return readers
+
+
+def reading(readers: dict) -> Callable[[str], Tensor]:
+    """Hugging Face name -> its tensor in the mapped file."""
+    return lambda name: readers[name][1].get_tensor(name)
+
+
+def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied: bool) -> None:
+    """Every expected tensor is there, with its shape and one of its types, and no other. ValueError lists the rest."""
+    missing = [name for name in expected if name not in readers]
+    # Old checkpoints store RoPE's frequencies; a tied head may be stored although the embedding stands for it.
+    extra = [
+        name
+        for name in readers
+        if name not in expected and not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+    ]
+    wrong = []
+    for name in expected.keys() & readers.keys():
+        header = readers[name][1].get_slice(name)
+        shape, types = expected[name]
+        if tuple(header.get_shape()) != shape:
+            wrong.append(f"{name} is {header.get_shape()} instead of {list(shape)}")
+        elif header.get_dtype() not in types:
+            wrong.append(f"{name} is of type {header.get_dtype()}; {', '.join(types)} can be read")
+    problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
+    found = [f"{what}: {_some(names)}" for what, names in problems if names]
+    if missing == ["lm_head.weight"]:
+        found.append("if the head shares the embedding's weights, config.json should say tie_word_embeddings: true")
+    if found:
+        raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(found)}")
+
+
+def one_line(error: Exception | str) -> str:
+    """What a message says, on one line of bounded length: a file may have put anything into it."""
+    return " ".join("".join(char if char.isprintable() else " " for char in str(error)[:2000]).split())[:1000]
+
+
+def _some(names: list[str]) -> str:
+    names = [one_line(name)[:160] for name in sorted(names)]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def shard_name(number: int, of: int) -> str:
+    return f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file, whole or not at all."""
+    write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+
+
+def write_index(folder: Path, files: dict[str, str]) -> None:
+    """The file that names all others: without it a folder of shards does not load."""
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=1)
+    write_whole(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to be filled, which has another name, NAME.partial, until the block is done. What stops the block,
+    an error, a signal or a kill, leaves it there under that name; the next attempt starts anew."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    os.rename(partial, folder)
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Under another name first, NAME.partial, to disk, then in place. OSError where the disk has no room for it."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        write(partial)
+    except (SafetensorError, RuntimeError) as error:  # what safetensors and torch.save make of an OSError
+        raise OSError(f"{file}: cannot be written: {one_line(error)}") from None
+    partial.chmod(0o644)  # safetensors creates files that only their owner can read
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
+    os.replace(partial, file)

@@ -1,0 +1,267 @@
+"""Tokenizer files of three libraries -> how text becomes ids there, and ids text.
+
+    token_fields   the fields of tokenizer.Tokenizer, but for its template
+    read_json      a JSON object from a file, empty where there is none
+    plain_file     a file that is safe to read whole
+
+Hostile files end in a ValueError, not in a library's panic or a full memory. This file knows no prompts or templates.
+"""
+
+import base64
+import contextlib
+import functools
+import json
+import math
+import re
+from pathlib import Path
+
+from reading.templates import one_line
+
+# Names that end a turn or a text. A chat model stops there although its config often lists only one of them.
+END_NAMES = (
+    "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|end_of_turn|>",
+    "<end_of_turn>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+
+# Llama 3's split pattern and special tokens, as published with its reference code. The ids follow the ranks.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA30_NAMES = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+LLAMA31_NAMES = {**LLAMA30_NAMES, 4: "finetune_right_pad_id", 5: "step_id", 8: "eom_id", 10: "python_tag"}
+
+# GPT-2's printable stand-ins for bytes. Printable Latin-1 stands for itself, the other 68 follow from 256 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_OF_CHAR = {chr(byte): byte for byte in PRINTABLE}
+BYTE_OF_CHAR |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
+
+# Real folders stay far below these.
+LARGEST_FILE, LARGEST_SETTINGS = 2**26, 2**24  # bytes of a vocabulary, of other JSON
+LARGEST_ID = 2**24
+MOST_GROWTH = 64  # times a normalizer may lengthen a text
+
+
+def token_fields(folder: Path, settings: dict) -> dict:
+    """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, told apart by content) or tokenizer.json."""
+    model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
+    if not model.exists() and not fast.exists():
+        raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json")
+    if not model.exists():
+        return read_tokenizers(plain_file(fast, LARGEST_FILE), settings)
+    with plain_file(model, LARGEST_FILE).open("rb") as stream:
+        # tiktoken's lines are a token in base64 and its rank. A sentencepiece protobuf never starts like that.
+        ranks = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
+    return (read_tiktoken if ranks else read_sentencepiece)(model, settings)
+
+
+def plain_file(file: Path, largest: int) -> Path:
+    """The same file. ValueError for a pipe, which would be waited for, a device, and what is larger than real files."""
+    if not file.is_file():
+        raise ValueError(f"{file}: not a plain file")
+    if file.stat().st_size > largest:
+        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are more than the {largest:,} that are read of it")
+    return file
+
+
+def read_json(file: Path) -> dict:
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(plain_file(file, LARGEST_SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+@contextlib.contextmanager
+def library(file: Path, what: str):
+    """Whatever a library raises becomes a ValueError. Panics of Rust are BaseExceptions."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{file}: {what}: {one_line(error)}") from None
+
+
+def added_tokens(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
+    """Tokens that the settings or added_tokens.json put beside the model's own: id -> (name, special)."""
+    decoder = settings.get("added_tokens_decoder") or {}
+    try:
+        added = {int(id): (name, True) for name, id in read_json(folder / "added_tokens.json").items()}
+        added |= {int(id): (token["content"], bool(token.get("special"))) for id, token in decoder.items()}
+    except ValueError as error:
+        raise ValueError(f"{folder}: added tokens need whole numbers as ids: {one_line(error)}") from None
+    for id, (name, _) in added.items():
+        if not 0 <= id < LARGEST_ID or not isinstance(name, str) or not name:
+            raise ValueError(f"{folder}: added token {id} = {name!r:.99} needs a name and an id below {LARGEST_ID:,}")
+    return added
+
+
+def stop_ids(ids: dict[str, int], eos_id: int | None) -> set[int]:
+    return {ids[name] for name in END_NAMES if name in ids} | ({eos_id} - {None})
+
+
+def byte_of(piece: str) -> bytes | None:
+    """The byte that a piece such as <0x0A> stands for."""
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def read_sentencepiece(file: Path, settings: dict) -> dict:
+    import sentencepiece
+
+    with library(file, "not a sentencepiece model"):
+        model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    texts, ids, specials, literals = {}, {}, {}, {}
+    for id in range(model.get_piece_size()):
+        with library(file, f"piece {id} is no text"):
+            piece = model.id_to_piece(id)
+        texts[id] = (byte_of(piece) if model.is_byte(id) else None) or piece.replace("▁", " ").encode()
+        ids[piece] = id
+        if model.is_control(id) or model.is_unknown(id):
+            specials[piece] = id
+    for id, (name, special) in added_tokens(file.parent, settings).items():
+        texts[id], ids[name] = name.encode(), id
+        (specials if special else literals)[name] = id
+    found = {"bos_token": model.bos_id(), "eos_token": model.eos_id()}  # -1: the model has none
+    found = {key: id for key in found if (id := ids.get(settings.get(key), found[key])) >= 0}
+    names = {key: texts[id].decode() for key, id in found.items()}
+    specials |= {name: found[key] for key, name in names.items()}
+    texts |= dict.fromkeys(specials.values(), b"")
+
+    # sentencepiece puts a space before every text. transformers does not do so after a special token (unless `legacy`),
+    # nor before a space. A noncharacter in front, cut off again, keeps the space away.
+    mark, prefix = "\ufffe", len(model.encode("\ufffe"))
+
+    def after_special(text: str) -> list[int]:
+        if settings.get("legacy") and not text.startswith(" "):
+            return model.encode(text)
+        return model.encode(mark + text)[prefix:]
+
+    return {
+        "to_ids": model.encode,
+        "to_ids_after_special": after_special,
+        "to_bytes": lambda id: texts.get(id, b""),
+        "vocab_size": max(texts) + 1,
+        "bos_id": found.get("bos_token"),
+        "add_bos": bool(settings.get("add_bos_token", True)),
+        "stop_ids": stop_ids(ids, found.get("eos_token")),
+        "strip_first_space": True,
+        "specials": specials,
+        "literals": literals,
+        "names": names,
+    }
+
+
+def read_tiktoken(file: Path, settings: dict) -> dict:
+    import tiktoken
+
+    with library(file, "not a list of tiktoken ranks"):
+        pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    if sorted(ranks.values()) != list(range(len(pairs))):
+        raise ValueError(f"{file}: its ranks are not the numbers from 0 to {len(pairs) - 1}, each once")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise ValueError(f"{file}: no rank for the byte {lacking[0]}; every byte needs one for all text to have ids")
+    specials = {name: len(ranks) + i for i, name in enumerate(llama3_specials(file.parent))}
+    literals = {}
+    for id, (name, special) in added_tokens(file.parent, settings).items():
+        (specials if special else literals)[name] = id
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    bos, eos = (specials.get(settings.get(key) or name) for key, name in names.items())
+    texts = {rank: token for token, rank in ranks.items()} | {id: name.encode() for name, id in literals.items()}
+    encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    def to_ids(text: str) -> list[int]:
+        parts = re.split(r"(\s{50000})", text)  # tiktoken's regular expression overflows on a million spaces
+        return [id for part in parts for id in encoding.encode_ordinary(part)]
+
+    return {
+        "to_ids": to_ids,
+        "to_bytes": lambda id: texts.get(id, b""),
+        "vocab_size": max({**specials, **literals}.values()) + 1,
+        "bos_id": bos,
+        "add_bos": bool(settings.get("add_bos_token", True)),
+        "stop_ids": stop_ids({**specials, **literals}, eos),
+        "specials": specials,
+        "literals": literals,
+        "names": names,
+    }
+
+
+def llama3_specials(folder: Path) -> list[str]:
+    """The names behind the ranks. Llama 3.1 gave more places a name. 3.0 has a config.json without scaled RoPE."""
+    config = read_json(folder / "config.json")
+    scaled = config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("factor")
+    known = LLAMA30_NAMES if config and not scaled else LLAMA31_NAMES
+    reserved = iter(range(256))
+    return [f"<|{known.get(place) or f'reserved_special_token_{next(reserved)}'}|>" for place in range(256)]
+
+
+def read_tokenizers(file: Path, settings: dict) -> dict:
+    import tokenizers
+
+    with library(file, "not a tokenizer of the tokenizers library"):
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if growth(stored.get("normalizer")) > MOST_GROWTH:
+            raise ValueError(f"its normalizer can make a text more than {MOST_GROWTH} times longer")
+        model = tokenizers.Tokenizer.from_file(str(file))
+    vocab_size = max(model.get_vocab().values(), default=-1) + 1
+    if vocab_size > LARGEST_ID:
+        raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {LARGEST_ID:,} are read")
+    model.no_padding()
+    model.no_truncation()
+    added = model.get_added_tokens_decoder()
+    specials = {token.content: id for id, token in added.items() if token.special}
+
+    def to_ids(text: str, with_specials: bool = False, add_special_tokens: bool = False) -> list[int]:
+        model.encode_special_tokens = not with_specials  # the library's word for: as text
+        with library(file, "this tokenizer cannot encode the text"):
+            return model.encode(text, add_special_tokens=add_special_tokens).ids
+
+    # The library keeps the BOS policy in its post-processor. See what that puts before an empty text.
+    before = to_ids("", add_special_tokens=True)
+    bos, eos = (model.token_to_id(settings.get(key) or "") for key in ("bos_token", "eos_token"))
+    bos = before[0] if bos is None and before else bos
+    decoder = str(stored.get("decoder"))
+    byte_level = BYTE_OF_CHAR if "ByteLevel" in decoder else {}
+
+    @functools.cache
+    def to_bytes(id: int) -> bytes:
+        token = model.id_to_token(id)
+        if token is None or token in specials:
+            return b""
+        if id in added or (byte_level and not all(char in byte_level for char in token)):
+            return token.encode()
+        if byte_level:
+            return bytes(byte_level[char] for char in token)
+        return byte_of(token) or token.replace("▁", " ").encode()
+
+    return {
+        "to_ids": to_ids,
+        "to_ids_with_specials": functools.partial(to_ids, with_specials=True),
+        "to_bytes": to_bytes,
+        "vocab_size": vocab_size,
+        "bos_id": bos,
+        "add_bos": before[:1] == [bos] if settings.get("add_bos_token") is None else bool(settings["add_bos_token"]),
+        "stop_ids": stop_ids({token.content: id for id, token in added.items()}, eos),
+        "strip_first_space": "Strip" in decoder or "Metaspace" in decoder,
+        "specials": specials,
+    }
+
+
+def growth(normalizer: object) -> int:
+    """How many times longer a normalizer of tokenizer.json can make a text. The library has no limit of its own."""
+    if not isinstance(normalizer, dict):
+        return 1
+    if normalizer.get("type") == "Precompiled":
+        table = base64.b64decode(normalizer["precompiled_charsmap"])
+        if int.from_bytes(table[:4], "little") > len(table):  # the library would make room for it, and die
+            raise ValueError("precompiled_charsmap is cut off")
+    written = normalizer.get("content") or normalizer.get("prepend") or ""  # by Replace, by Prepend
+    return max(1, len(written)) * math.prod(growth(part) for part in normalizer.get("normalizers") or [])

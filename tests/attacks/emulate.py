@@ -1,0 +1,454 @@
+"""Run a program's GPU path where there is no GPU: slowly, and with its answers.
+
+    python -m tests.attacks.emulate generate.py --max_new_tokens 5 --max_seq_length 64
+    python -m tests.attacks.emulate -m pytest -m gpu tests/test_engine.py tests/test_benchmarks.py
+
+It needs a CUDA build of torch with its Triton, and a C compiler. emulate.c goes before libcudart: a device's memory is
+the host's. Everything above that is as on a GPU: what Inductor generates for one, Dynamo's guards, CUDA graphs with
+their static inputs, which graphs are skipped, which calls wait for the device, the attention that is chosen.
+
+    built, restarted        the library in C, and this program again with it in front
+    host, do, told          a CUDA tensor's memory as a CPU tensor; an action, now or in the graph that is recorded
+    operator, special       aten's operators on CUDA tensors, computed by their CPU versions
+    use_interpreter         Triton's kernels, in its own interpreter
+    report                  how often each ran, and what each CUDA graph replays
+
+No time that is taken here means anything. What it cannot see: how a kernel is compiled and runs, two kernels at once,
+several devices, cuDNN's and cuBLAS's own arithmetic.
+"""
+
+import atexit
+import collections
+import contextlib
+import ctypes
+import functools
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+EMULATED = "QUICKDRAFT_EMULATED"  # in the environment of a process that runs with the library
+
+# ------------------------------------------------------------------------------------------ the library
+
+
+def built(folder: Path) -> Path:
+    """emulate.c as libcuda.so.1. ValueError where it cannot be built here."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    include = [*site.glob("nvidia/cu*/include"), *site.glob("triton/backends/nvidia/include")]
+    if torch.version.cuda is None or not include:
+        raise ValueError("emulating a GPU needs a CUDA build of torch with its headers, and triton")
+    file = folder / "libcuda.so.1"
+    source = str(Path(__file__).with_suffix(".c"))
+    flags = ["-O1", "-w", "-shared", "-fPIC", *(f"-I{path}" for path in include)]
+    subprocess.run(["cc", *flags, source, "-o", str(file)], check=True)
+    return file
+
+
+def restarted() -> None:
+    """This program again, with the library in front."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(built(Path(folder)))
+        env = os.environ | {
+            EMULATED: file,
+            "LD_PRELOAD": file,
+            "LD_LIBRARY_PATH": folder,
+            "TRITON_LIBCUDA_PATH": folder,
+            "TRITON_INTERPRET": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # what is generated here suits no GPU, and the reverse
+        }
+        sys.exit(subprocess.run([sys.executable, "-m", "tests.attacks.emulate", *sys.argv[1:]], env=env).returncode)
+
+
+# ---------------------------------------------------------------------------------- memory, and graphs
+
+COPY, SET, BEGIN, REPLAY, KERNEL = range(5)
+graphs: dict[int, list] = {}  # number -> (name, action)
+counts: collections.Counter = collections.Counter()
+skipped: collections.Counter = collections.Counter()  # torch's own kernels, which nothing computes
+
+
+def host(tensor):
+    """A CPU tensor on a CUDA tensor's memory; anything else as it is."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+        return tensor
+    storage = tensor.untyped_storage()
+    if tensor.numel() == 0:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    values = torch.frombuffer(memory, dtype=torch.uint8)
+    values = values[: len(values) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    return values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def do(name: str, action) -> None:
+    graph = library.emulate_capturing()
+    counts[name] += 1
+    graphs[graph].append((name, action)) if graph else action()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+def told(what, a, b, n):
+    """What emulate.c saw."""
+    if what == COPY:
+        do("copy", lambda: ctypes.memmove(a, b, n))
+    elif what == SET:
+        do("set", lambda: ctypes.memset(a, b or 0, n))
+    elif what == BEGIN:
+        graphs[a] = []
+    elif what == REPLAY:
+        counts["replay"] += 1
+        for _, action in graphs[a]:
+            action()
+    elif what == KERNEL:
+        skipped[ctypes.cast(a, ctypes.c_char_p).value.decode()] += 1
+
+
+# ------------------------------------------------------------------------------------------- operators
+
+# What only allocates, or looks at memory in another way, needs no kernel.
+NATIVE = {
+    "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "resize_", "set_",
+    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "_local_scalar_dense",
+    "record_stream", "is_pinned", "_pin_memory", "_fused_sdp_choice", "is_set_to", "view_as_real", "view_as_complex",
+    "_efficientzerotensor", "_assert_async", "_assert_async.msg",
+}  # fmt: skip
+COMPOSITE = {"ldexp.Tensor", "ldexp.out", "ldexp_"}  # for all devices, with a kernel for each
+SPECIAL = {}  # that have no CPU version, or are more than a kernel
+
+
+def special(function):
+    SPECIAL[function.__name__] = function
+    return function
+
+
+def compute(name: str, out: torch.Tensor, function, *tensors) -> torch.Tensor:
+    """out, once function(CPU tensors) has been copied there."""
+    target, inputs = host(out), [host(tensor) for tensor in tensors]
+    do(name, lambda: target.copy_(function(*inputs)))
+    return out
+
+
+@special
+def copy_(to, source, non_blocking=False):
+    """Between devices it is torch's own, which decides whether to wait, and says so."""
+    if to.device != source.device:
+        return native_copy.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), to, source, non_blocking)
+    return compute("copy_", to, lambda values: values, source)
+
+
+def attention(q, k, v, bias=None, causal=False, scale=None):
+    scores = q.float() @ k.float().mT * (q.size(-1) ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.float()
+    return scores.softmax(-1) @ v.float()
+
+
+def seeds() -> tuple:
+    return tuple(torch.empty((), dtype=torch.int64, device="cuda") for _ in range(2))
+
+
+def transposed(q, v) -> torch.Tensor:
+    """(B, n, T, E) laid out as (B, T, n, E)."""
+    B, n, T, _ = q.shape
+    return torch.empty(B, T, n, v.size(-1), dtype=q.dtype, device="cuda").transpose(1, 2)
+
+
+@special
+def _scaled_dot_product_efficient_attention(
+    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
+    tensors = (q, k, v) if bias is None else (q, k, v, bias)
+    run = functools.partial(attention, causal=is_causal, scale=scale)
+    out = compute("efficient attention", transposed(q, v), run, *tensors)
+    return out, torch.empty(*q.shape[:2], 0, device="cuda"), *seeds()
+
+
+@special
+def _scaled_dot_product_flash_attention(
+    q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    run = functools.partial(attention, causal=is_causal, scale=scale)
+    out = compute("flash attention", transposed(q, v), run, q, k, v)
+    empty = torch.empty(0, device="cuda")
+    return out, empty, None, None, q.size(2), k.size(2), *seeds(), empty
+
+
+@special
+def _scaled_dot_product_cudnn_attention(
+    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    """Laid out as the queries."""
+    tensors = (q, k, v) if bias is None else (q, k, v, bias)
+    run = functools.partial(attention, causal=is_causal, scale=scale)
+    out = compute("cudnn attention", torch.empty_like(q), run, *tensors)
+    return out, torch.empty(0, device="cuda"), None, None, q.size(2), k.size(2), *seeds(), None
+
+
+@special
+def _convert_weight_to_int4pack(pairs, tiles):
+    """pairs (out, in / 2) uint8, the first code high, in the shape of the kernel's tiles but the order they came in."""
+    rows, columns = pairs.size(0), 2 * pairs.size(1)
+    assert pairs.dtype == torch.uint8 and rows % 8 == 0 and columns % (tiles * 16) == 0, (pairs.shape, tiles)
+    out = torch.empty(rows // 8, columns // (tiles * 16), 32, tiles // 2, dtype=torch.int32, device="cuda")
+    return compute("int4 packing", out, lambda x: x.flatten().view(torch.int32).view(out.shape), pairs.contiguous())
+
+
+@special
+def _weight_int4pack_mm(x, packed, group, scales_and_zeros):
+    rows = 8 * packed.size(0)
+    assert x.dtype == scales_and_zeros.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.stride())
+    assert scales_and_zeros.shape == (x.size(1) // group, rows, 2), scales_and_zeros.shape
+
+    def run(x, packed, scales_and_zeros):
+        byte = packed.flatten().view(torch.uint8).view(rows, -1)
+        codes = torch.stack((byte >> 4, byte & 15), -1).flatten(1).unflatten(1, (-1, group)).float() - 8
+        scale, zero = scales_and_zeros.float().transpose(0, 1).unbind(-1)  # (out, in / g)
+        return x.float() @ (codes * scale[..., None] + zero[..., None]).flatten(1).T
+
+    out = torch.empty(x.size(0), rows, dtype=x.dtype, device="cuda")
+    return compute("int4 product", out, run, x, packed, scales_and_zeros)
+
+
+generators: dict = {}
+
+
+def on_host(value):
+    """An argument for a CPU version."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, torch.Generator) and value.device.type == "cuda":
+        return generators.setdefault(value, torch.Generator().manual_seed(value.initial_seed()))
+    return host(value)
+
+
+def operator(name: str):
+    """aten's operator for CUDA tensors, by its CPU version."""
+    packet_name, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name)
+    version = getattr(packet, overload or "default")
+    written = [a.name for a in version._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    places = [a.name for a in version._schema.arguments]
+
+    def call(args, kwargs):
+        try:
+            return version(*args, **kwargs)
+        except RuntimeError as error:
+            if "Cast error" not in str(error):
+                raise
+            return packet(*args, **kwargs)  # a number that torch had made a tensor of
+
+    def run(*args, **kwargs):
+        here_args, here_kwargs = tree_map(on_host, list(args)), tree_map(on_host, dict(kwargs))
+        if not written:
+            found = call(here_args, here_kwargs)
+            out = tree_map_only(
+                torch.Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda"), found
+            )
+            targets = tree_map(host, out)
+
+            def again():
+                for target, value in zip(tree_leaves(targets), tree_leaves(call(here_args, here_kwargs))):
+                    if isinstance(target, torch.Tensor) and target.numel():
+                        target.copy_(value)
+
+            do(name, again)
+            return out
+        given = dict(zip(places, args)) | kwargs
+        outs = [given[place] for place in written]
+        if any(isinstance(out, torch.Tensor) and out.numel() == 0 for out in outs):  # to be resized
+            for place, out in zip(written, outs):
+                fresh, index = torch.empty(0, dtype=out.dtype), places.index(place)
+                if index < len(args):
+                    here_args[index] = fresh
+                else:
+                    here_kwargs[place] = fresh
+            call(here_args, here_kwargs)
+            here = dict(zip(places, here_args)) | here_kwargs
+            for place, out in zip(written, outs):
+                out.resize_(here[place].shape)
+                compute(name, out, lambda value=here[place]: value)
+        else:
+            do(name, lambda: call(here_args, here_kwargs))
+        returns = len(version._schema.returns)
+        return None if returns == 0 else outs[0] if returns == 1 else tuple(outs)
+
+    return run
+
+
+def has_kernel(name: str) -> bool:
+    if name in COMPOSITE:
+        return True
+    on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+    return on_cuda and torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{name}", "CPU")
+
+
+def replace_operators() -> torch.library.Library:
+    found = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):
+        for full in torch._C._dispatch_get_all_op_names():
+            name = full.removeprefix("aten::")
+            if name == full or name in NATIVE:
+                continue
+            with contextlib.suppress(AttributeError):  # an operator that Python has no name for
+                if name in SPECIAL or has_kernel(name):
+                    found.impl(name, SPECIAL.get(name) or operator(name), "CUDA")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- Triton
+
+
+def use_interpreter() -> None:
+    """Inductor's Triton kernels run in Triton's interpreter, with its slowest parts as numpy's."""
+    import triton
+    import triton.language as tl
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+    from triton.runtime import interpreter
+
+    def tensor(data, dtype):
+        data = np.asarray(data)
+        shape = tl.block_type(dtype, list(data.shape)) if data.ndim else dtype
+        return tl.core.tensor(interpreter.TensorHandle(data.reshape(data.shape or 1), dtype), shape)
+
+    names = {"fabs": "abs", "nearbyint": "rint", "round": "rint", "pow": "power"}
+
+    class Libdevice:
+        """By numpy."""
+
+        def __getattr__(self, name):
+            function = (lambda x: 1 / np.sqrt(x)) if name == "rsqrt" else getattr(np, names.get(name, name))
+
+            def call(*args):
+                first = next(arg for arg in args if isinstance(arg, tl.core.tensor))
+                data = function(*(arg.handle.data if isinstance(arg, tl.core.tensor) else arg for arg in args))
+                kind = tl.int1 if data.dtype == bool else first.handle.dtype
+                data = data if data.dtype == bool else data.astype(first.handle.data.dtype)
+                return tensor(data, kind) if first.type.is_block() else tensor(data.reshape(()), kind)
+
+            return call
+
+    def best(pick):
+        """A reduction to the largest or least value, NaN where there is one; with indices the lowest of the best."""
+
+        def indexed(x, index, dim):
+            data = x.handle.data
+            top = pick(data, axis=dim, keepdims=True)
+            hit = (data == top) | (np.isnan(data) if data.dtype.kind == "f" else False)
+            places = np.broadcast_to(index.handle.data, data.shape)
+            found = np.where(hit, places, np.iinfo(places.dtype).max).min(axis=dim)
+            return tensor(np.squeeze(top, dim), x.handle.dtype), tensor(found, index.handle.dtype)
+
+        return lambda x, dim: tensor(pick(x.handle.data, axis=dim), x.handle.dtype), indexed
+
+    triton_helpers.libdevice = Libdevice()
+    triton_helpers.max2, triton_helpers.max_with_index = best(np.max)
+    triton_helpers.min2, triton_helpers.min_with_index = best(np.min)
+    triton_helpers.any = lambda x, dim: tensor(x.handle.data.astype(bool).any(axis=dim), x.handle.dtype)
+    triton_helpers.promote_to_tensor = lambda x: x
+    tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *args, **kwargs: None
+
+    usual_patch, patched = interpreter._patch_lang_tensor, set()
+
+    def patch(kind, scope):
+        usual_patch(kind, scope)
+        scope.set_attr(kind, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+
+    def device_function(self, *args, **kwargs):
+        if id(self.fn.__globals__) not in patched:  # once a kernel: it takes longer than most functions
+            patched.add(id(self.fn.__globals__))
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    def interpret(function, grid, args, kwargs):
+        patched.clear()
+        executor = interpreter.GridExecutor(function.rewrite(), inspect.getfullargspec(function.fn).args, grid)
+        executor._init_args_hst = lambda args, kwargs: (args, kwargs)  # they are on the host
+        executor._restore_args_dev = lambda *args: None
+        with np.errstate(all="ignore"):
+            executor(*args, **kwargs)
+
+    def large(config, numbers):
+        """Blocks of up to 2^17 elements: the interpreter takes as long for each."""
+        blocks, room = dict(config.kwargs), 2**17
+        for name in ("R0_BLOCK", "XBLOCK"):
+            n = numbers.get(name.removesuffix("BLOCK").lower() + "numel")
+            if name in blocks and n is not None:
+                blocks[name] = min(1 << max(n - 1, 0).bit_length(), room)
+                room = max(room // blocks[name], 1)
+        return triton.Config(blocks)
+
+    def run(self, *args, stream=None, **kwargs):
+        numbers = dict(zip([name for name, kind in self.triton_meta["signature"].items() if kind != "constexpr"], args))
+        config = large(self.configs[0], numbers)
+        args, grid = self._interpret_args_grid(args, config)
+        args = [host(arg) for arg in args]
+        do("Triton", lambda: interpret(self.fn, grid, args, {**kwargs, **config.kwargs}))
+
+    interpreter._patch_lang_tensor = patch
+    interpreter.InterpretedFunction.__call__ = device_function
+    triton_heuristics.CachingAutotuner.run = run
+    triton_heuristics.CachingAutotuner.precompile = lambda self, *args, **kwargs: None
+
+
+# ----------------------------------------------------------------------------------------------- main
+
+
+def report() -> None:
+    common = ", ".join(f"{n} {name}" for name, n in counts.most_common(8))
+    print(f"emulated: {common}", file=sys.stderr)
+    kinds = collections.Counter(
+        tuple(sorted(collections.Counter(name for name, _ in graph).items(), key=lambda item: -item[1]))
+        for graph in graphs.values()
+    )
+    for kind, n in kinds.most_common():
+        print(f"{n} CUDA graphs of {', '.join(f'{count} {name}' for name, count in kind)}", file=sys.stderr)
+    for name, n in skipped.most_common():
+        print(f"WRONG: a kernel of torch's own, called {n} times, computed nothing: {name[:150]}", file=sys.stderr)
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+    elif EMULATED in os.environ:
+        run_emulated()
+    else:
+        from program.edge import ending_plainly
+
+        with ending_plainly():
+            restarted()
+
+
+def run_emulated() -> None:
+    """The program named in sys.argv, as if it had been started itself."""
+    global library, native_copy, replaced
+    library = ctypes.CDLL(os.environ[EMULATED])
+    library.emulate_capturing.restype = ctypes.c_long
+    library.emulate_callback(told)
+    torch.cuda.init()
+    native_copy = torch.library.get_kernel("aten::copy_", "CUDA")
+    replaced = replace_operators()
+    use_interpreter()
+    atexit.register(report)
+    sys.argv = sys.argv[1:]
+    if sys.argv[0] == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

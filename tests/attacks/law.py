@@ -1,0 +1,559 @@
+"""Does drafting keep the target's law over a million tokens of long sequences, whatever came before?
+
+    python -m tests.attacks.law [--tokens 1000000] [--controls] [--seed 0] [--write benchmarks/law.json]
+
+    CASES, CONTROLS     drafters, lengths of drafts and samplings; the same code, broken on purpose
+    decode              rows of generate() with a drafter: tokens, and where in its round each was decided
+    score               the law p of every token given those before it, from one plain pass over the finished row
+    chi_square, martingale, too_many    three tests that know nothing of models
+    examine             a case, decoded and tested; pooled   all cases as one
+
+The null hypothesis is that, given everything before it, every token has the target's law p. It is tested three ways:
+
+    PIT     u = P(tokens before x) + V p(x), V uniform from a generator of its own, is uniform and independent (the
+            probability integral transform), whatever order of the tokens the past gives: that of ids, and that of
+            q - p, q the drafter's law. Histograms of both; for ids also of pairs of neighbours in a row, and of
+            neighbouring rows at the same position
+    sums    of f(x) - E f over all tokens, for f = [x in A], A the tokens that the drafter likes better than the target
+            does (q > p: where accepting too much must show), and for f = log p; sharpest where contexts differ
+    zeros   tokens to which p gives nothing
+
+each over all tokens, and by the token's index in its round, which shows a slip at one position (the bonus token is the
+one with index K). The index is how many tokens of the round were accepted before: it depends on the past alone, so
+that the law is still p given it. Where the token came from, accepted, corrected or bonus, is no such thing: that is
+known only together with the token, and the law given it is not p.
+
+False alarms: the whole run rejects a correct program with probability at most 1e-6, as Bonferroni's sum over all tests.
+For sums that needs no approximation: exp(l M - (e^l - 1 - l) V) is a supermartingale for every l (Freedman 1975; M the
+sum of differences of at most 1, V that of their variances), so is its mean over a fixed list of l, and it exceeds 1/a
+with probability at most a. Histograms use the chi-square law, with 100 expected in every bin or more. Zeros: p here and
+p when a token was decided differ by rounding. On a text drawn beforehand, cached passes and one in float64 differ by
+some d in a logit; 4 d is allowed. A token within it of a filter's cut may be drawn though p says 0; the expected number
+of such draws is at most the summed mass of tokens that close, and what is seen is held against a Poisson law. One token
+of p = 0 that is further away rejects.
+
+What this cannot show: that the target itself computes what its file says (tests/test_model.py does), a wrong law whose
+tests here are blind to it, deviations below what is printed as "seen from", or other hardware: it runs on a CPU in
+float32. The noise has 24 bits, which moves no probability by more than 2^-24.
+"""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import speculative
+from benchmarks.record import record
+from checkpoint import load_model, random_model
+from generate import Engine, Timing, generate
+from model import Config, Transformer
+from program.edge import ending_plainly
+from program.flags import Parser, positive
+from quantize import quantized_copy
+from sampling import DRAFT_DRAW, FILTERED, Sampling
+from speculative import Costs, Drafter, ModelDraft, NgramDraft, accept, layer_subset
+from timing import TokenRecord
+from weights.linears import pack_model
+
+ROOT = Path(__file__).parents[2]
+FALSE_ALARM = 1e-6  # of the whole run
+CAUGHT = 1e-12  # a broken program must fail some test with a p-value below
+CONTROL_TOKENS = 40_000
+BATCH = 32  # rows decoded together
+LONGEST = 1600  # positions of a row, within the context
+BINS, PAIR_BINS, FEWEST = 64, 16, 100  # of a histogram, of one side of a square one; expected in every bin
+LOWEST = -12.0  # log p is cut here, so that a difference is bounded
+
+TINY = Config(
+    dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, ffn_dim=64, vocab_size=48, max_seq_length=2048,
+    norm_eps=1e-5,
+)  # fmt: skip
+WINDOWED = dataclasses.replace(TINY, windows=(None, 200, 50))
+
+
+class Case(NamedTuple):
+    name: str
+    drafter: str
+    k: int | str
+    sampling: Sampling
+    target: str = "tiny"
+    share: float = 1.0  # of an even part of the tokens
+
+
+FILTERS, MIN_P, HOT = Sampling(0.7, top_k=12, top_p=0.9), Sampling(1.0, min_p=0.08), Sampling(1.5)
+CASES = (
+    Case("model, K 1", "model", 1, Sampling(1)),
+    Case("model, K 3, T 0.7 top-k top-p", "model", 3, FILTERS),
+    Case("model, K 5", "model", 5, Sampling(1)),
+    Case("model, K 8, T 1.5", "model", 8, HOT),
+    Case("model, K auto", "model", "auto", Sampling(1)),
+    Case("model, K 5, sliding windows", "model", 5, Sampling(1), "windowed"),
+    Case("layers 0-1, K 3", "layers:0,1", 3, Sampling(1)),
+    Case("layers 0 and 2, K 8, min-p", "layers:0,2", 8, MIN_P),
+    Case("ngram 1, K 3, T 0.7", "ngram:1", 3, Sampling(0.7)),
+    Case("ngram 2, K 5, top-p", "ngram:2", 5, Sampling(1, top_p=0.8)),
+    Case("int8 copy, K 8", "int8", 8, Sampling(1)),
+    Case("int4 copy, K 1, T 1.5 min-p", "int4-g32", 1, Sampling(1.5, min_p=0.05)),
+    Case("int4 copy, K 5, T 0.7 top-k top-p", "int4-g32", 5, FILTERS),
+    Case("demo pair, K 5, T 0.8", "demo-draft", 5, Sampling(0.8), "demo", 0.5),
+    Case("demo pair, K 3, top-k top-p", "demo-draft", 3, Sampling(1, top_k=50, top_p=0.9), "demo", 0.5),
+)
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def tiny(config: Config, seed: int = 3) -> Transformer:
+    """A random model with about two nats of entropy, whose logits hang on the whole context."""
+    model = random_model(config, dtype=torch.float32, seed=seed)
+    for layer in model.layers:
+        layer.attention.qkv.weight.mul_(14)
+        for matrix in (layer.attention.out, layer.ffn.gate_up, layer.ffn.down):
+            matrix.weight.mul_(8)
+    model.embed.weight.mul_(50)
+    model.lm_head.weight.mul_(20)
+    return model
+
+
+@functools.cache
+def target_of(name: str) -> Transformer:
+    if name == "demo":
+        return load_model(ROOT / "checkpoints" / "demo", dtype=torch.float32)
+    return tiny({"tiny": TINY, "windowed": WINDOWED}[name])
+
+
+def disturbed(model: Transformer, noise: float, seed: int = 9) -> Transformer:
+    """A copy whose every matrix is off by `noise` of its own spread."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for parameter in other.parameters():
+        if parameter.dim() > 1:
+            parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def drafter_of(name: str, model: Transformer) -> Drafter:
+    kind, _, rest = name.partition(":")
+    if kind == "model":
+        return ModelDraft(disturbed(model, 0.1))
+    if kind == "demo-draft":
+        return ModelDraft(load_model(ROOT / "checkpoints" / kind, dtype=torch.float32))
+    if kind == "ngram":
+        return NgramDraft(int(rest))
+    kept = [int(i) for i in rest.split(",")] if kind == "layers" else list(range(model.config.n_layers))
+    part = layer_subset(model, kept) if kind == "layers" else pack_model(quantized_copy(model, kind))
+    return ModelDraft(part, on_layers=kept)
+
+
+# ------------------------------------------------------------------------------------------------- decode
+
+
+class Row(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]
+    index: list[int]  # of each token in its round: how many drafted ones were accepted before it
+
+
+def decode(case: Case, drafter: Drafter, n_tokens: int, seed: int) -> tuple[list[Row], list[TokenRecord]]:
+    """At least n_tokens in rows of different lengths, each with a seed of its own, in batches of one size."""
+    model = target_of(case.target)
+    longest = min(model.config.max_seq_length, LONGEST, max(64, n_tokens // 8))
+    n_rows = math.ceil(n_tokens / (0.8 * longest))
+    n_batches = math.ceil(n_rows / BATCH)
+    size = math.ceil(n_rows / n_batches)
+    engine = Engine(model, size, longest, drafter=drafter, speculate_k=case.k)
+    if case.k == "auto":  # costs that make every K pay at times, and the same ones in every run
+        ks = speculative.AUTO_K
+        engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
+    rows, records = [], []
+    generator = torch.Generator().manual_seed(seed)
+    for batch in range(n_batches):
+        lengths = torch.randint(1, longest // 20 + 2, (size,), generator=generator).tolist()
+        ends = torch.randint(int(0.72 * longest), longest + 1, (size,), generator=generator).tolist()
+        V = model.config.vocab_size
+        prompts = [torch.randint(V, (n,), generator=generator).tolist() for n in lengths]
+        budgets, out = [end - n for end, n in zip(ends, lengths)], [[] for _ in prompts]
+        timing, seeds = Timing(), [(seed << 20) + batch * size + row for row in range(size)]
+        options = {"sampling": case.sampling, "max_new_tokens": budgets, "seed": seeds}
+        for row, id in generate(model, prompts, engine=engine, timing=timing, **options):
+            out[row].append(id)
+        for prompt, ids, row in zip(prompts, out, timing.tokens):
+            rows.append(Row(prompt, ids, [token.index for token in row]))
+            records += [token for token in row if not token.first]
+    return rows, records
+
+
+# -------------------------------------------------------------------------------------------------- score
+
+
+class Scores(NamedTuple):
+    """Of one row's tokens (n,) but for the first, which no round decides: float64, and index int64."""
+
+    u: Tensor  # PIT by id
+    by_draft: Tensor  # PIT in the order of q - p
+    side: tuple[Tensor, Tensor, Tensor]  # f, its mean and its variance under p, for f = [q > p]
+    log_p: tuple[Tensor, Tensor, Tensor]  # for f = log p, moved into [0, 1]
+    zero: Tensor  # p = 0, and not by rounding
+    near: Tensor  # p = 0 within rounding of a cut
+    near_mass: Tensor  # at most the probability of drawing such a one
+    index: Tensor
+    entropy: Tensor
+
+
+@functools.cache
+def exact(name: str) -> Transformer:
+    """The target in float64, but for rotations and logits, which model.py rounds to float32."""
+    return copy.deepcopy(target_of(name)).double()
+
+
+@functools.cache
+def rounding(name: str) -> float:
+    """The largest difference of a logit between cached passes over 6 positions and `exact`, over a random text."""
+    model = target_of(name)
+    V, T = model.config.vocab_size, min(model.config.max_seq_length, LONGEST) - 6
+    tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        whole, largest = exact(name)(tokens, torch.arange(T)), 0.0
+        caches = model.make_caches(2, T)
+        for begin in range(0, T - 5, 6):
+            pos = torch.arange(begin, begin + 6)
+            logits = model(tokens[:, begin : begin + 6], pos, caches.upto(begin + 6))
+            largest = max(largest, (logits - whole[:, begin : begin + 6]).abs().max().item())
+    return largest
+
+
+def looked_up(tokens: Sequence[int], n: int) -> list[int]:
+    """What followed the last n tokens when they stood there last, after each position; -1 if they never did."""
+    seen, found = {}, []
+    for i in range(len(tokens)):
+        gram = tuple(tokens[max(0, i + 1 - n) : i + 1])
+        found.append(tokens[seen[gram] + 1] if gram in seen else -1)
+        seen[gram] = i
+    return found
+
+
+def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
+    """tokens (R, T) -> q (R, T, V) after each position. On the target's caches the drafter saw the target's keys, here
+    its own: A is then another set than the drafter's, which any function of the past may be."""
+    if isinstance(drafter, ModelDraft):
+        return lambda tokens: case.sampling.probs(drafter.model(tokens, torch.arange(tokens.size(1))))
+    V = target_of(case.target).config.vocab_size
+
+    def one_hot(tokens: Tensor) -> Tensor:
+        ids = torch.tensor([looked_up(row, drafter.n) for row in tokens.tolist()])  # (R, T)
+        return torch.nn.functional.one_hot(ids.clamp(min=0), V) * (ids >= 0)[..., None]
+
+    return one_hot
+
+
+@torch.inference_mode()
+def score(case: Case, rows: Sequence[Row], q_of: Callable[[Tensor], Tensor], seed: int) -> Iterator[Scores]:
+    """Each row's tokens under p: one pass over the whole row, no cache, no drafter."""
+    generator, slack = torch.Generator().manual_seed(seed), 4 * rounding(case.target)
+    for row in rows:
+        tokens = torch.tensor([row.prompt + row.tokens[:-1]])  # (1, T)
+        logits, q = exact(case.target)(tokens, torch.arange(tokens.size(1))), q_of(tokens)  # (1, T, V)
+        x = torch.tensor(row.tokens[1:])
+        noise = torch.rand(len(x), generator=generator, dtype=torch.float64)
+        at = len(row.prompt)
+        yield score_tokens(logits[0, at:], q[0, at:], x, row.index[1:], case.sampling, noise, slack)
+
+
+def score_tokens(
+    logits: Tensor, q: Tensor, x: Tensor, index: Sequence[int], sampling: Sampling, noise: Tensor, slack: float
+) -> Scores:
+    """logits and q (n, V), x (n,) the tokens drawn, noise (n,) uniform -> Scores."""
+    p = sampling.probs(logits).double()
+    p = p / p.sum(-1, keepdim=True)
+    at = x[:, None]  # (n, 1)
+    mine = p.gather(1, at)  # (n, 1)
+    order = (q - p).argsort(-1, descending=True)
+    place = order.argsort(-1).gather(1, at)
+    reached = p.cumsum(-1).gather(1, at), p.gather(1, order).cumsum(-1).gather(1, place)
+    u, by_draft = ((up_to - (1 - noise[:, None]) * mine)[:, 0].clamp(0, 1 - 2**-53) for up_to in reached)
+    log_p = p.clamp(min=math.exp(LOWEST)).log()
+    near, mass = within_rounding(logits, p, sampling, slack)
+    missed, close = mine[:, 0] == 0, near.gather(1, at)[:, 0]
+    entropy = -(p * log_p).sum(-1)
+    return Scores(
+        u, by_draft, moments((q > p).double(), p, at), moments(1 - log_p / LOWEST, p, at), missed & ~close,
+        missed & close, mass, torch.tensor(index), entropy,
+    )  # fmt: skip
+
+
+def moments(f: Tensor, p: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f (n, V) in [0, 1] at the tokens drawn, its mean and its variance under p, each (n,)."""
+    mean = (f * p).sum(-1)
+    return f.gather(1, at)[:, 0], mean, ((f - mean[:, None]) ** 2 * p).sum(-1)
+
+
+def within_rounding(logits: Tensor, p: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor, Tensor]:
+    """Tokens of p = 0 (n, V) that a filter might keep if every logit were off by `slack`, and at most what probability
+    they would have together (n,). Logits off by s move a mass below a cut by less than 2 s / temperature."""
+    if sampling.kind != FILTERED:
+        return torch.zeros_like(p, dtype=torch.bool), torch.zeros_like(p[:, 0])
+    moved = 2 * slack / sampling.temperature
+    wide = dataclasses.replace(sampling, top_p=sampling.top_p and min(1.0, sampling.top_p + moved))
+    lowest = logits.where(wide.probs(logits) > 0, math.inf).amin(-1, keepdim=True)
+    near = (p == 0) & (logits >= lowest - 2 * slack)
+    whole = (logits.double() / sampling.temperature).softmax(-1)
+    return near, (whole * near).sum(-1) / (whole * (p > 0)).sum(-1)
+
+
+# -------------------------------------------------------------------------------------------------- tests
+
+
+def chi_square(counts: Tensor) -> tuple[float, float]:
+    """Counts (n,) that should be equal -> (statistic over its degrees of freedom, p-value)."""
+    counts = counts.double()
+    expected = counts.sum() / len(counts)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = len(counts) - 1
+    return (statistic / freedom).item(), torch.special.gammaincc(
+        torch.tensor(freedom / 2).double(), statistic / 2
+    ).item()
+
+
+def martingale(f: Tensor, mean: Tensor, variance: Tensor) -> tuple[float, float]:
+    """(z, p-value) of sum f - mean for f in [0, 1], by the bound that the header gives. z is only for people."""
+    total, V = (f - mean).sum(), variance.sum()
+    rates = 2.0 ** -torch.arange(14).double()
+    rates = torch.cat((rates, -rates))
+    grown = rates * total - (rates.abs().exp() - 1 - rates.abs()) * V  # differences are at most 1 to either side
+    evidence = grown.logsumexp(0) - math.log(len(rates))
+    return (total / V.clamp(min=1e-300).sqrt()).item(), min(1.0, math.exp(min(0.0, -evidence.item())))
+
+
+def too_many(zero: Tensor, near: Tensor, mass: Tensor) -> tuple[float, float]:
+    """(tokens of p = 0, p-value): none may be far from a cut; near one, by Chernoff's bound for a Poisson law."""
+    count, expected = near.sum().item(), mass.sum().item()
+    if zero.any() or (count and not expected):
+        return float(count + zero.sum().item()), 0.0
+    if count <= expected:
+        return float(count), 1.0
+    return float(count), math.exp(count - expected - count * math.log(count / expected))
+
+
+def square(a: Tensor, b: Tensor) -> Tensor:
+    """Counts (PAIR_BINS^2,) of pairs of numbers in [0, 1)."""
+    cell = (a * PAIR_BINS).long() * PAIR_BINS + (b * PAIR_BINS).long()
+    return cell.bincount(minlength=PAIR_BINS**2)
+
+
+def pairs(rows: Sequence[Tensor]) -> Tensor:
+    """Of u and the next one in its row: each belongs to one pair, for overlapping ones are not independent."""
+    return sum(square(u[: len(u) // 2 * 2 : 2], u[1::2]) for u in rows)
+
+
+def neighbours(rows: Sequence[Tensor]) -> Tensor:
+    """Of two rows at the same position, each row in one pair."""
+    counts = torch.zeros(PAIR_BINS**2, dtype=torch.int64)
+    for a, b in zip(rows[::2], rows[1::2]):
+        n = min(len(a), len(b))
+        counts += square(a[:n], b[:n])
+    return counts
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """Rows as one."""
+
+    def cat(values):
+        return tuple(map(cat, zip(*values))) if isinstance(values[0], tuple) else torch.cat(values)
+
+    return Scores(*map(cat, zip(*parts)))
+
+
+def histograms(rows: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
+    """u with the next one, and with the row beside, where there are enough."""
+    counts = {"PIT, next": pairs(rows), "PIT, other row": neighbours(rows)}
+    return {name: chi_square(found) for name, found in counts.items() if found.sum() >= FEWEST * len(found)}
+
+
+def by_group(scores: Scores, chosen: Tensor, name: str) -> dict[str, tuple[float, float]]:
+    """The tests of the tokens chosen (n,) bool by what came before them."""
+    n = int(chosen.sum())
+    if n < 2 * FEWEST:
+        return {}
+    bins = min(BINS, n // FEWEST)
+    counts = [(u[chosen] * bins).long().bincount(minlength=bins) for u in (scores.u, scores.by_draft)]
+    return {
+        f"PIT{name}": chi_square(counts[0]),
+        f"PIT by q - p{name}": chi_square(counts[1]),
+        f"draft's side{name}": martingale(*(part[chosen] for part in scores.side)),
+        f"log p{name}": martingale(*(part[chosen] for part in scores.log_p)),
+    }
+
+
+def all_tests(rows: Sequence[Scores]) -> dict[str, tuple[float, float]]:
+    """{name: (statistic, p-value)} of what a case decoded."""
+    scores = joined(rows)
+    everything = by_group(scores, torch.ones_like(scores.index, dtype=torch.bool), "")
+    found = {**everything, **histograms([row.u for row in rows])}
+    found["zeros"] = too_many(scores.zero, scores.near, scores.near_mass)
+    for i in range(int(scores.index.max()) + 1):
+        found |= by_group(scores, scores.index == i, f" at {i}")
+    return found
+
+
+def examine(case: Case, n_tokens: int, seed: int, drafter: Drafter | None = None) -> tuple[dict, list[Scores]]:
+    """Decode a case and test it: what is to be told of it, and every row's scores."""
+    start = time.perf_counter()
+    drafter = drafter or drafter_of(case.drafter, target_of(case.target))
+    rows, records = decode(case, drafter, n_tokens, seed)
+    decoded_s = time.perf_counter() - start
+    scores = list(score(case, rows, draft_law(case, drafter), seed + 1))
+    whole = joined(scores)
+    rounds = collections.Counter(token.k for token in records if token.index == 0)
+    overlaps = [token.overlap for token in records if token.index < token.k]
+    side = whole.side[2].sum().sqrt() / len(whole.u)  # the standard error of a shift of mass to the draft's side
+    said = {
+        "tokens": len(whole.u), "rows": len(rows), "longest": max(len(row.prompt) + len(row.tokens) for row in rows),
+        "alpha": sum(overlaps) / len(overlaps), "tokens_per_round": len(records) / rounds.total(),
+        "rounds_by_k": dict(sorted(rounds.items())), "entropy": whole.entropy.mean().item(),
+        "seen_from": 7 * side.item(), "rounding": rounding(case.target),
+        "zeros_expected_at_most": whole.near_mass.sum().item(), "decode_s": decoded_s,
+        "seconds": time.perf_counter() - start, "tests": all_tests(scores),
+    }  # fmt: skip
+    return said, scores
+
+
+def pooled(rows: Sequence[tuple[Case, list[Scores]]]) -> dict:
+    """All cases together: their sums are one martingale, as their rows are one list. And the bonus tokens of all."""
+    scores = joined([row for _, found in rows for row in found])
+    # Where K changes, no index is always the bonus's.
+    last = torch.cat([row.index == (-1 if case.k == "auto" else case.k) for case, found in rows for row in found])
+    tests = all_tests([row for _, found in rows for row in found]) | by_group(scores, last, " of the bonus")
+    side = scores.side[2].sum().sqrt() / len(scores.u)
+    return {"tokens": len(scores.u), "seen_from": 7 * side.item(), "tests": tests}
+
+
+# ----------------------------------------------------------------------------------------------- controls
+
+
+def accept_everything(tokens, q, p, generator=None, *, noise):
+    return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]))
+
+
+def accept_the_last(tokens, q, p, generator=None, *, noise):
+    """Right but for one position of the draft."""
+    last = torch.arange(tokens.size(1)) == tokens.size(1) - 1
+    return accept(tokens, q, p, noise=(noise[0] - last.float(), noise[1]))
+
+
+def stale_bonus(tokens, q, p, generator=None, *, noise):
+    """The bonus token by the law of the position before."""
+    return accept(tokens, q, torch.cat((p[:, :-1], p[:, -2:-1]), dim=1), noise=noise)
+
+
+class Stale(ModelDraft):
+    """Never sees the last token of a round that was accepted whole: a worse drafter, and no wrong law."""
+
+    def hidden(self, caches, state, last, T):
+        return super().hidden(caches, state, last, 1)
+
+
+def patched(owner, name: str, value) -> Callable:
+    return functools.partial(mock.patch.object, owner, name, value)
+
+
+CONTROLS = {  # name -> what is put in place of the code
+    "everything is accepted": patched(speculative, "accept", accept_everything),
+    "the last of a draft is accepted always": patched(speculative, "accept", accept_the_last),
+    "the residual is p": patched(speculative, "residual", lambda p, q: p),
+    "the draft's noise accepts": patched(speculative, "ACCEPT", DRAFT_DRAW),
+    "the bonus by the law before": patched(speculative, "accept", stale_bonus),
+}
+KEEPS_THE_LAW = "the draft's cache is stale"
+
+
+def control(name: str, n_tokens: int = CONTROL_TOKENS, seed: int = 77) -> dict:
+    """A case decoded by a broken program: its smallest p-value, by which test, and whether it is as it should be."""
+    case = Case(name, "model", 3, Sampling(1))
+    breaks = CONTROLS.get(name, contextlib.nullcontext)
+    drafter = Stale(disturbed(target_of(case.target), 0.1)) if name == KEEPS_THE_LAW else None
+    with breaks():
+        said, _ = examine(case, n_tokens, seed, drafter)
+    by, (_, p) = min(said["tests"].items(), key=lambda item: item[1][1])
+    right = p > FALSE_ALARM / len(said["tests"]) if name == KEEPS_THE_LAW else p < CAUGHT
+    return {"tokens": said["tokens"], "alpha": said["alpha"], "test": by, "p": p, "as_it_should_be": right}
+
+
+# ------------------------------------------------------------------------------------------- command line
+
+
+def verdict(cases: dict[str, dict]) -> dict:
+    """Of all tests of all cases: how many, the smallest p-value, and whether Bonferroni's bound rejects."""
+    found = {(case, test): p for case, said in cases.items() for test, (_, p) in said["tests"].items()}
+    (case, test), p = min(found.items(), key=lambda item: item[1])
+    threshold = FALSE_ALARM / len(found)
+    return {
+        "false_alarm": FALSE_ALARM, "tests": len(found), "threshold": threshold, "smallest_p": p,
+        "where": f"{case}: {test}", "rejected": p < threshold,
+    }  # fmt: skip
+
+
+def line(name: str, said: dict) -> str:
+    """One case for people."""
+    test, (_, p) = min(said["tests"].items(), key=lambda item: item[1][1])
+    about = f"alpha {said['alpha']:.2f}, {said['tokens_per_round']:.2f} a round, " if "alpha" in said else ""
+    zeros = f"{said['tests']['zeros'][0]:.0f} zeros"
+    least = f"smallest p of {len(said['tests'])} tests {p:.1e} ({test})"
+    return f"{name}: {said['tokens']:,} tokens, {about}{zeros}, seen from {said['seen_from']:.4f}, {least}"
+
+
+def run_cases(n_tokens: int, seed: int) -> dict[str, dict]:
+    share = n_tokens / sum(case.share for case in CASES)
+    cases, rows = {}, []
+    for number, case in enumerate(tqdm(CASES, desc="cases")):
+        cases[case.name], scores = examine(case, math.ceil(1.01 * share * case.share), 1000 * seed + 2 * number)
+        rows.append((case, scores))
+        tqdm.write(line(case.name, cases[case.name]))
+    cases["all cases"] = pooled(rows)
+    print(line("all cases", cases["all cases"]))
+    return cases
+
+
+def run_controls() -> dict[str, dict]:
+    found = {}
+    for name in (*CONTROLS, KEEPS_THE_LAW):
+        found[name] = said = control(name)
+        seen = "as it should be" if said["as_it_should_be"] else "NOT AS IT SHOULD BE"
+        print(f"broken: {name}: {said['tokens']:,} tokens, p = {said['p']:.1e} ({said['test']}): {seen}")
+    return found
+
+
+def main() -> None:
+    parser = Parser(description="Does drafting keep the target's law over long sequences? Tests with a stated bound.")
+    add = parser.add_argument
+    add("--tokens", type=positive, default=1_000_000, metavar="N", help="at least so many; default: 1,000,000")
+    add("--controls", action="store_true", help="only the broken programs, which must be caught")
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--write", type=Path, metavar="FILE", help="results as JSON")
+    args = parser.parse_args()
+    with ending_plainly():
+        start, found = time.perf_counter(), {}
+        if not args.controls:
+            cases = run_cases(args.tokens, args.seed)
+            found = {**verdict(cases), "tokens": cases["all cases"]["tokens"], "cases": cases}
+            print(f"{found['tests']} tests, smallest p {found['smallest_p']:.1e}, threshold {found['threshold']:.1e}")
+        found["controls"] = run_controls()
+        found["seconds"] = round(time.perf_counter() - start, 1)
+        if args.write:
+            record(args.write, found)
+    kept = not found.get("rejected") and all(said["as_it_should_be"] for said in found["controls"].values())
+    print("the law holds" if kept else "the law does NOT hold, or a control went unseen")
+    sys.exit(0 if kept else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""Hours of random requests to engines that live on, every answer compared with a fresh process's.
+
+    python -m tests.attacks.soak [--minutes 60] [--requests N] [--seed 0] [--engines NAME ...] [--write FILE]
+
+    ENGINES         what is served: compiled and eager, single and batched, with every drafter, as flags of generate.py
+    random_request  texts in a batch, or the turns of a chat; sampling, budgets, stop strings, interrupts
+    serve           a request through the program's own Session and chat, with its interrupts
+    repeat          the same in a process that never served another: what differs
+    soak, verdict   both sides for so long; did memory, files and threads stay where they were?
+
+The engines are built and compiled once. Then the process forks: the child serves request after request, as somebody's
+server would for a night, and the parent, which never serves any, forks a fresh process for each of them, which serves
+that one alone and must decide the same tokens, bit for bit. A real signal interrupts some answers at any moment; what
+was decided until then must be where the fresh process's answer begins, and what comes afterwards must be as if the
+answer had been ended there by hand. Compiling anything after the fork is an error. Each process has one thread, or
+forks would not be safe. What this cannot show: leaks slower than the noise of a process's memory, GPUs, other models.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.record import record
+from generate import Engine, Timing, rounded_up
+from program.chat import chat
+from program.edge import ending_plainly
+from program.flags import Parser, positive, speculate_k
+from program.flags import parse_args as generate_flags
+from program.loading import load_drafter, load_target, pick_device
+from program.printing import Printer, Session
+from sampling import FILTERED, GREEDY, PLAIN, Sampling
+from speculative import AUTO_K, Costs
+from tokenizer import Tokenizer
+from tp import ALONE
+from weights.linears import pack_model
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "checkpoints"
+DRAFT = f"--draft_checkpoint {DEMO / 'demo-draft'}"
+CONTEXT = 512
+ENGINES = {
+    "plain": "--compile",
+    "drafted": f"--compile {DRAFT} --speculate_k 4",
+    "batch": "--compile --batch_size 4",
+    "eager": "",
+    "ngram": "--draft ngram",
+    "layers": "--draft layers:0-2 --speculate_k 3",
+    "self": "--draft quantized:int4-g32 --dtype float32",
+    "auto": f"{DRAFT} --speculate_k auto",
+    "drafted batch": f"--batch_size 3 {DRAFT}",
+    "ngram batch": "--batch_size 4 --draft ngram:2 --dtype float16",
+    "int8": f"--quantize int8 {DRAFT} --draft_quantize int8",
+}
+# What `auto` goes by, in place of measurements, which differ from process to process: it drafts for some texts only.
+COSTS = Costs(1.0, {k: 0.45 * k for k in AUTO_K}, {k: 1.15 for k in AUTO_K})
+
+SAMPLINGS = (
+    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3}, {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
+)  # fmt: skip
+PATIENCE_S = 300  # a fresh process that takes longer hangs
+GROWTH_MB, GROWTH = 16, 0.02  # memory is flat when it grew by no more than this much, or this share
+
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+@dataclass
+class Request:
+    """What somebody asks of an engine: texts to continue together, or the turns of a chat, one after the other."""
+
+    engine: str
+    texts: list[str]
+    sampling: dict
+    new: list[int]  # tokens of each row; of each turn, the first number
+    seed: int
+    chat: bool = False
+    stop: list[str] = field(default_factory=list)
+    interrupts: list[float | None] = field(default_factory=list)  # seconds after which each answer is interrupted
+
+
+@dataclass
+class Answer:
+    """What one call of Session.decode gave, by row."""
+
+    ids: list[list[int]]
+    texts: list[str]
+    interrupted: bool = False
+    error: str | None = None
+
+
+def random_request(draw: random.Random, name: str, rows: int, words: list[str]) -> Request:
+    def text(most: int = 150) -> str:
+        if draw.random() < 0.05:
+            return "".join(chr(draw.randrange(33, 0x2FFF)) for _ in range(draw.randint(1, 20)))
+        begin = draw.randrange(len(words))
+        return " ".join(words[begin : begin + draw.randint(1, most)])
+
+    talk = rows == 1 and draw.random() < 0.4
+    if talk:
+        texts = ["/reset" if draw.random() < 0.1 else text(40) for _ in range(draw.randint(1, 8))]
+    else:
+        texts = [text() for _ in range(rows if draw.random() < 0.7 else draw.randint(1, rows))]
+    if draw.random() < 0.03:
+        texts[-1] = " ".join(words * 2)  # never fits: refused, and then as if nothing had been
+    new = [draw.randint(1, 60 if talk else 200)] * len(texts)
+    if draw.random() < 0.5:
+        new = [draw.randint(1, most) for most in new]
+    return Request(
+        name, texts, draw.choice(SAMPLINGS), new, draw.randrange(2**62), talk,
+        stop=draw.sample([" the", ".", "\n", "Tim", " said"], draw.randint(1, 2)) if draw.random() < 0.2 else [],
+        interrupts=[draw.uniform(0, 0.4) if draw.random() < 0.15 else None for _ in (texts if talk else [0])],
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------- serving
+
+
+def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
+    """The engines, compiled for every kind of sampling. Those of equal weights share one model."""
+    flags = {name: generate_flags(ENGINES[name].split()) for name in names}
+    targets, built, device = {}, {}, pick_device("cpu")
+    weights = lambda args: (args.quantize, args.dtype)  # noqa: E731
+    for args in flags.values():
+        if weights(args) not in targets:
+            targets[weights(args)] = load_target(args, device, ALONE)
+    drafters = {name: load_drafter(args, *targets[weights(args)]) for name, args in flags.items()}
+    models = [model for model, _ in targets.values()]
+    pack_model(*models, *[drafter.model for drafter in drafters.values() if drafter and drafter.model])
+    for name, args in tqdm(flags.items(), desc="engines"):
+        (model, tokenizer), drafter = targets[weights(args)], drafters[name]
+        engine = Engine(model, args.batch_size, CONTEXT, compile=bool(args.compile), drafter=drafter,
+                        speculate_k=speculate_k(args))  # fmt: skip
+        engine.costs = COSTS
+        warm_lengths(engine)
+        for kind in (GREEDY, PLAIN, FILTERED) if engine.compile else ():
+            engine.warm_up(kind)
+        built[name] = engine, tokenizer
+    return built
+
+
+@torch.inference_mode()
+def warm_lengths(engine: Engine) -> None:
+    """Run prompts of every length that there is, in every number of rows: libraries keep something for each."""
+    drafts = [engine.drafter.cached] if engine.drafter and engine.drafter.owns_cache else []
+    for n in sorted({rounded_up(n) for n in range(1, CONTEXT + 1)}):
+        for cached, rows in itertools.product([engine.cached, *drafts], range(1, engine.state.pos.size(0) + 1)):
+            cached.prompt_chunk(engine.state, rows, 0, min(n, CONTEXT))
+
+
+class Recorded(Session):
+    """A Session whose answers are kept, and interrupted: by a signal after some seconds, or where `before` says that
+    they once were. From there on it goes by the text that was printed then, which may lack the last token's: the
+    signal may come between the two."""
+
+    def begin(self, interrupts: list[float | None], before: list[Answer] | None) -> None:
+        self.answers: list[Answer] = []
+        self.interrupts, self.before, self.armed = interrupts, before, False
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, *_) -> None:
+        if self.armed:
+            raise KeyboardInterrupt
+
+    def decode(self, printer: Printer, prompts, budgets: list[int], seed: int, cached: int = 0) -> Timing:
+        number, answer = len(self.answers), Answer([], [])
+        self.answers.append(answer)
+        once = self.before[number] if self.before is not None and number < len(self.before) else None
+        if once is not None and once.interrupted:
+            printer.feed = until(sum(map(len, once.ids)), printer.feed)
+        try:
+            try:
+                if self.before is None and self.interrupts[number] is not None:
+                    self.armed = True
+                    signal.setitimer(signal.ITIMER_REAL, self.interrupts[number])
+                return super().decode(printer, prompts, budgets, seed, cached)
+            finally:
+                self.armed = False
+        except KeyboardInterrupt:
+            answer.interrupted = True
+            raise
+        except ValueError as error:
+            answer.error = str(error)
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            answer.ids, answer.texts = printer.ids, ["".join(pieces) for pieces in printer.pieces]
+            if once is not None and once.interrupted:
+                answer.interrupted, printer.pieces = True, [[text] for text in once.texts]
+
+
+def until(n: int, feed: Callable) -> Callable:
+    """Printer.feed, which is interrupted after n tokens."""
+    left = n
+
+    def counting(*arguments) -> None:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        feed(*arguments)
+
+    return counting
+
+
+def serve(engine: Engine, tokenizer: Tokenizer, asked: Request, before: list[Answer] | None = None) -> list[Answer]:
+    """The answers to a request: one of a batch, or one a turn. `before`: what another process answered, for the
+    places where that was interrupted."""
+    session = Recorded(engine, tokenizer, Sampling(**asked.sampling), tokenizer.stop_ids)
+    session.begin(asked.interrupts, before)
+    with silence(), contextlib.suppress(ValueError, KeyboardInterrupt):
+        if asked.chat:
+            flags = ["--interactive", "--seed", str(asked.seed % 2**32), "--max_new_tokens", str(asked.new[0])]
+            sys.stdin = io.StringIO("".join(" ".join(text.split()) + "\n" for text in asked.texts))
+            chat(session, generate_flags(flags + ["--stop"] * bool(asked.stop) + asked.stop))
+        else:
+            printer = Printer(tokenizer, asked.texts, session.stop_ids, asked.stop, as_json=True)
+            session.decode(printer, [tokenizer.encode(text) for text in asked.texts], asked.new, asked.seed)
+    return session.answers
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+# ------------------------------------------------------------------------------------------- comparing
+
+
+def difference(got: list[Answer], fresh: list[Answer]) -> str | None:
+    """What a fresh process answers otherwise; None if nothing. Of an interrupted answer the ids count."""
+    if len(got) != len(fresh):
+        return f"{len(got)} answers, a fresh process's {len(fresh)}"
+    for number, (a, b) in enumerate(zip(got, fresh)):
+        for what in ("ids", "interrupted", "error") + (() if a.interrupted else ("texts",)):
+            ours, theirs = getattr(a, what), getattr(b, what)
+            if ours != theirs:
+                return f"answer {number}: {what} {ours!r}, a fresh process's {theirs!r}"
+    return None
+
+
+def repeat(engines: dict, asked: Request, got: list[Answer], say) -> None:
+    """In a process that never served a request: tell the pipe `say` what comes out otherwise."""
+    os.setpgrp()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        say.send(difference(got, serve(*engines[asked.engine], asked, before=got)))
+
+
+def fresh(processes, engines: dict, asked: Request, got: list[Answer]) -> str | None:
+    """`repeat` in a process of its own; what is wrong, if something is."""
+    hear, say = processes.Pipe(duplex=False)
+    process = processes.Process(target=repeat, args=(engines, asked, got, say))
+    process.start()
+    say.close()
+    try:
+        return hear.recv() if hear.poll(PATIENCE_S) else f"a fresh process found no end in {PATIENCE_S} s"
+    except EOFError:
+        return "a fresh process failed"
+    finally:
+        hear.close()
+        process.kill()
+        process.join()
+
+
+# ------------------------------------------------------------------------------------------- the hours
+
+
+def work(engines: dict, minutes: float, most: int | None, seed: int, words: list[str], say) -> None:
+    """Serve random requests, and tell the pipe each with its answers and what the process holds by then."""
+    os.setpgrp()  # Ctrl-C on the terminal is the parent's
+    draw, end = random.Random(seed), time.monotonic() + 60 * minutes
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in itertools.count() if most is None else range(most):
+            if time.monotonic() > end:
+                return
+            name = draw.choice(list(engines))
+            asked = random_request(draw, name, engines[name][0].state.pos.size(0), words)
+            try:
+                say.send((asked, serve(*engines[name], asked), holds()))
+            except Exception:
+                say.send((asked, traceback.format_exc(), None))
+                return
+
+
+def holds() -> dict[str, float]:
+    """What this process has: resident megabytes, open files, threads (of Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    count = lambda name: len(os.listdir(f"/proc/self/{name}"))  # noqa: E731
+    return {"mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "files": count("fd"), "threads": count("task")}
+
+
+def soak(minutes: float, most: int | None, seed: int, names: list[str]) -> dict:
+    """Serve for so long or so many requests, compare everything, and say what happened."""
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1  # no pool of processes with threads that watch it
+    engines, words = build(names), (DEMO / "stories.txt").read_text().split()
+    processes = multiprocessing.get_context("fork")
+    hear, say = processes.Pipe(duplex=False)
+    worker = processes.Process(target=work, args=(engines, minutes, most, seed, words, say), daemon=True)
+    worker.start()
+    say.close()
+    counts, held, wrong = Counter(), [], []
+    start = time.monotonic()
+    with tqdm(desc="requests", unit="", mininterval=10) as bar, contextlib.suppress(EOFError):
+        while True:
+            asked, got, now = hear.recv()
+            found = {"the server": got} if isinstance(got, str) else {"fresh": fresh(processes, engines, asked, got)}
+            wrong += [{"request": vars(asked), who: what} for who, what in found.items() if what]
+            if isinstance(got, list):
+                counts += counted(asked, got)
+                held.append({"minute": (time.monotonic() - start) / 60, **now})
+            for who, what in found.items():
+                if what:
+                    tqdm.write(f"{vars(asked)}\n{who}: {what}", file=sys.stderr)
+            bar.update()
+            bar.set_postfix(wrong=len(wrong), mb=held and round(held[-1]["mb"]))
+    worker.join()
+    if worker.exitcode:
+        wrong.append({"the server": f"ended with {worker.exitcode}"})
+    return {"minutes": minutes, "seed": seed, "engines": names, **counts, "wrong": wrong, **verdict(held)}
+
+
+def counted(asked: Request, got: list[Answer]) -> Counter:
+    return Counter({
+        "requests": 1,
+        "answers": len(got),
+        "tokens": sum(len(ids) for answer in got for ids in answer.ids),
+        "turns of chats": len(got) * asked.chat,
+        "batches": len(asked.texts) > 1 and not asked.chat,
+        "interrupted": sum(answer.interrupted for answer in got),
+        "refused": sum(answer.error is not None for answer in got),
+    })  # fmt: skip
+
+
+def verdict(held: list[dict[str, float]]) -> dict:
+    """How much of everything the process held after a tenth of the requests and at the end, and what has grown: memory
+    by medians of a tenth of the requests each, files and threads by their largest numbers of the two halves."""
+    if len(held) < 2:
+        return {"grown": []}
+    tenth = max(1, len(held) // 10)
+    column = lambda name, part: [now[name] for now in held[part]]  # noqa: E731
+    early, late = (statistics.median(column("mb", part)) for part in (slice(tenth, 2 * tenth), slice(-tenth, None)))
+    grown = ["memory"] * (late - early > max(GROWTH_MB, GROWTH * early))
+    halves = slice(len(held) // 2), slice(len(held) // 2, None)
+    grown += [name for name in ("files", "threads") if max(column(name, halves[1])) > max(column(name, halves[0]))]
+    every = max(1, len(held) // 60)
+    series = " ".join(f"{now['minute']:.0f}:{now['mb']:.0f}" for now in held[::every])
+    return {"mb_early": round(early, 1), "mb_late": round(late, 1), "grown": grown, "mb_by_minute": series}
+
+
+# ---------------------------------------------------------------------------------------- command line
+
+
+def main() -> None:
+    parser = Parser(description="Random requests to engines that live on; every answer compared with a new process's.")
+    add = parser.add_argument
+    add("--minutes", type=float, default=60, metavar="M", help="default: 60")
+    add("--requests", type=positive, metavar="N", help="end after so many; default: no limit but the time")
+    add("--seed", type=int, default=0, metavar="N", help="of the requests; default: 0")
+    add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help="default: all")
+    add("--write", type=Path, metavar="FILE", help="results as JSON")
+    args = parser.parse_args()
+    with ending_plainly():
+        start = time.perf_counter()
+        found = soak(args.minutes, args.requests, args.seed, args.engines)
+        found["seconds"] = round(time.perf_counter() - start)
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+        if args.write:
+            record(args.write, found)
+    sys.exit(1 if found["wrong"] or found["grown"] else 0)
+
+
+if __name__ == "__main__":
+    main()

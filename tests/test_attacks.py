@@ -1,0 +1,236 @@
+"""Each attack of tests/attacks passes what is right in a short run, and still catches one sabotage.
+
+A control that passes shows an attack that no longer bites. What must hold of the law does so with p > 1e-6, what must
+fail fails with p < 1e-12; seeds are fixed.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+import speculative
+from checkpoint import load_model
+from reading import templates
+from sampling import Sampling
+from speculative import accept
+from tests.attacks import drift, faults, fuzz, law, mutate
+
+pytestmark = pytest.mark.attack
+
+# -------------------------------------------------------------------------------------------------- fuzz
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    (root := tmp_path_factory.mktemp("fuzz") / "good").mkdir()
+    return fuzz.build(root)
+
+
+def test_a_hundred_and_fifty_broken_folders(good, monkeypatch):
+    """In this process: no limit of memory, no watch over what is opened."""
+    monkeypatch.setattr(templates, "TEMPLATE_S", 1)
+    results = [fuzz.one_case(99, number, None, good) for number in range(150)]
+    assert [found for found in results if found["failure"]] == []
+    loaded = sum(not found["refused"] for found in results)
+    assert 5 < loaded < 75 and {found["kind"] for found in results} == fuzz.ATTACKS.keys()
+
+
+def test_workers_outlive_a_case_that_ends_them():
+    """A folder that kills whoever loads it: the case is a failure, the others are not."""
+    killed = fuzz.Worker(range(3), lambda number: os._exit(7) if number == 1 else {"failure": None})
+    assert [killed.result()["failure"] for _ in range(3)] == [None, "the process ended with 7", None]
+
+
+def other_weights(folder, **options):
+    model = load_model(folder, **options)
+    model.layers[1].ffn.down.weight[3, 3] += 1
+    return model
+
+
+CARELESS = {  # what is replaced, by what, and what is to be said of it
+    "another exception": ("load_config", lambda folder: {}["x"], "KeyError"),
+    "a message without the folder": ("load_config", lambda folder: int("x"), "not one line"),
+    "a file outside": ("load_config", lambda folder: (folder.parent / "x").write_text("x"), "files changed"),
+    "other weights": ("load_model", other_weights, "down_proj.weight is not what the file holds"),
+}
+
+
+@pytest.mark.parametrize("case", CARELESS)
+def test_a_careless_loader_is_caught(case, good, monkeypatch):
+    name, loader, said = CARELESS[case]
+    monkeypatch.setattr(fuzz, name, loader)
+    monkeypatch.setitem(fuzz.ATTACKS, "config", (lambda rng, folder: "nothing", ("sentencepiece",)))
+    assert said in fuzz.one_case(0, 0, "config", good)["failure"]
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+# The first run says so and waits, for a signal, where it says `half`; the next one does not wait.
+WRITER = """
+import os, signal, subprocess, sys, time
+file, first = sys.argv[1], not os.path.exists(sys.argv[1] + ".struck")
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+def half():
+    open(file + ".struck", "w").close()
+    time.sleep(20 * first)
+def write(name):
+    with open(name, "w") as stream:
+        stream.write("[1, "); stream.flush(); half(); stream.write("2]")
+def whole():
+    write(file + ".partial")
+    os.replace(file + ".partial", file)
+"""
+KINDS = {  # what a writer does, and what is to be said of it
+    "right": ("whole()", None),
+    "in place": ("write(file)", "NEITHER OLD NOR WHOLE"),
+    "all is well": ("signal.signal(signal.SIGINT, lambda *_: sys.exit(0)); whole()", "status 0, output: as before"),
+    "leaves a child": ("subprocess.Popen(['sleep', '9'], start_new_session=True); whole()", "left behind"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_writer_is_caught(kind, tmp_path, monkeypatch):
+    code, said = KINDS[kind]
+    (tmp_path / "writer.py").write_text(WRITER + code)
+    (tmp_path / "right.json").write_text("[1, 2]")
+    command = (str(tmp_path / "writer.py"), "OUT/made.json")
+    program = faults.Program(kind, command, "made.json", before={"made.json": "{}"})
+    whole = faults.Whole(0.1, "", faults.contents(tmp_path / "right.json"))
+
+    def strike(case):
+        while not (case.out / "made.json.struck").exists():
+            time.sleep(0.005)
+        faults.FAULTS["SIGINT"].strike(case)
+
+    monkeypatch.setattr(faults, "PATIENCE_S", 0.2)
+    fault = faults.FAULTS["SIGINT"]._replace(strike=strike)
+    found = faults.attempt(program, fault, 0, whole, tmp_path, tmp_path / "case")["problems"]
+    assert found == [] if said is None else any(said in problem for problem in found), found
+
+
+# --------------------------------------------------------------------------------------------------- law
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Rows of 160 positions instead of 1,600, and the roundings of such."""
+    monkeypatch.setattr(law, "LONGEST", 160)
+    monkeypatch.setattr(law, "BATCH", 64)
+    law.rounding.cache_clear()
+
+
+CASES = [law.Case("K 3", "model", 3, Sampling(1)), law.Case("auto", "layers:0,1", "auto", law.FILTERS)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_program_keeps_the_law(small, case):
+    said, _ = law.examine(case, 1500, 5)
+    assert said["tokens"] >= 1500 and min(p for _, p in said["tests"].values()) > 1e-6
+    assert any(name.endswith(" at 1") for name in said["tests"]), "nothing was accepted: nothing is shown"
+
+
+@pytest.mark.parametrize("name", [*law.CONTROLS, law.KEEPS_THE_LAW])
+def test_a_broken_program_breaks_the_law(small, name):
+    assert law.control(name, 4000)["as_it_should_be"]
+
+
+# ------------------------------------------------------------------------------------------------- drift
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["as it is", "keeps every draft"])
+def test_float32_does_not_drift(broken, monkeypatch):
+    monkeypatch.setattr(drift, "DTYPES", ("float32",))
+    monkeypatch.setattr(drift, "DRAFTERS", ("layers",))
+    monkeypatch.setattr(drift, "KS", (3,))
+    if broken:
+        keep = lambda *given, noise: accept(*given, noise=(noise[0] - 1, noise[1]))  # noqa: E731
+        monkeypatch.setattr(speculative, "accept", keep)
+    (row,) = drift.measure(ROOT / "checkpoints" / "stories.txt", 2, 12, 2)["drafted"]
+    if broken:
+        assert not row["within_2d"] and max(row["ulps"]) > 100
+    else:
+        assert row["within_2d"] and row["same"] == 2 and row["distances"] == []
+
+
+# -------------------------------------------------------------------------------------------------- soak
+
+# After the fork, in the server alone: its caches hold whatever it is asked about, and every answer leaves a file open.
+SOAK = """
+import sys
+import program.chat
+from tests.attacks import soak
+honest, serve, kept = soak.work, soak.serve, []
+def work(*arguments):
+    program.chat.common_prefix = lambda a, b: len(a) if b else 0
+    soak.serve = lambda *given: (kept.append(open("/dev/null")), serve(*given))[1]
+    honest(*arguments)
+if SABOTAGED:
+    soak.work = work
+sys.argv = ["soak", "--requests", "4", "--engines", "eager", "--seed", "969"]
+soak.main()
+"""
+
+
+@pytest.mark.parametrize("sabotaged", [False, True], ids=["as it is", "sabotaged"])
+def test_a_server_of_seconds(sabotaged):
+    code = SOAK.replace("SABOTAGED", str(sabotaged))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout)
+    assert found["requests"] == 4 and found["turns of chats"] > 5 and found["tokens"] > 30, found
+    if sabotaged:
+        assert done.returncode == 1 and "a fresh process's" in found["wrong"][0]["fresh"], found
+        assert found["grown"] == ["files"]
+    else:
+        assert done.returncode == 0 and not found["wrong"] and not found["grown"], found
+
+
+# ------------------------------------------------------------------------------------- mutants, emulation
+
+
+def test_mutants_that_a_test_sees_are_killed(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
+    (tmp_path / "bounds.py").write_text("def clamp(x, low, high):\n    return low if x < low else min(x, high)\n")
+    test = "from bounds import clamp\n\n\ndef test():\n    assert (clamp(0, 1, 3), clamp(2, 1, 3)) == (1, 2)\n"
+    (tmp_path / "tests" / "test_bounds.py").write_text(test)
+    every = mutate.mutants(tmp_path, "bounds.py")
+    assert {mutant.kind for mutant in every} == {"comparison", "exchanged branches", "swapped arguments"}
+    found = mutate.measure(tmp_path, every, {"bounds.py": ("test_bounds.py",)})
+    # At x = low both branches give the same: the one mutant that is the same program.
+    assert sorted(kind for _, _, kind, *_ in found["survivors"]) == ["comparison", "swapped arguments"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_emulating_needs_a_build_for_cuda():
+    command = [sys.executable, "-m", "tests.attacks.emulate", "generate.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr == "error: emulating a GPU needs a CUDA build of torch with its headers, and triton\n"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--no-compile",), ("--draft_checkpoint", "checkpoints/demo-draft"), ("--draft", "layers:0-2"),
+     ("--quantize", "int8"), ("--quantize", "fp8"), ("--quantize", "mxfp6"),
+     ("--prompt", "One day a small dog and a big cat ran to the park to play")],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_emulated_gpu_gives_a_cpu_s_tokens(options):
+    """Wrong positions, masks, bits, static inputs or replays give others. One to three minutes each."""
+    greedy = ("--temperature", "0", "--dtype", "float32", "--max_new_tokens", "6", "--max_seq_length", "64", "--json")
+    run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    emulated = ["-m", "tests.attacks.emulate", "generate.py", "--device", "cuda"]
+    done = run([sys.executable, *emulated, *greedy, *options])
+    assert done.returncode == 0 and "WRONG" not in done.stderr, done.stderr
+    assert ("CUDA graphs of" in done.stderr) == ("--no-compile" not in options), done.stderr
+    on_cpu = run([sys.executable, "generate.py", "--device", "cpu", "--no-compile", *greedy, *options])
+    assert json.loads(done.stdout)["tokens"] == json.loads(on_cpu.stdout)["tokens"]

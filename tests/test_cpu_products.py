@@ -1,0 +1,300 @@
+"""weights/cpu.py: a layout changes nothing but the time, digits lose less than a bfloat16, their sums are exact."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from checkpoint import load_model
+from generate import generate
+from program.report import weight_bytes
+from sampling import Sampling
+from speculative import layer_subset
+from weights import cpu
+from weights.cpu import PackedInt8, PackedWeights, from_digits, int4_layout, to_digits, unpack_int4
+from weights.formats import dequantize_tensor, quantize_tensor
+from weights.linears import PackedLinear, QuantizedLinear, pack_model
+
+needs_onednn = pytest.mark.skipif(
+    not PackedWeights.gains(torch.empty(1, 1, dtype=torch.bfloat16)) or not cpu.sums_exactly(),
+    reason="oneDNN does not multiply in bfloat16, or not exactly in 8 bits, here",
+)
+pytestmark = needs_onednn
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    """What is done beyond the caches is done at any size."""
+    monkeypatch.setattr(cpu, "LARGE", 0)
+
+
+def integers(*shape: int, low: int = -127, high: int = 128, seed: int = 0, dtype=torch.int8) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --------------------------------------------------------------------------------------------- layouts
+
+SHAPES = [(7, 33), (96, 256), (1100, 1024)]  # odd; small; beyond LARGE in bfloat16
+
+
+def packed(linear: nn.Linear, scheme: str) -> QuantizedLinear:
+    found = QuantizedLinear.from_float(linear.requires_grad_(False), scheme)
+    found.pack()
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_packed_linear_is_the_linear(shape, dtype):
+    """Against float64, for one row, for a few, for many, with more than one dimension in front. Rounding: sums of n
+    terms in float32, n u = n 2^-24, then of the result and of the sum with the bias, u = 2^-8 in bfloat16."""
+    linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
+    weight, found = linear.weight.clone(), PackedLinear(linear)
+    assert found.weight.is_meta and found.weight.shape == shape and found.weight.nbytes == weight.nbytes
+    epsilon = 2 * shape[1] * 2**-24 + (2 * 2**-8 if dtype == torch.bfloat16 else 0)
+    for front in ((1,), (2,), (5,), (6,), (1, 1), (2, 3), (40,)):
+        x = torch.randn(*front, shape[1]).to(dtype)
+        want = x.double() @ weight.double().T + linear.bias.double()
+        size = x.double().abs() @ weight.double().abs().T + linear.bias.double().abs()
+        got = found(x)
+        assert got.shape == want.shape and got.dtype == dtype
+        assert ((got.double() - want).abs() <= epsilon * size).all(), front
+
+
+def test_padding_rows_reach_no_result():
+    """A row of NaN must not be there, and one row alone is what it is among others."""
+    weight = torch.randn(1100, 1024, dtype=torch.bfloat16)
+    linear = nn.Linear(1024, 1100, bias=False, dtype=torch.bfloat16)
+    linear.weight.data.copy_(weight)
+    found = PackedLinear(linear.requires_grad_(False))
+    assert found.packed.rows > 1
+    x = torch.randn(4, 1024, dtype=torch.bfloat16)
+    for M in range(1, 5):
+        got = found(x[:M])
+        assert got.shape == (M, 1100) and got.isfinite().all()
+        assert torch.allclose(got.float(), x[:M].float() @ weight.float().T, atol=0.5, rtol=2**-7)
+
+
+# ---------------------------------------------------------------------------------------------- digits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), st.floats(-6, 6))
+def test_digits_stand_for_the_nearest_step(seed, dtype, spread):
+    """|x - step * whole| <= step / 2, with float32's own rounding of x / step (24 bits) beside it, for rows of any
+    size, with outliers; no digit overflows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 64, generator=generator) * 10.0 ** (spread * torch.rand(5, 1, generator=generator))
+    x[1, 3], x[2] = 1e4 * x[1].abs().max(), 0
+    x = x.clamp(-6e4, 6e4).to(dtype)
+    digits, step = to_digits(x)
+    n = 2 if dtype == torch.bfloat16 else 3
+    assert digits.dtype == torch.uint8 and digits.shape == (n * 5, 64)
+    whole = sum(256**i * (part.double() - 128) for i, part in enumerate(digits.view(n, 5, 64)))
+    error = (x.double() - step.double() * whole).abs()
+    assert (error <= step.double() * (0.5 + whole.abs() * 2**-23)).all()
+    assert (whole[2] == 0).all()
+
+
+@pytest.mark.parametrize("M", [1, 3, 6])
+def test_sums_of_digits_are_exact(M):
+    """Largest digits against largest codes, and random ones: what an overflow would change. Sums are rounded once, to
+    float32; some processors (AMX) round them before they subtract the digits' offset, and again."""
+    codes = integers(300, 8192)
+    codes[0], codes[1] = 127, -127
+    x = integers(M, 8192, low=0, high=256, seed=1, dtype=torch.uint8)
+    x[0, :] = 255
+    got = PackedInt8(codes, torch.ones(300))(x)
+    want = (x.long() - 128) @ codes.T.long()
+    before = x.long() @ codes.T.long()
+    assert ((got.double() - want).abs() <= 2**-24 * (want.abs() + before.abs())).all()
+    assert want.abs().max() > 2**24  # beyond what sums in float32 would hold
+
+
+def test_a_processor_that_overflows_is_found_out(small_is_large):
+    """oneDNN held to AVX2 adds pairs of products in 16 bits: then this form is not used, and products stay right."""
+    code = """
+import torch
+from weights import cpu
+from weights.linears import QuantizedLinear
+cpu.LARGE = 0
+linear = torch.nn.Linear(256, 96, bias=False).requires_grad_(False)
+linear.weight.fill_(0.02)
+found = QuantizedLinear.from_float(linear, "int8")
+found.pack()
+y = found(torch.full((1, 256), 1.0))
+assert (y - 5.12).abs().max() < 0.05, y
+print(cpu.sums_exactly(), found.packed is not None)
+"""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if done.stdout.split() == ["True", "True"]:
+        pytest.skip("this processor's AVX2 adds 8-bit products exactly")
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int8_products_are_those_of_the_stored_weights(small_is_large, dtype):
+    """|error| <= step / 2 * sum |w| a row, and roundings: n u of float32 for what combines and scales, u of the result
+    type. In the worst row there is, one outlier and nothing else, too."""
+    linear = nn.Linear(512, 96, bias=False, dtype=dtype).requires_grad_(False)
+    parts = quantize_tensor(linear.weight, "int8")
+    w = dequantize_tensor(parts, "int8").double()
+    found = packed(linear, "int8")
+    assert isinstance(found.packed, PackedInt8) and found.codes.is_meta
+    for M in (1, 2, 6, 40):
+        x = torch.randn(M, 512).to(dtype)
+        x[0], x[0, 9] = x[0] * 1e-3, 50.0
+        _, step = to_digits(x)
+        bound = step.double() / 2 * w.abs().sum(1) + x.double().abs() @ w.abs().T * (
+            4 * 2**-24 + torch.finfo(dtype).eps
+        )
+        assert ((found(x).double() - x.double() @ w.T).abs() <= bound).all()
+
+
+def test_digits_lose_less_than_a_bfloat16_result(small_is_large):
+    """The worst row of 16384 inputs, max |x| = sqrt(in) rms(x): root mean square of the digits' error over that of the
+    results, against 2^-9 / sqrt(3), what rounding the result to bfloat16 takes. Measured over 96 outputs: the root of a
+    mean of 96 squares is within 25 % of its expectation but for one in 10^4, and the bound has that much room."""
+    x = torch.randn(1, 16384, generator=torch.Generator().manual_seed(0)) * 1e-3
+    x[0, 5] = 1.0
+    x = x.bfloat16()
+    assert x.float().abs().max() / x.float().square().mean().sqrt() > 0.98 * 128
+    codes, scale = integers(96, 16384, seed=3), torch.ones(96)
+    digits, step = to_digits(x)
+    got = from_digits(PackedInt8(codes, scale)(digits), step).double()
+    want = x.double() @ codes.double().T
+    error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
+    assert error < 2**-9 / 3**0.5, error
+
+
+def test_a_row_alone_is_bit_for_bit_the_row_among_others(small_is_large):
+    """Integers add up the same in any company: a step, its verification and a prompt see one model."""
+    found = packed(nn.Linear(512, 96, dtype=torch.bfloat16), "int8")
+    x = torch.randn(40, 512).bfloat16()
+    together = found(x)
+    for row in range(len(x)):
+        assert torch.equal(found(x[row : row + 1])[0], together[row])
+    assert torch.equal(found(x[:6]), together[:6])
+
+
+@pytest.mark.parametrize("rows", [16, 40, 64, 96, 176, 250])
+@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g128-float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_is_unpacked_from_what_the_kernel_reads(rows, scheme, dtype):
+    """Whole blocks of rows, a smaller last one, rows that are no multiple of 16: bit for bit the stored weights, with
+    scale and zero in the kernel's type. Nothing else is kept."""
+    if int4_layout() is None:
+        pytest.skip("this processor's layout is unknown")
+    linear = nn.Linear(256, rows, bias=False, dtype=dtype)
+    parts = quantize_tensor(linear.weight, scheme)
+    found = packed(linear, scheme)
+    assert all(part.is_meta for part in found.parts().values())
+    kernel_s = parts | {name: parts[name].to(dtype) for name in ("scale", "zero")}
+    want = dequantize_tensor(kernel_s, scheme)
+    assert torch.equal(found.dequantized(torch.float32), want)
+    x = torch.randn(300, 256).to(dtype)  # a long prompt
+    assert torch.equal(found(x), nn.functional.linear(x, want.to(dtype)))
+
+
+def test_unknown_int4_layouts_keep_the_stored_codes(monkeypatch):
+    linear, x = nn.Linear(256, 96, bias=False), torch.randn(300, 256)
+    want = packed(linear, "int4-g32")(x)
+    monkeypatch.setattr(cpu, "int4_layout", lambda: None)
+    found = packed(linear, "int4-g32")
+    assert not found.codes.is_meta and torch.allclose(found(x), want, atol=1e-5)
+    codes = torch.randint(0, 16, (176, 32), dtype=torch.int32)
+    laid_out = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    layouts = [layout for layout in ((64, 32), (32, 16), (32, 1)) if torch.equal(unpack_int4(laid_out, *layout), codes)]
+    assert len(layouts) <= 1, "layouts that cannot be told apart"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible(small_is_large, wrong):
+    found = packed(nn.Linear(64, 32, dtype=torch.bfloat16), "int8")
+    x = torch.randn(3, 64).bfloat16()
+    want = found(x)
+    x[1, 7] = wrong
+    got = found(x)
+    assert not got[1].isfinite().any() and torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("family", ["llama-3.2", "qwen2", "qwen3-biased", "mistral-v0.1"])
+def test_a_packed_model_says_the_same(folder_of, small_is_large, family):
+    """Greedy ids in float32, memory let go, bytes of a step counted alike; a tied embedding keeps its rows."""
+    prompts, options = [[1, 5, 9, 30], [7] * 12], {"sampling": Sampling(0), "max_new_tokens": 24}
+    plain = load_model(folder_of(family), dtype=torch.float32)
+    want, read = list(generate(plain, prompts, **options)), weight_bytes(plain)
+    model = pack_model(load_model(folder_of(family), dtype=torch.float32))
+    assert all(
+        parameter.is_meta for name, parameter in model.named_parameters() if "layers" in name and parameter.dim() > 1
+    )
+    assert model.lm_head.weight.is_meta and not model.embed.weight.is_meta
+    assert list(generate(model, prompts, **options)) == want
+    assert weight_bytes(model) == read
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
+def test_what_a_kernel_holds_is_all_that_is_held_and_counted(folder_of, small_is_large, scheme):
+    """Stored parts are let go, whatever the kernel; a form without a kernel counts the weights that are read."""
+    folder, dtype = folder_of("llama-2"), torch.bfloat16
+    full = weight_bytes(load_model(folder, dtype=dtype))
+    stored = load_model(folder, dtype=dtype, quantize=scheme, pack=False)
+    sizes = [weight_bytes(stored), weight_bytes(pack_model(stored))]
+    linear = stored.layers[0].ffn.down
+    assert linear.codes.is_meta and linear.codes.nbytes == linear.format.bits * 64 * 96 // 8
+    assert (sizes[1] == full) == (scheme == "mxfp6") and (sizes[0] == sizes[1]) == (scheme != "mxfp6")
+
+
+@pytest.mark.parametrize("family", ["llama-3", "llama-3.2"])
+def test_what_models_share_is_packed_once(folder_of, small_is_large, family):
+    """A draft that is a part of the model reads the same memory; a tied embedding keeps the table, for both."""
+    model = load_model(folder_of(family), dtype=torch.float32)
+    part, tokens = layer_subset(model, [0, 2]), torch.arange(5)
+    want = model(tokens[None], tokens), part(tokens[None], tokens)
+    assert pack_model(model, part) is model and isinstance(part.lm_head, PackedLinear)
+    assert part.lm_head is model.lm_head and part.layers[1] is model.layers[2]
+    got = model(tokens[None], tokens), part(tokens[None], tokens)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want))
+    before = model.lm_head.packed
+    assert pack_model(model).lm_head.packed is before, "packed again"
+
+
+def test_hooks_survive_packing(small_is_large):
+    """Tensor parallelism's sums are forward hooks."""
+    model, seen = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False), []
+    model[0].register_forward_hook(lambda module, args, y: seen.append(type(module)))
+    pack_model(model)(torch.randn(1, 64))
+    assert seen == [PackedLinear]
+
+
+def test_half_precision_and_small_float32_stay_plain():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float16), nn.Embedding(4, 4))
+    pack_model(model.requires_grad_(False))
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear, nn.Embedding]
+
+
+@pytest.mark.compiled
+def test_compiled_code_reads_packed_weights(small_is_large):
+    """One compilation serves Linears that hold other weights: the handle is an input, not a constant."""
+    layers = [nn.Linear(256, 256, dtype=torch.bfloat16).requires_grad_(False) for _ in range(4)]
+    a, b = PackedLinear(layers[0]), packed(layers[1], "int8")
+    c, d = PackedLinear(layers[2]), packed(layers[3], "int8")
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        pair = torch.compile(lambda first, second, x: second(first(x)), fullgraph=True, dynamic=False)
+        for M in (1, 6):
+            x = torch.randn(M, 256).bfloat16()
+            for first, second in ((a, b), (c, d)):
+                want, got = second(first(x)).float(), pair(first, second, x).float()
+                assert torch.allclose(got, want, atol=2**-6, rtol=2**-6) and want.abs().max() > 0.1

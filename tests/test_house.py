@@ -1,0 +1,131 @@
+"""The house: sizes, imports, frames and what nobody may do. A reader may open any file alone, in an evening."""
+
+import ast
+import json
+import subprocess
+import sys
+import traceback
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import torch
+from conftest import ROOT
+
+import program.main
+from program.flags import parse_args
+
+FOLDERS = ("reading", "weights", "program")
+FILES = sorted([*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("*.py"))])
+PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
+
+# What a file may know of the project, besides what these know themselves. What is not listed here is free to know what
+# it likes, as long as imports form a DAG.
+KNOWS = {
+    "model": {"reading.config"},
+    "sampling": set(),
+    "timing": set(),
+    "tp": set(),
+    "tokenizer": {"reading"},
+    "speculative": {"model", "sampling", "timing"},
+    "generate": {"model", "sampling", "timing", "speculative", "tp", "weights.compiling"},
+    "checkpoint": {"model", "reading", "weights", "tp"},
+    "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
+    "reading": {"reading", "weights.formats"},
+    "weights": {"weights"},
+}
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {name_of(file): file for file in FILES}
+
+
+def lines(*names: str) -> int:
+    return sum(len(NAMES[name].read_text().splitlines()) for name in names)
+
+
+def imported(file: Path) -> set[str]:
+    """Project files that a file imports, anywhere in its code but where it hands over as a program."""
+    tree, found = ast.parse(file.read_text()), set()
+    tree.body = [part for part in tree.body if not (isinstance(part, ast.If) and "__name__" in ast.unparse(part.test))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name in NAMES or name.split(".")[0] in PROGRAMS}
+
+
+def test_sizes():
+    """The decoding core is an evening's first hour, and no file a chapter that one cannot finish."""
+    assert lines("model", "sampling", "generate") <= 1000
+    assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
+    assert all(lines(name) <= 450 for name in NAMES)
+    assert lines(*NAMES) <= 5900
+    wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
+    assert not wide
+
+
+def test_imports_form_a_dag():
+    graph = {name: imported(file) for name, file in NAMES.items()}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    for name, known in graph.items():
+        assert not {other for other in known if other.split(".")[0] in PROGRAMS}, f"{name} imports a program"
+        if not name.startswith("program"):
+            assert not {other for other in known if other.startswith("program")}, f"{name} imports program/"
+        allowed = KNOWS.get(name, KNOWS.get(name.split(".")[0]))
+        if allowed is not None:
+            assert all(other in allowed or other.split(".")[0] in allowed for other in known), (name, known)
+
+
+def test_model_knows_nothing_of_its_users():
+    tree = ast.parse(NAMES["model"].read_text())
+    code = ast.unparse(tree).replace(ast.get_docstring(tree), "")
+    for word in ("quantize", "world_size", "torch.compile", "torch.distributed", "Sampling"):
+        assert word not in code, word
+
+
+def test_nothing_is_rebound():
+    """No object has a method put on it from outside, by assignment, setattr or a cloned code object; and code is
+    compiled in one place."""
+    compiled = []
+    for name, file in NAMES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    assert not (isinstance(target, ast.Attribute) and target.attr in ("forward", "__call__")), name
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("setattr", "types.MethodType", "types.FunctionType"), (name, called)
+                compiled += [name] * (called == "torch.compile")
+    assert compiled == ["generate"]
+
+
+def test_eight_frames_from_main_to_the_matrix_product(capsys):
+    """Frames of this project, as a hook on attention sees them; its own `forward`, which multiplies, is the last."""
+    seen: list[list[str]] = []
+
+    def watch(module, args) -> None:
+        if type(module).__name__ == "Attention":
+            frames = [frame.f_code for frame, _ in traceback.walk_stack(None)][::-1]
+            stack = [code.co_name for code in frames if Path(code.co_filename) in FILES]
+            seen.append([*stack[stack.index("main") :], "forward"])
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(watch)
+    try:
+        program.main.run(parse_args(["--max_new_tokens", "3", "--device", "cpu"]))
+    finally:
+        handle.remove()
+    assert max(map(len, seen)) <= 8, max(seen, key=len)
+    assert seen[-1][-4:] == ["decode_step", "hidden", "forward", "forward"]
+
+
+def test_starting_imports_no_compiler():
+    """Half of a start's time, for runs that compile nothing."""
+    code = (
+        "import sys, program.main; print([m for m in sys.modules if m in ('torch._dynamo', 'sympy', 'transformers')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []

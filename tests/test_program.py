@@ -1,0 +1,493 @@
+"""python generate.py as its users run it: flags, prompt files, text and JSON, chat, errors, signals, figures."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+import torch
+from conftest import BASE, FAMILIES, ROOT
+
+import program.chat
+from checkpoint import load_model
+from generate import Engine, generate
+from program.edge import cpu_share, ending_plainly
+from program.flags import parse_args
+from program.loading import pick_device
+from program.main import main
+from program.main import run as run_args
+from program.printing import Printer, Session
+from program.prompts import requests
+from program.report import attended_bytes, bytes_read, position_bytes, weight_bytes
+from sampling import Sampling
+from timing import Timing
+from tokenizer import load_tokenizer
+
+
+def cli(*arguments: str, input: str | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "generate.py", *arguments], capture_output=True, text=True, input=input, timeout=120,
+    )  # fmt: skip
+
+
+def run(capsys, *arguments) -> tuple[list[dict], str]:
+    """The command line in this process: (JSON lines, stderr)."""
+    run_args(parse_args([*map(str, arguments), "--json", "--device", "cpu"]))
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+def test_json_has_the_promised_keys_and_stdout_nothing_else(text_folder):
+    prompt = ("--checkpoint", str(text_folder), "--prompt", "the little cat")
+    done = cli(*prompt, "--max_new_tokens", "9", "--json", "--num_samples", "2")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    tokenizer = load_tokenizer(text_folder)
+    assert len(rows) == 2 and rows[0]["tokens"] != rows[1]["tokens"]
+    for row in rows:
+        assert set(row) >= {
+            "prompt_tokens", "tokens", "text", "finish_reason", "ttft_s", "prefill_tok_s", "decode_tok_s",
+            "bandwidth_gb_s", "peak_memory_gb", "speculative",
+        }  # fmt: skip
+        assert row["prompt_tokens"] == tokenizer.encode("the little cat")
+        assert row["finish_reason"] == "length" and len(row["tokens"]) == 9 and row["speculative"] is None
+        assert min(row["ttft_s"], row["decode_tok_s"], row["bandwidth_gb_s"], row["peak_memory_gb"]) > 0
+    assert "decode" in done.stderr and "GB/s" in done.stderr
+
+
+def test_text_streams_to_stdout_and_equals_the_json(text_folder, capsys):
+    arguments = ("--checkpoint", str(text_folder), "--prompt", "a big dog", "--max_new_tokens", "30", "--seed", "4")
+    rows, _ = run(capsys, *arguments)
+    done = cli(*arguments, "--device", "cpu")
+    assert done.stdout == rows[0]["text"] + "\n" and "a big dog" in done.stderr
+
+
+def test_stop_token_ends_a_row_and_is_no_text(text_folder, capsys):
+    common = ("--checkpoint", text_folder, "--prompt", "the", "--temperature", 0, "--max_new_tokens", 12)
+    free = run(capsys, *common)[0][0]
+    tokenizer = load_tokenizer(text_folder)
+    stop = next(id for id in free["tokens"][3:] if tokenizer.decode([id]).strip("\ufffd "))  # not one without text
+    (text_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    try:
+        cut = run(capsys, *common)[0][0]
+        ignored = run(capsys, *common, "--ignore_eos")[0][0]
+    finally:
+        (text_folder / "generation_config.json").unlink()
+    assert cut["tokens"] == free["tokens"][: free["tokens"].index(stop) + 1] and cut["finish_reason"] == "stop"
+    stream = tokenizer.stream(continues=True)
+    assert cut["text"] == "".join(stream.feed(id) for id in cut["tokens"][:-1]) + stream.flush()
+    assert ignored["tokens"] == free["tokens"] and ignored["finish_reason"] == "length"
+
+
+def test_stop_strings_cut_text_tokens_and_statistics(text_folder, capsys, tmp_path):
+    """In a batch whose rows meet their stop strings at different places, each is cut where it would be alone."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the little cat\na dog\nplay in the park\n")
+    common = ("--checkpoint", text_folder, "--prompt_file", prompts, "--temperature", 0, "--dtype", "float32")
+    common = (*common, "--max_new_tokens", 40, "--ignore_eos")
+    free, _ = run(capsys, *common)
+    stops = (free[0]["text"][10:13], free[1]["text"][20:22])
+    assert all(stops) and stops[0] not in free[0]["text"][:10]
+    for batch_size in (1, 3):
+        cut, _ = run(capsys, *common, "--batch_size", batch_size, "--stop", *stops)
+        for whole, row in zip(free, cut, strict=True):
+            found = min((whole["text"].find(stop) for stop in stops if stop in whole["text"]), default=None)
+            assert row["text"] == whole["text"][:found]
+            assert row["finish_reason"] == ("length" if found is None else "stop")
+            n = len(row["tokens"])
+            assert row["tokens"] == whole["tokens"][:n] and (found is None) == (n == 40)
+            if found is not None:  # the last token completes the stop string, the one before does not
+                decoded = [decoded_text(text_folder, whole["tokens"][:k]) for k in (n - 1, n)]
+                assert [any(stop in text for stop in stops) for text in decoded] == [False, True]
+
+
+def decoded_text(folder, ids) -> str:
+    stream = load_tokenizer(folder).stream(continues=True)
+    return "".join(stream.feed(id) for id in ids)
+
+
+def test_a_number_is_text(text_folder, capsys):
+    """Trap: --prompt 2024 parsed as a number."""
+    rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt", "2024", "--max_new_tokens", 2)
+    assert rows[0]["prompt_tokens"] == load_tokenizer(text_folder).encode("2024")
+
+
+def test_prompt_files(text_folder, capsys, tmp_path):
+    tokenizer, texts = load_tokenizer(text_folder), ["the little cat", "2024", "a dog"]
+    lines, objects = tmp_path / "lines.txt", tmp_path / "objects.jsonl"
+    lines.write_text("\n".join([texts[0], "", *texts[1:]]) + "\n")
+    objects.write_text("\n".join(json.dumps({"prompt": text, "id": 3}) for text in texts))
+    common = ("--checkpoint", text_folder, "--max_new_tokens", 5, "--temperature", 0, "--dtype", "float32")
+    one_by_one, _ = run(capsys, *common, "--prompt_file", lines)
+    assert [row["prompt_tokens"] for row in one_by_one] == [tokenizer.encode(text) for text in texts]
+    together, _ = run(capsys, *common, "--prompt_file", objects, "--batch_size", 2)
+    assert [row["tokens"] for row in together] == [row["tokens"] for row in one_by_one]
+
+
+def test_line_separators_inside_a_prompt_and_a_byte_order_mark(text_folder, capsys, tmp_path):
+    """U+2028 ends no line of JSONL; a BOM is no part of the first one."""
+    file, text = tmp_path / "objects.jsonl", "a\u2028b\x85c\x0cd"
+    file.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", newline="")
+    rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 1)
+    assert [row["prompt_tokens"] for row in rows] == [load_tokenizer(text_folder).encode(text)]
+
+
+def test_each_rows_rate_is_its_own(text_folder, capsys, tmp_path):
+    """A row that ends early must not be charged for the steps that others take after it."""
+    file = tmp_path / "two.txt"
+    file.write_text("the cat\n" + "dog " * 40 + "\n")
+    rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt_file", file, "--batch_size", 2, "--ignore_eos")
+    steps = [len(row["tokens"]) - 1 for row in rows]
+    seconds = [n / row["decode_tok_s"] for n, row in zip(steps, rows)]
+    assert steps[0] > 1.3 * steps[1] and seconds[0] > 1.0001 * seconds[1]  # else both are the batch's
+
+
+def test_a_full_disk_behind_stdout_is_said(text_folder):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, ROOT / "generate.py", "--checkpoint", text_folder, "--max_new_tokens", "3"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_broken_jsonl_lines_are_named_and_the_rest_answered(text_folder, capsys, tmp_path):
+    file = tmp_path / "objects.jsonl"
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": 7}\n{"prompt": "c"\n{"prompt": "d"}\n')
+    arguments = ["--checkpoint", str(text_folder), "--max_new_tokens", "3", "--prompt_file", str(file), "--json"]
+    with pytest.raises(SystemExit) as exit:
+        run_args(parse_args(arguments))
+    out, err = capsys.readouterr()
+    tokenizer = load_tokenizer(text_folder)
+    assert [json.loads(line)["prompt_tokens"] for line in out.splitlines()] == [tokenizer.encode(t) for t in "ad"]
+    assert exit.value.code == 2 and [f"line {n}:" in err for n in range(1, 6)] == [False, True, True, True, False]
+
+
+def test_jsonl_conversations_and_ids(text_folder, chat_folder, capsys, tmp_path):
+    """What comes back is matched by id, and a conversation is in the folder's own format, or plain text without one."""
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
+    objects = [{"prompt": "a", "id": "first"}, {"messages": messages, "id": 2}, {"prompt": "a"}]
+    file = tmp_path / "objects.jsonl"
+    file.write_text("\n".join(map(json.dumps, objects)))
+    for folder, conversation in ((text_folder, None), (chat_folder, messages)):
+        rows, _ = run(capsys, "--checkpoint", folder, "--prompt_file", file, "--batch_size", 2, "--max_new_tokens", 3)
+        tokenizer = load_tokenizer(folder)
+        want = tokenizer.chat(messages) if conversation else tokenizer.encode("the cat\na dog")
+        assert [row["prompt_tokens"] for row in rows] == [tokenizer.encode("a"), want, tokenizer.encode("a")]
+        assert [row.get("id", "none") for row in rows] == ["first", 2, "none"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prompt": ""}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"role": "user"}]},
+              {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}],
+)  # fmt: skip
+def test_a_line_that_is_no_request_is_named(wrong, tmp_path):
+    file = tmp_path / "objects.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(wrong))
+    asked, problems = requests(parse_args(["--prompt_file", str(file)]))
+    assert [request.text for request in asked] == ["a"] and len(problems) == 1 and "line 2" in problems[0]
+
+
+def test_stdin_batches_and_plain_text(text_folder):
+    stdin = ("--checkpoint", str(text_folder), "--prompt_file", "-", "--batch_size", "2")
+    done = cli(*stdin, "--max_new_tokens", "4", input="the cat\na dog\n")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2
+    assert "the cat" in done.stderr and "a dog" in done.stderr
+
+
+def test_new_tokens_default_to_the_end_of_the_context(text_folder, capsys):
+    prompt = " ".join(["cat"] * 100)
+    rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt", prompt, "--ignore_eos")
+    assert len(rows[0]["prompt_tokens"]) + len(rows[0]["tokens"]) == 160
+    rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt", prompt, "--ignore_eos", "--max_seq_length", 140)
+    assert len(rows[0]["prompt_tokens"]) + len(rows[0]["tokens"]) == 140
+
+
+def test_random_weights_measure_a_shape_without_a_tokenizer(tmp_path, capsys):
+    config = tmp_path / "shape.json"
+    config.write_text(json.dumps({**BASE, **FAMILIES["llama-3"]}))
+    rows, err = run(capsys, "--random_weights", config, "--prompt", "ab", "--max_new_tokens", 6)
+    assert rows[0]["prompt_tokens"] == [97, 98] and len(rows[0]["tokens"]) == 6
+    assert rows[0]["text"].split() == [str(id) for id in rows[0]["tokens"]] and "decode" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        (["--checkpoint", "nowhere"], "nowhere: no such folder"),
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--top_p", "0"], "top_p = 0.0"),
+        (["--max_new_tokens", "0"], "max_new_tokens = 0"),
+        (["--max_new_tokens", "5000"], "5000 new ones"),
+        (["--max_seq_length", "9999"], "--max_seq_length 9999"),
+        (["--device", "warp"], "--device warp"),
+        (["--device", "cuda:77"], "--device cuda:77"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--batch_size", "0"], "--batch_size"),
+        (["--prompt_file", "nowhere.txt"], "nowhere.txt"),
+        (["--no_such_flag"], "--no_such_flag"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--seed", "99999999999999999999"], "--seed 99999999999999999999"),
+        (["--device", "meta"], "--device meta"),
+        (["--profile", "/nowhere/trace.json"], "--profile /nowhere/trace.json"),
+        (["--temperature", "1e-50"], "temperature = 1e-50"),
+        (["--interactive", "--json"], "--interactive"),
+        (["--system", "x"], "--system needs --interactive"),
+        (["--stop", "a", "--stop", ""], "a stop string is empty"),
+        (["--stop", "x", ""], "a stop string is empty"),
+        (["--prompt", "cat " * 300], "over the limit of 160"),
+        (["--prompt_file", "LICENSE", "--max_new_tokens", "155"], "over the limit of 160"),
+        (["--prompt_file", "/dev/null"], "/dev/null: holds no prompt"),
+        (["--random_weights", "nowhere.json"], "nowhere.json: no such file"),
+        (["--prompt", "a", "--prompt_file", "b"], "not allowed with"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(text_folder, arguments, names, monkeypatch, capsys):
+    checkpoint = [] if "--checkpoint" in arguments else ["--checkpoint", str(text_folder)]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *checkpoint, *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert exit.value.code == 2 and out == "" and len(lines) == 1 and names in lines[0]
+    assert "Traceback" not in err
+
+
+def endless(tmp_path) -> subprocess.Popen:
+    """A run that would print 90,000 tokens."""
+    config = tmp_path / "long.json"
+    config.write_text(json.dumps({**BASE, **FAMILIES["llama-3"], "max_position_embeddings": 100_000}))
+    command = [sys.executable, ROOT / "generate.py", "--random_weights", config, "--max_new_tokens", "90000"]
+    return subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_keeps_what_was_printed_and_exits_130(text_folder, tmp_path):
+    process = endless(tmp_path)
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and len(first) == 20 and rest.endswith("\n") and "Traceback" not in err
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    process = endless(tmp_path)
+    assert process.stdout.read(5)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=30) == 0 and "Traceback" not in err and "BrokenPipe" not in err
+
+
+def test_a_character_split_over_tokens_is_printed_whole(text_folder, capfd):
+    """Byte tokens of an emoji, fed one by one: nothing until the last, never U+FFFD in between."""
+    tokenizer = load_tokenizer(text_folder)
+    printer = Printer(tokenizer, ["x"], frozenset(), as_json=False)
+    seen = []
+    for id in tokenizer.encode("🎉é", bos=False)[1:]:
+        printer.feed(0, id)
+        seen.append(capfd.readouterr().out)
+    printer.close()
+    assert seen == ["", "", "", "🎉", "", "é"]
+
+
+def test_old_torch_is_refused_plainly(monkeypatch, capsys):
+    for version, fine in (("2.10.1", False), ("1.13.0", False), ("2.11.0+cu130", True), ("2.13.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        if fine:
+            with ending_plainly():
+                pass
+        else:
+            with pytest.raises(SystemExit) as exit, ending_plainly():
+                pytest.fail("the program ran")
+            assert exit.value.code == 2 and f"error: torch {version} is too old" in capsys.readouterr().err
+
+
+def test_start_up_imports_nothing_it_does_not_need():
+    """Start-up is latency: transformers and friends are for tests and optional scripts."""
+    unwanted = {"transformers", "matplotlib", "lm_eval", "huggingface_hub"}
+    code = f"import sys, program.main; sys.exit(', '.join({unwanted} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.strip() == ""
+
+
+# -------------------------------------------------------------------------------------------------- chat
+
+
+@pytest.fixture
+def chat_folder(text_folder, tmp_path):
+    """text_folder with a chat template and a longer context."""
+    folder = shutil.copytree(text_folder, tmp_path / "chat")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2000}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+    )
+    settings = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class Terminal:
+    """generate.py --interactive behind a pseudo-terminal."""
+
+    def __init__(self, folder, *arguments: str):
+        self.master, slave = pty.openpty()
+        command = [sys.executable, ROOT / "generate.py", "--checkpoint", folder, "--interactive", "--device", "cpu"]
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdin=slave, stdout=slave, stderr=slave, close_fds=True,
+            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match:
+        """Read until the pattern stands in what has not been matched before; that part is then used up."""
+        end = time.monotonic() + seconds
+        while (match := re.search(pattern, self.seen)) is None:
+            assert select.select([self.master], [], [], max(0, end - time.monotonic()))[0], (
+                f"no {pattern}: {self.seen!r}"
+            )
+            try:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+            except OSError:  # the other side has closed
+                pytest.fail(f"ended before {pattern}: {self.seen!r}")
+        self.seen = self.seen[match.end() :]
+        return match
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+
+def test_a_chat_on_a_terminal(chat_folder):
+    """Two turns with the prefix kept, an answer ended by Ctrl-C, and another turn after it."""
+    terminal = Terminal(chat_folder, "--max_new_tokens", "8", "--system", "Be a cat.", "--ignore_eos")
+    tokenizer = load_tokenizer(chat_folder)
+    terminal.wait_for("> ")
+    terminal.type("the little dog\n")
+    first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    system = {"role": "system", "content": "Be a cat."}
+    opening = tokenizer.chat([system, {"role": "user", "content": "the little dog"}])
+    assert (int(first[1]), int(first[2])) == (len(opening), 0)
+    terminal.wait_for("> ")
+    terminal.type("went to play\n")
+    second = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    assert int(second[2]) >= len(opening) - 1 and int(second[1]) < len(opening) + 40
+    terminal.wait_for("> ")
+    terminal.type("/reset\n")
+    terminal.wait_for("> ")
+    terminal.type("the little dog\n")
+    again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+    assert int(again[1]) + int(again[2]) == len(opening)
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=30) == 0
+
+
+def test_ctrl_c_ends_the_answer_not_the_chat(chat_folder):
+    terminal = Terminal(chat_folder, "--max_new_tokens", "1960", "--ignore_eos")
+    terminal.wait_for("> ")
+    terminal.type("a\n")
+    terminal.wait_for("a\r\n.{20}")
+    terminal.type("\x03")
+    terminal.wait_for(r"\[interrupted\]")
+    terminal.wait_for("> ")
+    terminal.type("b\n")  # the interrupted answer and 1960 new tokens are more than fits
+    terminal.wait_for("the context is full: .* do not fit in 2000 positions")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
+    assert terminal.process.wait(timeout=30) == 130
+
+
+def remember_ids(monkeypatch) -> None:
+    """A conversation as the very ids that it consisted of, as with text that encodes to the ids it was decoded from: a
+    random model's does not."""
+    history, decode = [], Session.decode
+
+    def conversation_ids(tokenizer, messages):
+        return [*(history if len(messages) > 1 else ()), *tokenizer.encode(messages[-1]["content"])]
+
+    def remember(session, printer, prompts, *others):
+        timing = decode(session, printer, prompts, *others)
+        history[:] = prompts[0] + printer.ids[0]
+        return timing
+
+    monkeypatch.setattr(program.chat, "conversation_ids", conversation_ids)
+    monkeypatch.setattr(Session, "decode", remember)
+
+
+@pytest.mark.parametrize("encodes_back", [False, True])
+def test_chat_equals_the_conversation_without_kept_caches(chat_folder, capsys, monkeypatch, encodes_back):
+    """What is kept between turns must change nothing: compare with each turn decoded from nothing. Where the next
+    prompt begins with all ids of the last answer, the last of them is not in the caches."""
+    if encodes_back:
+        remember_ids(monkeypatch)
+    arguments = ["--checkpoint", str(chat_folder), "--interactive", "--temperature", "0", "--dtype", "float32"]
+    arguments += ["--max_new_tokens", "12", "--device", "cpu", "--ignore_eos"]
+    turns = ["the little cat", "a big dog", "play"]
+    answers = []
+    for keep in (True, False):
+        if not keep:
+            monkeypatch.setattr(program.chat, "common_prefix", lambda a, b: 0)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(turns) + "\n"))
+        run_args(parse_args(arguments))
+        out, err = capsys.readouterr()
+        answers.append(out)
+        assert (" 0 kept" not in err.split("kept", 1)[1]) == keep
+    assert answers[0] == answers[1] and answers[0].strip()
+
+
+def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    run_args(parse_args(["--checkpoint", str(text_folder), "--interactive", "--max_new_tokens", "4"]))
+    out, err = capsys.readouterr()
+    assert "no chat template: chatting as plain text" in err and out.strip()
+
+
+def test_threads_stay_within_a_containers_share(tmp_path):
+    """A quota of one and a half processors is two; none, or no such file, is what the process may run on."""
+    file, here = tmp_path / "cpu.max", len(os.sched_getaffinity(0))
+    for text, want in (("150000 100000", min(2, here)), ("50000 100000", 1), ("max 100000", here), ("", here)):
+        file.write_text(text + "\n")
+        assert cpu_share(str(file)) == want
+    assert cpu_share(str(tmp_path / "none")) == here
+
+
+@pytest.mark.parametrize("asked, index", [(None, 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_without_a_number_is_the_first_one(monkeypatch, asked, index):
+    """torch.cuda.set_device refuses a device without an index, which is what the default and --device cuda are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    current, switched = [], []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 2, raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    assert pick_device(asked).type == "cuda"
+    assert current == [index] and switched == [False]  # cuDNN's attention plans anew for every length
+
+
+# ------------------------------------------------------------------------------------------ what is counted
+
+
+def test_byte_accounting_by_hand(folder_of):
+    """Weights of a step: all but the embedding table of an untied model. Keys and values: 2 * layers * G * E each."""
+    D, F, V, E, G, H, L = 64, 96, 131, 16, 2, 4, 3
+    layer = D * (H + 2 * G) * E + H * E * D + 3 * D * F + 2 * D
+    untied, tied = load_model(folder_of("llama-3")), load_model(folder_of("qwen2"))
+    assert weight_bytes(untied) == 2 * (L * layer + D + V * D)
+    assert weight_bytes(tied) == 2 * (L * (layer + (H + 2 * G) * E) + D + V * D)  # and qkv biases
+    engine, timing = Engine(untied, 2, 13), Timing()
+    list(generate(untied, [[5] * 10, [6] * 4], engine=engine, sampling=Sampling(0), max_new_tokens=3, timing=timing))
+    per_token = 2 * L * G * E * 2
+    # Two steps: each query attends to its own position and all before it, 11 and 5 positions, then 12 and 6.
+    read = 2 * weight_bytes(untied) + per_token * (11 + 5 + 12 + 6)
+    assert timing.steps == 2 and bytes_read(engine, timing) == read
+    windowed = load_model(folder_of("mistral-v0.1"))
+    assert attended_bytes(position_bytes(windowed), 30) == per_token * 9  # a window of 9
+    assert timing.prompt_tokens == 14 and timing.decoded == [3, 3]

@@ -1,0 +1,170 @@
+"""Products on a CPU with weights that are laid out for them once.
+
+    PackedWeights, PackedInt8   weights (out, in), or int8 codes, in oneDNN's layout
+    to_digits, from_digits      float activations as 8-bit digits, whose products with int8 codes are exact sums
+    int4_layout, unpack_int4    the codes in the rows that aten's int4 kernel reads
+
+A plain Linear rearranges its weights inside every product, which costs as much as reading them; benchmarks/NOTES.md has
+the measurements. oneDNN's layout is opaque: torch.compile cannot trace such a tensor, so compiled code holds a number
+for it (`handle`) and multiplies through one operator. This file does not know formats, Linears or models.
+"""
+
+import functools
+import itertools
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LARGE = 2**21  # bytes: larger weights lie beyond the inner caches, and reading them is what a product costs
+ROWS = 5  # oneDNN reads 16-bit and 8-bit weights up to a quarter faster for 4 to 6 rows than for 1: fewer are padded
+
+_numbers = itertools.count()
+_held: "weakref.WeakValueDictionary[int, PackedWeights]" = weakref.WeakValueDictionary()  # by handle
+_library = torch.library.Library("quickdraft", "FRAGMENT")
+_library.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
+
+
+def _packed_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    return _held[handle.item()].multiply(x.contiguous())  # Inductor chooses strides
+
+
+_library.impl("packed_product", _packed_product, "CPU")
+
+
+@torch.library.register_fake("quickdraft::packed_product")
+def _shape_of_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.size(0), out_features, dtype=dtype)
+
+
+# ----------------------------------------------------------------------------------------------- oneDNN
+
+
+class PackedWeights(nn.Module):
+    """Weights (out, in), bfloat16 or float32, in oneDNN's layout for products with few rows. They stay on the CPU and
+    are never read back."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.out_features = len(weight)
+        self.dtype = weight.dtype  # of products
+        self.rows = ROWS if weight.nbytes >= LARGE and weight.dtype.itemsize < 4 else 1
+        self.data = self.lay_out(weight)
+        number = next(_numbers)
+        _held[number] = self
+        self.register_buffer("handle", torch.tensor(number), persistent=False)
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """What `forward` does, fastest from M = `rows` on."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.data, None, "none", [], "")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (M, in) -> (M, out) of `dtype`."""
+        M = x.size(0)
+        x = F.pad(x, (0, 0, 0, self.rows - M)) if self.rows > M else x
+        if torch.compiler.is_compiling():
+            return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)[:M]
+        return self.multiply(x)[:M]
+
+    @staticmethod
+    def gains(weight: Tensor) -> bool:
+        """Is there such a product for weights of this type here, and is it faster than a plain one? In float32 it is
+        faster only beyond the caches."""
+        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        if weight.dtype == torch.bfloat16:
+            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return weight.dtype == torch.float32 and weight.nbytes >= LARGE
+
+
+class PackedInt8(PackedWeights):
+    """int8 codes (out, in) with a float32 scale a row. They multiply the uint8 digits of `to_digits`."""
+
+    def __init__(self, codes: Tensor, scale: Tensor):
+        super().__init__(codes)
+        self.dtype, self.scale, self.zeros = torch.float32, scale.float(), torch.zeros(len(codes), dtype=torch.int64)
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_prepack(weight, None)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_pointwise(
+            x, 1.0, 128, self.data, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
+    @staticmethod
+    def gains(weight: Tensor) -> bool:
+        """Only beyond the caches: where reading costs nothing, making digits does."""
+        return weight.device.type == "cpu" and weight.nbytes >= LARGE and weight.size(1) <= 2**16 and sums_exactly()
+
+
+@functools.cache
+def sums_exactly() -> bool:
+    """Does this processor add up products of 8-bit numbers without overflow? A processor without VNNI instructions may
+    add pairs in 16 bits, which the largest values exceed."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    n, wanted = 256, torch.full((1, 32), float(127 * 127 * 256))
+    packed = PackedInt8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
+    return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), wanted)
+
+
+def to_digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (M, in) -> digits (n * M, in) uint8, all rows' lowest digits first; step (M, 1) float32.
+
+    x is rounded to whole steps of its row: x = step * sum_i 256^i (digit_i - 128), |error| <= step / 2. Two digits make
+    a step max|x| / 32638, and the relative error of a product about 2^-16 / sqrt(3) * max|x| / rms(x). As max|x| <=
+    sqrt(in) * rms(x), that is below the rounding of a bfloat16 result, 2^-9 / sqrt(3), for up to 16384 inputs. Three
+    digits, a step of max|x| / 8355710, do the same for float32.
+    """
+    n = 2 if x.dtype == torch.bfloat16 else 3
+    largest = sum(127 * 256**i for i in range(n)) - 1  # that digits from -127 to 127 hold; 1 for rounding x / step
+    x = x.float()  # before the maximum: compiled code may hold x unrounded, and a rounded maximum would be too small
+    # clamp keeps NaN, and so does the step, which reaches every result of the row
+    step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / largest
+    whole, digits = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n)), []
+    for _ in range(n - 1):
+        digits.append(whole & 255)
+        whole = whole >> 8
+    return torch.stack([*digits, whole]).to(torch.uint8).flatten(0, 1), step  # (n, M, in) -> (n * M, in)
+
+
+def from_digits(y: Tensor, step: Tensor) -> Tensor:
+    """Products (n * M, out) of digits, and the rows' steps (M, 1) -> products (M, out) float32."""
+    *lower, total = y.view(-1, step.size(0), y.size(1)).unbind()  # n of (M, out)
+    for digit in reversed(lower):
+        total = torch.add(digit, total, alpha=256)
+    return total * step
+
+
+# ------------------------------------------------------------------------------------------------- int4
+
+
+def unpack_int4(packed: Tensor, block: int, width: int) -> Tensor:
+    """Codes (n, in) int32 of a CPU kernel's packed rows (n, in / 2) uint8: whole blocks, the last one a multiple of 16.
+
+    A block holds its rows input by input. Of `width` bytes in a row the low halves are that many rows, the high halves
+    the next ones. In the last, smaller block neighbouring rows share a byte.
+    """
+    n, columns = packed.size(0), 2 * packed.size(1)
+    whole = n // block * block
+    found = []
+    for begin, end, size, wide in ((0, whole, block, width), (whole, n, n - whole, 1)):
+        if end > begin:
+            bytes_ = packed[begin:end].reshape(-1, columns, size // 2 // wide, 1, wide)  # (blocks, in, …, 1, width)
+            codes = torch.cat((bytes_ & 15, bytes_ >> 4), dim=3)  # (blocks, in, …, 2, width)
+            found.append(codes.flatten(2).transpose(1, 2).reshape(end - begin, columns))
+    return torch.cat(found).to(torch.int32)
+
+
+@functools.cache
+def int4_layout() -> tuple[int, int] | None:
+    """(block, width) of what this processor's int4 packing makes, for unpack_int4; None for an unknown layout."""
+    codes = torch.randint(0, 16, (176, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    known = ((64, 32), (32, 16), (32, 1))  # AVX-512, AVX2, no vectors
+    return next((layout for layout in known if torch.equal(unpack_int4(packed, *layout), codes)), None)
