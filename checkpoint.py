@@ -8,8 +8,8 @@
 The model is built on the meta device and every weight is copied once, from the mapped file to its place inside its
 (fused) matrix, so that loading needs the weights' own memory and no more. Everything is checked against the files'
 headers before the first byte is copied. A folder whose config.json has "quantization" holds the parts of a format in
-place of weights; one with "quantization_config" is another program's, and reading/foreign.py reads it. This file does
-not know tokenizers, decoding or devices' habits.
+place of weights; reading/foreign.py reads one whose "quantization_config" is another program's. This file does not know
+tokenizers, decoding or devices' habits.
 """
 
 import contextlib
@@ -126,7 +126,9 @@ def empty_model(
 ) -> Transformer:  # fmt: skip
     """A Transformer, or one rank's part of it, on the meta device: shapes without memory. With a `scheme`, its blocks'
     Linears are quantized, but for the `kept` ("layers.3.ffn.down"); `head` is the head's scheme. ValueError names a
-    matrix whose inputs do not divide."""
+    matrix whose inputs do not divide, and refuses a head alone, which no folder can be stored with."""
+    if head and not scheme:
+        raise ValueError(f"head {head} (--quantize_head) needs a scheme of the other matrices (--quantize)")
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     shrink(model, ranks)
@@ -190,8 +192,8 @@ def stored_quantization(file: Path) -> Stored:
 
 def stored_in(file: Path) -> str | None:
     """The scheme or the other program's method that config.json says its folder is stored in."""
-    other = read_json(file).get("quantization_config")
-    return other["quant_method"] if other else stored_quantization(file).scheme
+    other = read_json(file).get("quantization_config") or {}
+    return stored_quantization(file).scheme or other.get("quant_method")
 
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
@@ -387,8 +389,9 @@ def names_by_shard(model: Transformer) -> list[list[str]]:
     return [*layers, [name for name in names if not name.startswith("layers.")]]
 
 
-def write_config(folder: Path, model: Transformer, hf: dict) -> None:
-    """A config.json that says what this model's matrices are stored in, whatever folder it was of."""
+def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False) -> None:
+    """A config.json that says what this model's matrices are stored in, whatever folder it was of. Other programs are
+    told how to read them if they are stored `plain`, all in one scheme, and to refuse them if not."""
     hf, before = dict(hf), hf.get("quantization") or {}
     for key in ("quantization", "quantization_config"):
         hf.pop(key, None)
@@ -397,15 +400,21 @@ def write_config(folder: Path, model: Transformer, hf: dict) -> None:
     if len(kept) < len(schemes):
         found = {"scheme": next(filter(None, schemes.values())), "head": head} | ({"kept": kept} if kept else {})
         hf["quantization"] = before | found
+        hf["quantization_config"] = foreign.config_for(FORMATS[found["scheme"]], bool(head)) if plain else foreign.OWN
     text = json.dumps(hf, indent=2) + "\n"
     write_whole(folder / "config.json", lambda partial: partial.write_text(text))
 
 
-def write_tensors(file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None) -> dict[str, str]:
-    """Write these parameters under their Hugging Face names, float32 weights as `dtype`; {name: file's name}."""
+def write_tensors(
+    file: Path, model: Transformer, names: list[str], dtype: torch.dtype | None = None, plain: bool = False
+) -> dict[str, str]:
+    """Write these parameters under their Hugging Face names, float32 weights as `dtype`, quantized ones by other
+    programs' names if `plain`; {name: file's name}."""
     tensors = {}
     for name in names:
         for source, part in pieces(model.config, name, model.get_parameter(name).detach()):
+            if plain and not is_whole(name):
+                source, part = foreign.plain(source, part)
             cast = dtype and is_whole(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if cast else part.dtype).contiguous().clone()
     save_tensors(file, tensors)

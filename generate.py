@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limits import check_engine, check_lengths, whole_numbers
 from model import Caches, Transformer
 from sampling import GREEDY, INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
@@ -70,16 +71,16 @@ class State(nn.Module):
         fixed("overlap", B, K, dtype=torch.float32)
         fixed("has_match", B, fill=True, dtype=torch.bool)
 
-    def start(self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seed, sampling: Sampling) -> None:
-        """Fill in a batch; budgets are new tokens per row, seed is one number or one a row. Rows beyond the prompts are
-        done from the start."""
+    def start(
+        self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seeds: Sequence[int], sampling: Sampling
+    ) -> None:
+        """Fill in a batch: new tokens and a seed for each row. Rows beyond the prompts are done from the start."""
         stop_ids = sorted(stop_ids)
         if len(stop_ids) > STOP_SLOTS:
             raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
         B = self.tokens.size(0)
         empty = B - len(prompts)
         lengths = torch.tensor([len(prompt) for prompt in prompts] + [1] * empty)
-        seeds = [seed] * B if isinstance(seed, int) else [*seed, *[0] * empty]
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
             # Padded with a token of its own: another might overflow in the model, and its NaN reach this row.
@@ -88,7 +89,7 @@ class State(nn.Module):
         self.pos.copy_(lengths - 1)
         self.end.copy_(lengths - 1 + torch.tensor([*budgets, *[0] * empty]))
         self.done.copy_(torch.arange(B) >= len(prompts))
-        self.seed.copy_(torch.tensor(seeds))
+        self.seed.copy_(torch.tensor([*seeds, *[0] * empty]))
         self.stop_ids.copy_(torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids))))
         self.values.copy_(sampling.values)
         self.kind = sampling.kind
@@ -148,6 +149,7 @@ class CachedModel:
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
         self.device = self.caches.key_pos.device
+        self.replayed = compile and self.device.type == "cuda"  # as CUDA graphs, one for each length attended
         self.hidden = compiled(model.hidden, self.device, prompts=True) if compile else model.hidden
 
     def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
@@ -156,9 +158,8 @@ class CachedModel:
         return CachedModel(model, self.B, self.S, self.compile, layers)
 
     def attended(self, length: int) -> int:
-        """How far attention runs when `length` positions are filled: that far; under CUDA graphs, which are recorded
-        for each length, to the next of a few."""
-        if self.compile and self.device.type == "cuda":
+        """How far attention runs when `length` positions are filled: that far, or to the next of a few lengths."""
+        if self.replayed:
             length = max(256, 1 << (length - 1).bit_length())
         return min(length, self.S)
 
@@ -222,7 +223,8 @@ class Engine:
             raise ValueError(f"speculate_k = {speculate_k!r} must be a number of tokens from 0 on, or 'auto'")
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
-        self.model, self.compile, self.max_seq_length = model, compile, max_seq_length
+        self.model, self.compile = model, compile
+        self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
         K = max(self.ks, default=0)  # a round at the context's end writes K positions too many
         self.cached = CachedModel(model, batch_size, math.ceil((max_seq_length + K) / 16) * 16, compile)
@@ -251,9 +253,12 @@ class Engine:
             self.steps[key] = compiled(function, self.device)
         return self.steps[key]
 
-    def prefill(self, lengths: Sequence[int], cached: int = 0) -> StepResult:
-        """Run the prompts in the state, from position `cached` on, through all models, and decide the token after
-        each."""
+    def prefill(self, lengths: Sequence[int], cached: int = 0, longest: int | None = None) -> StepResult:
+        """Run the prompts in the state, from position `cached` on, through all models, and decide the token after each.
+        `longest`: positions that the batch may come to fill."""
+        end = self.cached.attended((longest or self.max_seq_length) + max(self.ks, default=0))
+        for prompted in self.prompted:
+            prompted.caches.clear(cached, end)
         last = self.cached.run_prompts(self.state, lengths, cached)
         for draft in self.prompted[1:]:  # its cache may be behind: by the last round's last token, and by plain steps
             draft.run_prompts(self.state, lengths, max(0, cached - 1 - self.missed))
@@ -287,17 +292,17 @@ class Engine:
         long, at the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
         overwrites."""
         start = time.perf_counter()
-        S, state, on_gpu = self.max_seq_length, self.state, self.device.type == "cuda"
+        S, state, replayed = self.max_seq_length, self.state, self.cached.replayed
         state.pos.zero_(), state.done.fill_(True)
         state.kind = kind
         for cached in self.prompted:
             # A CPU's kernels of a few quantized rows and of many are others.
-            for T in sorted({2, 2 if on_gpu else min(PREFILL_CHUNK, S)}):
+            for T in sorted({2, 2 if replayed else min(PREFILL_CHUNK, S)}):
                 for begin in sorted({0, min(1, S - T), S - T}):
                     cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + T))
-        lengths = {self.cached.attended(1 << i) for i in range(self.cached.S.bit_length() + 1)} if on_gpu else {2, S}
+        lengths = {self.cached.attended(1 << i) for i in range(self.cached.S.bit_length() + 1)} if replayed else {2, S}
         for length, k in itertools.product(sorted(lengths), (0, *self.ks)):
-            for _ in range(3 if on_gpu else 1):  # CUDA graphs: warm up, record, replay
+            for _ in range(3 if replayed else 1):  # CUDA graphs: warm up, record, replay
                 self.missed = 1
                 self.step(max(1, length - k), k)
         synchronize(self.device)
@@ -363,13 +368,16 @@ def generate(
     assert engine is None or drafter is None, "the engine was made with its own drafter"
     if max_seq_length is None:
         max_seq_length = engine.max_seq_length if engine else model.config.max_seq_length
-    budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    budgets = whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
+    seeds = whole_numbers("seed", seed, len(prompts))
     check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
     lengths = [len(prompt) for prompt in prompts]
     assert 0 <= cached < min(lengths), f"{cached} cached tokens leave no token of some prompt to run"
+    longest = max(n + budget for n, budget in zip(lengths, budgets))
     if engine is None:
-        longest = max(n + budget for n, budget in zip(lengths, budgets))
         engine = Engine(model, len(prompts), longest, drafter=drafter, speculate_k=speculate_k)
+    else:
+        check_engine(engine, model, len(prompts), max_seq_length)
     state, readback = engine.state, Readback(engine.device, engine.ranks.timeout_s)
     draft_length = DraftLength(engine.speculate_k, engine.costs)
     timing, ended, stop_ids = timing or Timing(), set() if ended is None else ended, frozenset(stop_ids)
@@ -378,8 +386,8 @@ def generate(
     live, can_draft = list(range(len(prompts))), True
 
     begun = time.perf_counter()
-    state.start(prompts, budgets, stop_ids, seed, sampling)
-    readback.send(engine.prefill(lengths, cached))
+    state.start(prompts, budgets, stop_ids, seeds, sampling)
+    readback.send(engine.prefill(lengths, cached, longest))
     while live:
         decided = [lengths[row] + timing.decoded[row] for row in live]
         # Launch steps while some row would still want their tokens; on a GPU a few before the first is read.
@@ -393,11 +401,11 @@ def generate(
         else:
             timing.prompt_tokens, timing.prefill_s = sum(lengths) - cached * len(prompts), now - begun
         begun, can_draft = now, any(step.has_match)
+        if step.k:
+            draft_length.drafted(sum(step.accepted[row] >= 0 for row in live), len(live))
         for row in tuple(live):
             for index, id in enumerate(itertools.takewhile(NO_TOKEN.__ne__, step.tokens[row])):
                 if id == INVALID:
-                    for prompted in engine.prompted:
-                        prompted.caches.clear()
                     position = lengths[row] + timing.decoded[row]
                     raise ValueError(f"row {row}, position {position}: the model's logits are not finite")
                 timing.add_token(row, index, step)
@@ -420,31 +428,3 @@ def stream(model: Transformer, tokenizer, prompt: str, *, sampling: Sampling | N
     for _, id in generate(model, [tokenizer.encode(prompt)], sampling=sampling or Sampling(0.8), **options):
         yield "" if id in options["stop_ids"] else decoder.feed(id)
     yield decoder.flush()
-
-
-def check_lengths(
-    model: Transformer, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int, drafter=None
-) -> None:
-    """ValueError unless every prompt and its new tokens fit in `limit` positions, and in the context of a drafter that
-    has one; host integers only."""
-    if not prompts:
-        raise ValueError("no prompt given")
-    assert len(prompts) == len(budgets), f"{len(prompts)} prompts, but {len(budgets)} numbers of new tokens"
-    limits = {"limit": limit}
-    if isinstance(drafter, Drafter) and drafter.owns_cache:
-        limits["draft model's context"] = drafter.model.config.max_seq_length
-    V = model.config.vocab_size
-    for row, (prompt, new) in enumerate(zip(prompts, budgets)):
-        if new < 1:
-            raise ValueError(f"max_new_tokens = {new} must be at least 1")
-        if not prompt:
-            raise ValueError(f"prompt {row} is empty: it has no token, and the model has no BOS to start from")
-        wrong = next((id for id in prompt if not 0 <= id < V), None)
-        for name, positions in limits.items():
-            if len(prompt) + new > positions:
-                raise ValueError(
-                    f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {len(prompt) + new}, over the"
-                    f" {name} of {positions} positions: shorten the prompt, or lower --max_new_tokens"
-                )
-        if wrong is not None:
-            raise ValueError(f"prompt {row} holds token id {wrong}, outside the vocabulary of {V}")

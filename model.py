@@ -214,10 +214,10 @@ class Caches(NamedTuple):
         whoever traces the model can leave it open."""
         return self._replace(key_pos=self.key_pos[:length])
 
-    def clear(self) -> None:
-        """Zeros again: a masked NaN would reach every later batch."""
+    def clear(self, begin: int, end: int) -> None:
+        """Zeros at positions [begin, end): NaN that an earlier batch left would reach a later one, though masked."""
         for cache in self.layers:
-            cache.k.zero_(), cache.v.zero_()
+            cache.k[:, :, begin:end].zero_(), cache.v[:, :, begin:end].zero_()
 
 
 # --------------------------------------------------------------------------------------------- modules

@@ -155,8 +155,13 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
 # ---------------------------------------------------------------------------------------- command line
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Quantize a Hugging Face folder, layer by layer.")
+    parser = Parser(description="Quantize a Hugging Face folder, layer by layer.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR")
     add("--scheme", required=True, metavar="SCHEME", help=", ".join(SCHEMES))
@@ -181,6 +186,12 @@ def check_request(args: argparse.Namespace, stored: str | None) -> None:
         raise ValueError(f"--method {args.method} chooses int4 codes; {args.scheme} takes --method rtn")
     if (args.method == "gptq") != (args.calibration is not None):
         raise ValueError("--method gptq and --calibration FILE need each other")
+    if min(args.samples, args.context) < 1:
+        raise ValueError(f"--samples {args.samples} and --context {args.context} must be at least 1")
+    try:
+        torch.zeros(1, device=args.device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {args.device}: not available here: {str(error).splitlines()[0]}") from None
     if output.exists():
         raise ValueError(f"{output}: exists already; remove it or choose another --output")
 
@@ -196,6 +207,9 @@ def run(args: argparse.Namespace) -> None:
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
     model = checkpoint.empty_model(config, torch.float32 if args.method == "gptq" else dtype)
     names = checkpoint.names_by_shard(model)
+    # Do other programs read what will be written? They know one format a folder, and none of an embedding.
+    heads = (None,) if config.tie_embeddings else (None, args.scheme)
+    plain = isinstance(FORMATS[args.scheme], formats.Int8 | formats.Fp8) and args.head in heads
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         checkpoint.allocate(module, args.device)
     if config.tie_embeddings:
@@ -207,7 +221,7 @@ def run(args: argparse.Namespace) -> None:
 
         def write(number: int) -> None:
             file = partial / checkpoint.shard_name(number + 1, len(names))
-            files.update(checkpoint.write_tensors(file, model, checkpoint.names_by_shard(model)[number], dtype))
+            files.update(checkpoint.write_tensors(file, model, checkpoint.names_by_shard(model)[number], dtype, plain))
 
         for number, layer in enumerate(bar):
             checkpoint.allocate(layer, args.device)
@@ -225,7 +239,7 @@ def run(args: argparse.Namespace) -> None:
         write(len(model.layers))
         copy_files(folder, partial)
         hf = checkpoint.read_json(folder / "config.json") | {"quantization": {"method": args.method}}
-        checkpoint.write_config(partial, model, hf)
+        checkpoint.write_config(partial, model, hf, plain)
         checkpoint.write_index(partial, files)
     sizes = [sum(file.stat().st_size for file in where.glob("*.safetensors")) for where in (folder, output)]
     print(f"{output}: {sizes[1] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} times smaller", file=sys.stderr)
@@ -246,7 +260,7 @@ def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Ten
     if count < 1:
         raise ValueError(f"{args.calibration}: {len(ids)} tokens are fewer than one window of {size}")
     stride = len(ids) // count
-    before = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    before = tokenizer.encode("")  # BOS where encoding a text adds one
     rows = torch.tensor([before + ids[i * stride : i * stride + size] for i in range(count)], device=args.device)
     return [model.embed(batch) for batch in rows.split(8)]
 

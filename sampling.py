@@ -91,11 +91,12 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     if kind == PLAIN:
         return p
     bits = _bits(p)
-    p = p * (bits >= _cut(bits, torch.ones_like(p), top_k))
+    p = p * (bits >= _cut(bits, torch.ones_like(bits), _whole(top_k)))
     # A rounded total just under top_p = 1 must not drop the tail, so 1 means no limit, not a mass to reach.
-    mass = torch.where(top_p < 1, top_p * p.sum(dim=-1, keepdim=True), math.inf)
+    mass = (p * 2.0**40).long()  # whole numbers add up to the same in any order, which a GPU leaves open
+    reach = torch.where(top_p < 1, top_p * mass.sum(dim=-1, keepdim=True), math.inf)
     bits = _bits(p)
-    p = p * (bits >= _cut(bits, p, mass))
+    p = p * (bits >= _cut(bits, mass, _whole(reach)))
     p = p * (p >= min_p * p.amax(dim=-1, keepdim=True))
     return p / p.sum(dim=-1, keepdim=True)
 
@@ -105,8 +106,13 @@ def _bits(p: Tensor) -> Tensor:
     return p.view(torch.int32).clamp(0, 2**30 - 1).long()
 
 
+def _whole(x: Tensor) -> Tensor:
+    """x as int64, infinity as more than anything adds up to."""
+    return x.clamp(max=2.0**62).ceil().long()
+
+
 def _cut(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The largest threshold t (..., 1) such that the weight of {bits >= t} reaches `target`; 0 if none does.
+    """The largest threshold t (..., 1) such that the weight of {bits >= t} reaches `target`; 0 if none does. int64 all.
 
     A radix search: each digit is found in a histogram of the entries that share the digits so far, two of 15 bits over
     a large vocabulary, three of ten where histograms of 2^15 would cost more than passes over the entries. No sort:

@@ -90,7 +90,6 @@ def run_round(
     n = draft_tokens.size(1)
     assert n == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
     drafted = mark(draft_tokens.device)
-    # VERIFY and ACCEPT, in one step that may be compiled.
     prepare(verify_step, state.k)(model, caches, state, draft_tokens, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
     return drafted
@@ -328,9 +327,6 @@ def operations(alpha: float, k: int, c_ops: float) -> float:
     return (k * c_ops + k + 1) / expected_tokens(alpha, k)
 
 
-# -------------------------------------------------------------------------------------- draft length
-
-
 @dataclass
 class Costs:
     """Seconds, calibrated outside the rounds: of a plain decode step, and by K of drafting and of verifying."""
@@ -351,15 +347,18 @@ class Costs:
         """Cost of a round in plain steps."""
         return 1.0 if k == 0 else k * self.c(k) + self.v(k)
 
-    def best(self, alpha: float) -> tuple[int, float]:
-        """(K, expected speed-up) that pays best among the calibrated K at this acceptance; K = 0 when none pays."""
-        choices = {0: 1.0, **{k: expected_tokens(alpha, k) / self.round(k) for k in self.verify_s}}
-        k = max(choices, key=choices.get)
-        return k, choices[k]
+    def speedup(self, k: int, alpha: float, drafted: float = 1.0, paid: float = 1.0) -> float:
+        """Expected, where a row finds something to draft in a share `drafted` of its steps, and in a share `paid` some
+        row does, so that the step is a round."""
+        return (1 + drafted * (expected_tokens(alpha, k) - 1)) / (1 + paid * (self.round(k) - 1))
+
+    def best(self, alpha: float, *shares: float) -> tuple[int, float]:
+        """(K, expected speed-up) that pays best among the calibrated K, as `speedup` has it; K = 0 when none pays."""
+        return max(((k, self.speedup(k, alpha, *shares)) for k in (0, *self.verify_s)), key=lambda pair: pair[1])
 
 
 AUTO_K = (1, 2, 3, 5, 8)  # what `auto` chooses from, besides 0
-MEMORY = 64  # drafted positions that a running acceptance remembers
+KEPT = 1 - 1 / 64  # of what a running acceptance remembers, with each drafted position
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay
 
@@ -371,23 +370,22 @@ class DraftLength:
         if k == "auto" and costs is None:
             raise ValueError("speculate_k = 'auto' needs calibrated costs: call engine.calibrate first")
         self.fixed, self.costs = None if k == "auto" else k, costs
-        # A running mean that starts as if it had seen a few acceptances of 0.7.
-        self.overlap, self.weight = 0.7 * 8, 8.0
+        # Acceptance, a running mean that starts as if it had seen a few of 0.7; share of a round's rows with a draft.
+        self.overlap, self.weight, self.matched = 0.7 * 8, 8.0, 1.0
         self.plain, self.patience, self.probing = 0, PROBE_AFTER, 0
-
-    @property
-    def alpha(self) -> float:
-        return self.overlap / self.weight
 
     def observe(self, overlap: float) -> None:
         """Sum of min(p, q) at one drafted position that was reached."""
-        keep = 1 - 1 / MEMORY
-        self.overlap, self.weight = self.overlap * keep + overlap, self.weight * keep + 1
+        self.overlap, self.weight = self.overlap * KEPT + overlap, self.weight * KEPT + 1
+
+    def drafted(self, matched: int, rows: int) -> None:
+        """A round found something to draft for so many of its rows."""
+        self.matched += (matched / rows - self.matched) / 16
 
     def choose(self) -> int:
         if self.fixed is not None:
             return self.fixed
-        k, _ = self.costs.best(self.alpha)
+        k, _ = self.costs.best(self.overlap / self.weight, self.matched)
         if k:
             self.plain, self.patience = 0, PROBE_AFTER
             return k

@@ -7,8 +7,9 @@
     FILES, copy_files   what a folder holds for all this, and has to come along when its weights are made anew
 
 Special tokens are invisible in decoded text. Text that spells one encodes as its characters, in a prompt and in a
-message. (One exception: in a prompt, not in a message, sentencepiece finds the pieces that its model calls
-user-defined.) This file needs no config.json. It does not know models or sampling.
+message; so does a message that spells a marker of the chat template which the folder does not call special. Other added
+tokens are found in any text, and so are the pieces that a sentencepiece model calls user-defined. This file needs no
+config.json; where there is one, ids beyond its vocabulary are refused by name. It does not know models or sampling.
 """
 
 import codecs
@@ -19,15 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reading.templates import ChatTemplate, one_line
-from reading.vocabularies import LARGEST_ID, plain_file, read_json, token_fields
+from reading.vocabularies import APART, LARGEST_ID, plain_file, read_json, token_fields
 
 FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
+    "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # tokens that settings name
 LONGEST_TEMPLATE = 2**18  # characters; real ones stay far below
-APART = "\ufdd0"  # a noncharacter: a name with one inside is read as a token by no backend
 
 
 class StreamDecoder:
@@ -82,13 +82,14 @@ class Tokenizer:
 
     to_ids: Callable[[str], list[int]]  # of text in which nothing is special
     to_bytes: Callable[[int], bytes]  # of one id; none for a special token
-    vocab_size: int  # one more than the largest id
+    vocab_size: int  # one more than the largest id that the model has too
     bos_id: int | None = None
     add_bos: bool = False  # the folder's own policy
     stop_ids: frozenset[int] = frozenset()  # generation ends after these
     strip_first_space: bool = False  # the library puts a space before every text
     specials: dict[str, int] = field(default_factory=dict)  # found only in what a chat template writes
     literals: dict[str, int] = field(default_factory=dict)  # found in any text
+    apart: str = APART  # a name with this inside is text, and this is nothing, in what a chat template writes
     to_ids_after_special: Callable[[str], list[int]] | None = None  # where text behind a special token differs
     to_ids_with_specials: Callable[[str], list[int]] | None = None  # where the library finds special tokens itself
     template: ChatTemplate | None = None
@@ -97,13 +98,14 @@ class Tokenizer:
         """Ids of text. BOS leads them when `bos` is true, or when it is None and the folder's policy says so."""
         with_bos = self.add_bos if bos is None else bos
         before = [self.bos_id] if with_bos and self.bos_id is not None else []
-        return before + self._find(valid(text), self.literals)
+        names = {} if self.to_ids_with_specials else self.literals
+        return self._known(before + self._find(valid(text), names))
 
     def parse(self, text: str) -> list[int]:
         """Ids of text in which special tokens' names are those tokens, such as a rendered template. Without BOS."""
         if self.to_ids_with_specials is not None:
-            return self.to_ids_with_specials(valid(text))
-        return self._find(valid(text), {**self.specials, **self.literals})
+            return self._known(self.to_ids_with_specials(valid(text)))
+        return self._known(self._find(valid(text), {**self.specials, **self.literals, self.apart: None}))
 
     def stream(self, continues: bool = False) -> StreamDecoder:
         """A fresh decoder. `continues`: the ids follow others, so that a leading space is a real one."""
@@ -126,21 +128,34 @@ class Tokenizer:
         """
         if self.template is None:
             raise ValueError("this folder has no chat template (tokenizer_config.json or chat_template.jinja)")
-        parted = [{key: value if key == "role" else self._part(value) for key, value in m.items()} for m in messages]
-        text = valid(self.template.render(parted, add_generation_prompt))
-        if parted == messages:
-            return self.parse(text)
-        return self._find(text, {**self.specials, **self.literals, APART: None})
+        # Not in the model's own turns: it writes <think> itself, and templates look for that in its answers.
+        markers = [name for name in self.literals if name in self.template.source and not name.isspace()]
+        parted = [
+            self._part(m, self.specials if m.get("role") == "assistant" else [*self.specials, *markers])
+            for m in messages
+        ]
+        return self.parse(self.template.render(parted, add_generation_prompt))
 
-    def _part(self, value: object) -> object:
-        """A text with every special token's name parted behind its first character. Other values stay as they are."""
-        if not isinstance(value, str):
-            return value
-        text = valid(value)
-        for name in self.specials:
-            while len(name) > 1 and name in text:
-                text = text.replace(name, name[0] + APART + name[1:])
-        return text
+    def _part(self, message: dict, names: Iterable[str]) -> dict:
+        """A message with these names parted behind their first characters in its texts, all but its role."""
+        message = dict(message)
+        for key in [key for key, value in message.items() if isinstance(value, str) and key != "role"]:
+            text = valid(message[key]).replace(APART, APART[0] + self.apart + APART[1])
+            for name in names:
+                while len(name) > 1 and name in text:
+                    text = text.replace(name, name[0] + self.apart + name[1:])
+            message[key] = text
+        return message
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The same ids. ValueError names a token that the model does not have."""
+        if max(ids, default=0) >= self.vocab_size:
+            id = next(id for id in ids if id >= self.vocab_size)
+            names = {id: name for name, id in {**self.specials, **self.literals}.items()}
+            name = names.get(id) or self.to_bytes(id).decode(errors="replace")
+            where = f"outside the model's vocabulary of {self.vocab_size}"
+            raise ValueError(f"the text holds the token {name!r}, whose id {id} lies {where}")
+        return ids
 
     def _find(self, text: str, names: Mapping[str, int | None]) -> list[int]:
         """Ids of text in which names stand for an id. None: the name only parts what is before it from what follows."""
@@ -174,6 +189,8 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
         fields = token_fields(folder, settings)
         fields["template"] = find_template(folder, settings, fields.pop("names", {}))
         fields["stop_ids"] = frozenset(fields["stop_ids"] | eos_ids(folder))
+        rows = read_json(folder / "config.json").get("vocab_size")
+        fields["vocab_size"] = min(fields["vocab_size"], rows if isinstance(rows, int) else LARGEST_ID)
         return Tokenizer(**fields)
     except (AttributeError, TypeError, LookupError, OverflowError, OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and str(folder) in str(error):

@@ -127,7 +127,7 @@ class Contender:
     def decode(self, steps: int, filled: int) -> dict:
         """Median seconds of a step whose first has `filled` positions in every row, its own included; and its bytes."""
         prompt = [[7] * filled] * self.batch
-        self.engine.state.start(prompt, [steps + 1] * self.batch, (), 0, Sampling(0))
+        self.engine.state.start(prompt, [steps + 1] * self.batch, (), [0] * self.batch, Sampling(0))
         seconds = []
         for step in range(steps):
             start = time.perf_counter()

@@ -5,7 +5,7 @@ import itertools
 import sys
 
 from program.printing import Printer, Session
-from program.prompts import conversation_ids, new_tokens
+from program.prompts import conversation_ids
 from program.report import RowStatistics, rate
 
 
@@ -20,25 +20,29 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     print(f"context of {limit} positions; /reset starts anew, an empty line or end of file ends", file=sys.stderr)
     for turn in itertools.count():
         print("> ", end="", file=sys.stderr, flush=True)
-        text = ranks.tell(sys.stdin.readline().rstrip("\n") if ranks.rank == 0 else "")
+        text = ranks.tell(sys.stdin.readline().strip("\ufeff\r\n") if ranks.rank == 0 else "")
         if not text:
             return
         if text == "/reset":
             messages = list(opening)
             continue
         prompt = ranks.tell(conversation_ids(tokenizer, [*messages, {"role": "user", "content": text}]))
-        budget, known = new_tokens(args.max_new_tokens, prompt, limit), common_prefix(prompt[:-1], cached)
+        known = common_prefix(prompt[:-1], cached)
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; /reset starts anew", file=sys.stderr)
             continue
         printer = Printer(tokenizer, [""], session.stop_ids, args.stop, coloured=session.coloured)
+        budget = limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
         try:
             timing = session.decode(printer, [prompt], [budget], args.seed + turn, known)
             rates = f"{rate(timing.decoded[0] - 1, timing.decode_s):.1f} tok/s"
             if timing.tokens:
                 rates += f", {rate(RowStatistics(timing.tokens[0]).tokens, timing.steps):.2f} tokens a round"
-            print(f"[{timing.prompt_tokens} tokens read, {known} kept, {rates}]", file=sys.stderr)
+            by = "--max_new_tokens" if args.max_new_tokens else "the context's end"
+            if printer.finish_reason(0) == "stop":
+                by = "--stop" if printer.ended else "the model"
+            print(f"[{timing.prompt_tokens} tokens read, {known} kept, ended by {by}, {rates}]", file=sys.stderr)
         except KeyboardInterrupt:
             if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
                 raise

@@ -5,12 +5,13 @@ This file knows no device, file or model. Other programs take `Parser` and `posi
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from generate import DEFAULT_K
 from program.edge import fail
-from program.prompts import DEFAULT_NEW_TOKENS
+from program.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED
 from sampling import Sampling
 from tokenizer import StopStrings
 from weights.formats import SCHEMES, format_of
@@ -47,12 +48,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("prompt")
     source, add = group.add_mutually_exclusive_group(), group.add_argument
     source.add_argument("--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"')
-    jsonl = 'one a line, or JSONL objects with "prompt" or "messages", and "id"; - for stdin'
+    jsonl = 'one a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for stdin'
     source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
     add("--system", metavar="TEXT", help="system message for --interactive")
-    add("--batch_size", type=positive, default=1, metavar="N", help="prompts decoded together; default: 1")
-    add("--num_samples", type=positive, default=1, metavar="N", help="runs of every prompt, seeds seed, seed + 1, …")
+    add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of one prompt")
+    add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
 
     add = parser.add_argument_group("what is drawn").add_argument
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token; default: 0.8")
@@ -62,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
 
     add = parser.add_argument_group("when it ends").add_argument
-    add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}, or to the context's end")
+    add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
     add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: the context")
     add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
@@ -88,7 +89,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("what is reported").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.batch_size = args.batch_size or args.num_samples
+    return args
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -97,8 +100,10 @@ def check_options(args: argparse.Namespace) -> None:
     sampling_of(args)
     StopStrings(args.stop)
     for wrong, message in (
-        (not 0 <= args.seed < 2**62, f"--seed {args.seed} must lie between 0 and 2^62"),
+        (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
         (args.system and not args.interactive, "--system needs --interactive"),
+        (sys.stdin is None and (args.interactive or args.prompt_file == "-"),
+         "stdin is closed, which --interactive and --prompt_file - read: give --prompt or a file"),
         (args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1),
          "--interactive is one conversation in text: not with --json, --num_samples or --batch_size"),
         (args.quantize_head and not args.quantize, "--quantize_head needs --quantize"),

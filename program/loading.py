@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import hashlib
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -18,11 +19,17 @@ from model import Transformer
 from program.edge import interrupts_held
 from quantize import quantized_copy
 from reading.files import open_shards, shards
+from reading.vocabularies import read_json
 from sampling import Sampling
 from speculative import Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
 from tokenizer import Tokenizer, load_tokenizer
 from tp import Ranks, ranks_of
 from weights.linears import pack_model
+
+# Keys of generation_config.json that change no text, or that the tokenizer reads.
+NO_SETTINGS = {
+    "eos_token_id", "bos_token_id", "pad_token_id", "use_cache", "transformers_version", "_from_model_config",
+}  # fmt: skip
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
@@ -75,6 +82,15 @@ def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[
     return model, tokenizer, drafter
 
 
+def unused_settings(args: argparse.Namespace) -> None:
+    """Say what generation_config.json asks for that these flags do not do. What is false or 0 asks for nothing."""
+    asked = {} if args.random_weights else read_json(Path(args.checkpoint) / "generation_config.json")
+    given = {**vars(args), "do_sample": args.temperature > 0}
+    other = {key: x for key, x in asked.items() if x and x != given.get(key) and key not in NO_SETTINGS}
+    if other:
+        print(f"not used of generation_config.json: {json.dumps(other):.400}", file=sys.stderr)
+
+
 def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:
     """This rank's part of --checkpoint, or of random weights of a shape, not packed; and the tokenizer."""
     options = {"device": device, "quantize": args.quantize, "head": args.quantize_head, "tp": ranks, "pack": False}
@@ -86,9 +102,6 @@ def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) ->
     tokenizer = load_tokenizer(args.checkpoint)
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
     model = load_model(args.checkpoint, dtype=dtype, progress=True, **options)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        sizes = f"{tokenizer.vocab_size} tokens, the model's vocabulary only {model.config.vocab_size}"
-        raise ValueError(f"{args.checkpoint}: the tokenizer has {sizes}")
     return model, tokenizer
 
 

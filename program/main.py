@@ -5,7 +5,7 @@
 
 import argparse
 import contextlib
-import itertools
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from generate import Engine, check_lengths
 from program.chat import chat
 from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
 from program.flags import check_options, parse_args, sampling_of, speculate_k
-from program.loading import compiles, load, pick_device, warm_up
+from program.loading import compiles, load, pick_device, unused_settings, warm_up
 from program.printing import Printer, Session
-from program.prompts import Request, new_tokens, requests
+from program.prompts import Request, encoded, requests
 from program.report import report
 from reading.files import write_whole
 from tp import Ranks, join, local_device
@@ -38,26 +38,24 @@ def main(args: argparse.Namespace | None = None) -> None:
     with silent(ranks.rank > 0):
         ranks.check_same(lambda: settings(args))
         asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
-        for message in broken:
-            print_error(message)
-        if broken and not asked:
-            sys.exit(2)
-        session, prompts, budgets = open_session(args, asked, device, ranks)
+        skip(broken, asked)
+        session, rows, refused = open_session(args, asked, device, ranks)
         with profiled(args.profile if ranks.rank == 0 else None):
             if args.interactive:
                 chat(session, args)
-            seeds, timings = range(args.seed, args.seed + args.num_samples), []
-            for seed, begin in itertools.product(seeds, range(0, len(asked), args.batch_size)):
-                part = slice(begin, begin + args.batch_size)
-                texts = [request.text for request in asked[part]]
+            timings = []
+            for begin in range(0, len(rows), args.batch_size):
+                batch = rows[begin : begin + args.batch_size]
+                texts, prompts = [row.text for row in batch], [row.ids for row in batch]
                 printer = Printer(session.tokenizer, texts, session.stop_ids, args.stop, args.json, session.coloured)
-                timings.append(session.decode(printer, prompts[part], budgets[part], seed))
+                budgets, seeds = [row.max_new_tokens for row in batch], [row.seed for row in batch]
+                timings.append(session.decode(printer, prompts, budgets, seeds))
                 if args.json:
-                    for request, row in zip(asked[part], printer.rows(prompts[part], timings[-1], session.engine)):
-                        print(json.dumps(({} if request.id is None else {"id": request.id}) | row), flush=True)
+                    for row, found in zip(batch, printer.rows(prompts, timings[-1], session.engine), strict=True):
+                        print(json.dumps(row.labels() | found), flush=True)
         if timings:
             report(timings, session.engine)
-        if broken:
+        if broken or refused:
             sys.exit(2)
 
 
@@ -72,11 +70,19 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **given}
 
 
+def skip(broken: list[str], left: list) -> None:
+    """Name what cannot be decoded. Without anything left to decode, end."""
+    for message in broken:
+        print_error(message)
+    if broken and not left:
+        sys.exit(2)
+
+
 def open_session(
     args: argparse.Namespace, asked: list[Request], device: torch.device, ranks: Ranks
-) -> tuple[Session, list[list[int]], list[int]]:
-    """Load, and make and warm up an engine that these requests fit in. Also their token ids and numbers of new tokens.
-    ValueError for what does not fit."""
+) -> tuple[Session, list[Request], list[str]]:
+    """Load, and make and warm up an engine that these requests fit in. Also their samples, and an error for each line
+    that does not fit."""
     model, tokenizer, drafter = load(args, device, ranks)
     longest = model.config.max_seq_length
     limit = longest if args.max_seq_length is None else args.max_seq_length
@@ -84,19 +90,19 @@ def open_session(
         raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
-    prompts = ranks.tell([request.encode(tokenizer) for request in asked])
-    budgets = [new_tokens(args.max_new_tokens, prompt, limit) for prompt in prompts]
-    if not args.interactive:
-        check_lengths(model, prompts, budgets, limit, drafter)
-    length = max((len(prompt) + n for prompt, n in zip(prompts, budgets)), default=min(limit, CHAT_LENGTH))
+    unused_settings(args)
+    check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
+    rows, refused = ranks.tell(encoded(asked, args, tokenizer, limit, check))
+    skip(refused, rows)
+    length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
     engine = Engine(
-        model, min(args.batch_size, len(asked) or 1), limit if args.max_seq_length else length,
+        model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     warm_up(engine, sampling, filled=length // 2)
     coloured = args.show_drafts and not args.json and sys.stdout.isatty()
-    return Session(engine, tokenizer, sampling, stop_ids, coloured), prompts, budgets
+    return Session(engine, tokenizer, sampling, stop_ids, coloured), rows, refused
 
 
 @contextlib.contextmanager

@@ -58,6 +58,10 @@ class Printer:
                 print(text, end="", file=sys.stderr, flush=True)
                 print("".join(shown), flush=True)
 
+    def finish_reason(self, row: int) -> str:
+        at_stop = self.ids[row] and self.ids[row][-1] in self.stop_ids
+        return "stop" if row in self.ended or at_stop else "length"
+
     def rows(self, prompts: list[list[int]], timing: Timing, engine: Engine) -> list[dict]:
         """The JSON objects of DESIGN's contract, one per row."""
         common = {
@@ -68,7 +72,7 @@ class Printer:
         return [
             {
                 "prompt_tokens": prompt, "tokens": ids, "text": "".join(pieces),
-                "finish_reason": "stop" if row in self.ended or (ids and ids[-1] in self.stop_ids) else "length",
+                "finish_reason": self.finish_reason(row),
                 "decode_tok_s": rate(len(ids) - 1, timing.row_s[row]), **common,
                 "speculative": speculative(engine, [timing], row),
             }
@@ -86,8 +90,9 @@ class Session:
     stop_ids: frozenset[int]
     coloured: bool = False
 
-    def decode(self, printer: Printer, prompts, budgets: list[int], seed: int, cached: int = 0) -> Timing:
-        """One batch, printed as it is decided. Ctrl-C ends it between two tokens; what was printed stays."""
+    def decode(self, printer: Printer, prompts, budgets: list[int], seed, cached: int = 0) -> Timing:
+        """One batch, printed as it is decided; seed is one number or one a row. Ctrl-C ends it between two tokens; what
+        was printed stays."""
         timing = Timing()
         try:
             with interrupts_held() as interrupts:

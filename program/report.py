@@ -13,8 +13,8 @@ import torch
 
 from generate import Engine
 from model import Transformer
-from speculative import Costs, expected_tokens, operations, speedup
-from timing import Timing, TokenRecord
+from speculative import Costs, expected_tokens
+from timing import StepRecord, Timing, TokenRecord
 from weights.linears import quantized_linears
 
 PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
@@ -83,16 +83,23 @@ class RowStatistics:
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
     """What speculation did in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
-    are those of all rows: rows share every step."""
+    are those of all rows, which share every step. All else is the rows' mean: each has the time to itself."""
     if engine.drafter is None:
         return None
-    rows = [tokens for timing in timings for tokens in timing.tokens] if row is None else [timings[0].tokens[row]]
-    seconds = sum(timing.decode_s for timing in timings) if row is None else timings[0].row_s[row]
+    rows = [(timing, i) for timing in timings for i in range(len(timing.tokens)) if row in (None, i)]
     draft_s, verify_s = (sum((getattr(timing, name) for timing in timings), 0.0) for name in ("draft_s", "verify_s"))
     target, *draft = [multiplications(model) for model in engine.models]
-    statistics = RowStatistics(token for tokens in rows for token in tokens)
-    c_ops = draft[0] / target if draft else 0.0
-    return speculation(statistics, engine.speculate_k, engine.costs, seconds, draft_s, verify_s, c_ops)
+    return speculation(
+        RowStatistics(token for timing, i in rows for token in timing.tokens[i]),
+        Counter(step.k for timing, i in rows for step in steps_of(timing, i)),
+        engine.speculate_k, engine.costs, sum(timing.row_s[i] for timing, i in rows), draft_s, verify_s,
+        c_ops=draft[0] / target if draft else 0.0,
+    )  # fmt: skip
+
+
+def steps_of(timing: Timing, row: int) -> list[StepRecord]:
+    """The steps that a row took part in: it got tokens from each, until it ended."""
+    return timing.records[: sum(token.index == 0 and not token.first for token in timing.tokens[row])]
 
 
 def multiplications(model: Transformer) -> int:
@@ -102,16 +109,19 @@ def multiplications(model: Transformer) -> int:
 
 
 def speculation(
-    row: RowStatistics, k: int | str, costs: Costs | None, seconds: float, draft_s: float, verify_s: float,
-    c_ops: float = 0.0,
+    row: RowStatistics, steps: Counter, k: int | str, costs: Costs | None, seconds: float, draft_s: float,
+    verify_s: float, c_ops: float = 0.0,
 ) -> dict:  # fmt: skip
-    """The "speculative" object of the JSON contract. `seconds`: of all rounds, draft_s and verify_s its parts; c_ops:
-    as in `operations`. What needs calibrated costs, or a drafted token, is None without."""
+    """The "speculative" object of the JSON contract. `steps`: by K, those that the rows took part in, also where only
+    another row had something to draft; `seconds`: what they took, draft_s and verify_s its parts; c_ops: as in
+    speculative.operations. What needs calibrated costs, or a drafted token, is None without."""
     rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
     usual = max((k for k in row.rounds if k), key=row.rounds.get, default=0)  # the K that most rounds had
-    known = costs is not None and usual in costs.verify_s
-    best_k, best_speedup = costs.best(alpha) if known else (None, None)
-    steps = sum(n * costs.round(k) for k, n in row.rounds.items()) if known else None  # that the rounds cost
+    known = costs is not None and steps.keys() <= {0, *costs.verify_s}
+    modelled = known and alpha is not None
+    drafted, paid = (1 - n[0] / rounds if rounds else 0 for n in (row.rounds, steps))  # shares, as in Costs.speedup
+    best_k, best_speedup = costs.best(alpha, drafted, paid) if modelled else (None, None)
+    cost = sum(n * costs.round(k) for k, n in steps.items()) if known else 0
     return {
         "k": k, "rounds": rounds, "rounds_by_k": dict(sorted(row.rounds.items())),
         "drafted": sum(k * n for k, n in row.rounds.items()),
@@ -119,13 +129,14 @@ def speculation(
         "accepted_by_position": [row.accepted[i] for i in range(longest)],
         "reached_by_position": [row.reached[i] for i in range(longest)],
         "tokens_per_round": row.tokens / rounds if rounds else None,
-        "tokens_per_round_iid": None if alpha is None else expected_tokens(alpha, usual),
+        "tokens_per_round_iid": None if alpha is None else 1 + drafted * (expected_tokens(alpha, usual) - 1),
         "alpha": alpha, "d_lk": None if alpha is None else 1 - alpha,
-        "c": costs.c(usual) if known else None, "v": costs.v(usual) if known else None,
-        "c_ops": c_ops, "operations": None if alpha is None else operations(alpha, usual, c_ops),
+        "c": costs.c(usual) if modelled else None, "v": costs.v(usual) if modelled else None, "c_ops": c_ops,
+        "operations": sum(n * (k * c_ops + k + 1) for k, n in steps.items()) / row.tokens if rounds else None,
         "measured_speedup": row.tokens * costs.decode_s / seconds if known and seconds > 0 else None,
-        "predicted_speedup": row.tokens / steps if known else None,
-        "predicted_speedup_iid": speedup(alpha, usual, costs.c(usual), costs.v(usual)) if known else None,
+        "predicted_speedup": row.tokens / cost if cost else None,
+        "predicted_speedup_iid": costs.speedup(usual, alpha, drafted, paid) if modelled else None,
+        "best_of": sorted({0, *costs.verify_s}) if modelled else [],
         "best_k": best_k, "best_k_speedup": best_speedup, "draft_s": draft_s, "verify_s": verify_s,
     }  # fmt: skip
 
@@ -135,15 +146,16 @@ def summary(found: dict) -> list[str]:
     pairs = zip(found["accepted_by_position"], found["reached_by_position"], strict=True)
     by_position = " ".join(f"{accepted / reached:.2f}" for accepted, reached in pairs if reached) or "–"
     shown = {name: "–" if x is None else f"{x:.2f}" if isinstance(x, float) else x for name, x in found.items()}
+    of = ", ".join(map(str, found["best_of"])) or "–"
     lines = (
         "speculation, K = {k}: {rounds} rounds, {tokens_per_round} tokens a round (i.i.d. {tokens_per_round_iid}),"
         " accepted {accepted} of {drafted} drafted, by position {by_position}",
         "  alpha {alpha}, D_LK {d_lk}, c {c}, v {v}, operations x{operations}; drafting took {draft_s} s, verifying"
         " {verify_s} s",
         "  speed-up {measured_speedup} measured, {predicted_speedup} predicted (i.i.d. {predicted_speedup_iid}); best"
-        " would have been K = {best_k} with {best_k_speedup}",
+        " of K = {of} would have been {best_k} with {best_k_speedup}",
     )
-    return [line.format(**shown, by_position=by_position) for line in lines]
+    return [line.format(**shown, by_position=by_position, of=of) for line in lines]
 
 
 def report(timings: Sequence[Timing], engine: Engine) -> None:

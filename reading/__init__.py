@@ -3,5 +3,6 @@
 config.py         config.json -> the fields of model.Config
 vocabularies.py   tokenizer files of three libraries -> the fields of tokenizer.Tokenizer
 templates.py      chat templates, rendered in a process of their own
+files.py          a folder's JSON and safetensors, checked when they are read, written whole or not at all
 foreign.py        quantized weights of other programs
 """

@@ -43,7 +43,7 @@ ROPE_KEYS = {
     "linear": "factor",
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
     "yarn": "factor original_max_position_embeddings beta_fast beta_slow truncate"
-    " attention_factor mscale mscale_all_dim finetuned",
+    " attention_factor mscale mscale_all_dim finetuned attn_factor",  # the last two mean nothing to transformers
 }
 
 SMALLEST = 1e-30  # float32 holds this and its reciprocal

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,23 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from reading import vocabularies
+from reading.templates import one_line
+
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
-LARGEST_JSON = 2**24  # bytes; no config.json or index is larger
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file; ValueError names the file."""
+    """A JSON object from a file that must be there."""
     if not file.exists():
         raise ValueError(f"{file}: no such file")
-    if not file.is_file() or file.stat().st_size > LARGEST_JSON:  # a pipe would be waited for, a device never end
-        raise ValueError(f"{file}: not a plain file of up to {LARGEST_JSON:,} bytes")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
+    return vocabularies.read_json(file)
 
 
 def shards(folder: Path) -> list[Path]:
@@ -43,8 +38,10 @@ def shards(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.exists():
-        pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+        pickles, parts = [*folder.glob("*.bin"), *folder.glob("*.pth")], sorted(folder.glob("*-of-*.safetensors"))
         hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first" if pickles else ""
+        if parts:
+            hint = f"; {parts[0].name} is a shard: fetch {index.name} too, from where the shards came"
         raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -63,6 +60,7 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     readers = {}
     for file in files:
         try:
+            vocabularies.plain_file(file, sys.maxsize)
             reader = safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError, MemoryError) as error:  # the last: too large to be mapped
             raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
@@ -99,13 +97,11 @@ def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied:
     found = [f"{what}: {_some(names)}" for what, names in problems if names]
     if missing == ["lm_head.weight"]:
         found.append("if the head shares the embedding's weights, config.json should say tie_word_embeddings: true")
+    bare = {name.removeprefix("model.") for name in missing} - {"lm_head.weight"}
+    if bare and bare <= {*extra}:
+        found.append("names without 'model.' are a bare model's, saved without its head: save its AutoModelForCausalLM")
     if found:
         raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(found)}")
-
-
-def one_line(error: Exception | str) -> str:
-    """What a message says, on one line of bounded length: a file may have put anything into it."""
-    return " ".join("".join(char if char.isprintable() else " " for char in str(error)[:2000]).split())[:1000]
 
 
 def _some(names: list[str]) -> str:

@@ -5,6 +5,7 @@
     find, needed        which matrices of a folder are quantized, and what it must hold of them
     scheme_of           the scheme of ours that holds them exactly, or is nearest
     reading             our parts of a matrix, or its weights, by the names under which we would have stored them
+    config_for, plain   the way back: how a folder of ours tells others to read it, and parts as they call them
 
 Every program means w[o, i] = scale[o, g] * (code[o, i] - zero_point[o, g]), g the group of input i. Our int4 has
 (code - 8) * scale + zero, so zero = (8 - zero_point) * scale. With scale and zero in float32 (int4-g128-float32)
@@ -25,9 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weights.formats import FORMATS, Int4, Int8, row_chunks, unpack_bits
+from weights.formats import FORMATS, Fp8, Int4, Int8, row_chunks, unpack_bits
 
 WORDS, FLOATS = ("I32",), ("BF16", "F16", "F32")  # stored types, as safetensors calls them
+# Of a folder that only we read. Other programs refuse it for want of a quant_method; at an unknown one transformers
+# warns and loads random weights.
+OWN = {"format": "quickdraft"}
 
 
 class Matrix(NamedTuple):
@@ -234,11 +238,11 @@ def group_size(found: dict, where: str, key: str = "group_size") -> int:
 def layout_of(hf: dict) -> Layout | None:
     """The layout that a config.json's quantization_config names, None without one. ValueError names key and value of
     what is not read here."""
-    if hf.get("quantization_config") in (None, {}):
+    if hf.get("quantization_config") in (None, {}, OWN):
         return None
     where, found = "quantization_config: ", a_dict(hf, "", "quantization_config")
     method = only(found, where, "quant_method", *METHODS)
-    if hf.get("quantization") is not None:
+    if hf.get("quantization") is not None and method != "compressed-tensors":  # which we write too
         raise ValueError("config.json: it has both quantization and quantization_config; one of them must be wrong")
     return METHODS[method](found, where)
 
@@ -427,3 +431,18 @@ def reading(found: Found, scheme: str, read: Callable[[str], Tensor]) -> Callabl
         return dequantized(found.layout, m) if kind == "weight" else part(found.layout, m, scheme, kind)
 
     return made
+
+
+def config_for(format: Int8 | Fp8, head: bool) -> dict:
+    """The quantization_config under which compressed-tensors reads a folder in `format`, with its head or without."""
+    kind = "float" if format.kind.is_floating_point else "int"
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "format": f"{kind}-quantized", "weights": weights}
+    about = {"quant_method": "compressed-tensors", "format": group["format"], "quantization_status": "compressed"}
+    return {**about, "config_groups": {"group_0": group}, "ignore": [] if head else ["lm_head"]}
+
+
+def plain(name: str, part: Tensor) -> tuple[str, Tensor]:
+    """Name and shape of such a format's part there."""
+    module, _, kind = name.rpartition(".")
+    return (f"{module}.weight", part) if kind == "codes" else (f"{module}.weight_scale", part[:, None])

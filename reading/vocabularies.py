@@ -23,6 +23,9 @@ END_NAMES = (
     "<end_of_turn>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 
+# Two noncharacters that stand inside a name keep it from being read as a token.
+APART = "\ufdd1\ufdd0"
+
 # Llama 3's split pattern and special tokens, as published with its reference code. The ids follow the ranks.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -35,15 +38,19 @@ LLAMA31_NAMES = {**LLAMA30_NAMES, 4: "finetune_right_pad_id", 5: "step_id", 8: "
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_CHAR = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF_CHAR |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
+PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 # Real folders stay far below these.
 LARGEST_FILE, LARGEST_SETTINGS = 2**26, 2**24  # bytes of a vocabulary, of other JSON
 LARGEST_ID = 2**24
+LFS_POINTER = b"version https://git-lfs."  # how a file begins that git cloned without Git LFS
 MOST_GROWTH = 64  # times a normalizer may lengthen a text
 
 
 def token_fields(folder: Path, settings: dict) -> dict:
-    """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, told apart by content) or tokenizer.json."""
+    """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, told apart by content) or tokenizer.json.
+    Where both are there, tokenizer.json is taken if it has tokens that the other has not: transformers adds tokens to
+    it and leaves tokenizer.model as it was."""
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
     if not model.exists() and not fast.exists():
         raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json")
@@ -52,23 +59,39 @@ def token_fields(folder: Path, settings: dict) -> dict:
     with plain_file(model, LARGEST_FILE).open("rb") as stream:
         # tiktoken's lines are a token in base64 and its rank. A sentencepiece protobuf never starts like that.
         ranks = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
-    return (read_tiktoken if ranks else read_sentencepiece)(model, settings)
+    fields = (read_tiktoken if ranks else read_sentencepiece)(model, settings)
+    known = fields.pop("ids")
+    if fast.exists() and not ids_in(fast).items() <= known().items():
+        return read_tokenizers(fast, settings)
+    return fields
+
+
+def ids_in(file: Path) -> dict[str, int]:
+    """The ids of all tokens in a tokenizer.json, by name."""
+    stored = read_json(file, LARGEST_FILE)
+    vocab = stored["model"]["vocab"]  # of a Unigram model a list of pairs
+    ids = vocab if isinstance(vocab, dict) else {name: id for id, (name, _) in enumerate(vocab)}
+    return ids | {token["content"]: token["id"] for token in stored["added_tokens"]}
 
 
 def plain_file(file: Path, largest: int) -> Path:
-    """The same file. ValueError for a pipe, which would be waited for, a device, and what is larger than real files."""
+    """The same file. ValueError for a pipe, which would be waited for, a device, what is larger than real files, and
+    what only points to the file."""
     if not file.is_file():
         raise ValueError(f"{file}: not a plain file")
     if file.stat().st_size > largest:
         raise ValueError(f"{file}: {file.stat().st_size:,} bytes are more than the {largest:,} that are read of it")
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{file}: a Git LFS pointer stands in the file's place; `git lfs pull` there fetches it")
     return file
 
 
-def read_json(file: Path) -> dict:
+def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
     if not file.exists():
         return {}
     try:
-        value = json.loads(plain_file(file, LARGEST_SETTINGS).read_text(encoding="utf-8"))
+        value = json.loads(plain_file(file, largest).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
@@ -140,9 +163,11 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     def after_special(text: str) -> list[int]:
         if settings.get("legacy") and not text.startswith(" "):
             return model.encode(text)
-        return model.encode(mark + text)[prefix:]
+        fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
+        return model.encode(mark + text)[prefix - fused :]
 
     return {
+        "ids": lambda: ids,
         "to_ids": model.encode,
         "to_ids_after_special": after_special,
         "to_bytes": lambda id: texts.get(id, b""),
@@ -182,6 +207,9 @@ def read_tiktoken(file: Path, settings: dict) -> dict:
         return [id for part in parts for id in encoding.encode_ordinary(part)]
 
     return {
+        "ids": lambda: (
+            {token.decode("latin-1").translate(PRINTED): id for token, id in ranks.items()} | specials | literals
+        ),
         "to_ids": to_ids,
         "to_bytes": lambda id: texts.get(id, b""),
         "vocab_size": max({**specials, **literals}.values()) + 1,
@@ -211,18 +239,23 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         if growth(stored.get("normalizer")) > MOST_GROWTH:
             raise ValueError(f"its normalizer can make a text more than {MOST_GROWTH} times longer")
         model = tokenizers.Tokenizer.from_file(str(file))
-    vocab_size = max(model.get_vocab().values(), default=-1) + 1
+    tokens = {id: token for token, id in model.get_vocab().items()}
+    vocab_size = max(tokens, default=-1) + 1
     if vocab_size > LARGEST_ID:
         raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {LARGEST_ID:,} are read")
     model.no_padding()
     model.no_truncation()
     added = model.get_added_tokens_decoder()
     specials = {token.content: id for id, token in added.items() if token.special}
+    # A special token of our own. It is found behind the normalizer, which puts no space after it.
+    model.add_special_tokens([tokenizers.AddedToken(APART, normalized=True)])
+    apart = model.normalizer.normalize_str(APART) if model.normalizer else APART
 
     def to_ids(text: str, with_specials: bool = False, add_special_tokens: bool = False) -> list[int]:
         model.encode_special_tokens = not with_specials  # the library's word for: as text
         with library(file, "this tokenizer cannot encode the text"):
-            return model.encode(text, add_special_tokens=add_special_tokens).ids
+            found = model.encode(text, add_special_tokens=add_special_tokens)
+        return [id for id, token in zip(found.ids, found.tokens) if token != apart] if with_specials else found.ids
 
     # The library keeps the BOS policy in its post-processor. See what that puts before an empty text.
     before = to_ids("", add_special_tokens=True)
@@ -233,7 +266,7 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
 
     @functools.cache
     def to_bytes(id: int) -> bytes:
-        token = model.id_to_token(id)
+        token = tokens.get(id)
         if token is None or token in specials:
             return b""
         if id in added or (byte_level and not all(char in byte_level for char in token)):
@@ -252,6 +285,8 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         "stop_ids": stop_ids({token.content: id for id, token in added.items()}, eos),
         "strip_first_space": "Strip" in decoder or "Metaspace" in decoder,
         "specials": specials,
+        "literals": {token.content: id for id, token in added.items() if not token.special},
+        "apart": apart,
     }
 
 

@@ -21,6 +21,7 @@ from checkpoint import config_of
 from model import Config
 from program.edge import ending_plainly
 from program.flags import Parser
+from reading import foreign
 from reading.files import read_json, save_tensors, shard_name, whole_folder, write_index
 from tokenizer import copy_files, load_tokenizer
 
@@ -184,6 +185,7 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
     hf["dtype"] = str(tensors["tok_embeddings.weight"].dtype).removeprefix("torch.")
     if is_int8(tensors):
         hf["quantization"] = {"scheme": "int8", "head": "int8" if "output.scales" in tensors else None, "method": "rtn"}
+        hf["quantization_config"] = foreign.OWN
     files, count = {}, config.n_layers + 1
     with whole_folder(output) as partial:
         for number, group in enumerate(tqdm(groups(tensors, config), total=count, desc="convert", unit="file"), 1):

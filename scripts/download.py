@@ -1,7 +1,7 @@
 """A model from the Hugging Face hub into checkpoints/: `python -m scripts.download TinyLlama/TinyLlama-1.1B-Chat-v1.0`.
 
 Takes safetensors, tokenizer, template and config files, and nothing else: no pickles, no other formats, none of the
-duplicate weights that some repositories keep in folders.
+duplicate weights that some repositories keep in folders, or in Mistral's own layout (consolidated.safetensors).
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ from program.flags import Parser
 from tokenizer import FILES
 
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *FILES]
+DUPLICATES = ["*/*", "consolidated*"]
 
 
 def download(repo: str, output: Path, revision: str | None = None) -> Path:
@@ -18,7 +19,7 @@ def download(repo: str, output: Path, revision: str | None = None) -> Path:
 
     folder = output / repo.split("/")[-1]
     snapshot_download(
-        repo, revision=revision, local_dir=folder, allow_patterns=PATTERNS, ignore_patterns=["*/*"],
+        repo, revision=revision, local_dir=folder, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES,
     )  # fmt: skip
     return folder
 

@@ -3,10 +3,10 @@
     python -m scripts.perplexity --checkpoint DIR --text FILE [--quantize int4-g32] [--reference DIR]
 
 The text is encoded once, without BOS, and cut into consecutive windows of --context tokens; a shorter last one is
-dropped. BOS is put in front of each window when the tokenizer has one, and every token of the window is scored given
-what stands before it (without BOS, all but the first). The standard error is that of the mean over windows. With
---reference: mean KL divergence KL(reference || model), in nats a token, and how often both think the same token
-likeliest.
+dropped. BOS is put in front of each window when encoding a text with this tokenizer adds one, and every token of the
+window is scored given what stands before it (without BOS, all but the first). The standard error is that of the mean
+over windows. With --reference: mean KL divergence KL(reference || model), in nats a token, and how often both think the
+same token likeliest.
 """
 
 import argparse
@@ -27,6 +27,8 @@ from program.loading import pick_device, pick_dtype
 from quantize import SCHEMES
 from tokenizer import load_tokenizer
 
+LOGITS = 2**25  # made at once: 128 MB, and as much for each step from them to a divergence
+
 
 def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
     """Consecutive windows (n, context), led by BOS where there is one: (n, context + 1). ValueError for none."""
@@ -43,13 +45,17 @@ def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tu
     token of `rows` (n, T + 1) but the first."""
     device = model.norm.weight.device
     tokens, pos = rows[:, :-1].to(device), torch.arange(rows.size(1) - 1, device=device)
-    log_p = model(tokens, pos).log_softmax(-1)  # (n, T, V)
-    nll = -log_p.gather(2, rows[:, 1:, None].to(device))[..., 0]
-    if reference is None:
-        return nll, torch.zeros_like(nll), torch.ones_like(nll)
-    log_r = reference(tokens, pos).log_softmax(-1)
-    kl = (log_r.exp() * (log_r - log_p)).sum(-1)
-    return nll, kl, (log_r.argmax(-1) == log_p.argmax(-1)).float()
+    size, found = max(1, LOGITS // model.config.vocab_size), []
+    hidden = [each.hidden(tokens, pos).flatten(0, 1).split(size) for each in (model, reference) if each is not None]
+    for h, other, ids in zip(hidden[0], hidden[-1], rows[:, 1:].to(device).flatten().split(size)):
+        log_p = model.head(h).log_softmax(-1)  # (size, V)
+        nll = -log_p.gather(1, ids[:, None])[:, 0]
+        kl, same = torch.zeros_like(nll), torch.ones_like(nll)
+        if reference is not None:
+            log_r = reference.head(other).log_softmax(-1)
+            kl, same = (log_r.exp() * (log_r - log_p)).sum(-1), (log_r.argmax(-1) == log_p.argmax(-1)).float()
+        found.append((nll, kl, same))
+    return tuple(torch.cat(parts).view_as(tokens) for parts in zip(*found))  # (n * T,) -> (n, T)
 
 
 def measure(
@@ -79,7 +85,8 @@ def run(args: argparse.Namespace) -> dict:
     if args.context > limit:
         raise ValueError(f"--context {args.context} is over the model's {limit} positions")
     text = Path(args.text).read_text(encoding="utf-8")
-    rows = windows(tokenizer.encode(text, bos=False), args.context, tokenizer.bos_id)
+    bos = next(iter(tokenizer.encode("")), None)  # what encoding a text adds
+    rows = windows(tokenizer.encode(text, bos=False), args.context, bos)
 
     def load(folder: str, **options) -> Transformer:
         dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
@@ -90,7 +97,7 @@ def run(args: argparse.Namespace) -> dict:
     if reference is not None and reference.config.vocab_size != model.config.vocab_size:
         sizes = f"{reference.config.vocab_size} and {model.config.vocab_size}"
         raise ValueError(f"{args.reference}: vocabularies of {sizes} tokens cannot be compared")
-    return measure(model, rows, args.batch_size, reference, bos=tokenizer.bos_id is not None)
+    return measure(model, rows, args.batch_size, reference, bos=bos is not None)
 
 
 def parse_args() -> argparse.Namespace:

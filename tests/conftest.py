@@ -10,11 +10,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+# One thread a process, before torch starts its own: tiny models gain nothing by more, and two processes that spin at each
+# other's barriers take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
 from tqdm import tqdm
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with SIGINT ignored
 
 ROOT = Path(__file__).parent.parent

@@ -127,6 +127,26 @@ def test_the_original_context_may_stand_beside_the_object():
     assert beside == inside and inside.rope_original_length == 40
 
 
+def test_a_yarn_dictionary_means_what_transformers_reads_in_it():
+    """DeepSeek-R1-0528-Qwen3-8B's own, whose attn_factor nothing in transformers reads."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 40,
+        "attn_factor": 0.8782488562869419,
+    }
+    hf = {**LLAMA, "model_type": "qwen3", "rope_parameters": None, "rope_scaling": rope, "rope_theta": 1e6}
+    own = AutoConfig.for_model(**{key: value for key, value in hf.items() if value is not None})
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](own, "cpu")
+    config = Config.from_hf(hf)
+    assert config.rope_type == "yarn" and config.rope_attention_factor == pytest.approx(factor, rel=1e-12)
+    with pytest.raises(ValueError, match="attn_factor"):
+        Config.from_hf({**hf, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9}})
+
+
 def test_qwen_window_is_off_unless_used():
     assert Config.from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows == (None,) * 3
     sliding = {**QWEN, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}

@@ -4,6 +4,7 @@ and nothing may compile after warm-up."""
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from test_generate import PROMPTS, SAMPLED, rows_of
 import generate as engine_room
 import timing
 from checkpoint import load_model
-from generate import NO_TOKEN, Engine, State, decide, generate
+from generate import NO_TOKEN, CachedModel, Engine, State, decide, generate
 from model import visible_keys
 from program.flags import parse_args
 from program.main import run
 from sampling import GREEDY, Sampling
-from speculative import verify_step
+from speculative import ModelDraft, NgramDraft, layer_subset, verify_step
 from weights import linears
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
@@ -106,7 +107,7 @@ def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
 def test_finished_rows_freeze():
     """decide() on a done row: position, tokens and flags stay, whatever the logits say."""
     state = State(3, 8, torch.device("cpu"))
-    state.start([[1, 2], [3, 4, 5], [6]], [2, 2, 2], {9}, 0, Sampling(0))
+    state.start([[1, 2], [3, 4, 5], [6]], [2, 2, 2], {9}, [0] * 3, Sampling(0))
     logits = torch.zeros(3, 10)
     logits[0, 9] = logits[1, 4] = logits[2, 7] = 1.0
     decide(state, logits)
@@ -126,7 +127,7 @@ def test_finished_rows_freeze():
 def test_what_ranks_agree_on_is_what_counts():
     """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances, and what follows."""
     state = State(2, 8, torch.device("cpu"), K=2)
-    state.start([[1, 2], [3]], [5, 5], (), 0, Sampling(0))
+    state.start([[1, 2], [3]], [5, 5], (), [0] * 2, Sampling(0))
     state.broadcast = lambda x: torch.full_like(x, 7)
     decide(state, torch.zeros(2, 10))
     assert state.out.tolist() == [[7, NO_TOKEN, NO_TOKEN]] * 2
@@ -236,3 +237,71 @@ def test_no_cuda_graph_is_skipped(folder_of):
         engine = Engine(load_model(folder_of("llama-3"), device="cuda", dtype=torch.float32), 4, 60, compile=True)
         engine.warm_up(GREEDY)
         assert rows_of(engine.model, PROMPTS, engine=engine) == want
+
+
+def test_a_stop_token_that_is_not_a_number_spoils_no_later_batch(folder_of):
+    """Row 0 ends at an id whose embedding is NaN, and feeds it again and again while row 1 goes on: its keys and values
+    are NaN where a shorter row of the next batch sees them, masked."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    want = rows_of(model, PROMPTS[:2])
+    # Late enough that the next batch's prompts do not write over the position, early enough to be attended there.
+    at = next(i for i in range(6, 20) if want[0][i] not in {*PROMPTS[0], *PROMPTS[1], *want[0][:i]})
+    stop, n = want[0][at], len(PROMPTS[0]) + at + 3
+    batches = ([[first], [first + 1] * 5] for first in range(3, 120))
+    found = ((prompts, rows_of(model, prompts, max_new_tokens=n)) for prompts in batches)
+    healthy, expected = next(pair for pair in found if all(stop not in row for part in pair for row in part))
+    model.embed.weight.data[stop] = torch.nan
+    for drafter in (None, ModelDraft(layer_subset(model, [0, 1])), NgramDraft(2)):
+        engine = Engine(model, 2, 60, drafter=drafter, speculate_k=3)
+        with nullcontext() if drafter is None else suppress(ValueError):  # a draft may propose the id earlier
+            got = rows_of(model, PROMPTS[:2], engine=engine, stop_ids={stop}, max_new_tokens=at + 5)
+            assert got[0] == want[0][: at + 1]
+        assert rows_of(model, healthy, engine=engine, max_new_tokens=n) == expected
+
+
+def test_what_an_engine_cannot_do_is_refused_by_number(folder_of):
+    model, other = (load_model(folder_of("llama-3"), dtype=torch.float32) for _ in range(2))
+    engine = Engine(model, 2, 40)
+    for options, message in [
+        ({"engine": engine}, "4 prompts are more than the 2 rows"),
+        ({"engine": Engine(other, 4, 60)}, "made for another model"),
+        ({"engine": Engine(model, 4, 40), "max_seq_length": 60}, "max_seq_length = 60 is over the 40 positions"),
+        ({"seed": [1, 2]}, "seed: 2 numbers for 4 prompts"),
+        ({"max_new_tokens": [5, 5, 5]}, "max_new_tokens: 3 numbers for 4 prompts"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            rows_of(model, PROMPTS, **options)
+    numpy = pytest.importorskip("numpy")
+    prompts = [numpy.array(prompt) for prompt in PROMPTS]
+    options = {"max_new_tokens": numpy.int64(5), "seed": numpy.arange(4), "sampling": SAMPLED}
+    assert rows_of(model, prompts, **options) == rows_of(
+        model, PROMPTS, max_new_tokens=5, seed=[0, 1, 2, 3], sampling=SAMPLED
+    )
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypatch):
+    """Under CUDA graphs each step is recorded for each length that it attends: a length that warm-up misses is recorded
+    inside the first prompt's time. Lengths are multiples of 16, which a GPU's kernels want."""
+    model, seen = load_model(folder_of("llama-3"), dtype=torch.float32), set()
+    upto = CachedModel.upto
+
+    def watched(self, length):
+        caches = upto(self, length)
+        seen.add((caches.key_pos.numel(), self.model is model))
+        return caches
+
+    drafter = ModelDraft(layer_subset(model, [0])) if k else None
+    engine = Engine(model, 1, 700, drafter=drafter, speculate_k=k or 5)
+    for cached in engine.prompted:
+        cached.replayed = True  # what a GPU's does
+    monkeypatch.setattr(CachedModel, "upto", watched)
+    with torch.inference_mode():
+        engine.warm_up(GREEDY)
+        warmed, state = set(seen), engine.state
+        state.start([[5]], [690], (), [0], Sampling(0))
+        seen.clear()
+        for length in range(1, 700):
+            for count in {0, k or 0}:
+                engine.step(length, count)
+    assert seen <= warmed and all(length % 16 == 0 for length, _ in seen)

@@ -42,6 +42,16 @@ def write_index(folder, names) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 14500438\n"
+
+
+def drop_prefix(tensors) -> None:
+    """What transformers' AutoModel saves: neither the head nor the names' beginning."""
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    tensors.clear()
+    tensors.update(bare)
+
+
 def weights(folder, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
@@ -71,6 +81,15 @@ FOLDERS = {  # what is done to a good folder; what the line must name
     "tensor's shape and bytes differ": (
         lambda f: weights(f, raw_safetensors(one_tensor([64], 8), data=b"\0" * 8)), "not a readable safetensors"
     ),
+    "weights are a Git LFS pointer": (lambda f: weights(f, LFS_POINTER), "safetensors: a Git LFS pointer"),
+    "tokenizer is a Git LFS pointer": (
+        lambda f: (f / "tokenizer.model").write_bytes(LFS_POINTER), "tokenizer.model: a Git LFS pointer"
+    ),
+    "shards have no index": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
+        "model-00001-of-00002.safetensors is a shard: fetch model.safetensors.index.json too",
+    ),
+    "weights are a bare model's": (lambda f: edit_tensors(f, drop_prefix), "saved without its head"),
     "shard is missing": (lambda f: write_index(f, {"a": "x.safetensors"}), "x.safetensors: no such file"),
     "index leaves the folder": (lambda f: write_index(f, {"a": "../x.safetensors"}), "'../x.safetensors'"),
     "index is absolute": (lambda f: write_index(f, {"a": "/etc/passwd"}), "'/etc/passwd'"),

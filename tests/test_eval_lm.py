@@ -548,6 +548,7 @@ def test_the_command_prints_the_table_and_writes_the_results(tasks, tmp_path, mo
         (("--tasks", "local_choice", "--max_length", "513"), "--max_length 513 must lie between 1 and the model's 512"),
         (("--tasks", "local_choice", "--apply_chat_template"), "no chat template"),
         (("--tasks", "local_choice", "--checkpoint", "nowhere"), "nowhere: no such folder"),
+        (("--tasks", "local_choice", "--quantize_head", "nonsense"), "head nonsense (--quantize_head) needs a scheme"),
         (("--tasks", "local_choice", "--include_path", "nowhere"), "--include_path nowhere: no such folder"),
         (("--tasks", "local_answer", "--gen_kwargs", "num_beams=3"), "num_beams = 3"),
     ],

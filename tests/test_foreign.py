@@ -343,7 +343,7 @@ def test_pieces_of_two_ranks_are_slices(name, written):
 def test_saved_again_it_is_the_same_model(name, dtype, written, tmp_path):
     folder, weights = written(name)
     save_model(load_model(folder, dtype=dtype), tmp_path / "again", config_json(folder))
-    assert "quantization_config" not in config_json(tmp_path / "again")
+    assert config_json(tmp_path / "again")["quantization_config"] == foreign.OWN
     again = load_model(tmp_path / "again", dtype=dtype)
     assert_holds(again, weights)
     tokens, pos = torch.arange(9)[None], torch.arange(9)
@@ -598,3 +598,81 @@ def test_config_alone_still_refuses():
     with pytest.raises(ValueError, match="quantization_config"):
         Config.from_hf({**HF, "quantization_config": gptq_config()})
     assert foreign.layout_of(HF) is None
+
+
+# ------------------------------------------------------------------------------- what other programs make of ours
+
+
+def quantized(plain: Path, output: Path, *arguments: str, **hf) -> Path:
+    (plain / "config.json").write_text(json.dumps(config_json(plain) | hf))
+    quantize_program.main(["--checkpoint", str(plain), "--output", str(output), *arguments])
+    return output
+
+
+@pytest.fixture
+def full(written, tmp_path):
+    """A folder in full precision that a test may change."""
+    return shutil.copytree(written("gptq v1 g64 biased")[0] / "plain", tmp_path / "full")
+
+
+@pytest.mark.parametrize("head", [[], ["--head"]], ids=["head as it is", "head too"])
+@pytest.mark.parametrize("scheme, kind", [("int8", "int"), ("fp8", "float"), ("int8-float32", "int")])
+def test_eight_bits_are_written_as_compressed_tensors_are(scheme, kind, head, full, tmp_path):
+    """Exactly what its format wants, and read back as what loading with the scheme makes, bit for bit."""
+    head = head + [scheme] * len(head)
+    folder = quantized(full, tmp_path / "q", "--scheme", scheme, *head, dtype="float32")
+    config = config_json(folder)["quantization_config"]
+    assert config.pop("ignore") == ([] if head else ["lm_head"])
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "format": f"{kind}-quantized", "weights": weights}
+    assert config == {
+        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+    stored = load_file(next(folder.glob("model-00001-*")))
+    weight, scale = (stored[f"model.layers.0.mlp.up_proj.{name}"] for name in ("weight", "weight_scale"))
+    assert weight.dtype == (torch.int8 if kind == "int" else torch.float8_e4m3fn) and scale.shape == (F, 1)
+    got = load_model(folder, dtype=torch.float32)
+    want = load_model(full, dtype=torch.float32, quantize=scheme, head=scheme if head else None)
+    (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (got, want))
+    assert names == others and all(map(torch.equal, map(as_bits, ours), map(as_bits, theirs)))
+    assert checkpoint.stored_in(folder / "config.json") == scheme
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int8-float32"])
+def test_transformers_reads_what_is_written_for_it(scheme, full, tmp_path):
+    """Logits of the same weights, in float32: within the bound above."""
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    folder = quantized(full, tmp_path / "q", "--scheme", scheme, dtype="float32")
+    tokens, pos = torch.arange(40)[None] % 96, torch.arange(40)
+    want = load_model(folder, dtype=torch.float32)(tokens, pos)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        assert (theirs(tokens).logits - want).abs().max() <= 9 * 512 * 2**-24 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "how", ["--scheme int4-g32", "--scheme mxfp6", "--scheme int8 --head int4-g32", "tied", "saved"]
+)
+def test_transformers_refuses_what_only_we_read(how, full, tmp_path):
+    """It would load random weights, with a table of warnings."""
+    import transformers
+
+    folder = tmp_path / "q"
+    if how == "saved":
+        save_model(load_model(full, quantize="int8"), folder, config_json(full))
+    else:
+        tied = how == "tied"
+        if tied:
+            edit_tensors(full, lambda t: t.pop("lm_head.weight"))
+        arguments = "--scheme int8 --head int8" if tied else how
+        quantized(full, folder, *arguments.split(), tie_word_embeddings=tied)
+    assert load_model(folder)
+    with pytest.raises(ValueError, match="quant_method"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)

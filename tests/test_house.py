@@ -23,11 +23,12 @@ PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
 KNOWS = {
     "model": {"reading.config"},
     "sampling": set(),
+    "limits": set(),
     "timing": set(),
     "tp": set(),
     "tokenizer": {"reading"},
     "speculative": {"model", "sampling", "timing"},
-    "generate": {"model", "sampling", "timing", "speculative", "tp", "weights.compiling"},
+    "generate": {"limits", "model", "sampling", "timing", "speculative", "tp", "weights.compiling"},
     "checkpoint": {"model", "reading", "weights", "tp"},
     "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
     "reading": {"reading", "weights.formats"},
@@ -63,7 +64,7 @@ def test_sizes():
     assert lines("model", "sampling", "generate") <= 1000
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 5900
+    assert lines(*NAMES) <= 6150
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 

@@ -1,6 +1,7 @@
 """python generate.py as its users run it: flags, prompt files, text and JSON, chat, errors, signals, figures."""
 
 import fcntl
+import functools
 import io
 import json
 import os
@@ -30,6 +31,7 @@ from program.printing import Printer, Session
 from program.prompts import requests
 from program.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from sampling import Sampling
+from scripts.download import download
 from timing import Timing
 from tokenizer import load_tokenizer
 
@@ -57,7 +59,7 @@ def test_json_has_the_promised_keys_and_stdout_nothing_else(text_folder):
     for row in rows:
         assert set(row) >= {
             "prompt_tokens", "tokens", "text", "finish_reason", "ttft_s", "prefill_tok_s", "decode_tok_s",
-            "bandwidth_gb_s", "peak_memory_gb", "speculative",
+            "bandwidth_gb_s", "peak_memory_gb", "speculative", "seed", "sample",
         }  # fmt: skip
         assert row["prompt_tokens"] == tokenizer.encode("the little cat")
         assert row["finish_reason"] == "length" and len(row["tokens"]) == 9 and row["speculative"] is None
@@ -142,6 +144,88 @@ def test_line_separators_inside_a_prompt_and_a_byte_order_mark(text_folder, caps
     assert [row["prompt_tokens"] for row in rows] == [load_tokenizer(text_folder).encode(text)]
 
 
+def test_a_byte_order_mark_on_stdin_is_no_part_of_the_first_prompt(text_folder, capsys, monkeypatch):
+    """It would hide that the lines are JSON."""
+    tokenizer = load_tokenizer(text_folder)
+    for text in ('{"prompt": "the cat", "id": 1}\r\n{"prompt": "a dog"}\r\n', "the cat\na dog\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
+        rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt_file", "-", "--max_new_tokens", 1)
+        assert [row["prompt_tokens"] for row in rows] == [tokenizer.encode(text) for text in ("the cat", "a dog")]
+
+
+def test_a_line_that_does_not_fit_is_named_and_the_rest_decoded(chat_folder, capsys, tmp_path):
+    """Too long, nothing asked for, or refused by the chat template: by line and id, and the exit status says it."""
+    (chat_folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    lines = [
+        {"prompt": "the cat", "id": "a"}, {"prompt": "dog " * 2000, "id": "long"}, {"prompt": "play"},
+        {"prompt": "a", "max_new_tokens": 0}, {"messages": [{"role": "x", "content": "y"}], "id": 5},
+    ]  # fmt: skip
+    file = tmp_path / "objects.jsonl"
+    common = ("--checkpoint", chat_folder, "--prompt_file", file, "--max_new_tokens", 3, "--batch_size", 2)
+    for kept, expected in ((lines, ["the cat", "play"]), ([lines[1]], [])):
+        file.write_text("\n".join(map(json.dumps, kept)))
+        with pytest.raises(SystemExit) as exit:
+            run(capsys, *common)
+        out, err = capsys.readouterr()
+        tokenizer = load_tokenizer(chat_folder)
+        assert [json.loads(line)["prompt_tokens"] for line in out.splitlines()] == list(map(tokenizer.encode, expected))
+        errors = [line.split(f"{file}, ")[1] for line in err.splitlines() if line.startswith("error: ")]
+        assert exit.value.code == 2 and len(errors) == (3 if expected else 1)
+        assert re.match(rf"line {kept.index(lines[1]) + 1}, id long: has \d+ tokens; .* limit of 2000", errors[0])
+        if expected:
+            assert errors[1].startswith("line 4: max_new_tokens = 0") and errors[2].startswith("line 5, id 5: ")
+
+
+def test_samples_of_a_prompt_are_one_batch(text_folder, capsys, monkeypatch, tmp_path):
+    """Each as it would be alone with its seed, which the JSON names; --batch_size takes fewer at a time."""
+    sizes, decode = [], Session.decode
+    monkeypatch.setattr(Session, "decode", lambda *given: sizes.append(len(given[2])) or decode(*given))
+    file = tmp_path / "two.txt"
+    file.write_text("the cat\na dog\n")
+    common = ("--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 9, "--dtype", "float32")
+    alone = [run(capsys, *common, "--seed", seed)[0] for seed in (4, 5, 6)]
+    for options, batches in (((), [3, 3]), (("--batch_size", 4), [4, 2]), (("--batch_size", 1), [1] * 6)):
+        sizes.clear()
+        rows, _ = run(capsys, *common, "--seed", 4, "--num_samples", 3, *options)
+        assert sizes == batches
+        assert [(row["seed"], row["sample"]) for row in rows] == [(4, 0), (5, 1), (6, 2)] * 2
+        assert [row["tokens"] for row in rows] == [alone[n][prompt]["tokens"] for prompt in (0, 1) for n in range(3)]
+
+
+def test_a_line_may_have_its_own_seed_and_number_of_new_tokens(text_folder, capsys, tmp_path):
+    """Equal prompts in a batch are then different samples, each the one that its seed gives alone."""
+    file, asked = tmp_path / "objects.jsonl", [(7, 12), (8, 5), (None, None)]
+    file.write_text("\n".join(json.dumps({"prompt": "a", "seed": s, "max_new_tokens": n}) for s, n in asked))
+    common = ("--checkpoint", text_folder, "--dtype", "float32", "--ignore_eos", "--max_new_tokens", 9, "--seed", 3)
+    rows, _ = run(capsys, *common, "--prompt_file", file, "--batch_size", 3)
+    assert [row["seed"] for row in rows] == [7, 8, 3] and [len(row["tokens"]) for row in rows] == [12, 5, 9]
+    for row in rows:
+        options = ("--prompt", "a", "--seed", row["seed"], "--max_new_tokens", len(row["tokens"]))
+        assert run(capsys, *common, *options)[0][0]["tokens"] == row["tokens"]
+
+
+def test_what_generation_config_asks_for_and_flags_do_not_do_is_said_once(text_folder, capsys, tmp_path):
+    folder = shutil.copytree(text_folder, tmp_path / "model")
+    asked = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2, "use_cache": True, "top_k": None}
+    asked |= {"output_scores": False, "transformers_version": "5"}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    common = ("--checkpoint", folder, "--max_new_tokens", 2, "--num_samples", 2, "--batch_size", 1)
+    _, err = run(capsys, *common)
+    assert err.count('not used of generation_config.json: {"temperature": 0.6, "top_p": 0.9}') == 1
+    assert "generation_config" not in run(capsys, *common, "--temperature", 0.6, "--top_p", 0.9)[1]
+    assert '"do_sample": true' in run(capsys, *common, "--temperature", 0)[1]
+
+
+@pytest.mark.parametrize("arguments", [["--interactive"], ["--prompt_file", "-"]])
+def test_a_closed_stdin_is_said(text_folder, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(text_folder), *arguments])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as exit:
+        main()
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and err.startswith("error: stdin is closed") and len(err.splitlines()) == 1
+
+
 def test_each_rows_rate_is_its_own(text_folder, capsys, tmp_path):
     """A row that ends early must not be charged for the steps that others take after it."""
     file = tmp_path / "two.txt"
@@ -187,13 +271,23 @@ def test_jsonl_conversations_and_ids(text_folder, chat_folder, capsys, tmp_path)
 
 @pytest.mark.parametrize(
     "wrong", [{"prompt": ""}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"role": "user"}]},
-              {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}],
+              {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "seed": "7"},
+              {"prompt": "a", "seed": -1}, {"prompt": "a", "max_new_tokens": 1.5}],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_named(wrong, tmp_path):
     file = tmp_path / "objects.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(wrong))
     asked, problems = requests(parse_args(["--prompt_file", str(file)]))
     assert [request.text for request in asked] == ["a"] and len(problems) == 1 and "line 2" in problems[0]
+
+
+@pytest.mark.parametrize("key, value, flag", [("temperature", 0.2, "0.7"), ("stop", ["."], "!")])
+def test_what_holds_for_all_lines_is_no_lines_own(key, value, flag, tmp_path):
+    """Temperature and stop strings: refused by name where they differ from the flag's, not ignored."""
+    file, usual = tmp_path / "objects.jsonl", float(flag) if key == "temperature" else [flag]
+    file.write_text("\n".join(json.dumps({"prompt": "a", key: given}) for given in (usual, value)))
+    asked, problems = requests(parse_args(["--prompt_file", str(file), f"--{key}", flag]))
+    assert len(asked) == len(problems) == 1 and f'line 2: "{key}"' in problems[0] and f"--{key}" in problems[0]
 
 
 def test_stdin_batches_and_plain_text(text_folder):
@@ -244,7 +338,6 @@ def test_random_weights_measure_a_shape_without_a_tokenizer(tmp_path, capsys):
         (["--stop", "a", "--stop", ""], "a stop string is empty"),
         (["--stop", "x", ""], "a stop string is empty"),
         (["--prompt", "cat " * 300], "over the limit of 160"),
-        (["--prompt_file", "LICENSE", "--max_new_tokens", "155"], "over the limit of 160"),
         (["--prompt_file", "/dev/null"], "/dev/null: holds no prompt"),
         (["--random_weights", "nowhere.json"], "nowhere.json: no such file"),
         (["--prompt", "a", "--prompt_file", "b"], "not allowed with"),
@@ -443,11 +536,84 @@ def test_chat_equals_the_conversation_without_kept_caches(chat_folder, capsys, m
     assert answers[0] == answers[1] and answers[0].strip()
 
 
+def chatted(capsys, monkeypatch, folder, typed: str, *options) -> tuple[str, str]:
+    """(answers, what else is said) of a greedy chat."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    arguments = ["--checkpoint", folder, "--interactive", "--temperature", 0, "--dtype", "float32", "--device", "cpu"]
+    run_args(parse_args([str(part) for part in (*arguments, *options)]))
+    return capsys.readouterr()
+
+
+def test_an_answer_goes_on_to_the_contexts_end_and_says_why_it_ended(chat_folder, capsys, monkeypatch):
+    lengths, decode = [], Session.decode
+
+    def remember(session, printer, prompts, *others):
+        timing = decode(session, printer, prompts, *others)
+        lengths.append((len(prompts[0]), len(printer.ids[0])))
+        return timing
+
+    monkeypatch.setattr(Session, "decode", remember)
+    chat = functools.partial(chatted, capsys, monkeypatch, chat_folder, "the cat\n")
+    out, err = chat("--ignore_eos", "--max_seq_length", 300)
+    assert sum(lengths[0]) == 300 and lengths[0][1] > 200 and "ended by the context's end" in err
+    assert "ended by --max_new_tokens," in chat("--ignore_eos", "--max_new_tokens", 8)[1]
+    assert "ended by --stop," in chat("--ignore_eos", "--max_new_tokens", 40, "--stop", out[5:7])[1]
+    first = load_tokenizer(chat_folder).encode(out[:40])[1:]
+    (chat_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(384))[:60] + first[:4]}))
+    assert "ended by the model," in chat("--max_new_tokens", 100)[1]
+
+
+def test_a_chats_lines_may_end_as_in_windows(chat_folder, capsys, monkeypatch):
+    """The carriage return is no part of a message, and a line of nothing else ends the chat."""
+    options = ("--max_new_tokens", 9, "--ignore_eos")
+    want = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
+    got = chatted(capsys, monkeypatch, chat_folder, "\ufeffthe cat\r\na dog\r\n\r\nnever read\r\n", *options)
+    assert got[0] == want[0] and got[1].count("tokens read") == 2
+
+
 def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
     run_args(parse_args(["--checkpoint", str(text_folder), "--interactive", "--max_new_tokens", "4"]))
     out, err = capsys.readouterr()
     assert "no chat template: chatting as plain text" in err and out.strip()
+
+
+def test_a_tokenizer_may_know_a_token_that_the_model_has_not(text_folder, tmp_path, capsys):
+    """Early Llama-2 mirrors put <pad> at vocab_size: text in a prompt, unless the folder finds it in any text."""
+    folder = shutil.copytree(text_folder, tmp_path / "model")
+    prompt = ["--prompt", "the cat <pad>", "--temperature", 0, "--max_new_tokens", 4, "--checkpoint"]
+    want, _ = run(capsys, *prompt, text_folder)
+    (folder / "added_tokens.json").write_text('{"<pad>": 384}')
+    assert run(capsys, *prompt, folder)[0][0]["tokens"] == want[0]["tokens"]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {"384": {"content": "<pad>", "special": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="'<pad>', whose id 384 lies outside the model's vocabulary of 384"):
+        run(capsys, *prompt, folder)
+
+
+def test_a_download_takes_weights_once_and_every_tokenizer(monkeypatch, tmp_path):
+    """Mistral's repositories hold the weights a second time, in its own layout, and its own tokenizer besides."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = [
+        "config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json", "tekken.json", "tokenizer.json", "tokenizer.model.v3", "tokenizer_config.json",
+    ]  # fmt: skip
+    others = [
+        "README.md", "consolidated.safetensors", "consolidated.safetensors.index.json", "params.json",
+        "original/model.safetensors", "pytorch_model.bin",
+    ]  # fmt: skip
+    taken = []
+
+    def snapshot_download(repo, *, allow_patterns, ignore_patterns, **_):
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        taken.extend(filter_repo_objects([*wanted, *others], **patterns))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert download("mistralai/Mistral-Nemo-Instruct-2407", tmp_path).name == "Mistral-Nemo-Instruct-2407"
+    assert taken == wanted
 
 
 def test_threads_stay_within_a_containers_share(tmp_path):

@@ -16,16 +16,17 @@ from conftest import ROOT, config_json
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantize as quantize_program
-from checkpoint import load_model, save_model
+from checkpoint import load_config, load_model, random_model, save_model
 from generate import Engine, Timing, generate
 from program import main as program
 from program.flags import parse_args
 from quantize import gptq, quantize_model, quantized_copy, search_range
 from sampling import Sampling
+from scripts import perplexity
 from scripts.perplexity import measure, windows
 from speculative import ModelDraft
 from tokenizer import load_tokenizer
-from weights import cpu, formats
+from weights import cpu, formats, linears
 from weights.formats import (
     FORMATS,
     dequantize_tensor,
@@ -251,6 +252,30 @@ def test_compiled_products_too(scheme):
         check_products(linear, scheme, torch.compile(products, fullgraph=True, dynamic=False))
 
 
+@pytest.mark.parametrize("backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.compiled)])
+@pytest.mark.parametrize("scheme", ["int8", "int8-float32", "fp8"])
+def test_float16_reaches_as_far_as_results_and_as_low_as_weights(scheme, backend, monkeypatch):
+    """Sums with codes alone would end at 65,504, which an activation of 1,500 reaches; scales of 8e-7 alone would be
+    off by 3.5 %. Weights and results are rounded to float16, by 2^-11 or 2^-25: that is all. For one row, for those of
+    verification and of a prompt; compiled as for a GPU too."""
+    torch._dynamo.reset()
+    if backend == "eager":
+        monkeypatch.setattr(linears, "FUSING_DEVICE", "cpu")
+    linear = torch.nn.Linear(256, 48, bias=False, dtype=torch.float16).requires_grad_(False)
+    linear.weight.uniform_(-0.9, 0.9, generator=torch.Generator().manual_seed(0))
+    linear.weight[0, 0], linear.weight[24:] = 0.9, linear.weight[24:] * 1.1e-4
+    found = packed(linear, scheme)
+    exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
+    product = torch.compile(found, backend=backend, fullgraph=True, dynamic=False) if backend else found
+    for M in (1, 6, 40):
+        x = torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).half()
+        x[:, 0] = 1500
+        size = x.double().abs()
+        bound = size @ exact.abs().T * (256 * 2**-24 + 2**-10) + (size.sum(1, keepdim=True) + 1) * 2**-25
+        with torch.inference_mode():
+            assert ((product(x).double() - x.double() @ exact.T).abs() <= bound).all(), M
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chunks_change_nothing(scheme, monkeypatch):
     """Large matrices go through a chunk of rows at a time, the last one smaller; packed int4 through whole blocks."""
@@ -284,6 +309,16 @@ def test_a_processor_that_adds_exactly_is_found_to():
     """tests/test_cpu_products.py is skipped where products of integers are not exact: a mistake in them must not hide
     so."""
     assert cpu.sums_exactly()
+
+
+def test_a_processor_without_such_products_takes_others(monkeypatch):
+    """As on ARM, where oneDNN is there and its products of integers are not."""
+
+    def missing(*_):
+        raise RuntimeError("Could not run 'onednn::qlinear_prepack' with arguments from the 'CPU' backend")
+
+    monkeypatch.setattr(cpu.PackedInt8, "lay_out", missing)
+    assert cpu.sums_exactly.__wrapped__() is False
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -356,6 +391,13 @@ def test_quantized_on_the_way_in_from_disk_and_in_memory_agree(scheme, head, wid
     if scheme != "int8":
         with pytest.raises(ValueError, match=f"is stored in {scheme} and cannot be quantized to int8"):
             load_model(tmp_path / "stored", quantize="int8")
+
+
+@pytest.mark.parametrize("head", ["int8", "nonsense"])
+def test_a_head_alone_is_refused_not_ignored(head, wide_folder):
+    for build in (load_model, lambda folder, **options: random_model(load_config(folder), **options)):
+        with pytest.raises(ValueError, match=rf"head {head} \(--quantize_head\) needs .*--quantize"):
+            build(wide_folder, head=head)
 
 
 def test_a_tied_head_is_quantized_once(folder_of):
@@ -643,6 +685,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_loads(text_folder, tmp_path):
 
 def test_command_errors(text_folder, tmp_path):
     output = ["--output", tmp_path / "q"]
+    gptq = ["--scheme", "int4-g32", "--method", "gptq", "--calibration", text_folder / "config.json"]
     for arguments, names in [
         (["--scheme", "int3"], "'int3' does not exist"),
         (["--scheme", "int4-g128"], "layers.0.qkv: 64 inputs are no multiple of the 128"),
@@ -650,10 +693,16 @@ def test_command_errors(text_folder, tmp_path):
         (["--scheme", "int4-g32", "--method", "gptq"], "--method gptq and --calibration FILE need each other"),
         (["--scheme", "int4-g32", "--method", "gptq", "--calibration", "nowhere.txt"], "nowhere.txt"),
         (["--scheme", "int8", "--output", tmp_path], "exists already"),
+        (["--scheme", "int8", "--device", "foo"], "--device foo: not available here"),
+        (["--scheme", "int8", "--device", "meta"], "--device meta: not available here"),
+        (["--scheme", "int8", "--device", "cuda:99"], "--device cuda:99: not available here"),
+        ([*gptq, "--context", 0], "--samples 128 and --context 0 must be at least 1"),
+        ([*gptq, "--samples", -1], "--samples -1 and --context 512 must be at least 1"),
+        (["--scheme", "int8", "--context", "x"], "invalid int value: 'x'"),
     ]:
         done = quantize("--checkpoint", text_folder, *output, *arguments)
-        assert done.returncode == 2 and names in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert not (tmp_path / "q").exists()
+        assert done.returncode == 2 and names in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("error: ") and not (tmp_path / "q").exists()
 
 
 # ------------------------------------------------------------------------------------------ perplexity
@@ -684,6 +733,34 @@ def test_perplexity_by_hand(wide_folder):
     assert measure(other, rows, 3, other)["kl"] == pytest.approx(0, abs=1e-9)
 
 
+def test_perplexity_never_makes_all_logits(text_folder, monkeypatch):
+    """Of the largest vocabularies they would be gigabytes. What is found stays the same, but for the order of sums."""
+    rows = torch.randint(0, 384, (5, 21), generator=torch.Generator().manual_seed(0))
+    model, other = (load_model(text_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None))
+    want = perplexity.score(model, rows, other)
+    monkeypatch.setattr(perplexity, "LOGITS", 384 * 7, raising=False)
+    with Largest() as seen:
+        got = perplexity.score(model, rows, other)
+    assert seen.elements < 5 * 20 * 384
+    assert all(a.shape == (5, 20) and torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_bos_leads_windows_only_where_encoding_a_text_adds_one(adds, text_folder, tmp_path, monkeypatch):
+    """In perplexity and in GPTQ's calibration, whatever token the folder names."""
+    folder, text = shutil.copytree(text_folder, tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("the little cat and a big dog went to play in the park. " * 9)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds, "bos_token": "<s>"}))
+    command = ["perplexity", "--checkpoint", folder, "--text", text, "--context", 20, "--json", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
+    found = perplexity.run(perplexity.parse_args())
+    assert found["bos"] is adds and found["context"] == 20 and (found["tokens"] % 20 == 0) == adds
+    model = load_model(folder, dtype=torch.float32)
+    asked = types.SimpleNamespace(checkpoint=folder, calibration=text, context=20, samples=3, device="cpu")
+    (states,) = quantize_program.calibration_states(asked, model)
+    assert states.shape[1] == 20 + adds and adds == torch.equal(states[:, 0], model.embed.weight[[1] * 3])
+
+
 def test_perplexity_on_the_command_line():
     command = [sys.executable, "-m", "scripts.perplexity", "--checkpoint", "checkpoints/demo", "--context", "64"]
     done = subprocess.run(
@@ -693,6 +770,9 @@ def test_perplexity_on_the_command_line():
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert found.keys() >= {"perplexity", "nll", "tokens", "context", "bos", "kl", "top1"} and found["kl"] < 0.01
+    head = ["--text", "checkpoints/stories.txt", "--quantize_head", "nonsense"]
+    done = subprocess.run([*command, *head], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "head nonsense (--quantize_head) needs" in done.stderr and not done.stdout
     done = subprocess.run([*command, "--text", "nowhere.txt"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "nowhere.txt" in done.stderr and "Traceback" not in done.stderr
 

@@ -203,3 +203,19 @@ def test_uniform_is_the_same_whatever_the_batch():
     alone = uniform(torch.tensor([5]), torch.tensor([9]))
     batch = uniform(torch.tensor([1, 5, 5]), torch.tensor([9, 9, 8]))
     assert batch[1] == alone[0] and batch[0] != alone[0] and batch[2] != alone[0]
+
+
+def test_top_p_keeps_the_same_tokens_in_whatever_order_sums_are_added(monkeypatch):
+    """A GPU adds a histogram in the order in which its threads arrive. Here each call adds in another order, over
+    30,000 tokens so alike that float32's rounding of their sum is a fraction of one of them."""
+    scatter_add, generator = torch.Tensor.scatter_add, torch.Generator().manual_seed(0)
+
+    def unordered(self, dim, index, src):
+        order = torch.randperm(index.size(-1), generator=generator)
+        return scatter_add(self, dim, index[..., order], src[..., order])
+
+    monkeypatch.setattr(torch.Tensor, "scatter_add", unordered)
+    logits = 0.2 * torch.rand(1, 30_000, generator=generator)
+    for top_p in torch.linspace(0.4, 0.93, 300).tolist():
+        kept = [Sampling(1.0, top_p=top_p).probs(logits) for _ in range(4)]
+        assert all(torch.equal(other, kept[0]) for other in kept)

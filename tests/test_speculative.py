@@ -575,7 +575,7 @@ class NoSync(torch.utils._python_dispatch.TorchDispatchMode):
 def test_no_host_sync_inside_a_round(margins, kind, sampling):
     target, draft, _ = margins
     engine = Engine(target, 4, 60, drafter=any_drafter(kind, target, draft), speculate_k=3)
-    engine.state.start(PROMPTS, [30] * 4, {3}, 0, sampling)
+    engine.state.start(PROMPTS, [30] * 4, {3}, [0] * 4, sampling)
     with torch.inference_mode(), NoSync():
         engine.prefill([len(prompt) for prompt in PROMPTS])
         for k in (3, 1, 0, 0, 3):  # after plain steps the drafter catches up
@@ -617,7 +617,7 @@ def test_compiled_rounds(kind):
         engine.calibrate(Sampling(0), 40, rounds=2)
         assert rows_of(target, PROMPTS, engine=engine, **sampled) == eager
         for temperature in (0.5, 1.3):
-            engine.state.start(PROMPTS, [80] * 4, (), 0, Sampling(temperature))
+            engine.state.start(PROMPTS, [80] * 4, (), [0] * 4, Sampling(temperature))
             with torch.inference_mode():
                 for number in range(100):
                     engine.step(10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7])
@@ -631,7 +631,7 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
     draft = target_copy(target) if deep else draft
     prompts = [PROMPTS[1] * 2, PROMPTS[2]]
     engine = Engine(target, 2, 96, drafter=ModelDraft(draft), speculate_k=3)
-    engine.state.start(prompts, [78] * 2, (), 0, Sampling(0))
+    engine.state.start(prompts, [78] * 2, (), [0] * 2, Sampling(0))
     filled = [len(prompt) + 71 for prompt in prompts]  # the first token of the prompt, and 70 steps
     with torch.inference_mode():
         engine.prefill([len(prompt) for prompt in prompts])
@@ -703,7 +703,7 @@ def test_theory_against_simulation_and_sums():
 
 def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     state = State(4, 12, torch.device("cpu"), K=4)
-    state.start([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]], [3] * 4, (), 0, Sampling(0))
+    state.start([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]], [3] * 4, (), [0] * 4, Sampling(0))
     drafter = NgramDraft(2)
     drafter.setup(state, 4, CachedModel(tiny(0, vocab_size=9), 4, 16, compile=False), lambda function: function)
     drafter.look(state)

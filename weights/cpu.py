@@ -105,12 +105,13 @@ class PackedInt8(PackedWeights):
 @functools.cache
 def sums_exactly() -> bool:
     """Does this processor add up products of 8-bit numbers without overflow? A processor without VNNI instructions may
-    add pairs in 16 bits, which the largest values exceed."""
-    if not torch.backends.mkldnn.is_available():
-        return False
+    add pairs in 16 bits, which the largest values exceed. One that is no x86 may have no such product."""
     n, wanted = 256, torch.full((1, 32), float(127 * 127 * 256))
-    packed = PackedInt8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
-    return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), wanted)
+    try:
+        packed = PackedInt8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
+        return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), wanted)
+    except (RuntimeError, AttributeError):  # torch.ops has the latter for an operator that was not built
+        return False
 
 
 def to_digits(x: Tensor) -> tuple[Tensor, Tensor]:

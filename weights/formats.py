@@ -278,9 +278,9 @@ def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) 
     return found
 
 
-def dequantize_tensor(parts: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights (out, in) that the parts stand for."""
-    return by_chunks(format_of(scheme).dequantize, parts, dtype, row_chunks(*parts["codes"].shape))
+    return by_chunks(format_of(scheme).dequantize, tensors, dtype, row_chunks(*tensors["codes"].shape))
 
 
 def by_chunks(

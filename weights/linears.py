@@ -171,7 +171,8 @@ class Int8Linear(QuantizedLinear):
 
     On a CPU large weights multiply in integers, for any number of rows, with float32 scales. The rounding of x is below
     that of the result (see `to_digits`). All other products take scales in the activations' type: of a float32 scale
-    (int8-float32) bfloat16 loses 2^-9, half a last bit of the result.
+    (int8-float32) bfloat16 loses 2^-9, half a last bit of the result. float16 holds neither small scales, below 6e-5,
+    nor large products with codes, above 65,504: there the scale stays float32 and goes to the codes, not the product.
     """
 
     def lay_out(self):
@@ -179,7 +180,8 @@ class Int8Linear(QuantizedLinear):
             self.packed = PackedInt8(self.codes, self.scale)
             self.let_go("codes")
         else:  # A cast inside the compiled product would be a computed scale, which Inductor's lowering does not take.
-            self.register_buffer("kernel_scale", self.scale.to(self.dtype), persistent=False)
+            dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
+            self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
 
     def product(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -188,7 +190,9 @@ class Int8Linear(QuantizedLinear):
         if not self.is_packed or fuses(x):
             return super().product(x)
         if x.device.type == "cpu" and x.size(0) <= KERNEL_ROWS:
-            return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
+            return torch._weight_int8pack_mm(x.to(self.kernel_scale.dtype), self.codes, self.kernel_scale).to(x.dtype)
+        if x.dtype == torch.float16:
+            return F.linear(x, (self.codes * self.kernel_scale[:, None]).to(x.dtype))
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
 
 
@@ -199,7 +203,8 @@ class Int4Linear(QuantizedLinear):
     The kernels take scale and zero in the activations' type. Of float32 ones (int4-g128-float32) bfloat16 loses up to
     2^-9 * (|code - 8| * scale + |zero|), which is at most scale / 32 where zero is up to 8 scales, as in other
     programs' folders; choosing codes had already moved the weights by up to scale / 2. float16 loses an eighth of that,
-    float32 nothing. On a CPU only the kernel's form is kept; long prompts unpack it.
+    and up to 2^-25 * (|code - 8| + 1) below 6e-5, where its numbers are 2^-24 apart; float32 nothing. On a CPU only the
+    kernel's form is kept; long prompts unpack it.
     """
 
     kernel = None  # until packed, and where none fits

@@ -1,0 +1,58 @@
+"""What a call of `generate` may ask for: every argument is checked from host integers before anything runs.
+
+    whole_numbers       one number, or one a row -> a list of ints
+    check_lengths       do prompts and new tokens fit in the context, and in the draft's?
+    check_engine        does an engine that was made earlier have room for this batch?
+
+Every ValueError names the row, the number and what would work. This file imports no project file.
+"""
+
+import operator
+from collections.abc import Sequence
+
+
+def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]:
+    """`value` for each of so many rows, also from numpy's and torch's integers."""
+    try:
+        return [operator.index(value)] * rows
+    except TypeError:
+        found = [operator.index(number) for number in value]
+    if len(found) != rows:
+        raise ValueError(f"{name}: {len(found)} numbers for {rows} prompts; give one, or one a prompt")
+    return found
+
+
+def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int, drafter=None) -> None:
+    """ValueError unless every prompt and its new tokens fit in `limit` positions, and in the context of a drafter that
+    runs prompts through a model of its own."""
+    if not prompts:
+        raise ValueError("no prompt given")
+    limits = {"limit": limit}
+    if getattr(drafter, "owns_cache", False):
+        limits["draft model's context"] = drafter.model.config.max_seq_length
+    V = model.config.vocab_size
+    for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
+        if new < 1:
+            raise ValueError(f"max_new_tokens = {new} must be at least 1")
+        if not len(prompt):
+            raise ValueError(f"prompt {row} is empty: it has no token, and the model has no BOS to start from")
+        for name, positions in limits.items():
+            if len(prompt) + new > positions:
+                raise ValueError(
+                    f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {len(prompt) + new}, over the"
+                    f" {name} of {positions} positions: shorten the prompt, or lower --max_new_tokens"
+                )
+        wrong = next((id for id in prompt if not 0 <= id < V), None)
+        if wrong is not None:
+            raise ValueError(f"prompt {row} holds token id {wrong}, outside the vocabulary of {V}")
+
+
+def check_engine(engine, model, rows: int, max_seq_length: int) -> None:
+    """ValueError unless the engine is this model's, and has so many rows and positions."""
+    if engine.model is not model:
+        raise ValueError("the engine was made for another model: give the engine's own, engine.model")
+    if rows > engine.batch_size:
+        raise ValueError(f"{rows} prompts are more than the {engine.batch_size} rows that the engine was made for")
+    if max_seq_length > engine.max_seq_length:
+        most = engine.max_seq_length
+        raise ValueError(f"max_seq_length = {max_seq_length} is over the {most} positions that the engine was made for")

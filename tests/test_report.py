@@ -1,0 +1,114 @@
+"""program/report.py: what a run is said to have cost and gained, from records made by hand."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from program.report import ACCEPTED, BONUS, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, speculation, speculative
+from program.report import summary as lines_of
+from speculative import Costs, DraftLength, expected_tokens
+from timing import StepRecord, Timing, TokenRecord
+
+COSTS = Costs(0.1, {3: 0.06}, {3: 0.12})  # c = 0.2, v = 1.2
+FIRST = TokenRecord(0, 0, -1, 0.0, first=True)
+PLAIN = TokenRecord(0, 0, -1, 0.0, first=False)  # a plain step, or a round that had nothing to draft for the row
+
+
+def tokens(accepted: int, shown: int, overlap: float = 0.5) -> list[TokenRecord]:
+    """A round that drafted 3."""
+    return [TokenRecord(i, 3, accepted, overlap if i < 3 else 0.0, first=False) for i in range(shown)]
+
+
+def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timing:
+    """Rows that all take part in all steps, which draft so many tokens."""
+    records = [StepRecord(k, seconds / len(ks), 0.0, 0.0, (1,) * len(rows)) for k in ks]
+    decoded = [len(row) for row in rows]
+    return Timing(tokens=rows, records=records, row_s=[seconds] * len(rows), decoded=decoded, decode_s=seconds)
+
+
+def engine(k: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(drafter=True, models=[torch.nn.Linear(2, 2)], speculate_k=k, costs=COSTS)
+
+
+def test_statistics_by_hand():
+    """Three rounds of K = 3: two accepted and corrected; all accepted and a bonus; first rejected, at the end. Then a
+    plain step."""
+    row = [FIRST, *tokens(2, 3), *tokens(3, 4), *tokens(0, 1), PLAIN]
+    A, C, B, P = ACCEPTED, CORRECTED, BONUS, PLAIN_TOKEN
+    assert [origin(token) for token in row] == [P, A, A, C, A, A, A, B, C, P]
+    found = speculation(
+        RowStatistics(row), Counter({3: 3, 0: 1}), 3, COSTS, seconds=0.6, draft_s=0.2, verify_s=0.3, c_ops=0.1
+    )
+    assert found["rounds"] == 4 and found["rounds_by_k"] == {0: 1, 3: 3}
+    assert found["drafted"] == 9 and found["accepted"] == 5
+    assert found["accepted_by_position"] == [2, 2, 1] and found["reached_by_position"] == [3, 2, 2]
+    assert found["alpha"] == found["d_lk"] == 0.5 and found["tokens_per_round"] == 9 / 4
+    assert found["c"] == pytest.approx(0.2) and found["v"] == pytest.approx(1.2)
+    assert found["measured_speedup"] == pytest.approx(9 * 0.1 / 0.6)
+    assert found["predicted_speedup"] == pytest.approx(9 / (3 * (0.6 + 1.2) + 1))
+    assert found["tokens_per_round_iid"] == pytest.approx((3 * 1.875 + 1) / 4)
+    assert found["predicted_speedup_iid"] == pytest.approx((3 * 1.875 + 1) / (3 * 1.8 + 1))
+    assert found["operations"] == pytest.approx((3 * 4.3 + 1) / 9)
+    twice = RowStatistics(row + row)
+    assert twice.tokens == 18 and twice.accepted[0] == 4 and twice.rounds[3] == 6
+    empty = speculation(RowStatistics([]), Counter(), 3, None, 0.0, 0.0, 0.0)
+    assert empty["alpha"] is None and empty["rounds"] == 0 and len(lines_of(empty)) == 3
+
+
+def test_the_speed_up_of_a_batch_is_that_of_its_rows():
+    """Eight rows that each decode as fast as they would plainly have a speed-up of 1, not of 8. A row that ends early
+    is not charged for what the others then take."""
+    row = [FIRST, *tokens(2, 3), *tokens(2, 3)]
+    for rows in (1, 8):
+        found = speculative(engine(), [batch([row] * rows, [3, 3], seconds=0.6)])
+        assert found["measured_speedup"] == pytest.approx(1.0)
+        assert found["predicted_speedup"] == pytest.approx(6 / 3.6)
+    timing = batch([row, row[:4]], [3, 3], seconds=0.6)
+    timing.row_s[1] = 0.2
+    assert speculative(engine(), [timing], row=1)["measured_speedup"] == pytest.approx(3 * 0.1 / 0.2)
+    assert speculative(engine(), [timing])["measured_speedup"] == pytest.approx(9 * 0.1 / 0.8)
+
+
+def test_a_round_costs_a_row_the_same_where_only_another_row_matched():
+    """Two rows, four rounds: the second row matched in one of them. Acceptance is that of matches, so what it promises
+    holds for that share of the rounds alone."""
+    always, once = [FIRST, *4 * tokens(2, 3)], [FIRST, PLAIN, PLAIN, *tokens(2, 3), PLAIN]
+    timing = batch([always, once], [3, 3, 3, 3], seconds=1.0)
+    found = speculative(engine(), [timing], row=1)
+    assert found["rounds_by_k"] == {0: 3, 3: 1} and found["drafted"] == 3
+    assert found["predicted_speedup"] == pytest.approx(6 / (4 * 1.8))
+    assert found["tokens_per_round_iid"] == pytest.approx(1 + 0.25 * 0.875)
+    assert found["predicted_speedup_iid"] == pytest.approx((1 + 0.25 * 0.875) / 1.8)
+    assert found["best_k"] == 0 and found["best_k_speedup"] == 1.0
+    both = speculative(engine(), [timing])
+    assert both["predicted_speedup"] == pytest.approx((12 + 6) / (8 * 1.8))
+    assert both["predicted_speedup_iid"] == pytest.approx((1 + 5 / 8 * 0.875) / 1.8)
+
+
+def test_a_row_without_any_match_is_charged_for_the_rounds_of_others():
+    timing = batch([[FIRST, *tokens(3, 4)], [FIRST, PLAIN]], [3], seconds=0.36)
+    found = speculative(engine(), [timing], row=1)
+    assert found["predicted_speedup"] == pytest.approx(1 / 1.8) and found["alpha"] is None
+    assert found["measured_speedup"] == pytest.approx(0.1 / 0.36)
+
+
+def test_the_best_k_is_said_to_be_the_best_of_what_was_measured():
+    found = speculative(engine(), [batch([[FIRST, *tokens(3, 4, overlap=0.9)]], [3], seconds=0.2)])
+    assert found["best_of"] == [0, 3] and found["best_k"] == 3
+    assert lines_of(found)[-1].endswith("best of K = 0, 3 would have been 3 with 1.91")
+
+
+def test_auto_drafts_less_where_few_rows_match():
+    """Acceptance is perfect where something matches: with all rows the longest K pays, with one in eight none does."""
+    costs = Costs(1.0, {1: 0.0, 3: 0.0}, {1: 1.2, 3: 1.5})
+    assert costs.best(1.0) == (3, 4 / 1.5) and costs.best(1.0, 1 / 8) == (0, 1.0)
+    assert costs.best(1.0, 0.5)[1] == pytest.approx((1 + 0.5 * (expected_tokens(1.0, 3) - 1)) / 1.5)
+    length = DraftLength("auto", costs)
+    for _ in range(100):
+        length.observe(1.0)
+    assert length.choose() == 3
+    for _ in range(100):
+        length.observe(1.0), length.drafted(1, 8)
+    assert length.choose() == 0
