@@ -12,9 +12,10 @@ file hands over to program/.
 """
 
 if __name__ == "__main__":  # before torch is imported: program/ decides what Ctrl-C does from the first moment on
-    from program.main import main
+    import runpy
 
-    raise SystemExit(main())
+    runpy.run_module("program.main", run_name="__main__")
+    raise SystemExit
 
 import itertools
 import math

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# One thread a process, before torch starts its own: tiny models gain nothing by more, and two processes that spin at each
-# other's barriers take ten times as long.
+# One thread a process, before torch starts its own: tiny models gain nothing by more, and processes that spin at each
+# other's side take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -162,7 +162,7 @@ def warm_lengths(engine: Engine) -> None:
     drafts = [engine.drafter.cached] if engine.drafter and engine.drafter.owns_cache else []
     for n in sorted({rounded_up(n) for n in range(1, CONTEXT + 1)}):
         for cached, rows in itertools.product([engine.cached, *drafts], range(1, engine.state.pos.size(0) + 1)):
-            cached.prompt_chunk(engine.state, rows, 0, min(n, CONTEXT))
+            cached.hidden(*cached.chunk(engine.state, rows, 0, min(n, CONTEXT)))
 
 
 class Recorded(Session):
