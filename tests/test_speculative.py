@@ -495,6 +495,16 @@ def test_a_draft_that_is_not_a_number_changes_nothing(margins):
     assert rows_of(target, PROMPTS, drafter=ModelDraft(draft), max_new_tokens=60) == want
 
 
+def test_a_draft_model_keeps_nothing_of_a_call(margins):
+    """After a call without an engine both models answer a direct call as before, longer than any cache was."""
+    target, draft, _ = margins
+    tokens, pos = torch.tensor([PROMPTS[1] * 10]), torch.arange(90)
+    with torch.inference_mode():
+        before = [model(tokens, pos) for model in (target, draft)]
+        rows_of(target, PROMPTS, drafter=ModelDraft(draft), max_new_tokens=5)
+        assert all(torch.equal(model(tokens, pos), want) for model, want in zip((target, draft), before))
+
+
 @pytest.mark.parametrize("draft_v", [V - 9, V + 7])
 def test_padded_vocabularies_may_differ(margins, draft_v):
     """Ids that only one side has: the draft never sees or proposes one it should not, and the target's law is whole
