@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from generate import Engine, check_lengths
+from generate import Engine
+from limits import check_lengths
 from program.chat import chat
 from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
 from program.flags import check_options, parse_args, sampling_of, speculate_k

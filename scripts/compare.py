@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from generate import Engine, check_lengths
+from generate import Engine
+from limits import check_lengths
 from model import Transformer
 from program.chat import common_prefix
 from program.edge import cpu_share, ending_plainly

@@ -33,7 +33,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from generate import Engine, check_lengths, generate
+from generate import Engine, generate
+from limits import check_lengths
 from program.chat import common_prefix
 from program.edge import ending_plainly, fail, interrupts_held, use_threads
 from program.flags import DTYPES, Parser, check_options, positive, speculate_k

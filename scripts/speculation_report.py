@@ -13,7 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from generate import Engine, check_lengths, generate
+from generate import Engine, generate
+from limits import check_lengths
 from program.edge import fail
 from program.flags import DTYPES, Parser, positive
 from program.loading import compiles, load, pick_device
