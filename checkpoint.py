@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> Transformer, and back.
+"""A Hugging Face folder or a GGUF file -> Transformer, and back to a folder.
 
     load_config         config.json -> Config
     load_model          config.json + *.safetensors -> Transformer, filled tensor by tensor, quantized on the way
@@ -8,18 +8,18 @@
 The model is built on the meta device and every weight is copied once, from the mapped file to its place inside its
 (fused) matrix, so that loading needs the weights' own memory and no more. Everything is checked against the files'
 headers before the first byte is copied. A folder whose config.json has "quantization" holds the parts of a format in
-place of weights; reading/foreign.py reads one whose "quantization_config" is another program's. This file does not know
-tokenizers, decoding or devices' habits.
+place of weights; reading/foreign.py reads one whose "quantization_config" is another program's, reading/gguf.py a GGUF
+file. This file does not know tokenizers, decoding or devices' habits.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import Config, Transformer
-from reading import foreign
+from reading import foreign, gguf
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
     one_line,
@@ -42,6 +42,7 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_index,
     write_whole,
 )  # fmt: skip
+from reading.vocabularies import led_by, plain_file
 from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
 from weights import formats, linears
 from weights.formats import FORMATS
@@ -62,7 +63,8 @@ INNER = {
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
-    torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
 
@@ -86,14 +88,17 @@ def pieces(config: Config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -
 
 
 def load_config(checkpoint_dir: str | Path) -> Config:
-    """The Config of a folder. ValueError names the file, the key and the value that cannot be used."""
+    """The Config of a folder or GGUF file. ValueError names the file, the key and the value that cannot be used."""
     return config_of(Path(checkpoint_dir) / "config.json")
 
 
 def config_of(file: Path) -> Config:
     """Config.from_hf of one file, its errors led by the file's folder."""
-    if not file.parent.is_dir():
-        raise ValueError(f"{file.parent}: no such folder")
+    folder = file.parent
+    if not folder.is_dir() and not gguf.is_gguf(folder):
+        if folder.is_file():
+            raise ValueError(f"{plain_file(folder, sys.maxsize)}: neither a folder nor a GGUF file")
+        raise ValueError(f"{folder}: no such folder")
     hf = read_json(file)
     try:
         foreign.layout_of(hf)  # refuses what cannot be read
@@ -122,11 +127,11 @@ def is_whole(name: str) -> bool:
 
 def empty_model(
     config: Config, dtype: torch.dtype, scheme: str | None = None, head: str | None = None, ranks: Ranks = ALONE,
-    kept: Iterable[str] = (),
+    given: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Transformer:  # fmt: skip
-    """A Transformer, or one rank's part of it, on the meta device: shapes without memory. With a `scheme`, its blocks'
-    Linears are quantized, but for the `kept` ("layers.3.ffn.down"); `head` is the head's scheme. ValueError names a
-    matrix whose inputs do not divide, and refuses a head alone, which no folder can be stored with."""
+    """A Transformer, or one rank's part of it, on the meta device: shapes without memory. `scheme` is that of its
+    blocks' Linears, `head` the head's; `given` are those of Linears that differ ({"layers.3.ffn.down": None}).
+    ValueError names a matrix whose inputs do not divide, and refuses a head alone, which no folder is stored with."""
     if head and not scheme:
         raise ValueError(f"head {head} (--quantize_head) needs a scheme of the other matrices (--quantize)")
     with torch.device("meta"):
@@ -134,13 +139,13 @@ def empty_model(
     shrink(model, ranks)
 
     def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:
-        wanted = head if name == "lm_head" else None if name in kept else scheme
+        wanted = given.get(name, head if name == "lm_head" else scheme)
         if wanted is None:
             return None
         formats.check_columns(wanted, linear.in_features, name.replace(".attention", "").replace(".ffn", ""))
         return QuantizedLinear.like(linear, wanted)
 
-    return linears.replace_linears(model, empty) if scheme else model
+    return linears.replace_linears(model, empty) if scheme or given else model
 
 
 def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
@@ -164,12 +169,12 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
 
 
 class Stored(NamedTuple):
-    """What a folder's matrices are stored in: a scheme, and that of the head; None for full precision. Matrices of
-    blocks that are `kept` are in full precision in any case."""
+    """What a folder's matrices are stored in: a scheme, and that of the head; None for full precision. `given` are the
+    schemes of single matrices in place of these, by our names: all that a GGUF file has."""
 
     scheme: str | None = None
     head: str | None = None
-    kept: tuple[str, ...] = ()
+    given: Mapping[str, str | None] = MappingProxyType({})
     again: str | None = None  # the scheme to quantize to where no scheme holds another program's weights
     notes: tuple[str, ...] = ()  # what a user should hear
 
@@ -187,7 +192,7 @@ def stored_quantization(file: Path) -> Stored:
         raise ValueError(
             f"{file}: quantization = {reprlib.repr(found)} is not supported; schemes: {', '.join(schemes)}"
         )
-    return Stored(found["scheme"], found.get("head"), tuple(kept))
+    return Stored(found["scheme"], found.get("head"), dict.fromkeys(kept))
 
 
 def stored_in(file: Path) -> str | None:
@@ -199,10 +204,12 @@ def stored_in(file: Path) -> str | None:
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
     """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
     readers, file = open_shards(shards(folder)), folder / "config.json"
+    if gguf.is_gguf(folder):
+        return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
     if layout is None:
         stored = stored_quantization(file)
-        model = empty_model(config, torch.float32, stored.scheme, stored.head, kept=stored.kept)
+        model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
         return stored, reading(readers)
     plain = empty_model(config, torch.float32)
@@ -220,9 +227,21 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
         found = foreign.checked(found)
     scheme, reason = foreign.scheme_of(found)
     notes = tuple(note for note in (found.layout.note, reason) if note)
-    head = scheme if "lm_head" in found.matrices else None
-    stored = Stored(None, None, found.kept, scheme, notes) if reason else Stored(scheme, head, found.kept, None, notes)
+    head, kept = scheme if "lm_head" in found.matrices else None, dict.fromkeys(found.kept)
+    stored = Stored(None, None, kept, scheme, notes) if reason else Stored(scheme, head, kept, None, notes)
     return stored, foreign.reading(found, scheme, reading(readers))
+
+
+def open_gguf(file: Path, config: Config, readers: dict) -> tuple[Stored, Callable[[str], Tensor]]:
+    """`open_folder` of a GGUF file, whose matrices have a type each."""
+    model = empty_model(config, torch.float32)
+    check_headers(file, needed(config, model), readers, config.tie_embeddings)
+    stacked = {name.removesuffix(".weight"): sources(name) for name, x in model.named_parameters() if x.dim() > 1}
+    if config.tie_embeddings:
+        stacked["lm_head"] = stacked.pop("embed")
+    schemes, loose = gguf.find(readers, stacked)
+    notes = (f"tensors that no scheme here holds are held as plain weights: {loose}",) if loose else ()
+    return Stored(given=schemes, notes=notes), gguf.reading(readers)
 
 
 @torch.no_grad()
@@ -237,7 +256,8 @@ def load_model(
     head: str | None = None,
     pack: bool = True,
 ) -> Transformer:
-    """Read a Hugging Face folder of the Llama family (config.json and safetensors; no tokenizer is needed).
+    """Read a Hugging Face folder of the Llama family (config.json and safetensors; no tokenizer is needed), or a GGUF
+    file, whose blocks of 4 and 8 bits keep their bits unless `quantize` asks for something else.
 
     `quantize` names a scheme of quantize.py: every matrix is quantized as it arrives, so that the model is never held
     in full precision. `head` names one for lm_head and a tied embedding, which otherwise stay as they are. A folder
@@ -256,32 +276,38 @@ def load_model(
     if stored and head not in (None, form.head):
         raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
     scheme, head = stored or quantize or form.again, form.head or head
+    asked = dict.fromkeys(form.given, quantize) | {"lm_head": head}
+    given = {name: own for name, own in form.given.items() if own is None or asked[name] in (None, own)}
+    lost = len(form.given) - len(given)  # matrices of a GGUF file that another scheme is asked for
+    groups = [FORMATS[each].group for each in (scheme, *given.values()) if each in FORMATS]
     with led_by(folder):
-        check(config, ranks.world, FORMATS[scheme].group if scheme in FORMATS else 0)
+        check(config, ranks.world, max(groups, default=0))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
-    model = allocate(empty_model(config, dtype, scheme, head, ranks, form.kept), device)
+    model = allocate(empty_model(config, dtype, scheme, head, ranks, given), device)
+    held = {name for name, _ in matrices(model)} if stored else given
     squares, total = [0.0, 0.0], sum(parameter.nbytes for parameter in model.parameters())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress)
     with bar, led_by(folder):
-        model = filled(model, read, ranks, pack, bool(stored), bar.update, squares if form.again else None)
-    notes = list(form.notes)
+        model = filled(model, read, ranks, pack, held, bar.update, squares if form.again or lost else None)
+    notes, error = list(form.notes), math.sqrt(squares[0] / max(squares[1], 1e-30))
     if form.again:
-        error = math.sqrt(squares[0] / max(squares[1], 1e-30))
         notes[-1] += f"; quantized again to {scheme}, relative error {error:.4f}"
+    if lost:
+        notes.append(f"{lost} matrices of 4 and 8 bits are quantized again, as asked, relative error {error:.4f}")
     for note in notes if ranks.rank == 0 else ():
         print(f"{folder}: {note}", file=sys.stderr)
     return model
 
 
 def filled(
-    model: Transformer, read: Callable[[str], Tensor], ranks: Ranks, pack: bool, stored: bool = False,
+    model: Transformer, read: Callable[[str], Tensor], ranks: Ranks, pack: bool, held: Collection[str] = (),
     done: Callable[[int], object] = int, squares: list[float] | None = None,
 ) -> Transformer:  # fmt: skip
-    """A model of allocated memory, filled tensor by tensor, packed and connected. Unless `stored` quantized, matrices
-    are quantized as they arrive. `done` is told bytes."""
+    """A model of allocated memory, filled tensor by tensor, packed and connected. Quantized matrices are `held` as such
+    by what `read` reads; others are quantized as they arrive. `done` is told bytes."""
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        if stored or is_whole(name):
+        if module in held or is_whole(name):
             fill(model, [name], read, ranks)
         elif kind == "codes":
             quantize_into(model.get_submodule(module), module, model.config, read, ranks, squares)
@@ -291,24 +317,16 @@ def filled(
     return connect(model, ranks)
 
 
-@contextlib.contextmanager
-def led_by(folder: Path) -> Iterator[None]:
-    """Let a ValueError begin with the folder that it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from None
-
-
 def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
     """What tells one folder from another at little cost: config.json, and of every tensor its name, shape, type and
     first values."""
     tensors = hashlib.sha256()
     for name in sorted(readers):
-        tensor = reading(readers)(name)
-        tensors.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        tensors.update(bytes(tensor.flatten()[:64].view(torch.uint8).tolist()))
-    config = hashlib.sha256((folder / "config.json").read_bytes())
+        header = readers[name][1].get_slice(name)
+        tensors.update(f"{name} {header.get_shape()} {header.get_dtype()}".encode())
+        if header.get_shape():  # a number alone cannot be cut
+            tensors.update(bytes(header[:64].flatten()[:64].view(torch.uint8).tolist()))
+    config = hashlib.sha256(json.dumps(read_json(folder / "config.json")).encode())
     return {"its config.json": config.hexdigest(), "its tensors": tensors.hexdigest()}
 
 
@@ -367,6 +385,7 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
     interrupted write leaves nothing that load_model would take, of this model or of one that was there before:
     config.json goes first and comes last. ValueError for a packed model."""
     linears.check_unpacked(model, "saved")
+    stored_as(model)
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
@@ -389,18 +408,28 @@ def names_by_shard(model: Transformer) -> list[list[str]]:
     return [*layers, [name for name in names if not name.startswith("layers.")]]
 
 
+def stored_as(model: Transformer) -> dict:
+    """What a config.json's "quantization" says of these matrices: nothing of plain ones. ValueError: it cannot say."""
+    schemes = {name: getattr(linear, "scheme", None) for name, linear in matrices(model)}
+    head, kept = schemes.pop("lm_head"), [name for name, scheme in schemes.items() if not scheme]
+    found = sorted({*schemes.values()} - {None})
+    if len(found) > 1 or (head and not found):
+        schemes = f"its blocks are in {' and '.join(found) or 'full precision'}, its head in {head or 'full precision'}"
+        raise ValueError(f"no folder holds such a model: {schemes}; one scheme of all blocks is what can be said")
+    return {"scheme": found[0], "head": head} | ({"kept": kept} if kept else {}) if found else {}
+
+
 def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False) -> None:
     """A config.json that says what this model's matrices are stored in, whatever folder it was of. Other programs are
     told how to read them if they are stored `plain`, all in one scheme, and to refuse them if not."""
     hf, before = dict(hf), hf.get("quantization") or {}
     for key in ("quantization", "quantization_config"):
         hf.pop(key, None)
-    schemes = {name: getattr(linear, "scheme", None) for name, linear in matrices(model)}
-    head, kept = schemes.pop("lm_head"), [name for name, scheme in schemes.items() if not scheme]
-    if len(kept) < len(schemes):
-        found = {"scheme": next(filter(None, schemes.values())), "head": head} | ({"kept": kept} if kept else {})
+    found = stored_as(model)
+    if found:
         hf["quantization"] = before | found
-        hf["quantization_config"] = foreign.config_for(FORMATS[found["scheme"]], bool(head)) if plain else foreign.OWN
+        format, head = FORMATS[found["scheme"]], bool(found["head"])
+        hf["quantization_config"] = foreign.config_for(format, head) if plain else foreign.OWN
     text = json.dumps(hf, indent=2) + "\n"
     write_whole(folder / "config.json", lambda partial: partial.write_text(text))
 

@@ -3,7 +3,7 @@
     quantize_model      a model in memory, its Linears replaced one by one
     quantized_copy      the model's quantized self, for drafting
     gptq, search_range  codes chosen by what real inputs show; ranges chosen by least squared error
-    main                python quantize.py: a folder in, a quantized folder out
+    main                python quantize.py: a folder or GGUF file in, a quantized folder out
 
 Formats and the Linears that own them stand in weights/, and may be used from here: FORMATS, Format, QuantizedLinear …
 This file does not know kernels, sampling or ranks.
@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import checkpoint
 from model import Block, Transformer
+from reading.gguf import is_gguf
 from tokenizer import copy_files, load_tokenizer
 from weights import formats
 from weights.formats import FORMATS, SCHEMES, Format, Int4, dequantize_tensor, format_of, quantize_tensor  # noqa: F401
@@ -106,9 +107,10 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
         columns = order[begin : begin + BLOCK_COLUMNS]
         inner, errors = spread[begin : begin + len(columns)][:, begin : begin + len(columns)], []
         for i, column in enumerate(columns):
-            code = ((w[:, column] - zero[:, column]) / scale[:, column]).round().clamp(-8, 7)
+            code = ((w[:, column] - zero[:, column]) / scale[:, column]).round()
+            code = code.clamp(-format.center, 15 - format.center)
             error = (w[:, column] - code * scale[:, column] - zero[:, column]) / inner[i, i]
-            codes[:, column] = code + 8
+            codes[:, column] = code + format.center
             w[:, columns[i + 1 :]] -= error[:, None] * inner[i, i + 1 :]
             errors.append(error)
         rest = order[begin + len(columns) :]
@@ -161,13 +163,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Quantize a Hugging Face folder, layer by layer.")
+    parser = Parser(description="Quantize a Hugging Face folder, layer by layer; or make one of a GGUF file.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR")
-    add("--scheme", required=True, metavar="SCHEME", help=", ".join(SCHEMES))
+    add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
+    add("--scheme", metavar="SCHEME", help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights")
     add("--output", required=True, metavar="DIR", help="must not exist yet")
     add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
     add("--head", metavar="SCHEME", help="of lm_head, and of an embedding tied to it; default: as it is")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of plain weights; default: the checkpoint's")
     add("--calibration", metavar="FILE", help="text for gptq")
     add("--samples", type=int, default=128, help="windows of the text, for gptq")
     add("--context", type=int, default=512, help="tokens a window")
@@ -180,7 +183,9 @@ def check_request(args: argparse.Namespace, stored: str | None) -> None:
     output = Path(args.output)
     if stored:
         raise ValueError(f"{args.checkpoint}: is stored in {stored} already; take the original")
-    for scheme in (args.scheme, args.head or args.scheme):
+    if args.scheme is None and (args.head or args.method != "rtn" or not is_gguf(Path(args.checkpoint))):
+        raise ValueError("--scheme is missing; only a .gguf file becomes a folder of plain weights without it")
+    for scheme in filter(None, (args.scheme, args.head)):
         format_of(scheme)
     if args.method != "rtn" and not isinstance(FORMATS[args.scheme], Int4):
         raise ValueError(f"--method {args.method} chooses int4 codes; {args.scheme} takes --method rtn")
@@ -202,21 +207,22 @@ def run(args: argparse.Namespace) -> None:
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
     check_request(args, checkpoint.stored_in(folder / "config.json"))
-    dtype = getattr(torch, config.dtype or "", torch.bfloat16)
+    dtype = getattr(torch, args.dtype or config.dtype or "", torch.bfloat16)
     _, read = checkpoint.open_folder(folder, config)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
-    model = checkpoint.empty_model(config, torch.float32 if args.method == "gptq" else dtype)
+    exact = args.method == "gptq" or is_gguf(folder)  # codes stand for more than 16 bits of a weight
+    model = checkpoint.empty_model(config, torch.float32 if exact else dtype)
     names = checkpoint.names_by_shard(model)
     # Do other programs read what will be written? They know one format a folder, and none of an embedding.
     heads = (None,) if config.tie_embeddings else (None, args.scheme)
-    plain = isinstance(FORMATS[args.scheme], formats.Int8 | formats.Fp8) and args.head in heads
+    plain = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         checkpoint.allocate(module, args.device)
     if config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
     checkpoint.fill(model, names[-1], read)
     states = calibration_states(args, model) if args.method == "gptq" else []
-    files, desc = {}, f"{args.method} {args.scheme}"
+    files, desc = {}, f"{args.method} {args.scheme}" if args.scheme else "unpack"
     with checkpoint.whole_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
 
         def write(number: int) -> None:
@@ -228,21 +234,22 @@ def run(args: argparse.Namespace) -> None:
             checkpoint.fill(model, names[number], read)
             check_finite(layer, f"{folder}: layers.{number}.")
             through = functools.partial(run_block, model, number, states)
-            error = quantize_block(layer, args.scheme, args.method, through)
+            if args.scheme:
+                bar.set_postfix(error=f"{quantize_block(layer, args.scheme, args.method, through):.4f}")
             states = through()
             write(number)
             layer.to("meta")
             formats.release()
-            bar.set_postfix(error=f"{error:.4f}")
         check_finite(model.lm_head, f"{folder}: lm_head.")
         quantize_model(model, None, args.head)
         write(len(model.layers))
         copy_files(folder, partial)
         hf = checkpoint.read_json(folder / "config.json") | {"quantization": {"method": args.method}}
+        hf |= {"dtype": str(dtype).removeprefix("torch.")} if args.dtype or is_gguf(folder) else {}
         checkpoint.write_config(partial, model, hf, plain)
         checkpoint.write_index(partial, files)
-    sizes = [sum(file.stat().st_size for file in where.glob("*.safetensors")) for where in (folder, output)]
-    print(f"{output}: {sizes[1] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} times smaller", file=sys.stderr)
+    before, after = (sum(file.stat().st_size for file in checkpoint.shards(where)) for where in (folder, output))
+    print(f"{output}: {after / 1e6:.1f} MB, {before / after:.2f} times smaller", file=sys.stderr)
 
 
 def check_finite(module: nn.Module, where: str) -> None:

@@ -15,10 +15,13 @@ config.json; where there is one, ids beyond its vocabulary are refused by name. 
 import codecs
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reading.gguf import is_gguf
+from reading.gguf_folder import write_files
 from reading.templates import ChatTemplate, one_line
 from reading.vocabularies import APART, LARGEST_ID, plain_file, read_json, token_fields
 
@@ -177,8 +180,15 @@ def valid(text: str) -> str:
 
 
 def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
-    """The folder's tokenizer. ValueError, naming the file, when there is none or it cannot be read."""
+    """The tokenizer of a folder or GGUF file. ValueError, naming the file, when there is none or it cannot be read."""
     folder = Path(checkpoint_dir)
+    if is_gguf(folder):
+        with tempfile.TemporaryDirectory(prefix="quickdraft-") as made:
+            write_files(folder, Path(made))
+            try:
+                return load_tokenizer(made)
+            except ValueError as error:
+                raise ValueError(str(error).replace(made, str(folder))) from None
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     try:
@@ -231,6 +241,8 @@ def eos_ids(folder: Path) -> set[int]:
 
 
 def copy_files(folder: Path, other: Path) -> None:
-    """The FILES of one folder into another, without their modes: they may be read-only."""
+    """The FILES of one folder into another, without their modes: they may be read-only. A GGUF file's are made."""
+    if is_gguf(folder):
+        write_files(folder, other)
     for file in sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}):
         shutil.copyfile(file, other / file.name)

@@ -33,13 +33,14 @@ def positive(text: str) -> int:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
-        description="Decode text with a Llama-architecture model from a Hugging Face folder. Text streams to stdout,"
-        " everything else to stderr.",
+        description="Decode text with a Llama-architecture model from a Hugging Face folder or GGUF file. Text streams"
+        " to stdout, everything else to stderr.",
         epilog="On several devices: torchrun --nproc_per_node=N generate.py …",
     )
     add = parser.add_argument_group("model").add_argument
     demo = Path(__file__).parent.parent / "checkpoints" / "demo"
-    add("--checkpoint", default=str(demo), metavar="DIR", help="a Hugging Face folder; default: checkpoints/demo")
+    path = "a Hugging Face folder or a .gguf file"
+    add("--checkpoint", default=str(demo), metavar="PATH", help=f"{path}; default: checkpoints/demo")
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
     add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
@@ -70,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     group = parser.add_argument_group("drafting")
     draft, add = group.add_mutually_exclusive_group(), group.add_argument
-    draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model with the same tokenizer drafts")
+    draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model with the same tokenizer drafts")
     draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: what pays best; default: {DEFAULT_K}")
     add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")

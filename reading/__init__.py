@@ -5,4 +5,6 @@ vocabularies.py   tokenizer files of three libraries -> the fields of tokenizer.
 templates.py      chat templates, rendered in a process of their own
 files.py          a folder's JSON and safetensors, checked when they are read, written whole or not at all
 foreign.py        quantized weights of other programs
+gguf.py           llama.cpp's files: their keys and tensors, checked; their blocks as parts of our formats
+gguf_folder.py    what a folder's JSON and vocabulary files would say, from such a file's keys
 """

@@ -1,10 +1,11 @@
 """A folder's files: JSON and safetensors, checked when they are read, whole or not there when they are written.
 
     read_json           a JSON object of bounded size
-    shards, open_shards the safetensors files of a folder, and what their headers say; check_headers  does it fit?
+    shards, open_shards the files of tensors of a folder, and what their headers say; check_headers  does it fit?
     write_whole, whole_folder   a file, or a folder, that has another name until it is complete
 
-Every ValueError names the file. This file does not know models or what the tensors mean.
+A GGUF file is read like a folder: FILE.gguf/config.json is what its keys say. Every ValueError names the file. This
+file does not know models or what the tensors mean.
 """
 
 import contextlib
@@ -19,21 +20,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from reading import vocabularies
+from reading import gguf, gguf_folder, vocabularies
 from reading.templates import one_line
 
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file that must be there."""
+    """A JSON object from a file that must be there, or that a GGUF file stands for."""
+    if gguf.is_gguf(file.parent):
+        return gguf_folder.read_json(file.parent, file.name)
     if not file.exists():
-        raise ValueError(f"{file}: no such file")
+        others = sorted(file.parent.glob("*.gguf"))
+        raise ValueError(f"{file}: no such file" + (f"; give {others[0].name} itself" if others else ""))
     return vocabularies.read_json(file)
 
 
 def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: model.safetensors, or those that the index names."""
+    """The safetensors files of a folder: model.safetensors, or those that the index names. The parts of a GGUF file."""
+    if gguf.is_gguf(folder):
+        return gguf.parts_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -61,7 +67,8 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     for file in files:
         try:
             vocabularies.plain_file(file, sys.maxsize)
-            reader = safe_open(file, framework="pt", device="cpu")
+            is_gguf = gguf.is_gguf(file)
+            reader = gguf.Tensors(file, files[0]) if is_gguf else safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError, MemoryError) as error:  # the last: too large to be mapped
             raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
         for name in reader.keys():  # noqa: SIM118, a reader is no dict

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from reading.templates import one_line
@@ -100,6 +101,15 @@ def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
 
 
 @contextlib.contextmanager
+def led_by(what: object) -> Iterator[None]:
+    """Let a ValueError begin with what it is about, such as the file's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {str(error).removeprefix(f'{what}: ')}") from None
+
+
+@contextlib.contextmanager
 def library(file: Path, what: str):
     """Whatever a library raises becomes a ValueError. Panics of Rust are BaseExceptions."""
     try:
@@ -175,7 +185,7 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
         "bos_id": found.get("bos_token"),
         "add_bos": bool(settings.get("add_bos_token", True)),
         "stop_ids": stop_ids(ids, found.get("eos_token")),
-        "strip_first_space": True,
+        "strip_first_space": "".join(model.encode("a", out_type=str)).startswith("▁"),  # not Yi
         "specials": specials,
         "literals": literals,
         "names": names,

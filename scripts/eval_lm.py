@@ -363,7 +363,7 @@ def write(results: dict, file: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Tasks of the lm-evaluation-harness.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR")
+    add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
     add("--tasks", required=True, metavar="NAME,NAME", help="of the harness, or of --include_path")
     add("--include_path", metavar="DIR", help="a folder of your own YAML tasks")
     add("--limit", type=positive, metavar="N", help="only the first N documents of each task")
@@ -377,7 +377,7 @@ def parse_args() -> argparse.Namespace:
     add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
     draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("--draft_checkpoint", metavar="DIR", help="a smaller model drafts what tasks have generated")
+    draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model drafts what tasks have generated")
     draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--dtype", choices=DTYPES)
     add("--device")

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> dict:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Perplexity, and distance to a reference.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR")
+    add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
     add("--text", required=True, metavar="FILE")
     add("--context", type=positive, default=512, help="tokens a window")
     add("--batch_size", type=positive, default=8, help="windows scored together")
@@ -111,7 +111,7 @@ def parse_args() -> argparse.Namespace:
     add("--device")
     add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
-    add("--reference", metavar="DIR", help="also KL divergence and agreement with this folder")
+    add("--reference", metavar="PATH", help="also KL divergence and agreement with this one")
     add("--json", action="store_true")
     return parser.parse_args()
 

@@ -391,8 +391,8 @@ def check_file(name: str | None) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="One prompt, up to four configurations, side by side.")
     add = parser.add_argument
-    add("--checkpoint", default=str(DEMO / "demo"), metavar="DIR")
-    add("--draft_checkpoint", default=str(DEMO / "demo-draft"), metavar="DIR", help="what `draft` means in a column")
+    add("--checkpoint", default=str(DEMO / "demo"), metavar="PATH", help="a Hugging Face folder or a .gguf file")
+    add("--draft_checkpoint", default=str(DEMO / "demo-draft"), metavar="PATH", help="what `draft` means in a column")
     add("--columns", metavar="SPEC,SPEC,…", help="each plain, or a scheme, draft, ngram:N, layers:0-3,5 or"
         " quantized:SCHEME, or a scheme and a draft joined by +; default: plain,int8,draft,int8+draft")  # fmt: skip
     add("--quantize", metavar="SCHEME", help="in place of int8 in the default columns")

@@ -143,7 +143,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", default=str(Path(__file__).parent.parent / "checkpoints" / "demo"), help="the target")
     draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("--draft_checkpoint", metavar="DIR")
+    draft.add_argument("--draft_checkpoint", metavar="PATH")
     draft.add_argument("--draft", metavar="SPEC", help="as generate.py's")
     add("--draft_quantize", metavar="SCHEME")
     add("--text", required=True, metavar="FILE", help="prompts are cut out of it")

@@ -22,6 +22,7 @@ from program.edge import fail
 from program.flags import DTYPES, Parser
 from program.report import weight_bytes
 from quantize import FORMATS, SCHEMES, format_of
+from reading.gguf import is_gguf
 from tp import PLAN, SUM, Ranks, check
 
 TOKENS = 1000  # cached tokens that the table speaks of
@@ -119,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
         if min(args.bandwidth, args.link) <= 0 or args.latency < 0 or args.context < 0:
             raise ValueError("--bandwidth and --link must be positive, --latency and --context not negative")
-        config, rows = config_of(Path(args.config)), []
+        path = Path(args.config)
+        config, rows = config_of(path / "config.json" if path.is_dir() or is_gguf(path) else path), []
         for world in map(int, args.ranks.split(",")):
             try:
                 row = plan(config, world, getattr(torch, args.dtype), args.quantize, args.quantize_head)

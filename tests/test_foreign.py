@@ -327,7 +327,7 @@ def test_pieces_of_two_ranks_are_slices(name, written):
     form, read = checkpoint.open_folder(folder, config)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.kept)
+        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.given)
         model = checkpoint.allocate(model, "cpu")
         checkpoint.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
         for (n, ours), linear in linears(model).items():

@@ -131,6 +131,11 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
     elif scheme.startswith("int4"):
         scale, zero = parts["scale"].float(), parts["zero"].float()
         limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(FORMATS[scheme].group, 1)
+    elif scheme in ("q4_1", "q8_0"):  # float16 rounds to nearest, and is 2^-24 apart below 6e-5
+        scale, zero = parts["scale"].float(), parts.get("zero", torch.zeros(1)).float()
+        largest = 15 if scheme == "q4_1" else 127
+        limit = scale / 2 + zero.abs() * 2**-11 + largest * (scale * 2**-11 + 2**-25) + 2**-25
+        limit = limit.repeat_interleave(32, 1)
     elif scheme.startswith("fp8"):
         limit = torch.maximum(w.abs() * 2**-4, parts["scale"].float()[:, None] * 2**-10)
     else:
@@ -215,7 +220,9 @@ def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
     parts = quantize_tensor(linear.weight, scheme)
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
-    if scheme.endswith("-float32"):
+    if scheme == "q4_1":  # whose zero is moved to where the kernel wants it
+        parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
+    if scheme.endswith("-float32") or scheme == "q4_1":
         zero = parts.get("zero", zero).double().repeat_interleave(FORMATS[scheme].group or 1, 1)
     dtype = linear.weight.dtype
     inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 300)]

@@ -24,6 +24,8 @@ ELSEWHERE = (
     "benchmarks.bench",
     "tests.attacks",
     "TinyLlama",
+    ".gguf",
+    "pip download",
 )  # network, hours
 FIRST = 2  # commands and snippets of the default run
 

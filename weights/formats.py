@@ -4,8 +4,9 @@
     quantize_tensor     (out, in) weights -> a scheme's parts;  dequantize_tensor  the inverse
 
 Schemes: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4. int8, int4 and fp8 exist
-with float32 scales too (int4-g128-float32), which hold other programs' folders exactly. Parts can be cut by rows or by
-whole groups. This file does not know Linears, kernels or files.
+with float32 scales too (int4-g128-float32), which hold other programs' folders exactly; q4_1 and q8_0 hold what GGUF
+files call Q4_0, Q4_1 and Q8_0. Parts can be cut by rows or by whole groups. This file does not know Linears, kernels or
+files.
 """
 
 import contextlib
@@ -129,13 +130,14 @@ class Fp8(PerRow):
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """Asymmetric groups along the input: w = (code - 8) * scale + zero, code in [0, 15], scale and zero in bfloat16.
+    """Asymmetric groups along the input: w = (code - center) * scale + zero, code in [0, 15], all but codes bfloat16.
 
     |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / 15 * (1 + 2^-7). Scale and zero are rounded before the
     codes are chosen, so only weights at a group's ends can lie outside, by what the zero's rounding moved.
     """
 
     stored: torch.dtype = torch.bfloat16  # of scale and zero
+    center: int = 8  # the code that stands for zero
 
     def shapes(self, rows, columns):
         groups = ((rows, columns // self.group), self.stored)
@@ -148,8 +150,8 @@ class Int4(Format):
     def with_range(self, w: Tensor, low: Tensor, high: Tensor) -> dict[str, Tensor]:
         """The parts of w (out, in / g, g) when its groups span low to high (out, in / g)."""
         scale = scale_of((high - low) / 15, self.stored)
-        zero = (low + 8 * scale.float()).to(self.stored)
-        codes = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + 8
+        zero = (low + self.center * scale.float()).to(self.stored)
+        codes = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + self.center
         return {"codes": pack_bits(codes.clamp(0, 15).flatten(1), 4), "scale": scale, "zero": zero}
 
     def dequantize(self, parts):
@@ -157,8 +159,29 @@ class Int4(Format):
 
     def weights(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Unpacked codes (out, in), scale and zero (out, in / g) float32 -> float32 (out, in)."""
-        codes = codes.unflatten(1, (-1, self.group)) - 8  # (out, in) -> (out, in / g, g)
+        codes = codes.unflatten(1, (-1, self.group)) - self.center  # (out, in) -> (out, in / g, g)
         return (codes * scale[..., None] + zero[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Int8Groups(Format):
+    """Groups along the input: w = code * scale, code in [-127, 127], scale in float16. |w - w'| <= scale / 2, but for
+    what rounding the scale moves: up to 127 * 2^-11 * scale."""
+
+    def shapes(self, rows, columns):
+        return {
+            "codes": ((rows, columns), torch.int8), "scale": ((rows, columns // self.group), torch.float16),
+        }  # fmt: skip
+
+    def quantize(self, w):
+        w = w.unflatten(1, (-1, self.group))  # (out, in) -> (out, in / g, g)
+        scale = (w.abs().amax(-1) / 127).half()
+        codes = (w / divisor(scale)[..., None]).round().clamp(-127, 127)
+        return {"codes": codes.flatten(1).to(torch.int8), "scale": scale}
+
+    def dequantize(self, parts):
+        codes = parts["codes"].float().unflatten(1, (-1, self.group))  # (out, in) -> (out, in / g, g)
+        return (codes * parts["scale"].float()[..., None]).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -230,6 +253,7 @@ FORMATS |= {
     for name, format in FORMATS.items()
     if not isinstance(format, Mx)
 }
+FORMATS |= {"q4_1": Int4(4, 32, torch.float16, center=0), "q8_0": Int8Groups(8, 32)}  # GGUF's
 
 # --------------------------------------------------------------------------------------------- tensors
 

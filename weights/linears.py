@@ -9,6 +9,7 @@ Parts are the same for every device; what `pack` makes of them is not, and is ne
 file does not know checkpoints, ranks or decoding.
 """
 
+import dataclasses
 import functools
 import math
 import sys
@@ -24,6 +25,7 @@ from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tens
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
 FUSING_DEVICE = "cuda"  # whose compiler makes one kernel of unpacking, multiplying and summing
+KERNEL_CENTER = 8  # the code that aten's int4 kernels take for zero
 CPU_INT4_ROWS = 256  # KERNEL_ROWS of int4 on a CPU, where unpacking takes as long as the kernel with 200 rows
 
 
@@ -197,8 +199,8 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """aten's int4 kernels, which take (code - 8) * scale + zero, as it is stored. A CPU wants multiples of 16 rows,
-    CUDA bfloat16 activations.
+    """aten's int4 kernels, which take (code - 8) * scale + zero, as it is stored (a GGUF file's zero is moved by 8
+    scales). A CPU wants multiples of 16 rows, CUDA bfloat16 activations.
 
     The kernels take scale and zero in the activations' type. Of float32 ones (int4-g128-float32) bfloat16 loses up to
     2^-9 * (|code - 8| * scale + |zero|), which is at most scale / 32 where zero is up to 8 scales, as in other
@@ -217,7 +219,9 @@ class Int4Linear(QuantizedLinear):
         codes = torch.zeros(rows, self.in_features, dtype=torch.int32, device=device)
         for part in row_chunks(*self.codes.shape):
             codes[: self.out_features][part] = formats.unpack_bits(self.codes[part], 4)
-        both = torch.stack((self.scale, self.zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
+        self.kernel_format, scale = dataclasses.replace(self.format, center=KERNEL_CENTER), self.scale.float()
+        zero = self.zero.float() + (KERNEL_CENTER - self.format.center) * scale
+        both = torch.stack((scale, zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
         both = F.pad(both, (0, 0, 0, 0, 0, rows - self.out_features)).transpose(0, 1).contiguous()  # (in / g, rows, 2)
         self.register_buffer("scales_and_zeros", both, persistent=False)
         self.expanded_bytes = both.nbytes - self.scale.nbytes - self.zero.nbytes  # the kernel's type
@@ -246,7 +250,7 @@ class Int4Linear(QuantizedLinear):
     def decode(self, held: dict[str, Tensor]) -> Tensor:
         """Whole blocks of the kernel's rows -> float32 (n, in)."""
         scale, zero = held["scale and zero"].float().unbind(-1)  # (n, in / g)
-        return self.format.weights(cpu.unpack_int4(held["codes"], *self.layout), scale, zero)
+        return self.kernel_format.weights(cpu.unpack_int4(held["codes"], *self.layout), scale, zero)
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"

@@ -11,7 +11,8 @@
 A case is a number: with the seed it decides everything. It fails on an exception that is no ValueError, on a message
 that is not one line with the folder's name, on loaded weights that are not the file's, after 10 s, with 512 MB more
 than before, and when Python opens, renames, starts or runs anything that the folder does not hold (an audit hook) or a
-file beside the folder changes. This file knows nothing of how folders are read, but for the format of safetensors.
+file beside the folder changes; but for the folder that a GGUF file's vocabulary is read from. This file knows nothing
+of how folders are read, but for the format of safetensors.
 """
 
 import base64
@@ -21,6 +22,7 @@ import json
 import multiprocessing.connection
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -87,7 +89,62 @@ def build(root: Path) -> dict[str, Path]:
         makers.get(name, _sentencepiece)(folder)
         (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "do_sample": True}))
+    for name in ("gguf-sentencepiece", "gguf-bpe"):
+        folders[name] = root / name
+        folders[name].mkdir()
+        _gguf(folders[name] / "m.gguf", folders["sentencepiece" if "sent" in name else "tokenizers"])
     return folders
+
+
+def _gguf(file: Path, folder: Path) -> None:
+    """The shapes of HF with a folder's vocabulary, in llama.cpp's format, of several types."""
+    import gguf
+    import numpy
+    import sentencepiece
+
+    writer, rng = gguf.GGUFWriter(file, "llama"), numpy.random.default_rng(0)
+    writer.add_block_count(2)
+    writer.add_context_length(96)
+    writer.add_embedding_length(D)
+    writer.add_feed_forward_length(F)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(2.0)
+    writer.add_rope_scaling_orig_ctx_len(48)
+    if (folder / "tokenizer.model").exists():
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        ids = range(model.get_piece_size())
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([model.id_to_piece(id) for id in ids])
+        writer.add_token_scores([model.get_score(id) for id in ids])
+        writer.add_token_types([(2, 3, 3)[id] if id < 3 else 6 if model.is_byte(id) else 1 for id in ids])
+    else:
+        stored = json.loads((folder / "tokenizer.json").read_text())["model"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(sorted(stored["vocab"], key=stored["vocab"].get))
+        writer.add_token_types([3, 3] + [1] * (len(stored["vocab"]) - 2))
+        writer.add_token_merges([" ".join(pair) for pair in stored["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    kinds, shapes = gguf.GGMLQuantizationType, {"token_embd": ("F16", V, D), "output": ("Q8_0", V, D)}
+    for n in range(2):
+        block = {"attn_q": (D, D), "attn_k": (D // 2, D), "attn_v": (D // 2, D), "attn_output": (D, D)}
+        block |= {"ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}
+        shapes |= {f"blk.{n}.{name}": (("Q4_0", "Q5_1")[n], *shape) for name, shape in block.items()}
+    for name, (kind, *shape) in shapes.items():
+        data = gguf.quants.quantize(rng.normal(0, 0.05, shape).astype("float32"), kinds[kind])
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kinds[kind])
+    for name in ("output_norm", *(f"blk.{n}.{norm}" for n in range(2) for norm in ("attn_norm", "ffn_norm"))):
+        writer.add_tensor(f"{name}.weight", numpy.ones(D, dtype="float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _sentencepiece(folder: Path) -> None:
@@ -349,6 +406,44 @@ def break_config(rng: random.Random, folder: Path) -> str:
     return any_break(rng, folder / "config.json", () if rng.random() < 0.7 else ("rope_scaling",))
 
 
+NUMBERS = (0, 1, 2, 7, 31, 32, 33, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+def break_gguf(rng: random.Random, folder: Path) -> str:
+    """Numbers of the header, above all those behind a name: types, counts, lengths, sizes, values, offsets."""
+    file = folder / "m.gguf"
+    if rng.random() < 0.2:
+        return any_break(rng, file)
+    data, done = bytearray(file.read_bytes()), []
+    names = [found for found in re.finditer(rb"[a-z0-9_]+(?:\.[a-z0-9_]+)+", data[:60_000]) if len(found[0]) > 8]
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        name, how = (
+            rng.choice(names),
+            rng.choice(("number", "number", "wide", "name", "swap", "length", "begin", "text")),
+        )
+        at = name.end() + rng.choice((0, 4, 4, 8, 12, 16, 20))
+        if how == "begin":
+            at = rng.choice((4, 8, 16))
+        if how in ("number", "begin"):
+            struct.pack_into("<I", data, at, rng.choice((*NUMBERS, rng.getrandbits(32), rng.randrange(40))))
+        elif how == "wide":
+            struct.pack_into(
+                "<Q", data, at, rng.choice((*NUMBERS, 2**40, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64)))
+            )
+        elif how == "length":
+            struct.pack_into("<Q", data, name.start() - 8, rng.choice((*NUMBERS, len(name[0]) + 1, 2**40, 2**63)))
+        elif how == "name":
+            data[rng.randrange(*name.span())] = rng.randrange(256)
+        elif how == "swap":
+            other = rng.choice(names)[0]
+            data[name.start() : name.start() + len(other)] = other
+        else:  # a token, a merge, a score
+            data[rng.randrange(len(data) // 2)] = rng.randrange(256)
+        done.append(f"{name[0].decode()} {how} at {at}")
+    file.write_bytes(data)
+    return ", ".join(done)
+
+
 def break_safetensors(rng: random.Random, folder: Path) -> str:
     file = rng.choice(sorted(folder.glob("*.safetensors")))
     if rng.random() < 0.3:
@@ -600,6 +695,7 @@ ATTACKS: dict[str, tuple[Callable, tuple[str, ...]]] = {  # kind -> (what is don
     "tokenizer": (break_tokenizer, WHOLE),
     "template": (break_template, WHOLE),
     "quantization_config": (break_quantized, tuple(QUANTIZED)),
+    "gguf": (break_gguf, ("gguf-sentencepiece", "gguf-bpe")),
 }
 
 
@@ -622,6 +718,7 @@ def make_case(seed: int, number: int, kind: str | None, folders: dict[str, Path]
 def attempt(folder: Path) -> dict[str, str]:
     """Step -> "", or the message with which it was refused. Whatever else is raised goes through."""
     found: dict[str, str] = {}
+    folder = folder / "m.gguf" if (folder / "m.gguf").exists() else folder
 
     def step(name: str, run: Callable):
         try:
@@ -678,6 +775,11 @@ FORBIDDEN = (
 OWN = (str(ROOT), sys.prefix, sys.base_prefix)  # code lies here; it may still be imported
 
 
+def made(path: str) -> bool:
+    """Is this where the vocabulary of a GGUF file is written, to be read by its library?"""
+    return path.startswith(os.path.join(tempfile.gettempdir(), "quickdraft-")) and ".." not in path
+
+
 def watch(event: str, args: tuple) -> None:
     """An audit hook: what Python does to files, processes and code while a folder is loaded."""
     if inside is None:
@@ -686,7 +788,7 @@ def watch(event: str, args: tuple) -> None:
         path = os.path.abspath(os.fsdecode(args[0]))
         code = path.startswith(OWN) and path.endswith((".py", ".pyc", ".so"))
         reading = not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if not (reading and (path.startswith(f"{inside}{os.sep}") or code)) and path != os.devnull:
+        if not (reading and (path.startswith(f"{inside}{os.sep}") or code)) and path != os.devnull and not made(path):
             breaches.append(f"open {path} {args[1]}")
     elif event == "subprocess.Popen":
         if args[1][-1] != templates.__file__:  # where templates run
@@ -694,7 +796,7 @@ def watch(event: str, args: tuple) -> None:
     elif event == "exec":
         if not args[0].co_filename.startswith((*OWN, "<frozen", "<string>", "<unknown>")):  # the last is jinja's
             breaches.append(f"exec {args[0].co_filename}")
-    elif event.startswith(FORBIDDEN):
+    elif event.startswith(FORBIDDEN) and not made(str(args[0])) and not (event == "os.remove" and args[1] != -1):
         breaches.append(f"{event} {args}"[:200])
 
 

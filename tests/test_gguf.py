@@ -1,0 +1,718 @@
+"""GGUF files: written here with the gguf package from tiny folders, and read back. The oracles are the folders, the
+package's own dequantization, and the libraries whose vocabularies the files hold. None of them shares code with
+reading/, but for the arithmetic of types that it leaves to the package."""
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import BASE, FAMILIES, ROOT, oracle
+
+import checkpoint
+from checkpoint import load_config, load_model, save_model
+from program.flags import parse_args
+from program.main import main
+from quantize import main as quantize
+from reading import gguf as ours
+from tokenizer import load_tokenizer
+from tp import Ranks
+from weights.linears import matrices, quantized_linears
+
+gguf = pytest.importorskip("gguf")
+TYPES = gguf.GGMLQuantizationType
+TOKENS = torch.arange(40)[None] % 131, torch.arange(40)
+LOOSE = "tensors that no scheme here holds are held as plain weights"
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of rows, as conversion/llama.py makes it."""
+    shape = weight.shape
+    return weight.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def add_config(writer, hf) -> None:
+    """Keys of a transformers config, as conversion/base.py writes them."""
+    writer.add_block_count(hf.num_hidden_layers)
+    writer.add_context_length(hf.max_position_embeddings)
+    writer.add_embedding_length(hf.hidden_size)
+    writer.add_feed_forward_length(hf.intermediate_size)
+    writer.add_head_count(hf.num_attention_heads)
+    writer.add_head_count_kv(hf.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
+    writer.add_vocab_size(hf.vocab_size)
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    rope = hf.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
+    if getattr(hf, "sliding_window", None) and hf.model_type == "mistral":
+        writer.add_sliding_window(hf.sliding_window)
+
+
+def llama3_divisors(rope: dict, head_dim: int) -> numpy.ndarray:
+    """As conversion/llama.py, generate_extra_tensors."""
+    low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    found = []
+    for frequency in 1.0 / rope["rope_theta"] ** (numpy.arange(0, head_dim, 2, dtype=numpy.float32) / head_dim):
+        turns = length * frequency / (2 * numpy.pi)
+        smooth = min(max((turns - low) / (high - low), 0), 1)
+        found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return numpy.array(found, dtype=numpy.float32)
+
+
+def write(file: Path, family: str = "llama-3", types=None, permute=permuted, keys=None, **options) -> Path:
+    """A family's oracle as a GGUF file. types: "Q4_0" for all matrices, or a function of a tensor's GGUF name; keys
+    adds keys of its own."""
+    model = oracle(family)
+    architecture = model.config.model_type.replace("mistral", "llama")
+    writer = gguf.GGUFWriter(file, architecture, **options)
+    add_config(writer, model.config)
+    if keys:
+        keys(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+            tensor = permute(tensor, getattr(model.config, key))
+        named = names.get_name(name, (".weight", ".bias"))
+        asked = (types(named) if callable(types) else types) if tensor.dim() > 1 else None
+        kind = TYPES[asked or "F32"]
+        data = gguf.quants.quantize(numpy.ascontiguousarray(tensor.numpy()), kind)
+        writer.add_tensor(named, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def weights_of(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Every tensor of a file by the gguf package alone, q's and k's rows put back as its counterpart did."""
+    found = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        data = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        n = next((n for part, n in heads.items() if part in tensor.name), 0)
+        if n:
+            data = data.reshape(n, -1, 2, data.shape[-1]).swapaxes(1, 2).reshape(data.shape)
+        found[tensor.name] = data
+    return found
+
+
+@contextlib.contextmanager
+def changed(family: str, **changes):
+    """A family of other sizes, by a name of its own."""
+    name = f"{family} {changes}"
+    FAMILIES[name] = {**FAMILIES[family], **changes}
+    try:
+        yield name
+    finally:
+        del FAMILIES[name]
+
+
+LLAMA_HEADS = {"attn_q.": 4, "attn_k.": 2}
+STACKED = {
+    "attention.qkv": ("attn_q", "attn_k", "attn_v"), "attention.out": ("attn_output",),
+    "ffn.gate_up": ("ffn_gate", "ffn_up"), "ffn.down": ("ffn_down",),
+}  # fmt: skip
+
+
+def sources(name: str) -> list[str]:
+    """Tensors of a file behind one of our matrices."""
+    if not name.startswith("layers."):
+        return [{"lm_head": "output.weight", "embed": "token_embd.weight"}[name]]
+    _, layer, module = name.split(".", 2)
+    return [f"blk.{layer}.{source}.weight" for source in STACKED[module]]
+
+
+def same(a, b) -> bool:
+    (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (a, b))
+    return names == others and all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(ours, theirs))
+
+
+# ------------------------------------------------------------------------------------ config and tensors
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen2.5-sliding", "qwen3-biased")])
+def test_every_family_is_its_folder(family, folder_of, tmp_path):
+    """Config and all weights, bit for bit, through names and orders that conversion to GGUF gave them."""
+    file, folder = write(tmp_path / "m.gguf", family), folder_of(family)
+    config, want = load_config(file), load_config(folder)
+    assert config == want
+    got = load_model(file, dtype=torch.float32)
+    assert same(got, load_model(folder, dtype=torch.float32))
+
+
+def test_without_the_order_of_rows_it_is_another_model(folder_of, tmp_path):
+    """Negative control: the order of q's and k's rows decides the logits."""
+    want = load_model(folder_of("llama-3"), dtype=torch.float32)(*TOKENS)
+    for permute, equal in ((permuted, True), (lambda weight, heads: weight, False)):
+        file = write(tmp_path / f"{equal}.gguf", permute=permute)
+        assert torch.equal(load_model(file, dtype=torch.float32)(*TOKENS), want) == equal
+
+
+def test_scaling_that_is_not_llama_3s_is_refused(tmp_path):
+    for divisors, what in ((numpy.linspace(1, 9, 8), "other numbers"), (numpy.ones(5), r"the shape \[5\]")):
+
+        def keys(writer, divisors=divisors):
+            writer.add_tensor("rope_freqs.weight", divisors.astype(numpy.float32))
+
+        file = write(tmp_path / "m.gguf", keys=keys)
+        with pytest.raises(ValueError, match=f"m.gguf: rope_freqs.weight .*{what}"):
+            load_config(file)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_1"])
+@pytest.mark.parametrize("family", ["llama-3", "llama-3.2"])
+def test_types_keep_their_bits(kind, family, tmp_path, capsys):
+    """All weights equal those that the gguf package computes. In 4 and 8 bits they are held so, tied ones too."""
+    file = write(tmp_path / "m.gguf", family, kind)
+    model = load_model(file, dtype=torch.float32, pack=False)
+    want, scheme = weights_of(file, LLAMA_HEADS), {"Q4_0": "q4_1", "Q4_1": "q4_1", "Q8_0": "q8_0"}.get(kind)
+    tied = {"lm_head": "embed"} if family == "llama-3.2" else {}
+    for name, linear in matrices(model):
+        assert getattr(linear, "scheme", None) == scheme, name
+        got = linear.dequantized(torch.float32) if scheme else linear.weight
+        assert torch.equal(got, torch.cat([want[source] for source in sources(tied.get(name, name))])), name
+    ids = torch.arange(131)
+    assert torch.equal(model.embed(ids), want["token_embd.weight"])
+    err = capsys.readouterr().err
+    if kind == "Q5_1":
+        assert f"m.gguf: {LOOSE}: {23 - bool(tied)} in Q5_1" in err
+    elif scheme and not tied:
+        assert f"{LOOSE}: 1 in {kind}" in err  # an embedding alone is looked up, not multiplied
+    else:
+        assert LOOSE not in err
+    assert load_config(file).dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "bfloat16")
+
+
+def mixed(name: str) -> str:
+    """As files of llama.cpp's K types: v and down in more bits."""
+    if name.startswith("blk.1."):
+        return "Q4_1"
+    return {"attn_v": "Q8_0", "ffn_down": "Q8_0", "token_embd": "F16", "output": "Q8_0"}.get(
+        name.split(".")[-2], "Q4_0"
+    )
+
+
+def test_matrices_of_several_types(tmp_path, capsys):
+    """One that is stacked of several types has no scheme; nothing is lost, and the line says what is unpacked."""
+    file = write(tmp_path / "m.gguf", types=mixed)
+    model, want = load_model(file, dtype=torch.float32, pack=False), weights_of(file, LLAMA_HEADS)
+    schemes = {name: getattr(linear, "scheme", None) for name, linear in matrices(model)}
+    assert schemes["layers.0.attention.qkv"] is None and schemes["layers.1.attention.qkv"] == "q4_1"
+    assert (schemes["layers.0.ffn.down"], schemes["layers.0.ffn.gate_up"], schemes["lm_head"]) == (
+        "q8_0",
+        "q4_1",
+        "q8_0",
+    )
+    for name, linear in matrices(model):
+        got = linear.dequantized(torch.float32) if schemes[name] else linear.weight
+        assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
+    assert f"{LOOSE}: 4 in Q4_0, 2 in Q8_0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"no folder holds such a model.*q4_1 and q8_0"):
+        save_model(model, tmp_path / "again", {})
+    assert not (tmp_path / "again").exists()
+
+
+def test_packed_products_are_those_of_the_weights(tmp_path):
+    """Decoding and a prompt longer than the kernel takes, against the same weights in plain matrices."""
+    file = write(tmp_path / "m.gguf", "llama-3.2", "Q4_1")
+    model, plain = (load_model(file, dtype=torch.float32, pack=pack) for pack in (True, False))
+    many = torch.arange(300).view(2, 150) % 131, torch.arange(150)
+    for tokens, pos in (TOKENS, (TOKENS[0][:, :1], TOKENS[1][:1]), many):
+        assert torch.allclose(model(tokens, pos), plain(tokens, pos), rtol=1e-4, atol=1e-4)
+
+
+def test_asked_for_it_is_quantized_again(tmp_path, capsys):
+    """And says so; what it holds in that scheme already stays. The gguf package is not needed for these types."""
+    file = write(tmp_path / "m.gguf", types=lambda name: "Q8_0" if name == "output.weight" else "Q4_0")
+    model = load_model(file, quantize="int8", pack=False)
+    assert [linear.scheme for linear in quantized_linears(model)] == ["int8"] * 12 + ["q8_0"]
+    err = capsys.readouterr().err
+    assert "12 matrices of 4 and 8 bits are quantized again, as asked, relative error 0.0" in err
+    model = load_model(file, quantize="q4_1", head="int8", pack=False)
+    assert [linear.scheme for linear in quantized_linears(model)] == ["q4_1"] * 12 + ["int8"]
+    assert "1 matrices of 4 and 8 bits" in capsys.readouterr().err
+    same_as = load_model(file, pack=False)
+    assert torch.equal(model.layers[0].ffn.down.codes, same_as.layers[0].ffn.down.codes)
+
+
+BLOCKS = {"Q4_K": 144, "Q6_K": 210}
+
+
+def k_types(file: Path) -> Path:
+    """A file of K types, whose blocks have 256 weights: arbitrary bytes with small scales."""
+    hf = {**BASE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "model_type": "llama"}
+    rng, writer = numpy.random.default_rng(0), gguf.GGUFWriter(file, "llama")
+    add_config(writer, type("hf", (), {**hf, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}))
+    sizes = {"attn_k": 128, "attn_v": 128, "token_embd": 131, "output": 131}
+    for name in [name for names in STACKED.values() for name in names] + ["token_embd", "output"]:
+        kind = "Q6_K" if name in ("attn_v", "ffn_down", "output") else "Q4_K"
+        data = rng.integers(0, 256, (sizes.get(name, 256), BLOCKS[kind]), dtype=numpy.uint8)
+        places = (208,) if kind == "Q6_K" else (0, 2)
+        for at in places:  # float16 scales of 2^-10
+            data[:, at], data[:, at + 1] = 0, 0x14
+        prefix = "" if name in ("token_embd", "output") else "blk.0."
+        writer.add_tensor(f"{prefix}{name}.weight", data, raw_dtype=TYPES[kind])
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", numpy.ones(256, dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
+    file = k_types(tmp_path / "k.gguf")
+    model, want = load_model(file, dtype=torch.float32), weights_of(file, LLAMA_HEADS)
+    for name, linear in matrices(model):
+        assert torch.equal(linear.weight, torch.cat([want[source] for source in sources(name)])), name
+    assert f"k.gguf: {LOOSE}: 6 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
+    assert {linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))} == {"int4-g32"}
+    for cache in (ours.kind_of, ours._open):
+        cache.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"k.gguf: .*tensor blk.0.attn_q.weight: type 12 .*: pip install gguf"):
+        load_config(file)
+    ours.kind_of.cache_clear()
+
+
+def test_pieces_of_two_ranks_are_slices(tmp_path):
+    """Rows of q, k, v, gate and up, columns of o and down, in the quantized form."""
+    with changed("llama-3", intermediate_size=128, vocab_size=132) as family:
+        file = write(tmp_path / "m.gguf", family, "Q4_1")
+    config, want = load_config(file), weights_of(file, LLAMA_HEADS)
+    form, read = checkpoint.open_folder(file, config)
+    for rank in range(2):
+        ranks = Ranks(rank, 2)
+        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.given)
+        checkpoint.fill(checkpoint.allocate(model, "cpu"), [n for n, _ in model.named_parameters()], read, ranks)
+        for name, linear in matrices(model):
+            cut = 1 if name.endswith(("attention.out", "ffn.down")) else 0
+            parts = [want[source].chunk(2, cut)[rank] for source in sources(name)]
+            assert torch.equal(linear.dequantized(torch.float32), torch.cat(parts)), name
+
+
+def test_a_split_file_is_one(tmp_path, folder_of):
+    write(tmp_path / "m.gguf", split_max_tensors=7)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(files) == 5 and files[0].name == "m-00001-of-00005.gguf"
+    assert load_config(files[0]) == load_config(folder_of("llama-3"))
+    assert same(load_model(files[0], dtype=torch.float32), load_model(folder_of("llama-3"), dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"give the first, m-00001-of-00005.gguf"):
+        load_config(files[2])
+    files[3].rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"m-00004-of-00005.gguf: no GGUF file"):
+        load_config(files[0])
+    files[2].rename(files[3])
+    (tmp_path / "away").rename(files[2])
+    with pytest.raises(ValueError, match=r"m-00003-of-00005.gguf: its split.no"):
+        load_config(files[0])
+    with pytest.raises(ValueError, match=r"first.gguf: split.count is 5"):
+        load_config(files[0].rename(tmp_path / "first.gguf"))
+
+
+# -------------------------------------------------------------------------------------------- tokenizers
+
+
+def add_vocabulary(writer, model: str, tokens, types, scores=None, merges=None, pre=None, **ids) -> None:
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if scores:
+        writer.add_token_scores(scores)
+    if merges:
+        writer.add_token_merges(merges)
+    if pre:
+        writer.add_tokenizer_pre(pre)
+    for key, id in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", id)
+
+
+def from_sentencepiece(writer, file: Path) -> None:
+    """As conversion/base.py, _create_vocab_sentencepiece."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    ids = range(model.get_piece_size())
+    kinds = [
+        2 if model.is_unknown(id) else 3 if model.is_control(id) else 5 if model.is_unused(id)
+        else 6 if model.is_byte(id) else 1 for id in ids
+    ]  # fmt: skip
+    tokens, scores = [model.id_to_piece(id) for id in ids], [model.get_score(id) for id in ids]
+    add_vocabulary(writer, "llama", tokens, kinds, scores, bos=1, eos=2, unknown=0)
+
+
+TEXTS = [
+    "", "the little cat", "  two  spaces and\n\n a newline\t", "Don't, it's we'LL 12345 67.8",
+    "日本語 é e\u0301 ß 🎉\u200d🦊", "<s> </s> <|im_start|>", " x", "\n\n\n  y\r\nz  ", "snake_case(x[3])!=…",
+    "ÀÉÎ naïve coöperate ﬁ", "a zebra, 12345 67.8",
+]  # fmt: skip
+
+
+def test_sentencepiece_inside(tmp_path, story_tokenizer, text_folder):
+    """The same ids, texts and special tokens as the model file that it was made of."""
+    file = write_vocabulary(tmp_path / "m.gguf", lambda writer: from_sentencepiece(writer, story_tokenizer))
+    got, want = load_tokenizer(file), load_tokenizer(text_folder)
+    for text in TEXTS:
+        assert got.encode(text) == want.encode(text) and got.parse(text) == want.parse(text), text
+        assert got.decode(got.encode(text, bos=False)) == want.decode(want.encode(text, bos=False))
+    assert (got.bos_id, got.add_bos, got.stop_ids, got.specials) == (want.bos_id, True, want.stop_ids, want.specials)
+    assert got.pieces() == want.pieces()
+
+
+def test_a_vocabulary_without_a_leading_space(tmp_path, story_tokenizer):
+    """add_space_prefix false: nothing is put before a text, and nothing taken from a decoded one."""
+
+    def keys(writer):
+        from_sentencepiece(writer, story_tokenizer)
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(False)
+
+    got = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
+    with_space = load_tokenizer(write_vocabulary(tmp_path / "n.gguf", lambda w: from_sentencepiece(w, story_tokenizer)))
+    assert got.encode(" the cat") == with_space.encode("the cat", bos=False) != got.encode("the cat")
+    for text in TEXTS:
+        assert got.decode(got.encode(text)) == text
+
+
+def write_vocabulary(file: Path, keys) -> Path:
+    """A file of keys and one tensor."""
+    writer = gguf.GGUFWriter(file, "llama")
+    keys(writer)
+    writer.add_tensor("token_embd.weight", numpy.zeros((400, 64), dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def splitter(pre: str):
+    """The pre-tokenizer that the published tokenizer.json of such a model has."""
+    from tokenizers import Regex, pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("smollm", "gpt-2"))
+    if pre == "gpt-2":
+        return byte_level
+    first = {
+        "smollm": pre_tokenizers.Digits(individual_digits=True),
+        "llama-bpe": pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        "qwen2": pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"),
+    }[pre]
+    return pre_tokenizers.Sequence([first, byte_level])
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+def test_byte_level_vocabularies(pre, tmp_path):
+    """Ids of texts equal those of the tokenizer that the file was made of; so does which names are special. Its merges
+    go across what its pattern splits, and one of its words is of no merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    want = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    want.pre_tokenizer, want.decoder = splitter("gpt-2"), decoders.ByteLevel()
+    if pre == "qwen2":
+        want.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    lines = [*TEXTS, *(ROOT / "checkpoints" / "stories.txt").read_text().splitlines()[:300]]
+    want.train_from_iterator([*lines * 2, "12345 67.8 " * 200], trainer)
+    stored = json.loads(want.to_str())
+    stored["model"]["vocab"]["Ġzebra"] = len(stored["model"]["vocab"])
+    want = Tokenizer.from_str(json.dumps(stored))
+    want.pre_tokenizer = splitter(pre)
+    want.add_tokens([AddedToken("<tool>", normalized=False)])
+    stored = json.loads(want.to_str())
+    vocab = want.get_vocab()
+    tokens = sorted(vocab, key=vocab.get)
+    kinds = [3 if token in special else 4 if token == "<tool>" else 1 for token in tokens] + [5]
+
+    def keys(writer):
+        merges = [" ".join(pair) for pair in stored["model"]["merges"]]
+        add_vocabulary(writer, "gpt2", [*tokens, "[PAD9]"], kinds, None, merges, pre, bos=1, eos=2, eot=0)
+
+    got = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
+    assert got.add_bos == (pre == "llama-bpe") and got.stop_ids == {0, 2} and got.bos_id == 1
+    assert got.vocab_size == len(tokens) and got.specials.keys() == {*special} and got.literals.keys() == {"<tool>"}
+    for text in [*TEXTS, *lines[-20:]]:
+        assert got.parse(text) == want.encode(text, add_special_tokens=False).ids, text
+        plain = text.replace("<|", "<")
+        ids = got.encode(plain, bos=False)
+        assert ids == want.encode(plain, add_special_tokens=False).ids
+        assert got.decode(ids) == (plain if pre != "qwen2" else want.normalizer.normalize_str(plain))
+    assert got.encode("a <tool> b", bos=False).count(vocab["<tool>"]) == 1
+    assert got.encode("<|im_end|>", bos=False) != [2] and got.parse("<|im_end|>") == [2]
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def test_templates_and_stops(tmp_path, story_tokenizer):
+    """The file's template with the file's names; generation ends at its ends of text, turn and message."""
+
+    def keys(writer):
+        from_sentencepiece(writer, story_tokenizer)
+        writer.add_chat_template(TEMPLATE)
+        writer.add_uint32("tokenizer.ggml.eot_token_id", 7)
+        writer.add_uint32("tokenizer.ggml.eom_token_id", 9)
+
+    file = write_vocabulary(tmp_path / "m.gguf", keys)
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.stop_ids == {2, 7, 9}
+    ids = tokenizer.chat([{"role": "user", "content": "the cat </s>"}])
+    assert ids[0] == 1 and ids[-1] == 2 and ids.count(2) == 1  # the one in the message stays text
+    assert tokenizer.decode(ids) == "[user]the cat </s>"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (lambda w: None, "tokenizer.ggml.model = None is not supported; supported: gpt2, llama"),
+        (lambda w: w.add_tokenizer_model("bert"), "tokenizer.ggml.model = 'bert' is not supported"),
+        (lambda w: w.add_tokenizer_model("llama"), "tokenizer.ggml.tokens is missing"),
+        (lambda w: add_vocabulary(w, "gpt2", ["a"], [1], pre="falcon", merges=["a b"]), "pre = 'falcon' is not"),
+        (lambda w: add_vocabulary(w, "gpt2", ["a"], [1], pre="smollm"), "tokenizer.ggml.merges is missing"),
+        (lambda w: add_vocabulary(w, "gpt2", ["a", "a"], [1, 1], pre="smollm", merges=["a b"]), "holds a token twice"),
+        (lambda w: add_vocabulary(w, "gpt2", ["a"], [1], pre="smollm", merges=["ab"]), "not a tokenizer of"),
+        (lambda w: add_vocabulary(w, "llama", ["a", "b"], [1]), "token_type must have a number for each of 2 tokens"),
+        (lambda w: add_vocabulary(w, "llama", ["a", "b"], [1, 1]), "not a sentencepiece model"),
+    ],
+)  # fmt: skip
+def test_vocabularies_that_cannot_be_read(keys, message, tmp_path):
+    file = write_vocabulary(tmp_path / "m.gguf", keys)
+    with pytest.raises(ValueError, match=r"m.gguf") as error:
+        load_tokenizer(file)
+    assert message in str(error.value) and "\n" not in str(error.value) and "/tmp/tmp" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------- what is wrong
+
+
+def flip(at: int, form: str, value) -> object:
+    def change(data: bytearray) -> None:
+        struct.pack_into(f"<{form}", data, at, value)
+
+    return change
+
+
+def after(name: bytes, offset: int, form: str, value) -> object:
+    """Change what stands behind a name in the header."""
+
+    def change(data: bytearray) -> None:
+        struct.pack_into(f"<{form}", data, data.index(name) + len(name) + offset, value)
+
+    return change
+
+
+def rename(old: bytes, new: bytes) -> object:
+    def change(data: bytearray) -> None:
+        assert len(old) == len(new) and old in data
+        data[:] = data.replace(old, new, 1)
+
+    return change
+
+
+def cut(size: int) -> object:
+    def change(data: bytearray) -> None:
+        del data[size:]
+
+    return change
+
+
+TENSOR = b"blk.0.attn_norm.weight"  # of one dimension: behind its name a count, a size, a type, an offset
+BROKEN = {
+    "magic": (flip(0, "4s", b"GGML"), "neither a folder nor a GGUF file"),
+    "version 1": (flip(4, "I", 1), "version 1 is not supported"),
+    "big-endian": (flip(4, "I", 3 << 24), "(a big-endian file)"),
+    "tensors": (flip(8, "Q", 2**60), "announces 1,152,921,504,606,846,976 tensors"),
+    "keys": (flip(16, "Q", 2**40), "1,099,511,627,776 keys"),
+    "more keys": (flip(16, "Q", 4000), "m.gguf: not a readable GGUF file"),
+    "key's length": (flip(24, "Q", 2**63), "bytes of a string"),
+    "header cut": (cut(300), "the file ends inside its header, after 300 bytes: fetch it again"),
+    "almost nothing": (cut(9), "the file ends inside its header"),
+    "data cut": (lambda data: cut(len(data) - 1000)(data), "the file ends inside it"),
+    "value's type": (after(b"general.architecture", 0, "I", 77), "architecture: there are no values of type 77"),
+    "value's length": (after(b"general.architecture", 4, "Q", 2**62), "key general.architecture: its header announces"),
+    "architecture": (rename(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "general.architecture = 'mamba'"),
+    "dimensions": (after(TENSOR, 0, "I", 9), f"tensor {TENSOR.decode()}: has 9 dimensions"),
+    "size": (after(TENSOR, 4, "Q", 2**60), "elements of a dimension"),
+    "large size": (after(TENSOR, 4, "Q", 2**31), "the file ends inside it"),
+    "no size": (after(TENSOR, 4, "Q", 0), "does not divide into F32's blocks of 1"),
+    "type": (after(TENSOR, 12, "I", 4711), "type 4711 is not one that weights are read from"),
+    "whole numbers": (after(TENSOR, 12, "I", 24), "type 24 is not one that weights are read from"),
+    "odd offset": (after(TENSOR, 16, "Q", 7), "its offset 7 is no multiple of 32"),
+    "overlap": (after(TENSOR, 16, "Q", 32), "inside the tensor before it"),
+    "far offset": (after(TENSOR, 16, "Q", 2**62), "the file ends inside it"),
+    "misshapen": (after(TENSOR, 4, "Q", 32), "misshapen: model.layers.0.input_layernorm.weight is [32] instead"),
+    "missing": (rename(TENSOR, b"blk.0.attn_sorm.weight"), "missing: model.layers.0.input_layernorm.weight; unex"),
+    "twice": (rename(TENSOR, b"blk.1.attn_norm.weight"), "tensor blk.1.attn_norm.weight: stands there twice"),
+    "key twice": (rename(b"llama.rope.freq_base", b"llama.context_length"), "llama.context_length: stands there twice"),
+    "no layers": (rename(b"llama.block_count", b"llama.block_count"[::-1]), "it lacks llama.block_count"),
+    "heads": (after(b"llama.attention.head_count", 4, "I", 3), "m.gguf"),
+    "no heads": (after(b"llama.attention.head_count", 4, "I", 0), "m.gguf"),
+    "head's size": (after(b"llama.attention.key_length", 4, "I", 17), "value_length = 16 is not the size of a head"),
+    "layers": (after(b"llama.block_count", 4, "I", 2**31), "num_hidden_layers = 2147483648"),
+    "epsilon": (after(b"layer_norm_rms_epsilon", 4, "f", float("nan")), "rms_norm_eps = nan"),
+    "base": (after(b"rope.freq_base", 4, "f", -1.0), "rope_theta"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> bytes:
+    return write(tmp_path_factory.mktemp("good") / "m.gguf", types="Q4_0").read_bytes()
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_one_line(what, good, tmp_path):
+    """The file, and what of it: from the header alone, before a weight is read."""
+    change, message = BROKEN[what]
+    data = bytearray(good)
+    change(data)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"m.gguf") as error:
+        load_model(file)
+    assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.expert_count", 8, "llama.expert_count = 8 is not supported; supported: 0"),
+        ("llama.attn_logit_softcapping", 30, "attn_logit_softcapping = 30"),
+        ("llama.rope.scaling.type", "longrope", "rope.scaling.type = 'longrope' is not supported"),
+        ("general.alignment", 7, "general.alignment = 7 is no multiple of 8"),
+        ("split.count", 3, "split.count is 3"),
+    ],
+)
+def test_keys_that_change_the_arithmetic_are_refused(key, value, message, tmp_path):
+    def keys(writer):
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+
+    file = tmp_path / "m.gguf"
+    if key == "general.alignment":
+        file.write_bytes(bytes(write(file, keys=lambda w: w.add_uint32("general.alignmen_", 7)).read_bytes()).replace(
+            b"general.alignmen_", b"general.alignment"))  # fmt: skip
+    else:
+        write(file, keys=keys)
+    with pytest.raises(ValueError, match=r"m.gguf") as error:
+        load_config(file)
+    assert message in str(error.value)
+
+
+def test_what_is_no_gguf_file(tmp_path):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 14500438\n")
+    with pytest.raises(ValueError, match=r"m.gguf: a Git LFS pointer"):
+        load_model(file)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe: no such folder"):
+        load_model(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"config.json: no such file; give m.gguf itself"):
+        load_model(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.fixture
+def model_file(tmp_path, story_tokenizer) -> Path:
+    """A whole model with its vocabulary."""
+    with changed("llama-3", vocab_size=384) as family:
+        return write(
+            tmp_path / "m.gguf", family, "Q4_0", keys=lambda writer: from_sentencepiece(writer, story_tokenizer)
+        )
+
+
+def test_generate_takes_a_file(model_file, capsys):
+    arguments = ["--checkpoint", str(model_file), "--temperature", "0", "--max_new_tokens", "5", "--device", "cpu"]
+    main(parse_args([*arguments, "--json", "--prompt", "the cat"]))
+    got = json.loads(capsys.readouterr().out)
+    assert got["prompt_tokens"] == load_tokenizer(model_file).encode("the cat") and len(got["tokens"]) == 5
+    main(parse_args([*arguments, "--json", "--prompt", "the cat", "--draft_checkpoint", str(model_file)]))
+    assert json.loads(capsys.readouterr().out)["tokens"] == got["tokens"]
+    model_file.write_bytes(model_file.read_bytes()[:5000])
+    with pytest.raises(SystemExit) as exit:
+        main(parse_args(arguments))
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and err.count("error: ") == 1 and "m.gguf" in err
+
+
+def test_quantize_makes_a_folder(model_file, tmp_path, capsys):
+    """In a scheme of ours: that of the exact weights. Plain: what transformers reads, with the tokenizer beside it."""
+    import transformers
+
+    quantize(["--checkpoint", str(model_file), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    got = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
+    want = load_model(model_file, dtype=torch.float32, quantize="int8", pack=False)
+    assert torch.equal(got.layers[1].ffn.gate_up.codes, want.layers[1].ffn.gate_up.codes)
+    quantize(["--checkpoint", str(model_file), "--dtype", "float32", "--output", str(tmp_path / "plain")])
+    exact = load_model(model_file, dtype=torch.float32)
+    plain = load_model(tmp_path / "plain", dtype=torch.float32)
+    assert torch.allclose(plain(*TOKENS), exact(*TOKENS), rtol=1e-4, atol=1e-4)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(theirs(TOKENS[0]).logits, plain(*TOKENS), rtol=1e-4, atol=1e-4)
+    for text in TEXTS:
+        assert load_tokenizer(tmp_path / "plain").encode(text) == load_tokenizer(model_file).encode(text)
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["dtype"] == "float32" and "quantization" not in config
+    for arguments, message in (([], "exists already"), (["--head", "int8"], "--scheme is missing")):
+        with pytest.raises(SystemExit):
+            quantize(["--checkpoint", str(model_file), "--output", str(tmp_path / "q"), *arguments])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        quantize(["--checkpoint", str(tmp_path / "plain"), "--output", str(tmp_path / "r")])
+    assert "--scheme is missing" in capsys.readouterr().err
+
+
+def test_saved_as_a_folder_it_is_the_same_model(model_file, tmp_path):
+    """One scheme for all blocks, and the head's: config.json says it, and the bits stay."""
+    model = load_model(model_file, pack=False)
+    save_model(model, tmp_path / "again", checkpoint.read_json(model_file / "config.json"))
+    assert same(load_model(tmp_path / "again", pack=False), model)
+    assert checkpoint.stored_in(tmp_path / "again" / "config.json") == "q4_1"
+
+
+def test_other_programs_take_a_file(model_file, tmp_path):
+    """Without the gguf package, whose types this file does not use."""
+    (tmp_path / "text").write_text("the little cat and a big dog went to play in the park. " * 20)
+    (tmp_path / "gguf.py").write_text("raise ImportError")
+    for program in (
+        ["scripts.perplexity", "--checkpoint", model_file, "--text", tmp_path / "text", "--context", "32", "--json"],
+        ["scripts.tp_plan", model_file, "--ranks", "1", "--json"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, program)], cwd=ROOT, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
