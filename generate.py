@@ -33,7 +33,7 @@ from sampling import GREEDY, INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from timing import Readback, StepResult, Timing, mark, spent, synchronize
 from tp import ALONE, Ranks, ranks_of
-from weights.compiling import GPU_OPTIONS, leave_open, own_entries
+from weights.compiling import GPU_OPTIONS, leave_open, may_change, own_entries, probe_early
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_K = 5  # tokens drafted a round
@@ -134,10 +134,11 @@ def decode_step(model: Transformer, caches: Caches, state: State) -> None:
 def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
     """`function` as one graph with static shapes, but for the dimensions that `leave_open` names, replayed as a CUDA
     graph on a GPU. Prompts have too many lengths to be replayed."""
-    how = {"mode": "default" if prompts else "reduce-overhead"}
-    if device.type == "cuda" and not prompts:
-        how = {"options": torch._inductor.list_mode_options("reduce-overhead") | GPU_OPTIONS}
-    return torch.compile(function, fullgraph=True, dynamic=False, **how, **own_entries())
+    if device.type == "cpu":
+        probe_early()
+    options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
+    options |= {"guard_filter_fn": may_change} | (GPU_OPTIONS if device.type == "cuda" and not prompts else {})
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
 
 
 class CachedModel:
@@ -151,7 +152,8 @@ class CachedModel:
             self.caches = self.caches._replace(layers=tuple(layers))
         self.device = self.caches.key_pos.device
         self.replayed = compile and self.device.type == "cuda"  # as CUDA graphs, one for each length attended
-        self.hidden = compiled(model.hidden, self.device, prompts=True) if compile else model.hidden
+        # On a CPU compiling prompts gains nothing that shows and takes as long as compiling steps, twice.
+        self.hidden = compiled(model.hidden, self.device, prompts=True) if self.replayed else model.hidden
 
     def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
         """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
@@ -176,7 +178,7 @@ class CachedModel:
         # A draft may know fewer ids than its target.
         tokens = state.tokens[:rows, begin:end].clamp(max=self.model.config.vocab_size - 1)
         pos = torch.arange(begin, end, device=self.device)
-        if self.compile:
+        if self.replayed:
             leave_open(tokens, 1), leave_open(pos, 0)
         return tokens, pos, self.upto(end)
 
@@ -185,11 +187,11 @@ class CachedModel:
         last token.
 
         Rows are padded on the right. Padding writes keys and values beyond its row's end, where decoding overwrites
-        each position before any query may see it. Compiled code takes all rows, and never one position alone, which
-        torch would compile apart.
+        each position before any query may see it. A GPU's compiled code takes all rows, and never one position alone,
+        which torch would compile apart.
         """
         B, longest = state.pos.size(0), max(lengths)
-        rows = B if self.compile else len(lengths)
+        rows = B if self.replayed else len(lengths)
         last = torch.zeros(B, self.model.config.dim, dtype=self.model.norm.weight.dtype, device=self.device)  # (B, D)
         for begin in range(cached, longest, PREFILL_CHUNK):
             end = min(begin + PREFILL_CHUNK, longest)
@@ -289,18 +291,16 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
-        """Compile the steps for `kind` and run them at every length that will be recorded; compile prompts, short and
-        long, at the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
+        """Compile the steps for `kind` and run them at every length that will be recorded; on a GPU compile prompts, at
+        the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
         overwrites."""
         start = time.perf_counter()
         S, state, replayed = self.max_seq_length, self.state, self.cached.replayed
         state.pos.zero_(), state.done.fill_(True)
         state.kind = kind
-        for cached in self.prompted:
-            # A CPU's kernels of a few quantized rows and of many are others.
-            for T in sorted({2, 2 if replayed else min(PREFILL_CHUNK, S)}):
-                for begin in sorted({0, min(1, S - T), S - T}):
-                    cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + T))
+        for cached in self.prompted if replayed else ():
+            for begin in sorted({0, min(1, S - 2), S - 2}):
+                cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + 2))
         lengths = {self.cached.attended(1 << i) for i in range(self.cached.S.bit_length() + 1)} if replayed else {2, S}
         for length, k in itertools.product(sorted(lengths), (0, *self.ks)):
             for _ in range(3 if replayed else 1):  # CUDA graphs: warm up, record, replay

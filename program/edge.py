@@ -132,12 +132,13 @@ def leave_ranks() -> None:
     leave()
 
 
-def use_threads(asked: int | None) -> None:
-    """--threads, or torch's number within the share of this process; a rank takes its part of that."""
+def use_threads(asked: int | None) -> int:
+    """Use --threads, or torch's number within the share of this process; a rank takes its part of that. How many."""
     share, usual = cpu_share(), torch.get_num_threads()
     if launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, where the user says nothing
         share = usual = max(1, share // int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.set_num_threads(asked or min(usual, share))
+    return torch.get_num_threads()
 
 
 def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:

@@ -22,6 +22,7 @@ from program.loading import compiles, load, pick_device, unused_settings, warm_u
 from program.printing import Printer, Session
 from program.prompts import Request, encoded, requests
 from program.report import report
+from program.threads import Threads
 from reading.files import write_whole
 from tp import Ranks, join, local_device
 
@@ -35,12 +36,14 @@ def main(args: argparse.Namespace | None = None) -> None:
     device = pick_device(local_device(args.device))
     end_with_launcher()
     ranks = join(device, args.timeout)
-    use_threads(args.threads)
+    threads = use_threads(args.threads)
     with silent(ranks.rank > 0):
         ranks.check_same(lambda: settings(args))
         asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
         skip(broken, asked)
         session, rows, refused = open_session(args, asked, device, ranks)
+        if device.type == "cpu" and ranks.world == 1 and args.threads is None:
+            session.threads = Threads(threads)
         with profiled(args.profile if ranks.rank == 0 else None):
             if args.interactive:
                 chat(session, args)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from generate import Engine, Timing, generate
 from program.edge import interrupts_held
 from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, origin, peak_memory_gb, rate, speculative
+from program.threads import Threads
 from sampling import Sampling
 from tokenizer import StopStrings, Tokenizer
 
@@ -89,11 +90,12 @@ class Session:
     sampling: Sampling
     stop_ids: frozenset[int]
     coloured: bool = False
+    threads: Threads | None = None  # to be chosen while decoding
 
     def decode(self, printer: Printer, prompts, budgets: list[int], seed, cached: int = 0) -> Timing:
         """One batch, printed as it is decided; seed is one number or one a row. Ctrl-C ends it between two tokens; what
         was printed stays."""
-        timing = Timing()
+        timing, seen = Timing(), 0
         try:
             with interrupts_held() as interrupts:
                 for row, id in generate(
@@ -101,6 +103,9 @@ class Session:
                     max_new_tokens=budgets, engine=self.engine, timing=timing, cached=cached, ended=printer.ended,
                 ):  # fmt: skip
                     printer.feed(row, id, origin(timing.tokens[row][-1]) if timing.tokens else PLAIN_TOKEN)
+                    if self.threads and timing.steps > seen:
+                        seen = timing.steps
+                        self.threads.observe(timing.records[-1].k, timing.records[-1].seconds)
                     if interrupts:
                         break
         finally:

@@ -56,16 +56,21 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
-def test_prompts_of_quantized_weights_compile_in_warm_up(folder_of, scheme, monkeypatch):
-    """A CPU's kernels of few rows and of many are others: prompts on both sides of the border are compiled."""
+def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme, monkeypatch):
+    """A CPU's kernels of few rows and of many are others: prompts on both sides of the border run. program/threads.py
+    changes the number of threads while tokens are decoded."""
     monkeypatch.setattr(linears, "CPU_INT4_ROWS", 16)
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
     engine.warm_up(GREEDY)
-    eager = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for n in (2, 15, 16, 17, 40):
-            prompt = list(range(3, 3 + n))
-            assert rows_of(engine.model, [prompt], engine=engine) == rows_of(eager, [prompt]), n
+    eager, usual = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), torch.get_num_threads()
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for n, threads in ((2, 1), (15, 2), (16, 1), (17, 2), (40, 1)):
+                torch.set_num_threads(threads)
+                prompt = list(range(3, 3 + n))
+                assert rows_of(engine.model, [prompt], engine=engine) == rows_of(eager, [prompt]), n
+    finally:
+        torch.set_num_threads(usual)
 
 
 @pytest.mark.compiled

@@ -1,0 +1,60 @@
+"""How many threads decode on a CPU: all, or one, whichever its last steps show to be faster.
+
+A step of a small model is hundreds of parallel regions. Where another process holds a processor, each of them waits for
+the thread that lost it, and one thread that waits for nobody is several times faster than two (benchmarks/NOTES.md).
+Who else runs here changes while tokens are decoded, so this is measured all the time. This file knows no model: it is
+told what steps took.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+
+TRY = 3  # steps that are compared: as many of one number of threads as of the other
+SLOWER = 1.5  # times the fastest that all threads have been: somebody else may be running
+PATIENCE, MOST_PATIENCE = 32, 512  # steps with one thread before all are tried again; doubled while one stays faster
+
+
+class Threads:
+    """Chooses between `most` threads and one. Steps that draft different numbers of tokens are told apart."""
+
+    def __init__(self, most: int, use: Callable[[int], object] = torch.set_num_threads):
+        self.most, self.use = most, use
+        self.chosen = self.number = most  # the other number is tried while they differ
+        self.steps, self.patience = 0, PATIENCE  # steps since the number was set
+        self.recent: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=TRY))  # (number, k) ->
+        self.fastest: dict[int, float] = {}  # k -> seconds of a step with all threads when nobody disturbs them
+
+    def observe(self, k: int, seconds: float) -> None:
+        """A step that drafted k tokens took so long; sets the number of threads for the next one."""
+        recent, usual = self.recent[self.number, k], self.recent[self.chosen, k]
+        recent.append(seconds)
+        self.steps += 1
+        if self.most == 1 or len(recent) < TRY:
+            return
+        mean = sum(recent) / TRY
+        if self.number != self.chosen:
+            if len(usual) == TRY and mean < sum(usual) / TRY:
+                self.chosen, self.patience = self.number, PATIENCE
+            else:
+                self.patience = min(2 * self.patience, MOST_PATIENCE)
+                if usual and self.chosen == self.most:  # not for want of a processor: steps have become longer
+                    self.fastest[k] = sum(usual) / len(usual)
+            self.set(self.chosen)
+        elif self.due(k, mean):
+            self.set(1 if self.number == self.most else self.most)
+            for key in [key for key in self.recent if key[0] == self.number]:
+                del self.recent[key]
+
+    def due(self, k: int, mean: float) -> bool:
+        """Is it time to try the other number?"""
+        if self.chosen == 1:
+            return self.steps >= self.patience
+        first = not self.fastest
+        fastest = self.fastest[k] = min(mean, self.fastest.get(k, mean))
+        return first or mean > SLOWER * fastest
+
+    def set(self, number: int) -> None:
+        self.number, self.steps = number, 0
+        self.use(number)

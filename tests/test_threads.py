@@ -1,0 +1,85 @@
+"""The number of threads follows who else runs on the machine."""
+
+import pytest
+
+from program.threads import MOST_PATIENCE, TRY, Threads
+
+
+class Machine:
+    """Two processors; a step takes 10 ms with both, 16 ms with one. While somebody else runs, the thread that lost its
+    processor keeps the other waiting now and then, and one thread is as fast as ever."""
+
+    def __init__(self):
+        self.threads, self.busy, self.steps, self.seconds = 2, False, 0, 0.0
+
+    def use(self, number: int) -> None:
+        self.threads = number
+
+    def step(self) -> float:
+        self.steps += 1
+        waits = 0.09 if self.busy and self.steps % 3 else 0.0
+        took = 0.016 if self.threads == 1 else 0.010 + waits
+        self.seconds += took
+        return took
+
+
+def run(machine: Machine, threads: Threads, steps: int, k: int = 0) -> float:
+    """Mean seconds of a step."""
+    before = machine.seconds
+    for _ in range(steps):
+        threads.observe(k, machine.step())
+    return (machine.seconds - before) / steps
+
+
+def test_all_threads_decode_where_nobody_else_runs():
+    machine = Machine()
+    threads = Threads(2, machine.use)
+    assert run(machine, threads, 200) < 0.0102  # one trial of three steps, 6 ms longer each
+    assert machine.threads == 2
+
+
+@pytest.mark.parametrize("quiet", [0, 50])
+def test_one_thread_decodes_beside_a_busy_neighbour_and_all_do_when_it_has_gone(quiet):
+    machine = Machine()
+    threads = Threads(2, machine.use)
+    if quiet:
+        run(machine, threads, quiet)
+    machine.busy = True
+    assert run(machine, threads, 600) < 0.5 * 0.070  # what two threads would take
+    assert run(machine, threads, 600) < 1.1 * 0.016  # trials become rare
+    machine.busy = False
+    run(machine, threads, MOST_PATIENCE + 2 * TRY)
+    assert machine.threads == 2
+    assert run(machine, threads, 100) < 0.0101
+
+
+def test_steps_that_grow_longer_are_no_neighbour():
+    """A longer context is no reason to try again and again."""
+    machine = Machine()
+    threads = Threads(2, lambda number: (machine.use(number), tried.append(number)))
+    tried = []
+    run(machine, threads, 50)
+    machine.step = lambda: 0.030 if machine.threads == 2 else 0.048
+    for step in range(200):
+        if step == 20:
+            tried.clear()
+        threads.observe(0, machine.step())
+    assert not tried
+
+
+def test_rounds_are_compared_with_rounds():
+    """Three times the time for a round of three tokens is no sign of a neighbour."""
+    machine, tried = Machine(), []
+    threads = Threads(2, lambda number: (machine.use(number), tried.append(number)))
+    for step in range(300):
+        k = 3 * (step % 2)
+        threads.observe(k, (0.010 if machine.threads == 2 else 0.016) * (1 + k))
+    assert tried == [1, 2]
+
+
+def test_a_single_processor_is_left_alone():
+    tried = []
+    threads = Threads(1, tried.append)
+    for _ in range(100):
+        threads.observe(0, 0.01)
+    assert not tried
