@@ -33,7 +33,7 @@ from sampling import GREEDY, INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from timing import Readback, StepResult, Timing, mark, spent, synchronize
 from tp import ALONE, Ranks, ranks_of
-from weights.compiling import GPU_OPTIONS, leave_open, may_change, own_entries, probe_early
+from weights.compiling import GPU_OPTIONS, UNCHECKED, leave_open, may_change, own_entries, probe_early
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_K = 5  # tokens drafted a round
@@ -137,7 +137,8 @@ def compiled(function: Callable, device: torch.device, prompts: bool = False) ->
     if device.type == "cpu":
         probe_early()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
-    options |= {"guard_filter_fn": may_change} | (GPU_OPTIONS if device.type == "cuda" and not prompts else {})
+    options |= UNCHECKED | {"guard_filter_fn": may_change}
+    options |= GPU_OPTIONS if device.type == "cuda" and not prompts else {}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
 
 

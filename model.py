@@ -188,6 +188,9 @@ class KVCache(nn.Module):
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
+        if pos.size(0) == self.k.size(0) == 1:  # a third of the time that indexing by two tensors takes
+            self.k.index_copy_(2, pos[0], k), self.v.index_copy_(2, pos[0], v)
+            return
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
         self.k[row, :, pos] = k.transpose(1, 2)  # (B, G, T, E) -> (B, T, G, E)
         self.v[row, :, pos] = v.transpose(1, 2)

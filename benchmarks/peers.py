@@ -1,25 +1,43 @@
-"""Other programs on the same shape, for bench and bench_gpu: `python -m benchmarks.peers NAME SHAPE …`.
+"""Other programs on the same shape, for bench and bench_gpu, or the same file, for real: `python -m benchmarks.peers`.
 
 Each class builds one program with random weights in bfloat16, or quantized, and answers like benchmarks.bench's own
 contender: `decode(steps, filled)` and, where compared, `prefill(length)`, in seconds. Everything about a peer is here;
-none of its code is. gpt-fast is imported from a checkout given by path.
+none of its code is. gpt-fast is imported from a checkout given by path. torch is imported by those that need it:
+llama.cpp and torch in one process may crash.
 
     transformers [DEVICE]                   eager with a dynamic cache
     transformers_compiled [DEVICE]          compiled with a static one
     llamacpp [KIND]                         llama-cpp-python on a GGUF with random weights that `gguf` writes
+    llamacpp_file                           the same on a file, which is named in place of a shape: `generate`
     gptfast CHECKOUT [FORMAT [DEVICE]]      its decode_one_token, compiled as its own main() does; int4 on CUDA only
 """
 
+import functools
 import itertools
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
+os.environ.pop("GOMP_SPINCOUNT", None)  # program/ sets it for this project alone: others wait as they always do
+
+
+def inference(method: Callable) -> Callable:
+    """The method under torch.inference_mode()."""
+
+    @functools.wraps(method)
+    def inside(*args, **named):
+        import torch
+
+        with torch.inference_mode():
+            return method(*args, **named)
+
+    return inside
 
 
 def median_seconds(step: Callable[[], object], steps: int, device: str = "cpu") -> dict:
@@ -30,6 +48,8 @@ def median_seconds(step: Callable[[], object], steps: int, device: str = "cpu") 
             step()
             marks.append(time.perf_counter())
         return {"seconds": statistics.median(b - a for a, b in itertools.pairwise(marks))}
+    import torch
+
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     marks[0].record()
     for event in marks[1:]:
@@ -41,6 +61,7 @@ def median_seconds(step: Callable[[], object], steps: int, device: str = "cpu") 
 
 class Transformers:
     def __init__(self, hf: dict, device: str = "cpu"):
+        import torch
         import transformers
 
         self.device = device
@@ -56,14 +77,17 @@ class Transformers:
                 buffer.fill_(0.01)
 
     def cache(self, filled: int):
+        import torch
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
         self.model(torch.full((1, filled), 7, device=self.device), past_key_values=cache, logits_to_keep=1)
         return cache
 
-    @torch.inference_mode()
+    @inference
     def decode(self, steps: int, filled: int) -> dict:
+        import torch
+
         cache, token = self.cache(filled - 1), torch.tensor([[7]], device=self.device)
 
         def step():
@@ -73,8 +97,10 @@ class Transformers:
 
         return median_seconds(step, steps, self.device)
 
-    @torch.inference_mode()
+    @inference
     def prefill(self, length: int) -> dict:
+        import torch
+
         tokens = torch.full((1, length), 7, device=self.device)
         return median_seconds(lambda: self.model(tokens, use_cache=True, logits_to_keep=1), 1, self.device)
 
@@ -83,11 +109,14 @@ class TransformersCompiled(Transformers):
     """The static cache and compilation that transformers documents for decoding."""
 
     def __init__(self, hf: dict, device: str = "cpu"):
+        import torch
+
         super().__init__(hf, device)
         self.forward = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
 
-    @torch.inference_mode()
+    @inference
     def decode(self, steps: int, filled: int) -> dict:
+        import torch
         from transformers import StaticCache
 
         cache, positions = StaticCache(config=self.model.config, max_cache_len=1024), torch.arange(1024).to(self.device)
@@ -105,16 +134,68 @@ class TransformersCompiled(Transformers):
         return median_seconds(step, steps, self.device)
 
 
+def load_llama(file: str | Path, repacks: bool | None = None, **options) -> tuple[object, bool]:
+    """(llama.cpp on a file, does it repack weights into buffers of its own?). Some builds crash in the AMX code that
+    these buffers are for, so unless `repacks` says it, another process tries first."""
+    import llama_cpp
+
+    if repacks is None:
+        probe = [sys.executable, "-m", "benchmarks.peers", "llamacpp_probe", json.dumps(str(file))]
+        found = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True)
+        repacks = found.returncode == 0
+    usual = llama_cpp.llama_model_default_params
+
+    def chosen():
+        params = usual()
+        params.use_extra_bufts = repacks
+        return params
+
+    for module in (llama_cpp, llama_cpp.llama_cpp):
+        module.llama_model_default_params = chosen
+    threads = len(os.sched_getaffinity(0))
+    options = {"n_batch": 512, "n_threads": threads, "n_threads_batch": threads, "verbose": False} | options
+    return llama_cpp.Llama(str(file), **options), repacks
+
+
+def llama_probe(file: str) -> None:
+    """A prompt and a step with repacked weights: ends well, or with the process."""
+    llm, _ = load_llama(file, repacks=True, n_ctx=256)
+    llm.eval([7] * 64)
+    llm.eval([7])
+    sys.exit()
+
+
+class LlamaCppFile:
+    """Greedy text of a file's model; with `lookup`, after the binding's own prompt lookup of so many tokens."""
+
+    def __init__(self, file: str, lookup: str = "0", context: str = "1024"):
+        draft = None
+        if int(lookup):
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            draft = LlamaPromptLookupDecoding(num_pred_tokens=int(lookup))
+        self.llm, self.repacks = load_llama(file, n_ctx=int(context), draft_model=draft)
+
+    def generate(self, ids: list[int], new: int, stop_ids: Iterable[int] = ()) -> dict:
+        """Tokens a second after the first one, as in generate.py's JSON."""
+        self.llm.reset()
+        begun, marks, tokens = time.perf_counter(), [], []
+        for token in self.llm.generate(ids, temp=0.0):
+            marks.append(time.perf_counter())
+            tokens.append(int(token))
+            if len(tokens) == new or tokens[-1] in stop_ids:
+                break
+        spent = marks[-1] - marks[0]
+        rate = (len(tokens) - 1) / spent if spent else 0.0
+        return {"decode_tok_s": rate, "ttft_s": marks[0] - begun, "tokens": tokens, "repacks": self.repacks}
+
+
 class LlamaCpp:
     def __init__(self, hf: dict, kind: str = "BF16"):
-        import llama_cpp
-
         self.folder = tempfile.TemporaryDirectory()  # gone when the worker is
         self.file = Path(self.folder.name) / "model.gguf"
         write_gguf(hf, self.file, kind)
-        self.llm = llama_cpp.Llama(
-            str(self.file), n_ctx=1024, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False, use_mmap=True,
-        )  # fmt: skip
+        self.llm, _ = load_llama(self.file, n_ctx=1024)
 
     def decode(self, steps: int, filled: int) -> dict:
         self.llm.reset()
@@ -167,12 +248,38 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
     writer.close()
 
 
+def write_bf16(source: str | Path, file: str | Path) -> None:
+    """A GGUF file with the same keys and all matrices in bfloat16."""
+    import gguf
+    import numpy as np
+
+    reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType.BF16
+    writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        value = gguf.LlamaFileType.MOSTLY_BF16 if name == "general.file_type" else field.contents()
+        writer.add_key_value(name, value, *field.types[:2])
+    for tensor in reader.tensors:
+        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if weight.ndim == 1:
+            writer.add_tensor(tensor.name, weight)
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 class GptFast:
     def __init__(self, hf: dict, checkout: str, format: str = "bf16", device: str = "cpu"):
         sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path.cwd()]
         for name in ("generate", "model", "quantize", "tokenizer"):
             sys.modules.pop(name, None)
         sys.path.insert(0, checkout)
+        import torch
+
         import generate as program
         from model import ModelArgs, Transformer
 
@@ -203,8 +310,9 @@ class GptFast:
         self.step = torch.compile(program.decode_one_token, mode="reduce-overhead", fullgraph=True)
         self.mask = program.create_block_mask(program.causal_mask, 1, 1, 1024, 1024, device=device)
 
-    @torch.no_grad()
     def decode(self, steps: int, filled: int) -> dict:
+        import torch
+
         token = torch.tensor([[7]], dtype=torch.int, device=self.device)
         pos = torch.tensor([filled - 1], device=self.device)
 
@@ -213,15 +321,18 @@ class GptFast:
             token = self.step(self.model, token, pos, self.mask, temperature=0.8, top_k=None)[0].clone()
             pos.add_(1)
 
-        for _ in range(3 if self.device != "cpu" else 0):  # compile, record, replay
-            step()
-        return median_seconds(step, steps, self.device)
+        with torch.no_grad():
+            for _ in range(3 if self.device != "cpu" else 0):  # compile, record, replay
+                step()
+            return median_seconds(step, steps, self.device)
 
 
 NAMES = {
     "transformers": Transformers,
     "transformers_compiled": TransformersCompiled,
     "llamacpp": LlamaCpp,
+    "llamacpp_file": LlamaCppFile,
+    "llamacpp_probe": llama_probe,
     "gptfast": GptFast,
 }
 

@@ -6,6 +6,7 @@ Who else runs here changes while tokens are decoded, so this is measured all the
 told what steps took.
 """
 
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ import torch
 
 TRY = 3  # steps that are compared: as many of one number of threads as of the other
 SLOWER = 1.5  # times the fastest that all threads have been: somebody else may be running
-PATIENCE, MOST_PATIENCE = 32, 512  # steps with one thread before all are tried again; doubled while one stays faster
+PATIENCE, MOST_PATIENCE = 32, 128  # steps with one thread before all are tried again; doubled while one stays faster
 
 
 class Threads:
@@ -33,27 +34,27 @@ class Threads:
         self.steps += 1
         if self.most == 1 or len(recent) < TRY:
             return
-        mean = sum(recent) / TRY
+        typical = statistics.median(recent)  # one step that the system interrupted is no neighbour
         if self.number != self.chosen:
-            if len(usual) == TRY and mean < sum(usual) / TRY:
+            if len(usual) == TRY and typical < statistics.median(usual):
                 self.chosen, self.patience = self.number, PATIENCE
             else:
                 self.patience = min(2 * self.patience, MOST_PATIENCE)
                 if usual and self.chosen == self.most:  # not for want of a processor: steps have become longer
-                    self.fastest[k] = sum(usual) / len(usual)
+                    self.fastest[k] = statistics.median(usual)
             self.set(self.chosen)
-        elif self.due(k, mean):
+        elif self.due(k, typical):
             self.set(1 if self.number == self.most else self.most)
             for key in [key for key in self.recent if key[0] == self.number]:
                 del self.recent[key]
 
-    def due(self, k: int, mean: float) -> bool:
+    def due(self, k: int, typical: float) -> bool:
         """Is it time to try the other number?"""
         if self.chosen == 1:
             return self.steps >= self.patience
         first = not self.fastest
-        fastest = self.fastest[k] = min(mean, self.fastest.get(k, mean))
-        return first or mean > SLOWER * fastest
+        fastest = self.fastest[k] = min(typical, self.fastest.get(k, typical))
+        return first or typical > SLOWER * fastest
 
     def set(self, number: int) -> None:
         self.number, self.steps = number, 0

@@ -3,17 +3,18 @@
     python -m scripts.distill_draft --target DIR --layers 1 --dim 96 --text stories.txt --output DIR
 
     draft_config                    the draft's config.json: sizes from the flags, all that must agree from the target
-    documents, sampled_documents    what it learns on: a text, what the target itself writes, or both
+    documents, sampled_documents    what it learns on: a text, what the target itself writes or answers, or both
+    project_embedding               the draft's embedding as the best approximation of the target's
     hold_out, Windows               the last documents are kept apart; the others are learned in random windows
     measure_costs, predict          c and v of this pair on this machine, and the speed-up that alpha leads to
     add_gradients, acceptance       KL(target || draft) of a window, and alpha: mean sum of min(p, q) on held-out text
     Run, train, export              the loop, everything that a stop must not lose, and the folder that it ends in
 
-A text's documents are separated by `<|endoftext|>`, or where it holds none by blank lines. What is evaluated is what
-will be written: the weights in bfloat16. Training ends when the predicted speed-up no longer grows, or at --steps; the
-best evaluation's weights are kept. The training state goes to --work at every evaluation and at Ctrl-C (SIGTERM ends
-at once, as a crash does); the same command continues from it. This file does not know how drafts are used: that is
-speculative.py and generate.py.
+A text's documents are separated by `<|endoftext|>`, or where it holds none by blank lines. With --prompts the target
+answers each line in its chat format, again and again in turn. What is evaluated is what will be written: the weights in
+bfloat16. Training ends when the predicted speed-up no longer grows, or at --steps; the best evaluation's weights are
+kept. The training state goes to --work at every evaluation and at Ctrl-C (SIGTERM ends at once, as a crash does); the
+same command continues from it. This file does not know how drafts are used: that is speculative.py and generate.py.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from model import Config, Transformer
 from program.edge import ending_plainly, interrupts_held, use_threads
 from program.flags import DTYPES, Parser, positive
 from program.loading import compiles, pick_device, pick_dtype
+from program.prompts import conversation_ids
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
 from speculative import Costs, ModelDraft, speedup
@@ -111,23 +113,24 @@ def documents(file: Path, tokenizer: Tokenizer, end: int | None) -> list[Tensor]
 
 
 def sampled_documents(
-    target: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, texts: list[Tensor], end: int | None,
-    settings: dict,
+    target: Transformer, tokenizer: Tokenizer, args: argparse.Namespace, texts: list[Tensor], asked: list[list[int]],
+    end: int | None, settings: dict,
 ) -> list[Tensor]:  # fmt: skip
     """--sampled tokens or a little more that the target writes at --temperature, in documents of --context tokens or
-    fewer: what follows BOS, or the first words of documents of the text. Batches are kept in --work as they come."""
+    fewer: what follows BOS, the first words of documents of the text, or a prompt. Batches are kept in --work as they
+    come."""
     first = tokenizer.bos_id if tokenizer.bos_id is not None else end
-    if first is None and not texts:
+    if first is None and not texts and not asked:
         raise ValueError(f"--sampled: {args.target} has no BOS and no end token to start from; give --text too")
     if args.temperature == 0 and not texts:
         raise ValueError("--sampled at --temperature 0 writes the same document again and again; give --text too")
     file = args.work / "sampled.jsonl"
-    found, lead = read_samples(file, settings), [] if first is None else [first]
+    found, lead = read_samples(file, settings), [] if first is None or asked else [first]
     bar = tqdm(total=args.sampled, initial=sum(map(len, found)), desc="sample", unit="token", leave=False)
     with file.open("a", encoding="utf-8") as stream, bar:
         while sum(map(len, found)) < args.sampled:
             numbers = range(len(found), len(found) + SAMPLE_ROWS)
-            openings = [opening(texts, args.seed, number) for number in numbers]
+            openings = [asked[n % len(asked)] if asked else opening(texts, args.seed, n) for n in numbers]
             rows = write_documents(target, tokenizer, args, [lead + ids for ids in openings], numbers)
             rows = [before + ids for before, ids in zip(openings, rows, strict=True)]
             lines = [json.dumps({"text": tokenizer.decode(ids), "tokens": ids}) + "\n" for ids in rows]
@@ -145,10 +148,23 @@ def with_samples(
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """(learned, kept apart) with what the target writes added to both."""
     decisive = ("--temperature", "--context", "--seed", "--dtype", "--target's config.json", "--target's tensors")
-    settings = {name: flags[name] for name in decisive} | {"texts to continue": digest(texts[0])}
-    written = sampled_documents(target, tokenizer, args, texts[0], end, settings)
+    asked = prompts(args.prompts, tokenizer, args.context) if args.prompts else []
+    settings = {name: flags[name] for name in decisive}
+    settings["texts to continue"] = digest([torch.tensor(ids) for ids in asked] or texts[0])
+    written = sampled_documents(target, tokenizer, args, texts[0], asked, end, settings)
     learned, kept = hold_out(written, args.heldout)
     return texts[0] + learned, texts[1] + kept
+
+
+def prompts(file: Path, tokenizer: Tokenizer, context: int) -> list[list[int]]:
+    """The ids of every line of a file as a user's message, ready for the answer. ValueError for none, and for one that
+    leaves no room in `context`."""
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [conversation_ids(tokenizer, [{"role": "user", "content": line}]) for line in lines]
+    longest = max(map(len, found), default=0)
+    if not 0 < longest < context:
+        raise ValueError(f"{file}: the longest of {len(found)} prompts has {longest} tokens; --context is {context}")
+    return found
 
 
 def opening(texts: list[Tensor], seed: int, number: int) -> list[int]:
@@ -269,6 +285,17 @@ def init_weights(model: Transformer, seed: int) -> None:
             last = name.endswith(("attention.out.weight", "ffn.down.weight"))
             std = 0.02 / math.sqrt(2 * model.config.n_layers) if last else 0.02
             torch.nn.init.normal_(weight, std=std, generator=generator)
+
+
+@torch.no_grad()
+def project_embedding(draft: Transformer, target: Transformer) -> None:
+    """The target's embedding E on its D leading directions: no other table of D columns gives products of rows nearer
+    to E's own. Scaled, so that what the first norm sees and logits of a first hidden state are of a usual size."""
+    ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
+    E = target.embed(ids).float()  # (V, D of the target), quantized or not
+    _, directions = torch.linalg.eigh(E.T @ E)  # in ascending order
+    projected = E @ directions[:, -draft.config.dim :].flip(1)  # (V, D)
+    draft.embed.weight.copy_(projected * (0.02 / projected.std()))
 
 
 def adamw(model: Transformer) -> torch.optim.AdamW:
@@ -500,7 +527,11 @@ def check_request(args: argparse.Namespace) -> Config:
         raise ValueError(f"{args.output.parent}: cannot be written to")
     if args.text is None and args.sampled is None:
         raise ValueError("nothing to learn on: give --text FILE, --sampled TOKENS, or both")
+    if args.prompts and not args.sampled:
+        raise ValueError("--prompts needs --sampled TOKENS: how much the target answers")
     config = load_config(args.target)
+    if args.project and args.dim > config.dim:
+        raise ValueError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
     args.context = args.context or min(512, config.max_seq_length)
     if not 2 * OPENING <= args.context <= config.max_seq_length:
         limits = f"{2 * OPENING} and the target's {config.max_seq_length} positions"
@@ -557,12 +588,14 @@ def distill(args: argparse.Namespace) -> dict:
     target = pack_model(load_model(args.target, device=device, dtype=dtype, progress=True))
     if args.sampled:
         texts = with_samples(texts, target, tokenizer, args, end, flags)
-    windows, heldout = cut(texts, args.context, tokenizer.bos_id)
+    windows, heldout = cut(texts, args.context, None if args.prompts else tokenizer.bos_id)
     settings = flags | {"the tokens to learn": digest(texts[0]), "the held-out tokens": digest(texts[1])}
 
     run = Run(draft_hf, args, device, pick_dtype(args.dtype, "bfloat16", device))
     if state is None:
         run.settings, run.costs = settings, measure_costs(target, draft_hf, args, run.deployed.norm.weight.dtype)
+        if args.project:
+            project_embedding(run.draft, target)
     else:
         check_same(args.work / "state.pt", state["settings"], settings)
         run.load(state)
@@ -575,7 +608,7 @@ def distill(args: argparse.Namespace) -> dict:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="Distil a draft for a target: a folder for generate.py's --draft_checkpoint.")
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="DIR", help="the model to draft for")
+    add("--target", type=Path, required=True, metavar="PATH", help="the model to draft for: a folder or a .gguf file")
     add("--layers", type=positive, required=True)
     add("--dim", type=positive, required=True)
     add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
@@ -583,6 +616,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ffn", type=positive, help="default: 8/3 of --dim, up to a multiple of 32")
     add("--text", type=Path, metavar="FILE", help=f"documents, separated by {END} or, without any, by blank lines")
     add("--sampled", type=positive, metavar="TOKENS", help="learn on so many tokens that the target writes itself")
+    add("--prompts", type=Path, metavar="FILE", help="lines that the target answers, for --sampled")
+    add("--project", action="store_true", help="start from the target's embedding, on its leading --dim directions")
     add("--heldout", type=positive, default=20_000, metavar="TOKENS", help="of the last documents, not learned")
     add("--temperature", type=float, default=1.0, help="to sample, and to predict the speed-up for")
     add("--output", type=Path, required=True, metavar="DIR", help="folder to create")

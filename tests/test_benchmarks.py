@@ -1,19 +1,25 @@
 """What measures: bytes by hand, time in the phase where it was spent, results that merge and that the READMEs show."""
 
 import json
+import subprocess
+import sys
 import time
+import types
 
 import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import bench_gpu
+from benchmarks import bench_gpu, peers, real
 from benchmarks.bench import Contender, row, write_results
 from benchmarks.tables import fill
+from checkpoint import load_model
 from generate import Timing, generate
 from model import Transformer
 from sampling import Sampling
+from tokenizer import load_tokenizer
 
+DEMO = ROOT / "checkpoints" / "demo"
 SHAPE = {**BASE, **FAMILIES["llama-3"]}
 PAUSE = 0.25  # seconds; a busy machine may stop a step for a tenth
 DRY = ["--device", "cpu", "--tiny", "--eager", "--rounds", "1", "--steps", "2"]
@@ -84,6 +90,183 @@ def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
     wrong = bench_gpu.Variant("wrong", product=lambda linear, x: bench_gpu.by_rows(linear, x).flip(-1))
     with pytest.raises(ValueError, match="wrong: logits are off by"):
         bench_gpu.Contender(subject, wrong)
+
+
+class Scripted:
+    """A worker whose rates are known: `first`, which is not counted, then these; and once more."""
+
+    def __init__(self, rates: list[float], first: float = 1e9, **answer):
+        self.rates, self.answer, self.asked, self.closed = [first, *rates], answer, [], False
+
+    def ask(self, **request) -> dict:
+        self.asked.append(request)
+        return {"decode_tok_s": self.rates[(len(self.asked) - 1) % len(self.rates)], "tokens": [1, 2], **self.answer}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def report(**others) -> dict:
+    return {"k": 5, "alpha": 0.5, "tokens_per_round": 2.0, "c": 0.1, "v": 1.5, "predicted_speedup": 1.25} | others
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Ours by its flags, llama.cpp's by its drafted tokens, generate.py's runs by number. No process is started."""
+    drafted = {"speculative": report()}
+    found = {
+        "--no-compile": Scripted([1.0, 2.0, 3.0]), "--compile": Scripted([2.0, 4.0, 9.0]),
+        "ngram": Scripted([4.0, 4.0, 27.0], **drafted), "demo-draft": Scripted([1.0, 2.0, 4.5], **drafted),
+        0: Scripted([4.0, 4.0, 4.0], repacks=False), 2: Scripted([4.0, 4.0, 4.0]),
+        5: Scripted([6.0, 8.0, 4.0]), 10: Scripted([1.0, 1.0, 1.0]),
+        "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
+    }  # fmt: skip
+    named = {"ngram": "ngram", str(DEMO.with_name("demo-draft")): "demo-draft"}
+    monkeypatch.setattr(real, "ours", lambda file, flag, *draft: found[named[draft[1]] if draft else flag])
+    monkeypatch.setattr(real, "llama", lambda file, lookup=0: found[lookup])
+    monkeypatch.setattr(real, "run_program", lambda args: found["program"].ask())
+    return found
+
+
+def measured(tmp_path, monkeypatch, *flags: str) -> dict[str, dict]:
+    """Rows that benchmarks.real writes for the demo, in three rounds."""
+    file = tmp_path / "cpu.json"
+    given = [*flags, "--rounds", "3", "--checkpoint", str(DEMO), "--bf16", str(DEMO), "--write", str(file)]
+    monkeypatch.setattr(sys, "argv", ["real", *given])
+    real.run(real.options())
+    assert str(DEMO) not in file.read_text()
+    return {row["id"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+def test_a_real_model_s_rates_are_compared_within_rounds(workers, tmp_path, monkeypatch):
+    rows = measured(tmp_path, monkeypatch, "rates")
+    assert {id.removeprefix("smollm2."): (r["min"], r["value"], r["max"]) for id, r in rows.items()} == {
+        "q4_1.compiled.tok_s": (2, 4, 9), "q4_1.eager.tok_s": (1, 2, 3), "q4_1.llamacpp.tok_s": (4, 4, 4),
+        "q4_1.vs_llamacpp": (0.5, 1, 2.25), "q4_1.eager.vs_llamacpp": (0.25, 0.5, 0.75),
+        "bf16.compiled.tok_s": (2, 4, 9), "bf16.llamacpp.tok_s": (4, 4, 4), "bf16.vs_llamacpp": (0.5, 1, 2.25),
+    }  # fmt: skip
+
+
+def test_a_busy_neighbour_s_price_is_a_ratio_within_rounds(workers, tmp_path, monkeypatch):
+    """Quiet and busy take turns, after one uncounted quiet run of each; the other process is gone afterwards."""
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **others: started.append(popen(*args, **others)) or started[-1]
+    )
+    workers[0].rates = [1e9, 4.0, 4.0, 4.0, 2.0, 4.0, 1.0]
+    rows = measured(tmp_path, monkeypatch, "busy")
+    row, other = (rows[f"smollm2.q4_1.{who}busy_over_quiet"] for who in ("", "llamacpp."))
+    assert (row["min"], row["value"], row["max"]) == (0.25, 0.5, 0.6) and "llama.cpp's own is 0.5," in row["note"]
+    assert (other["min"], other["value"], other["max"]) == (0.25, 0.5, 1)
+    assert rows["smollm2.q4_1.quiet.tok_s"]["value"] == 8 and workers[0].closed
+    loops = [process for process in started if "while True" in process.args[-1]]
+    assert len(loops) == 3 and all(process.poll() is not None for process in loops)
+
+
+def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypatch):
+    """A speed-up is that of a round; the best of llama.cpp's lookups is taken; what nobody drafted has no alpha."""
+    rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "ngram", "distilled")
+    assert not any("distilled" in id for id in rows)  # no draft was given
+    values = {id.removeprefix("smollm2.spec."): (r["min"], r["value"], r["max"]) for id, r in rows.items()}
+    assert values == {
+        "ngram.speedup": (1, 2, 3), "ngram.tok_s": (4, 4, 27), "ngram.alpha": (0.5, 0.5, 0.5),
+        "ngram.tokens_per_round": (2, 2, 2), "ngram.llamacpp.speedup": (1, 1.5, 2),
+    }  # fmt: skip
+    note = rows["smollm2.spec.ngram.alpha"]["note"]
+    assert note == "--draft ngram; greedy, K = 5, c 0.1, v 1.5, predicted 1.25; 3 of 3 texts equal plain ones"
+    assert "of 5 tokens, the best of (2, 5, 10)" in rows["smollm2.spec.ngram.llamacpp.speedup"]["note"]
+    asked = workers["ngram"].asked
+    assert len(asked) == 4 and asked[0] == asked[1] and len({tuple(request["ids"]) for request in asked}) == 3
+    assert all(worker.closed for name, worker in workers.items() if name in ("--compile", "ngram", 0, 2, 5, 10))
+
+    for name in ("--compile", "demo-draft"):
+        workers[name].asked.clear()
+    workers["demo-draft"].answer["speculative"] = report(alpha=None, predicted_speedup=None)
+    draft = str(DEMO.with_name("demo-draft"))
+    rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "distilled", "--draft", draft)
+    assert rows["smollm2.spec.distilled.speedup"]["value"] == 0.5 and "smollm2.spec.distilled.alpha" not in rows
+    assert rows["smollm2.spec.distilled.speedup"]["note"].startswith("--draft_checkpoint DIR --speculate_k 1; greedy")
+    assert rows["smollm2.spec.ngram.speedup"]["value"] == 2  # stays
+
+
+def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):
+    """Of a program that prints, waits and would print more. One that prints nothing is an error."""
+    code = "import time; time.sleep(0.3); print('a', flush=True); time.sleep(60)"
+    monkeypatch.setattr(real, "program_command", lambda args: [sys.executable, "-c", code])
+    rows = measured(tmp_path, monkeypatch, "start")
+    assert 0.3 < rows["smollm2.compiled.warm_start_s"]["value"] < 30
+    monkeypatch.setattr(real, "program_command", lambda args: [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(ValueError, match="before its first token"):
+        measured(tmp_path, monkeypatch, "start")
+
+
+def test_requests_from_a_pipe_are_answered_as_the_program_answers():
+    """In a process of its own: the ids that `generate` decides, with stop ids or without, drafted too."""
+    model, tokenizer = load_model(DEMO, dtype=torch.float32), load_tokenizer(DEMO)
+    ids = tokenizer.encode("Once upon a time")
+    (*_, stop) = wanted = [id for _, id in generate(model, [ids], sampling=Sampling(0), max_new_tokens=12)]
+    worker = real.ours(DEMO, "--no-compile", "--dtype", "float32", "--draft", "ngram", "--device", "cpu")
+    try:
+        whole = worker.ask(ids=ids, new=12)
+        short = worker.ask(ids=ids, new=12, stop_ids=[wanted[5], stop])
+    finally:
+        worker.close()
+    assert whole["tokens"] == wanted and short["tokens"] == wanted[: wanted.index(wanted[5]) + 1]
+    assert whole["decode_tok_s"] > 0 and whole["speculative"]["rounds"] > 0
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives):
+    """Without the package: its parameters are changed where both of its modules look them up, and its own rate is that
+    of the tokens after the first one."""
+
+    class Llama:
+        def __init__(self, file, **options):
+            self.extra = fake.llama_cpp.llama_model_default_params().use_extra_bufts
+
+        def reset(self):
+            self.at = 0
+
+        def generate(self, ids, temp):
+            assert temp == 0
+            time.sleep(PAUSE)  # the prompt
+            for token in range(100):
+                yield token
+                time.sleep(0.01)
+
+    fake = types.SimpleNamespace(
+        Llama=Llama, llama_model_default_params=lambda: types.SimpleNamespace(use_extra_bufts=None)
+    )
+    fake.llama_cpp = types.SimpleNamespace(llama_model_default_params=fake.llama_model_default_params)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    probes = []
+    ended = types.SimpleNamespace(returncode=0 if survives else -11)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: probes.append(command) or ended)
+    peer = peers.LlamaCppFile("m.gguf")
+    assert peer.llm.extra is survives and probes[0][2:] == ["benchmarks.peers", "llamacpp_probe", '"m.gguf"']
+    found = peer.generate([1, 2], 5)
+    assert found["tokens"] == [0, 1, 2, 3, 4] and found["repacks"] is survives and found["ttft_s"] >= PAUSE
+    assert 20 < found["decode_tok_s"] <= 100
+    assert peer.generate([1, 2], 50, [2])["tokens"] == [0, 1, 2]
+
+
+def test_a_file_in_bfloat16_says_the_same(tmp_path):
+    """All keys but the type, and all weights: exactly what bfloat16 makes of them, vectors untouched."""
+    gguf = pytest.importorskip("gguf")
+    from test_gguf import write
+
+    file = write(tmp_path / "a.gguf", "llama-3.2", "Q4_1", keys=lambda writer: writer.add_array("x", [1.5, 2.5]))
+    other = tmp_path / "b.gguf"
+    peers.write_bf16(file, other)
+    a, b = gguf.GGUFReader(file), gguf.GGUFReader(other)
+    keys, others = ({name: (field.types, field.contents()) for name, field in x.fields.items()} for x in (a, b))
+    for name in ("GGUF.kv_count", "general.file_type"):  # of the file itself
+        keys.pop(name, None), others.pop(name, None)
+    assert keys == others and keys["llama.block_count"][1] == 3 and keys["x"][1] == [1.5, 2.5]
+    for x, y in zip(a.tensors, b.tensors, strict=True):
+        assert x.name == y.name and y.tensor_type.name == ("BF16" if len(x.shape) > 1 else "F32")
+        exact, found = (torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in (x, y))
+        assert torch.equal(found, exact.bfloat16().float() if len(x.shape) > 1 else exact), x.name
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 from conftest import BASE, FAMILIES, ROOT, config_json
 from safetensors.torch import load_file
 
-from checkpoint import load_model, random_model, save_model
+from checkpoint import load_config, load_model, random_model, save_model
 from generate import generate
 from model import Config, Transformer
 from program.main import main as decode
@@ -32,6 +32,7 @@ from scripts.distill_draft import (
     main,
     parse_args,
     predict,
+    project_embedding,
 )  # fmt: skip
 from speculative import Costs
 from tokenizer import load_tokenizer
@@ -364,6 +365,68 @@ def test_the_target_continues_the_text(small_target, text, tmp_path, monkeypatch
     assert all(ids[:8] in starts and len(ids) <= 31 for ids in written) and len({tuple(ids[:8]) for ids in written}) > 4
 
 
+def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, capsys, fixed_costs):
+    """Each document begins with a line of the file in the target's chat format, in turn, and nothing else leads it or a
+    window. The draft's folder has the tokenizer that the file stands for. Other prompts are not mixed with what was
+    written."""
+    pytest.importorskip("gguf")
+    from test_gguf import TEMPLATE, changed, from_sentencepiece, write
+
+    def keys(writer) -> None:
+        from_sentencepiece(writer, story_tokenizer)
+        writer.add_chat_template(TEMPLATE)
+
+    with changed("llama-3.2", vocab_size=384) as family:
+        target = write(tmp_path / "m.gguf", family, "Q8_0", keys=keys)
+    (tmp_path / "asked.txt").write_text("the cat\n\n  the dog  \na ball\n")
+    options = {"target": target, "prompts": tmp_path / "asked.txt", "sampled": 700, "steps": 2, "context": 32}
+    arguments = [*flags(None, tmp_path, **options), "--project"]
+    seen, cut = [], distill_draft.cut
+    monkeypatch.setattr(distill_draft, "cut", lambda *given: seen.append(cut(*given)) or seen[-1])
+    assert run_main(monkeypatch, capsys, arguments) == (0, [])
+    draft, tokenizer = load_tokenizer(tmp_path / "draft"), load_tokenizer(target)
+    assert draft.pieces() == tokenizer.pieces() and draft.template is not None
+    asked = [tokenizer.chat([{"role": "user", "content": text}]) for text in ("the cat", "the dog", "a ball")]
+    lines = (tmp_path / "draft-work" / "sampled.jsonl").read_text().splitlines()[1:]
+    written = [json.loads(line)["tokens"] for line in lines]
+    assert len(written) >= 16
+    for number, ids in enumerate(written):
+        prompt = asked[number % 3]
+        assert ids[: len(prompt)] == prompt and len(prompt) < len(ids) <= 32
+    given = {"sampling": Sampling(), "max_new_tokens": 32 - len(asked[1]), "stop_ids": tokenizer.stop_ids}
+    model = load_model(target, dtype=getattr(torch, load_config(target).dtype or "bfloat16"))
+    answer = [id for _, id in generate(model, [asked[1]], seed=1, **given)]
+    assert written[1] == asked[1] + answer  # after the prompt alone
+    windows, _ = seen[-1]
+    assert windows.row(0).tolist() == (written[0] + written[1])[:33]
+
+    (tmp_path / "asked.txt").write_text("the cat\n")
+    again = flags(None, tmp_path, "again", **options | {"work": tmp_path / "draft-work"})
+    status, (message,) = run_main(monkeypatch, capsys, again)
+    assert status == 2 and "texts to continue" in message
+
+
+def test_a_projected_embedding_is_the_nearest():
+    """Products of rows of a table of 24 columns are nearest to the target's own where the difference is what the
+    singular values beyond the 24th leave (Eckart and Young); with all columns they are the target's."""
+    target = random_model(Config.from_hf({**BASE, **FAMILIES["llama-3.2"]}), dtype=torch.float32, seed=1)
+    E = target.embed.weight.double()
+    E.mul_(torch.linspace(0.1, 3, E.size(1)))  # a random table has no leading directions
+    target.embed.weight.data.copy_(E)
+    singular = torch.linalg.svdvals(E)
+    for columns in (24, 64):
+        hf = draft_config({**BASE, **FAMILIES["llama-3.2"]}, shape(columns))
+        draft = Transformer(Config.from_hf(hf))
+        project_embedding(draft, target)
+        X = draft.embed.weight.detach().double()
+        gram, other = E @ E.T, X @ X.T
+        scale = (gram * other).sum() / (other * other).sum()
+        left = (gram - scale * other).norm()
+        expected = (singular[columns:] ** 4).sum().sqrt()
+        assert left.item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-3 * gram.norm().item())
+        assert X.std().item() == pytest.approx(0.02, rel=1e-2) and (columns == 64) == (expected == 0)
+
+
 # -------------------------------------------------------------------------------------------- refusals
 
 
@@ -387,6 +450,9 @@ def test_the_target_continues_the_text(small_target, text, tmp_path, monkeypatch
         ({"text": None, "sampled": 100, "temperature": 0}, "--temperature 0"),
         ({"context": 512, "heldout": 10}, "the held-out documents have"),
         ({"work": DEMO / "config.json"}, "config.json"),
+        ({"prompts": DEMO / "config.json"}, "--prompts needs --sampled TOKENS"),
+        ({"text": None, "sampled": 100, "prompts": "nowhere.txt"}, "nowhere.txt"),
+        ({"text": None, "sampled": 100, "prompts": DEMO / "config.json", "context": 16}, "the longest of"),
     ],
 )
 def test_refusals(text, tmp_path, monkeypatch, capsys, changes, names):

@@ -257,7 +257,8 @@ class Int4Linear(QuantizedLinear):
         few = x.size(0) <= CPU_INT4_ROWS if on_cpu else known_few(x.size(0))
         if self.kernel is None or not few or not (on_cpu or x.dtype == torch.bfloat16):
             return super().product(x)
-        return self.kernel(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)[:, : self.out_features]
+        y = self.kernel(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)  # (M, rows)
+        return y if y.size(1) == self.out_features else y[:, : self.out_features]
 
 
 class MxLinear(QuantizedLinear):
