@@ -145,21 +145,23 @@ def compiled(function: Callable, device: torch.device, prompts: bool = False) ->
 class CachedModel:
     """A model with caches of B rows and S positions; or, with `layers`, with some layers of another model's caches."""
 
-    def __init__(self, model: Transformer, B: int, S: int, compile: bool, layers: Sequence[nn.Module] | None = None):
-        self.model, self.B, self.S, self.compile = model, B, S, compile
+    def __init__(
+        self, model: Transformer, B: int, S: int, compile: bool, compile_prompts: bool = False,
+        layers: Sequence[nn.Module] | None = None,
+    ):  # fmt: skip
+        self.model, self.B, self.S, self.compile, self.compile_prompts = model, B, S, compile, compile_prompts
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
         self.caches = model.make_caches(B if layers is None else 0, S + 1)
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
         self.device = self.caches.key_pos.device
         self.replayed = compile and self.device.type == "cuda"  # as CUDA graphs, one for each length attended
-        # On a CPU compiling prompts gains nothing that shows and takes as long as compiling steps, twice.
-        self.hidden = compiled(model.hidden, self.device, prompts=True) if self.replayed else model.hidden
+        self.hidden = compiled(model.hidden, self.device, prompts=True) if compile_prompts else model.hidden
 
     def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
         """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
-        return CachedModel(model, self.B, self.S, self.compile, layers)
+        return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers)
 
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: that far, or to the next of a few lengths."""
@@ -179,7 +181,7 @@ class CachedModel:
         # A draft may know fewer ids than its target.
         tokens = state.tokens[:rows, begin:end].clamp(max=self.model.config.vocab_size - 1)
         pos = torch.arange(begin, end, device=self.device)
-        if self.replayed:
+        if self.compile_prompts:
             leave_open(tokens, 1), leave_open(pos, 0)
         return tokens, pos, self.upto(end)
 
@@ -188,11 +190,11 @@ class CachedModel:
         last token.
 
         Rows are padded on the right. Padding writes keys and values beyond its row's end, where decoding overwrites
-        each position before any query may see it. A GPU's compiled code takes all rows, and never one position alone,
-        which torch would compile apart.
+        each position before any query may see it. Compiled code takes all rows, and never one position alone, which
+        torch would compile apart.
         """
         B, longest = state.pos.size(0), max(lengths)
-        rows = B if self.replayed else len(lengths)
+        rows = B if self.compile_prompts else len(lengths)
         last = torch.zeros(B, self.model.config.dim, dtype=self.model.norm.weight.dtype, device=self.device)  # (B, D)
         for begin in range(cached, longest, PREFILL_CHUNK):
             end = min(begin + PREFILL_CHUNK, longest)
@@ -215,13 +217,14 @@ class Engine:
     """A model with caches, a State and its steps, eager or compiled, for up to B rows of up to S positions.
 
     With a drafter it runs rounds: the drafter proposes K tokens, one pass of the model verifies them. speculate_k is K,
-    or "auto", which needs `calibrate`. Keep an engine for as long as shapes stay the same: what is compiled is compiled
-    once, by `warm_up`. Any number of engines may share a model; a drafter belongs to the engine that was made last.
+    or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. Keep an engine while
+    shapes stay the same: what is compiled is compiled once, by `warm_up`. Any number of engines may share a model; a
+    drafter belongs to the engine that was made last.
     """
 
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
-        speculate_k: int | str = DEFAULT_K,
+        speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None,
     ):  # fmt: skip
         if speculate_k != "auto" and not (isinstance(speculate_k, int) and speculate_k >= 0):
             raise ValueError(f"speculate_k = {speculate_k!r} must be a number of tokens from 0 on, or 'auto'")
@@ -231,7 +234,10 @@ class Engine:
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
         K = max(self.ks, default=0)  # a round at the context's end writes K positions too many
-        self.cached = CachedModel(model, batch_size, math.ceil((max_seq_length + K) / 16) * 16, compile)
+        S = math.ceil((max_seq_length + K) / 16) * 16
+        self.cached = CachedModel(
+            model, batch_size, S, compile, compile if compile_prompts is None else compile_prompts
+        )
         with torch.inference_mode(False):
             self.state = State(batch_size, self.cached.S, self.device, K, self.ranks)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
@@ -292,16 +298,18 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
-        """Compile the steps for `kind` and run them at every length that will be recorded; on a GPU compile prompts, at
-        the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
+        """Compile the steps for `kind` and run them at every length that will be recorded; compile prompts, short and
+        long, at the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
         overwrites."""
         start = time.perf_counter()
         S, state, replayed = self.max_seq_length, self.state, self.cached.replayed
         state.pos.zero_(), state.done.fill_(True)
         state.kind = kind
-        for cached in self.prompted if replayed else ():
-            for begin in sorted({0, min(1, S - 2), S - 2}):
-                cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + 2))
+        for cached in self.prompted if self.cached.compile_prompts else ():
+            # A CPU's kernels of a few quantized rows and of many are others.
+            for T in sorted({2, 2 if replayed else min(PREFILL_CHUNK, S)}):
+                for begin in sorted({0, min(1, S - T), S - T}):
+                    cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + T))
         lengths = {self.cached.attended(1 << i) for i in range(self.cached.S.bit_length() + 1)} if replayed else {2, S}
         for length, k in itertools.product(sorted(lengths), (0, *self.ks)):
             for _ in range(3 if replayed else 1):  # CUDA graphs: warm up, record, replay

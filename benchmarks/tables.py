@@ -45,6 +45,18 @@ DRAFTS = {
     "1.1B that copies its prompt, ngram": "spec.ngram.copy",
     "1.1B where nothing matches, ngram": "spec.ngram.nothing",
 }
+REAL = {
+    "Q4_1 file, compiled, over llama.cpp on the same file": "smollm2.q4_1.vs_llamacpp",
+    "Q4_1 file, eager, over the same": "smollm2.q4_1.eager.vs_llamacpp",
+    "BF16 file, compiled, over llama.cpp on the same file": "smollm2.bf16.vs_llamacpp",
+    "Q4_1 file beside one busy process, over quiet": "smollm2.q4_1.busy_over_quiet",
+    "`python generate.py --compile` with filled caches to its first byte of text, s": "smollm2.compiled.warm_start_s",
+    "prompt lookup where there is a text to copy, over plain": "smollm2.spec.ngram.speedup",
+    "llama.cpp's prompt lookup on the same prompts, over its plain": "smollm2.spec.ngram.llamacpp.speedup",
+    "its int4-g32 self drafts for the BF16 file, over plain": "smollm2.spec.quantized.speedup",
+    "a model distilled in half an hour drafts, over plain": "smollm2.spec.distilled.speedup",
+    "all layers but some draft, over plain": "smollm2.spec.layers.speedup",
+}
 FILLED = (100, 1000, 4000, 16_000)
 
 
@@ -54,6 +66,10 @@ def rates(found: dict[str, dict]) -> list[list[str]]:
 
 def others(found: dict[str, dict]) -> list[list[str]]:
     return [["", "median (min–max)"], *([label, cell(found, id)] for label, id in OTHERS.items())]
+
+
+def real(found: dict[str, dict]) -> list[list[str]]:
+    return [["SmolLM2-135M-Instruct", "median (min–max)"], *([label, cell(found, id)] for label, id in REAL.items())]
 
 
 def context(found: dict[str, dict]) -> list[list[str]]:
@@ -88,7 +104,7 @@ def quality(found: dict[str, dict]) -> list[list[str]]:
     return [["", "bits a weight", "perplexity", "KL, nats a token", "same likeliest token"], *lines]
 
 
-TABLES = {"rates": rates, "others": others, "context": context, "drafts": drafts, "quality": quality}
+TABLES = {"rates": rates, "others": others, "real": real, "context": context, "drafts": drafts, "quality": quality}
 
 
 def cell(found: dict[str, dict], id: str) -> str:

@@ -26,6 +26,9 @@ from program.threads import Threads
 from reading.files import write_whole
 from tp import Ranks, join, local_device
 
+COMPILED_PROMPTS = (
+    8192  # tokens of prompts from which on compiling saves a CPU more than it takes (benchmarks/NOTES.md)
+)
 CHAT_LENGTH = 4096  # positions of an interactive session, where --max_seq_length does not say
 
 
@@ -99,9 +102,11 @@ def open_session(
     rows, refused = ranks.tell(encoded(asked, args, tokenizer, limit, check))
     skip(refused, rows)
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
+    prompted = sum(len(row.ids) for row in rows)
     engine = Engine(
         model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
+        compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     warm_up(engine, sampling, filled=length // 2)
