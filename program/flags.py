@@ -79,7 +79,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
-    add("--threads", type=positive, metavar="N", help="of a CPU; default: torch's, within what this process may use")
+    add("--threads", type=positive, metavar="N", help="of a CPU; default: all it may use or one, as measured")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
 
     add = parser.add_argument_group("under torchrun").add_argument

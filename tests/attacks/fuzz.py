@@ -406,7 +406,7 @@ def break_config(rng: random.Random, folder: Path) -> str:
     return any_break(rng, folder / "config.json", () if rng.random() < 0.7 else ("rope_scaling",))
 
 
-NUMBERS = (0, 1, 2, 7, 31, 32, 33, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
+FIELDS = (0, 1, 2, 7, 31, 32, 33, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
 
 
 def break_gguf(rng: random.Random, folder: Path) -> str:
@@ -425,13 +425,13 @@ def break_gguf(rng: random.Random, folder: Path) -> str:
         if how == "begin":
             at = rng.choice((4, 8, 16))
         if how in ("number", "begin"):
-            struct.pack_into("<I", data, at, rng.choice((*NUMBERS, rng.getrandbits(32), rng.randrange(40))))
+            struct.pack_into("<I", data, at, rng.choice((*FIELDS, rng.getrandbits(32), rng.randrange(40))))
         elif how == "wide":
             struct.pack_into(
-                "<Q", data, at, rng.choice((*NUMBERS, 2**40, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64)))
+                "<Q", data, at, rng.choice((*FIELDS, 2**40, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64)))
             )
         elif how == "length":
-            struct.pack_into("<Q", data, name.start() - 8, rng.choice((*NUMBERS, len(name[0]) + 1, 2**40, 2**63)))
+            struct.pack_into("<Q", data, name.start() - 8, rng.choice((*FIELDS, len(name[0]) + 1, 2**40, 2**63)))
         elif how == "name":
             data[rng.randrange(*name.span())] = rng.randrange(256)
         elif how == "swap":
