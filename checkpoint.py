@@ -98,7 +98,7 @@ def config_of(file: Path) -> Config:
     if not folder.is_dir() and not gguf.is_gguf(folder):
         if folder.is_file():
             raise ValueError(f"{plain_file(folder, sys.maxsize)}: neither a folder nor a GGUF file")
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder or GGUF file")
     hf = read_json(file)
     try:
         foreign.layout_of(hf)  # refuses what cannot be read

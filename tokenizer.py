@@ -190,7 +190,7 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
             except ValueError as error:
                 raise ValueError(str(error).replace(made, str(folder))) from None
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder or GGUF file")
     try:
         settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
         for key in NAMED:

