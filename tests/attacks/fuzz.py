@@ -427,9 +427,7 @@ def break_gguf(rng: random.Random, folder: Path) -> str:
         if how in ("number", "begin"):
             struct.pack_into("<I", data, at, rng.choice((*FIELDS, rng.getrandbits(32), rng.randrange(40))))
         elif how == "wide":
-            struct.pack_into(
-                "<Q", data, at, rng.choice((*FIELDS, 2**40, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64)))
-            )
+            struct.pack_into("<Q", data, at, rng.choice((*FIELDS, 2**40, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64))))
         elif how == "length":
             struct.pack_into("<Q", data, name.start() - 8, rng.choice((*FIELDS, len(name[0]) + 1, 2**40, 2**63)))
         elif how == "name":
