@@ -27,20 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limits import check_engine, check_lengths, whole_numbers
-from model import Caches, Transformer
+from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
+from model import Caches, Transformer, attend
+from rounding import same_attention
 from sampling import GREEDY, INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from timing import Readback, StepResult, Timing, mark, spent, synchronize
 from tp import ALONE, Ranks, ranks_of
-from weights.compiling import GPU_OPTIONS, UNCHECKED, leave_open, may_change, own_entries, probe_early
+from weights.compiling import compile_options, leave_open, own_entries
+from weights.linears import same_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_K = 5  # tokens drafted a round
 NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in finished rows
 STOP_SLOTS = 64
-
-# ------------------------------------------------------------------------------------------------ state
 
 
 class State(nn.Module):
@@ -134,11 +134,7 @@ def decode_step(model: Transformer, caches: Caches, state: State) -> None:
 def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
     """`function` as one graph with static shapes, but for the dimensions that `leave_open` names, replayed as a CUDA
     graph on a GPU. Prompts have too many lengths to be replayed."""
-    if device.type == "cpu":
-        probe_early()
-    options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
-    options |= UNCHECKED | {"guard_filter_fn": may_change}
-    options |= GPU_OPTIONS if device.type == "cuda" and not prompts else {}
+    options = compile_options(device, prompts)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
 
 
@@ -149,9 +145,13 @@ class CachedModel:
         self, model: Transformer, B: int, S: int, compile: bool, compile_prompts: bool = False,
         layers: Sequence[nn.Module] | None = None,
     ):  # fmt: skip
-        self.model, self.B, self.S, self.compile, self.compile_prompts = model, B, S, compile, compile_prompts
+        self.model, self.B, self.compile, self.compile_prompts = model, B, compile, compile_prompts
+        (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
+        self.tile = same_attention(attend, B, H, G, E, model.norm.weight)
+        rows, self.unit = self.tile or (1, 16)
+        self.S = math.ceil(S / self.unit) * self.unit
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
-        self.caches = model.make_caches(B if layers is None else 0, S + 1)
+        self.caches = model.make_caches(B if layers is None else 0, self.S + 1)._replace(rows=rows)
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
         self.device = self.caches.key_pos.device
@@ -164,10 +164,11 @@ class CachedModel:
         return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers)
 
     def attended(self, length: int) -> int:
-        """How far attention runs when `length` positions are filled: that far, or to the next of a few lengths."""
+        """How far attention runs when `length` positions are filled: to the next of a few lengths, or of those that
+        round alike."""
         if self.replayed:
             length = max(256, 1 << (length - 1).bit_length())
-        return min(length, self.S)
+        return min(math.ceil(length / self.unit) * self.unit, self.S)
 
     def upto(self, length: int) -> Caches:
         """The caches, for steps after which `length` positions are filled."""
@@ -206,38 +207,32 @@ class CachedModel:
         return last
 
 
-def rounded_up(n: int) -> int:
-    """n positions as one of 32 lengths up to 512, at most 7 or an eighth more: oneDNN keeps 0.8 MB of machine code for
-    each shape of a bfloat16 product."""
-    step = max(8, (1 << n.bit_length()) // 16)
-    return math.ceil(n / step) * step
-
-
 class Engine:
     """A model with caches, a State and its steps, eager or compiled, for up to B rows of up to S positions.
 
     With a drafter it runs rounds: the drafter proposes K tokens, one pass of the model verifies them. speculate_k is K,
-    or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. Keep an engine while
-    shapes stay the same: what is compiled is compiled once, by `warm_up`. Any number of engines may share a model; a
-    drafter belongs to the engine that was made last.
+    or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. With `one_width`
+    every step is a pass over K + 1 positions, drafted or not. Keep an engine while shapes stay the same: `warm_up`
+    compiles once. Any number of engines may share a model; a drafter belongs to the engine that was made last.
     """
 
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
-        speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None,
+        speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None, one_width: bool = False,
     ):  # fmt: skip
-        if speculate_k != "auto" and not (isinstance(speculate_k, int) and speculate_k >= 0):
-            raise ValueError(f"speculate_k = {speculate_k!r} must be a number of tokens from 0 on, or 'auto'")
+        self.drafts, self.one_width = drafter is not None, one_width
+        drafter = Drafter() if one_width and drafter is None else drafter
+        check_draft_length(speculate_k)
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
         self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
         K = max(self.ks, default=0)  # a round at the context's end writes K positions too many
-        S = math.ceil((max_seq_length + K) / 16) * 16
-        self.cached = CachedModel(
-            model, batch_size, S, compile, compile if compile_prompts is None else compile_prompts
-        )
+        compile_prompts = compile if compile_prompts is None else compile_prompts
+        self.cached = CachedModel(model, batch_size, max_seq_length + K, compile, compile_prompts)
+        # Is greedy text the same with any drafter, bit for bit?
+        self.identical = bool(self.cached.tile) and batch_size * (K + 1) <= same_rows(model) and self.ranks.world == 1
         with torch.inference_mode(False):
             self.state = State(batch_size, self.cached.S, self.device, K, self.ranks)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
@@ -403,7 +398,7 @@ def generate(
         # Launch steps while some row would still want their tokens; on a GPU a few before the first is read.
         wanted = max(budgets[row] - timing.decoded[row] for row in live)
         while len(readback.waiting) < min(wanted, readback.lag + 1):
-            k = draft_length.choose() if can_draft else 0
+            k = draft_length.choose() if can_draft or engine.one_width else 0
             readback.send(engine.step(min(max(decided) + readback.unread, engine.max_seq_length), k))
         step, now = readback.receive(), time.perf_counter()
         if step.times:

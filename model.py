@@ -23,6 +23,8 @@ from torch import Tensor, compiler, nn
 
 from reading.config import config_fields
 
+KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -141,37 +143,45 @@ def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
 class Keys(NamedTuple):
     """Which cached keys the queries of one call look at, the same for every layer with the same window."""
 
-    mask: Tensor  # (B, 1, T, S) bool; as layers take it, (B, 1, R*T, S) to add to scores
+    mask: Tensor  # (B, 1, T, S) bool; as layers take it, (B, 1, rows, S) to add to scores
     index: Tensor | None  # (B, S) positions to gather, or None: the first S
 
-    def as_bias(self, R: int, dtype: torch.dtype) -> "Keys":
-        """The mask as 0 and -inf, made once a call, where every layer would make it."""
+    def as_bias(self, R: int, rows: int, dtype: torch.dtype) -> "Keys":
+        """The mask as 0 and -inf, made once a call, where every layer would make it, for R * T query rows, padded to a
+        multiple of `rows`."""
         bias = torch.zeros((), dtype=dtype, device=self.mask.device).where(self.mask, -math.inf)  # (B, 1, T, S)
-        return self._replace(mask=bias.repeat(1, 1, R, 1) if bias.size(2) > 1 else bias)  # T = 1 broadcasts over R
+        bias = bias.repeat(1, 1, R, 1)  # (B, 1, R*T, S)
+        extra = -bias.size(2) % rows
+        return self._replace(mask=F.pad(bias, (0, 0, 0, extra)) if extra else bias)
 
 
 def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool) -> Keys:
     """pos (B, T), consecutive within a row; key_pos (S,) of the filled cache, or (B, T) without one.
 
-    Once more is filled than a window spans, only the window is gathered, so that its cost stops growing.
+    Once more is filled than a window spans, only the window is gathered, so that its cost stops growing: from where a
+    block of keys begins, so that passes over different positions add up the same blocks.
     """
     T, S = pos.size(1), key_pos.size(-1)
-    if not cached or window is None or window + T > S:
+    n = math.ceil((window + T + KEY_BLOCK - 2) / KEY_BLOCK) * KEY_BLOCK if cached and window else S
+    if n >= S:
         return Keys(attention_mask(pos, key_pos, window), None)
-    offset = torch.arange(window + T - 1, device=pos.device)
-    key_pos = pos[:, :1] - (window - 1) + offset  # (B, window + T - 1), negative where a row is shorter
-    return Keys(attention_mask(pos, key_pos, window), key_pos.clamp(min=0))
+    begin = (pos[:, :1] - (window - 1)).clamp(min=0) // KEY_BLOCK * KEY_BLOCK  # (B, 1)
+    key_pos = begin + torch.arange(n, device=pos.device)  # (B, n), beyond the cache where a row is full
+    return Keys(attention_mask(pos, key_pos, window), key_pos.clamp(max=S - 1))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, R*T, S) -> (B, H, T, E).
+    """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S) -> (B, H, T, E).
 
-    The R query heads that share a KV head become rows of one product, so K and V are read once, never repeated.
+    The R query heads that share a KV head become rows of one product, so K and V are read once, never repeated. Rows of
+    zeros are added where the bias has more than R * T.
     """
     B, H, T, E = q.shape
     G = k.size(1)
     q = q.reshape(B, G, H // G * T, E)  # (B, H, T, E) -> (B, G, R*T, E)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).reshape(B, H, T, E)
+    q = F.pad(q, (0, 0, 0, bias.size(2) - q.size(2))) if bias.size(2) > q.size(2) else q  # (B, G, rows, E)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return y[:, :, : H // G * T].reshape(B, H, T, E)
 
 
 class KVCache(nn.Module):
@@ -211,6 +221,7 @@ class Caches(NamedTuple):
 
     layers: tuple[KVCache, ...]
     key_pos: Tensor  # (S,) 0, 1, 2, …
+    rows: int = 1  # attention takes a multiple of so many query rows
 
     def upto(self, length: int) -> "Caches":
         """The same keys and values, for calls that query no position >= `length`. A length of a tensor, not a number:
@@ -357,9 +368,9 @@ class Transformer(nn.Module):
     def keys(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict[int | None, Keys]:
         """What queries at pos (B, T) see, for each window that some layer has."""
         H, G = self.layers[0].attention.heads()
-        key_pos = pos if caches is None else caches.key_pos
+        key_pos, rows = (pos, 1) if caches is None else (caches.key_pos, caches.rows)
         return {
-            window: visible_keys(pos, key_pos, window, caches is not None).as_bias(H // G, dtype)
+            window: visible_keys(pos, key_pos, window, caches is not None).as_bias(H // G, rows, dtype)
             for window in set(self.windows)
         }
 

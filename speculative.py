@@ -157,8 +157,8 @@ class Drafter(nn.Module):
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         """tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they were drawn from. A row
-        of zeros says that nothing was drawn for that row."""
-        raise NotImplementedError
+        of zeros says that nothing was drawn for that row: so does this class, of any."""
+        return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def advance(self, n_accepted: Tensor) -> None:
         """The target has decided: n_accepted (B,) of the proposal and one token more stand in the state."""
@@ -264,9 +264,6 @@ class NgramDraft(Drafter):
         if n < 1:
             raise ValueError(f"ngram:{n} must match at least 1 token")
         self.n = n
-
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def look(self, state: nn.Module) -> None:
         self.prepare(self.find)(state)

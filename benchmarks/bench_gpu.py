@@ -63,7 +63,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import generate as engine_py
 import model as model_py
 from benchmarks.bench import ROOT, Worker, counting_model, mislead, row, write_results
 from benchmarks.candidates import add_words, by_flex, by_library, by_rows, by_sums, in_chunks, in_words, int8pack
@@ -77,7 +76,7 @@ from program.report import attended_bytes, position_bytes, speculative, weight_b
 from sampling import Sampling
 from speculative import Costs, Drafter, ModelDraft
 from timing import mark, spent, synchronize
-from weights import formats
+from weights import compiling, formats
 from weights.linears import QuantizedLinear, pack_model, quantized_linears
 
 Rows = list[dict]
@@ -357,10 +356,10 @@ class Contender:
         from torch._inductor import config as inductor
 
         strict = {"triton.cudagraph_or_error": True} if self.device.type == "cuda" and not self.args.lenient else {}
-        options = engine_py.GPU_OPTIONS | dict(self.variant.config)
+        options = compiling.GPU_OPTIONS | dict(self.variant.config)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor.patch({**strict, **self.variant.config}))
-            stack.enter_context(mock.patch.object(engine_py, "GPU_OPTIONS", options))  # which would undo the variant's
+            stack.enter_context(mock.patch.object(compiling, "GPU_OPTIONS", options))  # which would undo the variant's
             stack.enter_context(self.variant.context())
             for owner, name, function in self.patches:
                 stack.enter_context(mock.patch.object(owner, name, function))
@@ -521,7 +520,7 @@ def decode_rows(args: argparse.Namespace, name: str, format: str, base: Contende
         row(f"{id}.tok_s", [1 / s for s in here], "tok/s", note),
         row(f"{id}.step_ms", [1e3 * s for s in here], "ms", checked),
         row(f"{id}.of_read_bandwidth", shares(read, here, reads), "ratio", note),
-        row(f"{id}.verify6_over_1", ratios(six[format], here), "ratio", "6 rows over 1"),
+        row(f"{id}.verify6_over_1", ratios(six[format], here), "ratio", "6 rows over 1: the price of --one_width"),
         row(f"{id}.kernels", [count], "a step", longest),
         row(f"{id}.kernel_ms", [1e3 * busy], "ms", "sum over a step's kernels; the rest of a step is between them"),
         row(f"{id}.compile_s", [contender.compile_s], "s", "a decode step and a verification, with tuning"),

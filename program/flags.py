@@ -75,6 +75,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: what pays best; default: {DEFAULT_K}")
     add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
+    add(
+        "--one_width",
+        action="store_true",
+        help="every step is a pass over K + 1 positions, drafted or not: where the"
+        " report does not say identical, plain and drafted greedy text meet so",
+    )
     add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
 
     add = parser.add_argument_group("where it runs").add_argument
@@ -112,8 +118,9 @@ def check_options(args: argparse.Namespace) -> None:
         (args.draft_tp == "sharded" and not args.draft_checkpoint,
          "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"),
         (not 0 < args.timeout < 1e6, f"--timeout {args.timeout} must be a positive number of seconds"),
-        (not drafts and (args.show_drafts or args.speculate_k is not None),
+        (not drafts and (args.show_drafts or (args.speculate_k is not None and not args.one_width)),
          "--speculate_k and --show_drafts need --draft_checkpoint or --draft"),
+        (args.one_width and args.speculate_k == "auto", "--one_width needs a --speculate_k that is a number"),
         (args.profile and not os.access(Path(args.profile).resolve().parent, os.W_OK),
          f"--profile {args.profile}: its folder does not exist or cannot be written to"),
     ):  # fmt: skip

@@ -84,17 +84,22 @@ class RowStatistics:
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
     """What speculation did in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
     are those of all rows, which share every step. All else is the rows' mean: each has the time to itself."""
-    if engine.drafter is None:
+    if not engine.drafts:
         return None
     rows = [(timing, i) for timing in timings for i in range(len(timing.tokens)) if row in (None, i)]
     draft_s, verify_s = (sum((getattr(timing, name) for timing in timings), 0.0) for name in ("draft_s", "verify_s"))
     target, *draft = [multiplications(model) for model in engine.models]
-    return speculation(
+    return {"greedy_text": greedy_text(engine)} | speculation(
         RowStatistics(token for timing, i in rows for token in timing.tokens[i]),
         Counter(step.k for timing, i in rows for step in steps_of(timing, i)),
         engine.speculate_k, engine.costs, sum(timing.row_s[i] for timing, i in rows), draft_s, verify_s,
         c_ops=draft[0] / target if draft else 0.0,
     )  # fmt: skip
+
+
+def greedy_text(engine: Engine) -> str:
+    """How near greedy drafting comes to plain greedy decoding."""
+    return "identical" if engine.identical else "up to rounding"
 
 
 def steps_of(timing: Timing, row: int) -> list[StepRecord]:
@@ -173,5 +178,9 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
         bandwidth = spread([rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in stepped])
         each = " by each rank" if engine.ranks.world > 1 else ""
         lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{each}")
-        lines += summary(speculative(engine, stepped)) if engine.drafter else []
+        if engine.drafts:
+            lines += [
+                *summary(speculative(engine, stepped)),
+                f"  greedy text as without drafting: {greedy_text(engine)}",
+            ]
     print(*lines, f"peak memory {peak_memory_gb(engine.device):.2f} GB", sep="\n", file=sys.stderr)

@@ -3,6 +3,7 @@ and nothing may compile after warm-up."""
 
 import itertools
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -59,7 +60,8 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme, monkeypatch):
     """A CPU's kernels of few rows and of many are others: prompts on both sides of the border run. program/threads.py
     changes the number of threads while tokens are decoded."""
-    monkeypatch.setattr(linears, "CPU_INT4_ROWS", 16)
+    monkeypatch.setattr(linears.Int4Linear, "few_rows", 16)
+    monkeypatch.setattr(linears.Int8Linear, "few_rows", 16)
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
     engine.warm_up(GREEDY)
     eager, usual = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), torch.get_num_threads()
@@ -186,8 +188,8 @@ def test_threads_decode_on_one_model(folder_of):
 
 
 def test_attention_runs_over_what_is_filled(folder_of):
-    """Not over what is allocated: 3 tokens in a cache of 150, of which the prompt runs as 8."""
-    model, seen = load_model(folder_of("llama-3"), dtype=torch.float32), []
+    """Not over what is allocated: 3 tokens in a cache of 2,000, of which the prompt runs as 8; in whole blocks."""
+    model, seen = load_model(folder_of("llama-3"), dtype=torch.bfloat16), []
     hidden = model.hidden
 
     def watched(tokens, pos, caches):
@@ -195,16 +197,20 @@ def test_attention_runs_over_what_is_filled(folder_of):
         return hidden(tokens, pos, caches)
 
     model.hidden = watched
-    rows_of(model, [[5, 6, 7]], engine=Engine(model, 1, 150), max_new_tokens=4)
-    assert seen == [8, 4, 5, 6]
+    engine = Engine(model, 1, 2000)
+    rows_of(model, [[5, 6, 7]], engine=engine, max_new_tokens=4)
+    rows_of(model, [[5] * 700], engine=engine, max_new_tokens=2)
+    unit = engine.cached.unit
+    assert unit <= 512
+    assert seen == [math.ceil(n / unit) * unit for n in (8, 4, 5, 6, 512, 704, 701)]
 
 
 def test_a_window_bounds_what_is_read(folder_of):
     """Beyond the window the gathered keys stop growing, and rows shorter than the window see no invented key."""
-    for pos, filled in ((torch.tensor([[90], [4]]), 91), (torch.tensor([[90, 91], [0, 1]]), 92)):
+    for pos, filled in ((torch.tensor([[1290], [4]]), 1291), (torch.tensor([[9535, 9536], [0, 1]]), 9537)):
         keys = visible_keys(pos, torch.arange(filled), 9, cached=True)
         T = pos.size(1)
-        assert keys.mask.size(-1) == 9 + T - 1 and keys.index.min() >= 0
+        assert keys.mask.size(-1) == 1024 and keys.index.min() >= 0 and keys.index.max() < filled
         for row in range(2):
             for t in range(T):
                 seen = keys.index[row][keys.mask[row, 0, t]].tolist()
@@ -310,3 +316,21 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
             for count in {0, k or 0}:
                 engine.step(length, count)
     assert seen <= warmed and all(length % 16 == 0 for length, _ in seen)
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "ngram"])
+def test_one_width_is_one_width(folder_of, drafter):
+    """Where kernels round by width, as on a GPU: each step is a pass over K + 1 positions, drafted or not. The text is
+    what it was, and nobody who did not ask for a draft is told of one."""
+    model, widths = load_model(folder_of("llama-3"), dtype=torch.bfloat16), []
+    want, hidden = rows_of(model, PROMPTS, max_new_tokens=9), model.hidden
+
+    def watched(tokens, pos, caches):
+        widths.append(tokens.size(1))
+        return hidden(tokens, pos, caches)
+
+    model.hidden = watched
+    longest = max(map(len, PROMPTS)) + 9
+    engine = Engine(model, len(PROMPTS), longest, drafter=drafter and drafter(), speculate_k=3, one_width=True)
+    assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=9) == want
+    assert set(widths[1:]) == {4} and engine.drafts == (drafter is not None)

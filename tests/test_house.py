@@ -28,11 +28,12 @@ KNOWS = {
     "tp": set(),
     "tokenizer": {"reading"},
     "speculative": {"model", "sampling", "timing"},
-    "generate": {"limits", "model", "sampling", "timing", "speculative", "tp", "weights.compiling"},
+    "generate": {"limits", "model", "sampling", "timing", "speculative", "tp", "rounding", "weights"},
     "checkpoint": {"model", "reading", "weights", "tp"},
     "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
     "reading": {"reading", "weights.formats"},
-    "weights": {"weights"},
+    "rounding": set(),
+    "weights": {"weights", "rounding"},
 }
 
 
@@ -64,7 +65,7 @@ def test_sizes():
     assert lines("model", "sampling", "generate") <= 1000
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 7000
+    assert lines(*NAMES) <= 7300
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 

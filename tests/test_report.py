@@ -29,7 +29,9 @@ def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timin
 
 
 def engine(k: int = 3) -> SimpleNamespace:
-    return SimpleNamespace(drafter=True, models=[torch.nn.Linear(2, 2)], speculate_k=k, costs=COSTS)
+    return SimpleNamespace(
+        drafts=True, identical=True, drafter=True, models=[torch.nn.Linear(2, 2)], speculate_k=k, costs=COSTS
+    )
 
 
 def test_statistics_by_hand():

@@ -1,9 +1,11 @@
 """What torch's compiler needs to be told, and every workaround for it. `compiled` in generate.py is what compiles.
 
+    compile_options             the settings of steps and of prompts
     ONE_KERNEL, GPU_OPTIONS     settings under which a step on a GPU reads each weight once, in its stored form
     UNCHECKED                   settings without Inductor's checks of itself
     own_entries                 compiled code is kept per `torch.compile` call, not per function
     leave_open                  a dimension that may change without compiling anew
+    known_few                   whether a number of rows, which may be such a dimension, is small
     may_change                  what compiled code checks before it runs
     probe_early                 a second that torch would wait for
 
@@ -52,6 +54,15 @@ def leave_open(tensor: Tensor, dim: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
+def known_few(rows: int, most: int) -> bool:
+    """Is this number of rows at most `most`? False for compiled prompts: their number of rows is dynamic."""
+    if not torch.compiler.is_compiling():
+        return rows <= most
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: it imports sympy
+
+    return statically_known_true(rows <= most)
+
+
 def may_change(guards: list) -> list[bool]:
     """Which of the conditions that torch would check before every call are worth a check: the sizes and types of
     tensors that come as arguments, and what follows from open dimensions. The others say that modules, globals and
@@ -62,6 +73,15 @@ def may_change(guards: list) -> list[bool]:
         or (guard.guard_type == "TENSOR_MATCH" and not re.search(r"_buffers|_parameters|^G\[", guard.name))
         for guard in guards
     ]
+
+
+def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
+    """Inductor's settings for steps, which a GPU replays, or for prompts, which have too many lengths for that."""
+    if device.type == "cpu":
+        probe_early()
+    options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
+    own = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
+    return options | UNCHECKED | {"guard_filter_fn": may_change} | own
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Products on a CPU with weights that are laid out for them once.
 
-    PackedWeights, PackedInt8   weights (out, in), or int8 codes, in oneDNN's layout
+    in_widths                   a product in parts whose numbers of rows round alike
+    PackedWeights, PackedInt8   weights (out, in), or int8 codes, in oneDNN's layout;  PlainWeights  as they are
     to_digits, from_digits      float activations as 8-bit digits, whose products with int8 codes are exact sums
     int4_layout, unpack_int4    the codes in the rows that aten's int4 kernel reads
 
@@ -12,13 +13,21 @@ for it (`handle`) and multiplies through one operator. This file does not know f
 import functools
 import itertools
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rounding import same_widths
+from weights.compiling import known_few
+
 LARGE = 2**21  # bytes: larger weights lie beyond the inner caches, and reading them is what a product costs
 ROWS = 5  # oneDNN reads 16-bit and 8-bit weights up to a quarter faster for 4 to 6 rows than for 1: fewer are padded
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)  # numbers of rows that products may have
+LARGE_WIDTHS = (ROWS, 6, 9, 12, 16, 32, 64, 128)  # the same where trying one takes milliseconds
+FEW = 256  # rows up to which products are cut in parts, where only small ones round alike: a prompt has more
+ANY = 2**31  # rows
 
 _numbers = itertools.count()
 _held: "weakref.WeakValueDictionary[int, PackedWeights]" = weakref.WeakValueDictionary()  # by handle
@@ -41,44 +50,97 @@ def _shape_of_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch
 # ----------------------------------------------------------------------------------------------- oneDNN
 
 
+def in_widths(product: Callable[[Tensor], Tensor], x: Tensor, widths: Sequence[int], most: int = ANY) -> Tensor:
+    """product(x (M, in)) -> (M, out), in parts of as many rows as there are in `widths`, ascending, the last one padded
+    with zeros; as a whole for more than `most` rows, and without widths."""
+    M = x.size(0)
+    for width in widths:
+        if width >= M:
+            return product(x) if width == M else product(F.pad(x, (0, 0, 0, width - M)))[:M]
+    if most < M or not widths:
+        return product(x)
+    return torch.cat([in_widths(product, part, widths) for part in x.split(widths[-1])])
+
+
 class PackedWeights(nn.Module):
-    """Weights (out, in), bfloat16 or float32, in oneDNN's layout for products with few rows. They stay on the CPU and
-    are never read back."""
+    """Weights (out, in), bfloat16, float16 or float32, in oneDNN's layout for products with few rows. They stay on the
+    CPU and are never read back.
+
+    Up to `cut` rows are multiplied in parts that round alike, of `widths` rows. A row's result depends on the row alone
+    in products of up to `same_rows` rows.
+    """
 
     def __init__(self, weight: Tensor):
         super().__init__()
         self.out_features = len(weight)
         self.dtype = weight.dtype  # of products
-        self.rows = ROWS if weight.nbytes >= LARGE and weight.dtype.itemsize < 4 else 1
         self.data = self.lay_out(weight)
+        self.widths, self.cut = self.shapes(*weight.shape, weight.dtype, torch.get_num_threads())
+        self.same_rows = self.cut
         number = next(_numbers)
         _held[number] = self
         self.register_buffer("handle", torch.tensor(number), persistent=False)
 
+    @classmethod
+    @functools.cache
+    def shapes(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:
+        """(widths, cut) of weights of a shape."""
+        large = out * n * dtype.itemsize >= LARGE
+        ones = cls.__new__(cls)
+        nn.Module.__init__(ones)
+        ones.data = ones.lay_out(torch.ones(out, n, dtype=dtype))
+        widths = WIDTHS if not large else LARGE_WIDTHS if dtype.itemsize == 2 else (1, 2, 3, *LARGE_WIDTHS)
+        # A tile of AMX has 16 rows, which cost as much as one; in float32 each row costs.
+        found = tuple(same_widths(ones.product, n, dtype, widths, fewest=16 if dtype.itemsize == 2 else 2))
+        return (found, ANY if found[-1] >= 128 else FEW) if found else (widths[:1], 0)
+
     def lay_out(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """What `forward` does, fastest from M = `rows` on."""
+    def product(self, x: Tensor) -> Tensor:
+        """The kernel alone, on x (M, in)."""
         return torch.ops.mkldnn._linear_pointwise(x, self.data, None, "none", [], "")
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """What `forward` does outside compiled code."""
+        return in_widths(self.product, x, self.widths, self.cut)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out) of `dtype`."""
-        M = x.size(0)
-        x = F.pad(x, (0, 0, 0, self.rows - M)) if self.rows > M else x
-        if torch.compiler.is_compiling():
-            return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)[:M]
-        return self.multiply(x)[:M]
+        if not torch.compiler.is_compiling():
+            return self.product(x) if x.size(0) in self.widths else self.multiply(x)
+
+        def product(x: Tensor) -> Tensor:
+            return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)
+
+        return in_widths(product, x, self.widths) if known_few(x.size(0), self.widths[-1]) else product(x)
 
     @staticmethod
     def gains(weight: Tensor) -> bool:
-        """Is there such a product for weights of this type here, and is it faster than a plain one? In float32 it is
-        faster only beyond the caches."""
+        """Is there such a product for weights of this type here, and is it as fast as a plain one? In float32 it is
+        only beyond the caches."""
         if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         if weight.dtype == torch.bfloat16:
             return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if weight.dtype == torch.float16:
+            return torch.ops.mkldnn._is_mkldnn_fp16_supported()
         return weight.dtype == torch.float32 and weight.nbytes >= LARGE
+
+
+class PlainWeights(PackedWeights):
+    """Weights as they are, where no layout gains: still in products that round alike."""
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.data)
+
+
+def laid_out(weight: Tensor) -> PackedWeights:
+    """Weights (out, in) for products on a CPU."""
+    return PackedWeights(weight) if PackedWeights.gains(weight) else PlainWeights(weight)
 
 
 class PackedInt8(PackedWeights):
@@ -87,11 +149,17 @@ class PackedInt8(PackedWeights):
     def __init__(self, codes: Tensor, scale: Tensor):
         super().__init__(codes)
         self.dtype, self.scale, self.zeros = torch.float32, scale.float(), torch.zeros(len(codes), dtype=torch.int64)
+        self.same_rows = ANY
+
+    @classmethod
+    def shapes(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:
+        """Sums of whole numbers have no order: any number of rows rounds alike."""
+        return (ROWS,), 0
 
     def lay_out(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight, None)
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_pointwise(
             x, 1.0, 128, self.data, self.scale, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -142,7 +210,25 @@ def from_digits(y: Tensor, step: Tensor) -> Tensor:
     return total * step
 
 
+@functools.cache
+def int8_widths(dtype: torch.dtype, threads: int) -> Sequence[int]:
+    """Numbers of rows for which aten's product with int8 codes rounds alike, of activations of this type."""
+    ones = torch.ones(64, 512, dtype=torch.int8), torch.ones(64, dtype=dtype)
+    return same_widths(lambda x: torch._weight_int8pack_mm(x, *ones), 512, dtype, WIDTHS[:10], fewest=1)
+
+
 # ------------------------------------------------------------------------------------------------- int4
+
+INT4_KERNEL = torch.ops.quantized.int4mm_packed_weight_cpu
+
+
+@functools.cache
+def int4_widths(dtype: torch.dtype, threads: int) -> Sequence[int]:
+    """Numbers of rows for which aten's product with int4 codes rounds alike, of activations of this type."""
+    codes = torch.ones(64, 512, dtype=torch.int32)  # times 1, plus 7: the kernel takes 8 for 0
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.tensor([1.0, 8.0], dtype=dtype).repeat(4, 64, 1)  # (in / 128, 64, 2)
+    return same_widths(lambda x: INT4_KERNEL(x, packed, torch.tensor(128), scales), 512, dtype, range(1, 65), fewest=1)
 
 
 def unpack_int4(packed: Tensor, block: int, width: int) -> Tensor:

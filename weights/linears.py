@@ -13,20 +13,22 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights import cpu, formats, gpu
-from weights.cpu import PackedInt8, PackedWeights
+from weights.compiling import known_few
+from weights.cpu import PackedInt8, PackedWeights, in_widths
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release, row_chunks
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
 FUSING_DEVICE = "cuda"  # whose compiler makes one kernel of unpacking, multiplying and summing
 KERNEL_CENTER = 8  # the code that aten's int4 kernels take for zero
-CPU_INT4_ROWS = 256  # KERNEL_ROWS of int4 on a CPU, where unpacking takes as long as the kernel with 200 rows
+CPU_INT8_ROWS = 64  # KERNEL_ROWS of int8 on a CPU
+CPU_INT4_ROWS = 256  # of int4, where unpacking takes as long as the kernel with 200 rows
 
 
 class QuantizedLinear(nn.Module):
@@ -40,6 +42,7 @@ class QuantizedLinear(nn.Module):
     looked_up = False  # does an embedding read rows of the stored parts?
     is_packed = False
     expanded_bytes = 0  # that a product reads beyond the stored parts' size
+    widths: Sequence[int] = ()  # numbers of rows for which the kernel rounds alike, where it is no PackedWeights
 
     def __init__(self, in_features: int, out_features: int, scheme: str, bias: bool = False, device=None, dtype=None):
         super().__init__()
@@ -116,13 +119,18 @@ class QuantizedLinear(nn.Module):
 
     def lay_out(self) -> None:
         """What `pack` does for this class's kernel."""
-        weight = self.dequantized(self.dtype) if self.codes.device.type == "cpu" else None
-        if weight is not None and PackedWeights.gains(weight):
-            self.packed = PackedWeights(weight)
+        if self.codes.device.type == "cpu":
+            weight = self.dequantized(self.dtype)
+            self.packed = cpu.laid_out(weight)
             self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
             self.let_go(*self.parts())
         if self.codes.device.type != "cuda":
             say_no_kernel(self.scheme, self.dtype, self.packed is not None)
+
+    @property
+    def same_rows(self) -> int:
+        """Rows up to which a row's result depends on the row alone."""
+        return self.packed.same_rows if self.packed is not None else self.few_rows if self.widths else 0
 
     def let_go(self, *names: str) -> None:
         """Free parts that the kernel holds in its own form, unless an embedding looks rows up in them. A parameter
@@ -147,18 +155,9 @@ class QuantizedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def known_few(rows: int) -> bool:
-    """Is this number of rows at most KERNEL_ROWS? False for compiled prompts: their number of rows is dynamic."""
-    if not torch.compiler.is_compiling():
-        return rows <= KERNEL_ROWS
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: it imports sympy
-
-    return statically_known_true(rows <= KERNEL_ROWS)
-
-
 def fuses(x: Tensor) -> bool:
     """Is this a product of few rows (M, in) in code that is compiled for a GPU?"""
-    return torch.compiler.is_compiling() and x.device.type == FUSING_DEVICE and known_few(x.size(0))
+    return torch.compiler.is_compiling() and x.device.type == FUSING_DEVICE and known_few(x.size(0), KERNEL_ROWS)
 
 
 @functools.cache
@@ -177,6 +176,8 @@ class Int8Linear(QuantizedLinear):
     nor large products with codes, above 65,504: there the scale stays float32 and goes to the codes, not the product.
     """
 
+    few_rows = CPU_INT8_ROWS
+
     def lay_out(self):
         if PackedInt8.gains(self.codes):
             self.packed = PackedInt8(self.codes, self.scale)
@@ -184,6 +185,8 @@ class Int8Linear(QuantizedLinear):
         else:  # A cast inside the compiled product would be a computed scale, which Inductor's lowering does not take.
             dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
             self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
+            if self.codes.device.type == "cpu":
+                self.widths = cpu.int8_widths(dtype, torch.get_num_threads())
 
     def product(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -191,11 +194,15 @@ class Int8Linear(QuantizedLinear):
             return cpu.from_digits(self.packed(digits), step).to(x.dtype)
         if not self.is_packed or fuses(x):
             return super().product(x)
-        if x.device.type == "cpu" and x.size(0) <= KERNEL_ROWS:
-            return torch._weight_int8pack_mm(x.to(self.kernel_scale.dtype), self.codes, self.kernel_scale).to(x.dtype)
+        if x.device.type == "cpu" and known_few(x.size(0), self.few_rows):
+            x, dtype = x.to(self.kernel_scale.dtype), x.dtype
+            return in_widths(self.kernel, x, self.widths).to(dtype)
         if x.dtype == torch.float16:
             return F.linear(x, (self.codes * self.kernel_scale[:, None]).to(x.dtype))
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
+
+    def kernel(self, x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x, self.codes, self.kernel_scale)
 
 
 class Int4Linear(QuantizedLinear):
@@ -209,6 +216,7 @@ class Int4Linear(QuantizedLinear):
     kernel's form is kept; long prompts unpack it.
     """
 
+    few_rows = CPU_INT4_ROWS
     kernel = None  # until packed, and where none fits
     layout = None  # of packed_codes, where it is known
 
@@ -228,7 +236,8 @@ class Int4Linear(QuantizedLinear):
         if device == "cpu":
             # Not aten's operator, for which Inductor would call this one: its lowering loses the group size inside a
             # region that is compiled once for many layers (torch 2.13).
-            self.kernel, self.layout = torch.ops.quantized.int4mm_packed_weight_cpu, cpu.int4_layout()
+            self.kernel, self.layout = cpu.INT4_KERNEL, cpu.int4_layout()
+            self.widths = cpu.int4_widths(self.dtype, torch.get_num_threads())
             self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         else:
@@ -254,11 +263,14 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
-        few = x.size(0) <= CPU_INT4_ROWS if on_cpu else known_few(x.size(0))
+        few = known_few(x.size(0), self.few_rows if on_cpu else KERNEL_ROWS)
         if self.kernel is None or not few or not (on_cpu or x.dtype == torch.bfloat16):
             return super().product(x)
-        y = self.kernel(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)  # (M, rows)
+        y = in_widths(self.read_codes, x, self.widths)  # (M, rows)
         return y if y.size(1) == self.out_features else y[:, : self.out_features]
+
+    def read_codes(self, x: Tensor) -> Tensor:
+        return self.kernel(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)
 
 
 class MxLinear(QuantizedLinear):
@@ -318,7 +330,8 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = PackedWeights(linear.weight.detach())
+        self.packed = cpu.laid_out(linear.weight.detach())
+        self.same_rows = self.packed.same_rows
         self.weight, self.bias = nn.Parameter(linear.weight.detach().to("meta"), False), linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -371,7 +384,7 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     def packed(name: str, linear: nn.Module) -> PackedLinear | None:
         if isinstance(linear, QuantizedLinear):
             linear.pack()
-        elif id(linear) not in made and PackedWeights.gains(linear.weight):
+        elif id(linear) not in made and linear.weight.device.type == "cpu":
             made[id(linear)] = PackedLinear(linear)
             release()
         return made.get(id(linear))
@@ -379,3 +392,11 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     for each in (model, *others):
         replace_linears(each, packed)
     return model
+
+
+def same_rows(model: nn.Module) -> int:
+    """Rows up to which every product of a packed model gives a row the same bits, whatever the other rows; 0 where one
+    does not, or is no product on a CPU."""
+    return min(
+        (getattr(linear, "same_rows", 0) for linear in model.modules() if hasattr(linear, "in_features")), default=0
+    )

@@ -1,231 +1,253 @@
-"""How far greedy drafting drifts from plain greedy decoding in 16 bits, and that the drift is rounding, not an error.
+"""That greedy drafting does not drift: it gives the text of plain greedy decoding, bit for bit, in 16 bits too.
 
-    python -m tests.attacks.drift [--prompts 20] [--new_tokens 120] [--batch_size 20] [--write benchmarks/drift.json]
+    python -m tests.attacks.drift [--formats float16 int4-g32] [--speculate_k 5 auto] [--write benchmarks/drift.json]
 
-    Setting     one dtype: the models, and what plain greedy decoding says after every prompt
-    in_passes   logits over known texts, by cached passes over so many positions
-    widths      of passes over 1 position and over K + 1: largest difference of a logit, and decisions that differ
-    parted      drafted greedy rows against plain ones: where each first differs, and how close the choice was
-    main        the demo pair in every dtype, with every drafter and K: a table, or JSON
+    load        one pair of models, in one of the formats, with every drafter
+    greedy      the text of every prompt, plain or drafted
+    in_passes   logits over known texts, by cached passes over so many positions, as decoding runs them
+    settings    a row for each setting: tokens compared, texts that part, positions whose logits differ in a bit
+    UNDONE      the measures that make it so, one of which --control undoes
+    main        a table and a total, or JSON, written after every setting; the status is 1 if anything differs
 
-In exact arithmetic both say the same. A pass over K + 1 positions adds up in another order than one over 1, so in a
-dtype of few digits two logits that nearly tie may change places; from there on a row is another text. What comes after
-the first difference cannot be compared, so `widths` decides every token of the plain texts both ways.
-
-The claim: let d be the largest difference of any logit at any position between the passes, in this dtype, over the
-plain texts. Two logits change places only if they are no more than 2 d apart. So wherever a drafted row first differs,
-the token that it chose must be within 2 d of plain decoding's. An error (a wrong mask, a stale key) would choose at any
-distance: "close" is the share of all decisions that are as close as 2 d, which is how often it would pass for rounding.
-Distances are told in units of the dtype's spacing at the larger logit (ulps). "As float32" is the share of tokens that
-a pass in float32 with the same weights decides the same: neither way of 16 bits should be nearer to it.
+A pass over K + 1 positions could add up in another order than one over 1, and in a dtype of few digits two logits that
+nearly tie would change places. Texts show that rarely, so logits are compared too, bit for bit: `bits` counts positions
+where passes over 1 and over K + 1 differ. All texts are compared with plain ones at the first of the batch sizes, also
+plain ones at the others ("none"). What comes after a row's first difference is not compared.
 
 This file measures one pair of models on one machine. It does not show what other kernels or sizes would do.
 """
 
+import contextlib
 import itertools
+import json
 import sys
 import time
-from collections.abc import Iterator
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import generate as engines
 from benchmarks.record import record
 from checkpoint import load_model
 from generate import Engine, generate
 from model import Transformer
 from program.edge import ending_plainly
-from program.flags import Parser, positive
-from sampling import Sampling
+from program.flags import DTYPES, Parser, positive
+from quantize import quantized_copy
+from rounding import same_attention
+from sampling import GREEDY, Sampling
 from speculative import Drafter, ModelDraft, NgramDraft, layer_subset
 from tokenizer import load_tokenizer
+from weights import cpu, linears
 from weights.linears import pack_model
 
 ROOT = Path(__file__).parents[2]
-DTYPES = ("bfloat16", "float16", "float32")
-DRAFTERS = ("model", "ngram", "layers")
-KS = (1, 5, 8)
-KEPT = (0, 1, 2, 5)  # layers of the demo model that draft as `layers`
+FORMATS = (*DTYPES, "int8", "int4-g32")  # the last two of bfloat16 activations
+DRAFTERS = ("model", "ngram", "layers", "quantized:int4-g32")
 PROMPT = 12  # ids of every prompt
 
 
-class Setting(NamedTuple):
-    dtype: str
-    model: Transformer
-    draft: Transformer
-    prompts: Tensor  # (N, PROMPT)
-    plain: Tensor  # (N, n)
-    batch_size: int
-
-
-def prompts_of(file: Path, n_prompts: int) -> Tensor:
-    """The beginnings of the text's paragraphs (n_prompts, PROMPT). ValueError for too few that are long enough."""
-    tokenizer = load_tokenizer(ROOT / "checkpoints" / "demo")
-    rows = [tokenizer.encode(text)[:PROMPT] for text in file.read_text(encoding="utf-8").splitlines()]
+def prompts_of(args: Namespace) -> Tensor:
+    """The beginnings of the text's paragraphs (N, PROMPT). ValueError for too few that are long enough."""
+    tokenizer = load_tokenizer(args.draft_checkpoint)
+    rows = [tokenizer.encode(text)[:PROMPT] for text in args.text.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if len(row) == PROMPT]
-    if len(rows) < n_prompts:
-        raise ValueError(f"{file}: {len(rows)} paragraphs of {PROMPT} tokens, fewer than --prompts {n_prompts}")
-    return torch.tensor(rows[:n_prompts])
+    if len(rows) < args.prompts:
+        raise ValueError(f"{args.text}: {len(rows)} paragraphs of {PROMPT} tokens, fewer than --prompts {args.prompts}")
+    return torch.tensor(rows[: args.prompts])
 
 
-def load(name: str, dtype: str) -> Transformer:
-    """As generate.py does, packed for the kernels that it uses."""
-    return pack_model(load_model(ROOT / "checkpoints" / name, dtype=getattr(torch, dtype)))
+def load(args: Namespace, format: str) -> tuple[Transformer, dict[str, Callable[[], Drafter]]]:
+    """The target and the grid's drafters, made and packed as generate.py does."""
+    dtype, scheme = (format, None) if format in DTYPES else ("bfloat16", format)
+    dtype = getattr(torch, dtype)
+    model = load_model(args.checkpoint, dtype=dtype, quantize=scheme, pack=False)
+    n = model.config.n_layers
+    kept = [*range(n // 2), n - 1]
+    drafts = {}
+    for name in args.drafters:
+        if name == "model":
+            drafts[name] = load_model(args.draft_checkpoint, dtype=dtype, pack=False), None
+        elif name == "layers":
+            drafts[name] = layer_subset(model, kept), kept
+        elif name != "ngram":
+            drafts[name] = quantized_copy(model, name.partition(":")[2]), range(n)
+    pack_model(model, *(draft for draft, _ in drafts.values()))
+    made = {name: lambda draft=draft: ModelDraft(*draft) for name, draft in drafts.items()}
+    return model, {name: made.get(name, NgramDraft) for name in args.drafters}
 
 
-def greedy(
-    model: Transformer, prompts: Tensor, n: int, batch_size: int, drafter: Drafter | None = None, k: int = 0
-) -> Tensor:
+def greedy(engine: Engine, prompts: Tensor, n: int) -> Tensor:
     """(N, n) ids, batch by batch. End-of-text does not end them, so that all rows are as long."""
+    if engine.compile:
+        engine.warm_up(GREEDY)
+    if engine.speculate_k == "auto":
+        engine.calibrate(Sampling(0), PROMPT + n // 2)
     rows = []
-    for batch in prompts.split(batch_size):
+    for batch in prompts.split(engine.batch_size):
         out = [[] for _ in batch]
-        engine = Engine(model, len(batch), PROMPT + n, drafter=drafter, speculate_k=k)
-        for row, id in generate(model, batch.tolist(), sampling=Sampling(0), max_new_tokens=n, engine=engine):
+        for row, id in generate(engine.model, batch.tolist(), sampling=Sampling(0), max_new_tokens=n, engine=engine):
             out[row].append(id)
         rows += out
     return torch.tensor(rows)
 
 
-def setting(dtype: str, prompts: Tensor, n: int, batch_size: int) -> Setting:
-    model, draft = load("demo", dtype), load("demo-draft", dtype)
-    return Setting(dtype, model, draft, prompts, greedy(model, prompts, n, batch_size), batch_size)
-
-
-def drafter_of(name: str, here: Setting) -> Drafter:
-    if name == "model":
-        return ModelDraft(here.draft)
-    return NgramDraft() if name == "ngram" else ModelDraft(layer_subset(here.model, KEPT), on_layers=KEPT)
-
-
 @torch.inference_mode()
-def in_passes(model: Transformer, prompts: Tensor, ids: Tensor, width: int) -> Tensor:
+def in_passes(engine: Engine, prompts: Tensor, ids: Tensor, width: int) -> Tensor:
     """Logits (B, n, V) from which ids (B, n) after prompts (B, PROMPT) are decided: a prefill, then passes over `width`
-    positions; 0: no cache, one pass over all."""
-    tokens = torch.cat((prompts, ids[:, :-1]), dim=1)
-    B, T = tokens.shape
-    if width == 0:
-        return model(tokens, torch.arange(T))[:, PROMPT - 1 :]
-    caches, found = model.make_caches(B, T + 1), []
+    positions of the engine's caches."""
+    tokens, model, found = torch.cat((prompts, ids[:, :-1]), dim=1), engine.model, []
+    T = tokens.size(1)
     for start, end in itertools.pairwise([0, *range(PROMPT, T, width), T]):
-        h = model.hidden(tokens[:, start:end], torch.arange(start, end), caches.upto(end))
+        h = model.hidden(tokens[:, start:end], torch.arange(start, end), engine.cached.upto(end))
         found.append(model.head(h if start else h[:, -1:]))
     return torch.cat(found, dim=1)
 
 
-def batches(here: Setting) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(here.prompts.split(here.batch_size), here.plain.split(here.batch_size))
-
-
-def spacing(x: Tensor, dtype: str) -> Tensor:
-    """Between neighbouring numbers of the dtype at |x|."""
-    return torch.finfo(getattr(torch, dtype)).eps * 2.0 ** x.abs().log2().floor()
-
-
-def widths(here: Setting, exact: Transformer) -> tuple[dict, Tensor]:
-    """What passes of different widths say of the same texts, by K; and plain decoding's logits (N, n, V)."""
-    by_width = {
-        width: torch.cat([in_passes(here.model, *batch, width) for batch in batches(here)])
-        for width in (1, *(k + 1 for k in KS))
-    }
-    plain, said = by_width[1], here.plain
-    if not torch.equal(plain.argmax(-1), said):
-        raise ValueError(f"{here.dtype}: passes over one position decide otherwise than plain decoding did")
-    truth = torch.cat([in_passes(exact, *batch, 0).argmax(-1) for batch in batches(here)])
-    by_k = {}
-    for k in KS:
-        decided = by_width[k + 1].argmax(-1)
-        by_k[k] = {
-            "largest_difference": (by_width[k + 1] - plain).abs().max().item(),
-            "decided_otherwise": (decided != said).sum().item(),
-            "as_float32": (decided == truth).double().mean().item(),
-        }
-    best = plain.topk(2).values  # (N, n, 2)
-    d = max(said["largest_difference"] for said in by_k.values())
-    return {
-        "dtype": here.dtype, "tokens": said.numel(), "d": d, "by_k": by_k,
-        "d_in_ulps": d / spacing(best[..., 0], here.dtype).median().item(),
-        "as_float32": (said == truth).double().mean().item(),
-        "close": (best[..., 0] - best[..., 1] <= 2 * d).double().mean().item(),
-    }, plain  # fmt: skip
-
-
-def parted(here: Setting, plain: Tensor, name: str, k: int, d: float) -> dict:
-    """Drafted rows against plain ones. `distances`: at each first difference, how far below the token of plain decoding
-    the drafted one stood in plain decoding's logits."""
-    n = here.plain.size(1)
-    drafted = greedy(here.model, here.prompts, n, here.batch_size, drafter_of(name, here), k)
-    firsts = (here.plain == drafted).long().cumprod(1).sum(1).tolist()  # tokens before the first difference
-    distances, ulps = [], []
-    for row, at in enumerate(firsts):
-        if at < n:
-            logits = plain[row, at]  # (V,)
-            best = logits[here.plain[row, at]]
-            distances.append((best - logits[drafted[row, at]]).item())
-            ulps.append(distances[-1] / spacing(best, here.dtype).item())
-    compared = sum(min(at + 1, n) for at in firsts)
-    return {
-        "dtype": here.dtype, "drafter": name, "k": k, "rows": len(firsts), "same": firsts.count(n),
-        "compared": compared, "flips_per_1000": 1000 * len(distances) / compared,
-        "first_differences": [at for at in firsts if at < n], "distances": distances, "ulps": ulps,
-        "within_2d": all(distance <= 2 * d for distance in distances),
-    }  # fmt: skip
-
-
-def measure(text: Path, n_prompts: int, new_tokens: int, batch_size: int) -> dict:
-    prompts, exact = prompts_of(text, n_prompts), load("demo", "float32")
-    found = {"batch_size": batch_size, "widths": [], "drafted": []}
-    with tqdm(total=len(DTYPES) * len(DRAFTERS) * len(KS), desc="drift") as bar:
-        for dtype in DTYPES:
-            here = setting(dtype, prompts, new_tokens, batch_size)
-            said, plain = widths(here, exact)
-            found["widths"].append(said)
-            for name, k in itertools.product(DRAFTERS, KS):
-                found["drafted"].append(parted(here, plain, name, k, said["d"]))
-                bar.update()
+def differing(engine: Engine, prompts: Tensor, plain: Tensor, ks: list[int]) -> dict[int, int]:
+    """Positions of the plain texts at which passes over 1 and over K + 1 positions give other logits, or the former do
+    not decide what plain decoding did, by K."""
+    found = dict.fromkeys(ks, 0)
+    for batch in zip(prompts.split(engine.batch_size), plain.split(engine.batch_size), strict=True):
+        one = in_passes(engine, *batch, 1)
+        decided = one.argmax(-1) != batch[1]  # otherwise
+        for k in ks:
+            other = in_passes(engine, *batch, k + 1)
+            found[k] += (decided | (one.view(torch.int32) != other.view(torch.int32)).any(-1)).sum().item()
     return found
 
 
-def show(found: dict) -> None:
-    print("every token of the plain texts, by passes over 1 and over K + 1 positions")
-    print("dtype     K  decided otherwise      d  in ulps  as float32: 1 | K + 1  close")
-    for said, k in itertools.product(found["widths"], KS):
-        one = said["by_k"][k]
+def settings(args: Namespace, done: list[dict]) -> Iterator[dict]:
+    """A row for each setting that is not among those done."""
+    prompts, n, most = prompts_of(args), args.new_tokens, PROMPT + args.new_tokens
+    first, numbers = args.batch_sizes[0], [k for k in args.speculate_k if k != "auto"]
+    known = [row.items() for row in done]
+    for format in args.formats:
+        about = {"model": Path(args.checkpoint).name, "format": format, "compiled": args.compile}
+        about["threads"] = torch.get_num_threads()
+        drafted = list(itertools.product(args.drafters, args.speculate_k))
+        todo = [
+            about | {"batch_size": size, "drafter": name, "k": k}
+            for size in args.batch_sizes
+            for name, k in (drafted if size == first else [("none", 0), *drafted])
+        ]
+        todo = [row for row in todo if not any(row.items() <= other for other in known)]
+        model, drafters = load(args, format) if todo else (None, {})
+        plain, bits = {}, {}  # plain texts and bits by batch size
+        for row in todo:
+            start, size = time.perf_counter(), row["batch_size"]
+            for each in (first, size):
+                if each not in plain:
+                    engine = Engine(model, each, most, compile=args.compile)
+                    plain[each] = greedy(engine, prompts, n)
+                    bits[each] = {} if args.compile else differing(engine, prompts, plain[each], numbers)
+            text = plain[size]
+            if row["k"] != 0:
+                drafter = drafters[row["drafter"]]()
+                engine = Engine(model, size, most, compile=args.compile, drafter=drafter, speculate_k=row["k"])
+                text = greedy(engine, prompts, n)
+            same = (plain[first] == text).long().cumprod(1).sum(1)  # (N,) tokens before the first difference
+            yield row | {
+                "identical": engine.identical, "rows": len(same), "tokens": (same + 1).clamp(max=n).sum().item(),
+                "flips": (same < n).sum().item(), "bits": bits[size].get(row["k"]),
+                "seconds": round(time.perf_counter() - start, 2),
+            }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- controls
+
+
+def patched(*places: tuple[object, str], new: Callable) -> AbstractContextManager:
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            stack.enter_context(mock.patch.object(*place, new))
+        return stack.pop_all()
+
+
+def tiled(change: Callable[[int, int], tuple[int, int]]) -> AbstractContextManager:
+    """Engines whose tile of attention (rows, keys) is another."""
+    return patched((engines, "same_attention"), new=lambda *given: change(*(same_attention(*given) or (1, 16))))
+
+
+UNDONE = {
+    "lengths": lambda: tiled(lambda rows, keys: (rows, 1)),  # attention over the exact length
+    "queries": lambda: tiled(lambda rows, keys: (1, keys)),  # as many query rows as there are
+    "rows": lambda: patched((cpu, "in_widths"), (linears, "in_widths"), new=lambda product, x, *_: product(x)),
+}
+
+
+# -------------------------------------------------------------------------------------------------- main
+
+
+def total(rows: list[dict]) -> str:
+    flips, tokens = (sum(row[name] for row in rows) for name in ("flips", "tokens"))
+    return f"{flips} flips in {tokens:,} tokens, {len(rows)} settings; bits differ in {sum(map(differs, rows))}"
+
+
+def differs(row: dict) -> bool:
+    return row["flips"] > 0 or bool(row["bits"])
+
+
+def show(rows: list[dict]) -> None:
+    print(
+        f"{'model':10} {'format':9} {'steps':8} {'drafter':19} {'K':>4} batch  texts parted  tokens  bits  vouched for"
+    )
+    for row in rows:
+        bits = "–" if row["bits"] is None else row["bits"]
         print(
-            f"{said['dtype']:8}  {k}  {one['decided_otherwise']:4} of {said['tokens']:<9}"
-            f"  {one['largest_difference']:7.2g}  {one['largest_difference'] / said['d'] * said['d_in_ulps']:5.1f}"
-            f"       {said['as_float32']:.4f} | {one['as_float32']:.4f}  {said['close']:.4f}"
+            f"{row['model']:10} {row['format']:9} {'compiled' if row['compiled'] else 'eager':8} {row['drafter']:19}"
+            f" {row['k']:>4} {row['batch_size']:5}  {row['flips']:4} of {row['rows']:<5}  {row['tokens']:6}  {bits:>4}"
+            f"  {'yes' if row['identical'] else 'no'}"
         )
-    print("\ndrafted rows against plain ones")
-    print("dtype     drafter  K  rows the same  flips per 1,000  largest distance, ulps  within 2 d")
-    for row in found["drafted"]:
-        largest = f"{max(row['ulps']):.1f}" if row["ulps"] else "–"
-        print(
-            f"{row['dtype']:8}  {row['drafter']:7}  {row['k']}  {row['same']:5} of {row['rows']:<4}"
-            f"  {row['flips_per_1000']:14.2f}  {largest:>22}  {'yes' if row['within_2d'] else 'NO':>10}"
-        )
+    print(total(rows))
+
+
+def measure(args: Namespace) -> list[dict]:
+    """Rows of --keep, then the others."""
+    rows = [row for file in args.keep for row in json.loads(file.read_text(encoding="utf-8"))["settings"]]
+    with UNDONE[args.control]() if args.control else contextlib.nullcontext():
+        for row in tqdm(settings(args, list(rows)), desc="drift"):
+            rows.append(row)
+            if args.write:
+                record(args.write, {"total": total(rows), "settings": rows})
+    return rows
+
+
+def draft_length(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    parser = Parser(description="Greedy drafting against plain greedy decoding, token by token and bit by bit.")
+    add, demo = parser.add_argument, ROOT / "checkpoints"
+    add("--checkpoint", default=str(demo / "demo"), metavar="DIR", help="default: the demo")
+    add("--draft_checkpoint", default=str(demo / "demo-draft"), metavar="DIR", help="drafts, and has the tokenizer")
+    add("--text", type=Path, default=demo / "stories.txt", metavar="FILE", help="paragraphs to begin")
+    add("--prompts", type=positive, default=20, metavar="N", help="of the text's paragraphs; default: 20")
+    add("--new_tokens", type=positive, default=120, metavar="N", help="of every prompt; default: 120")
+    add("--formats", nargs="+", choices=FORMATS, default=DTYPES, help="default: the first three")
+    add("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS[:3], help="default: the first three")
+    add("--speculate_k", nargs="+", type=draft_length, default=[1, 5, 8], metavar="K", help="or auto; default: 1 5 8")
+    add("--batch_sizes", nargs="+", type=positive, default=[20], metavar="N", help="default: 20")
+    add("--compile", action=BooleanOptionalAction, default=False, help="steps")
+    add("--control", choices=UNDONE, help="undo this measure: something must differ")
+    add("--write", type=Path, metavar="FILE", help="results as JSON")
+    add("--keep", type=Path, nargs="+", default=[], metavar="FILE", help="what runs wrote: not run again, but counted")
+    return parser.parse_args(argv)
 
 
 def main() -> None:
-    parser = Parser(description="Greedy drafting against plain greedy decoding, token by token, in every dtype.")
-    add = parser.add_argument
-    add("--text", type=Path, default=ROOT / "checkpoints" / "stories.txt", metavar="FILE", help="paragraphs to begin")
-    add("--prompts", type=positive, default=20, metavar="N", help="of the text's paragraphs; default: 20")
-    add("--new_tokens", type=positive, default=120, metavar="N", help="of every prompt; default: 120")
-    add("--batch_size", type=positive, default=20, metavar="N", help="rows decoded together; default: 20")
-    add("--write", type=Path, metavar="FILE", help="results as JSON")
-    args = parser.parse_args()
+    args = parse_args()
     with ending_plainly():
-        start = time.perf_counter()
-        found = measure(args.text, args.prompts, args.new_tokens, args.batch_size)
-        found["seconds"] = round(time.perf_counter() - start, 1)
-        show(found)
-        if args.write:
-            record(args.write, found)
-    sys.exit(0 if all(row["within_2d"] for row in found["drafted"]) else 1)
+        rows = measure(args)
+        show(rows)
+    sys.exit(any(map(differs, rows)))
 
 
 if __name__ == "__main__":

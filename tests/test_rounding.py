@@ -1,0 +1,472 @@
+"""rounding.py and what rests on it: a pass over K + 1 positions rounds as K + 1 passes over one, so that drafted greedy
+text is plain greedy text, bit for bit.
+
+Made-up kernels that add in another order for some shapes show that the self-checks see it; models of random weights,
+that all logits are the same bits; the demo, that texts are.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import Tensor
+
+import generate as engines
+from checkpoint import load_model, random_model
+from generate import Engine, generate
+from model import Config
+from rounding import cancelling, same_attention, same_widths
+from sampling import Sampling
+from speculative import AUTO_K, Costs, DraftLength, ModelDraft, NgramDraft, layer_subset
+from tests.attacks import drift
+from weights import cpu
+from weights.cpu import in_widths, laid_out
+from weights.linears import pack_model, same_rows
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def in_order(x: Tensor, backwards: bool) -> Tensor:
+    """Sums (…, n) -> (…) in float32, one number after the other from one end. torch's own cumsum adds in float64."""
+    return torch.from_numpy((x.flip(-1) if backwards else x).float().numpy().cumsum(-1)[..., -1])
+
+
+@contextlib.contextmanager
+def threads(n: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -------------------------------------------------------------------------------------- what is multiplied
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [64, 577, 2048])
+def test_sums_that_cancel(n, dtype):
+    """A check that multiplies numbers whose float32 sums are exact, in whatever order, sees nothing."""
+    x = cancelling(16, n, dtype)
+    assert x.shape == (16, n) and x.dtype == dtype and x.isfinite().all()
+    assert (x.double().sum(1) == 0).all()
+    assert (in_order(x, False) != in_order(x, True)).sum() >= 12
+
+
+# -------------------------------------------------------------------------------- products that round alike
+
+ADDS_BACKWARDS = {  # rows of a product and their places -> which of them it adds up backwards
+    "never": lambda M, row: False,
+    "one row": lambda M, row: M == 1,
+    "more than 12 rows": lambda M, row: M > 12,
+    "odd numbers": lambda M, row: M % 2 == 1,
+    "not the first row": lambda M, row: row > 0,
+    "the last of a full tile": lambda M, row: row % 8 == 7,
+    "many threads": lambda M, row: M > 4 and torch.get_num_threads() > 1,
+}
+
+
+@pytest.mark.parametrize(
+    "name, fewest, widths",
+    [
+        ("never", 1, [*range(1, 17)]),
+        ("one row", 2, [*range(2, 17)]),
+        ("one row", 1, [1]),
+        ("more than 12 rows", 1, [*range(1, 13)]),
+        ("more than 12 rows", 16, [*range(13, 17)]),
+        ("odd numbers", 1, [*range(1, 17, 2)]),
+        ("odd numbers", 2, [*range(2, 17, 2)]),
+        ("not the first row", 1, [1]),
+        ("the last of a full tile", 1, [*range(1, 8)]),
+        ("many threads", 1, [*range(1, 5)]),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widths_of_made_up_kernels(name, fewest, widths, dtype):
+    """Any order for all shapes is as good; a shape that a kernel adds up otherwise must not be let in."""
+
+    def product(x: Tensor) -> Tensor:
+        backwards = [ADDS_BACKWARDS[name](len(x), row) for row in range(len(x))]
+        return torch.stack([in_order(row, back) for row, back in zip(x, backwards, strict=True)])[:, None]
+
+    with threads(2):
+        found = same_widths(product, 192, dtype, range(1, 17), fewest)
+        assert found == widths and torch.get_num_threads() == 2
+
+
+def test_no_widths_where_results_depend_on_the_call():
+    calls = itertools.count()
+    with threads(2):
+        assert same_widths(lambda x: x[:, :1] + next(calls), 64, torch.float32, range(1, 5), fewest=1) == []
+
+
+# ------------------------------------------------------------------------------- attention that rounds alike
+
+
+def made_up(where):
+    """Attention that adds up the keys of query `at` of T one by one, backwards where(T, rows, S, at)."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        (B, H, T, E), (rows, S) = q.shape, bias.shape[2:]
+        picked = [0, T - 1]  # the others are not looked at, and all heads are alike
+        scores = q[0, 0, picked].double() @ k[0, 0].double().T + bias[0, 0, picked]  # (2, S), exact
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()[:, None].float() * v[0, 0].float().T  # (2, E, S)
+        first, last = (in_order(each, where(T, rows, S, at)) for each, at in zip(weights, picked, strict=True))
+        return torch.stack([first] * (T == 1) or [first, *[last] * (T - 1)]).expand(B, H, T, E)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    "where, tile",
+    [
+        (lambda T, rows, S, at: False, (1, 16)),
+        (lambda T, rows, S, at: S % 32 != 0, (1, 32)),
+        (lambda T, rows, S, at: S % 512 > 256, (1, 512)),
+        (lambda T, rows, S, at: rows == 1, (2, 16)),
+        (lambda T, rows, S, at: rows % 8 != 0, (8, 16)),
+        (lambda T, rows, S, at: rows % 8 != 0 or S % 32 != 0, (8, 32)),
+        (lambda T, rows, S, at: T > 1 and S > 768, None),
+        (lambda T, rows, S, at: T >= 768, None),
+        (lambda T, rows, S, at: T == 6, None),
+        (lambda T, rows, S, at: T > 1 and at == 0, None),
+        (lambda T, rows, S, at: torch.get_num_threads() > 1, None),
+    ],
+    ids=["honest", "keys/32", "keys/512", "one row", "rows/8", "both", "far", "prompts", "six", "first", "threads"],
+)
+def test_tiles_of_made_up_attention(where, tile):
+    """What a kernel adds up otherwise for some shape is either avoided by the tile or refused."""
+    with threads(2):
+        assert same_attention(made_up(where), 1, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16)) == tile
+
+
+def test_attention_elsewhere_is_not_vouched_for():
+    def attend(*given):
+        raise AssertionError("tried on another device")
+
+    assert same_attention(attend, 1, 4, 2, 16, torch.empty(1, device="meta")) is None
+
+
+# -------------------------------------------------------------------------------------- products in parts
+
+
+@pytest.mark.parametrize("widths", [(1, 2, 3, 8), (2, 5), (4,)])
+def test_parts_and_padding_give_each_row_what_it_gets_alone(widths):
+    """A part of a wrong size, zeros that stay, or rows that change places would show."""
+    sizes, x = [], torch.arange(3.0 * widths[-1] * 2).view(-1, 2)
+    x[1] = math.nan
+
+    def product(x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return torch.stack([in_order(row * torch.tensor([3.0, 1.0]), False) for row in x])[:, None]
+
+    alone = product(x)
+    for M in range(1, len(x) + 1):
+        sizes.clear()
+        y = in_widths(product, x[:M], widths)
+        assert y.shape == (M, 1) and torch.equal(y.nan_to_num(-1), alone[:M].nan_to_num(-1))
+        assert set(sizes) <= set(widths) and len(sizes) == math.ceil(M / widths[-1])
+    sizes.clear()
+    in_widths(product, x, widths, most=len(x) - 1), in_widths(product, x[:3], ())
+    assert sizes == [len(x), 3], "cut although there were too many rows, or no widths"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out, n", [(48, 576), (1088, 1024)], ids=["small", "large"])
+def test_products_give_each_row_what_it_gets_alone(out, n, dtype):
+    """The kernels themselves, with weights that do not cancel, and with a row of NaN between."""
+    generator = torch.Generator().manual_seed(0)
+    packed = laid_out(torch.randn(out, n, generator=generator).to(dtype))
+    M = 3 * packed.widths[-1] if packed.widths[-1] < 64 else packed.widths[-1] + 9
+    x = torch.randn(M, n, generator=generator).to(dtype)
+    alone = torch.cat([packed(row[None]) for row in x])
+    for M in (*range(1, 34), len(x)):
+        if packed.same_rows >= M:
+            assert torch.equal(bits(packed(x[:M])), bits(alone[:M])), M
+    x[2] = math.nan
+    for M in (3, 4, 9, 17):
+        y = packed(x[:M])
+        assert y[2].isnan().all()
+        assert torch.equal(bits(y[3:]), bits(alone[3:M])), "a row's NaN reached another"
+
+
+# --------------------------------------------------------------------------------------- the law of the bits
+
+SHAPE = Config(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, ffn_dim=96, vocab_size=131, max_seq_length=2100,
+    norm_eps=1e-5,
+)  # fmt: skip
+WIDTHS = (1, 2, 3, 6, 9)
+# Where passes begin: before a block of 512 keys ends; where a window is gathered by passes over one position and not
+# over nine, and where those of both have more keys than the window's blocks; and in a window's own first block.
+PLACES = {None: (500,), 510: (1012, 1525), 600: (590, 1525)}
+
+
+def large_numbers(config: Config, **options):
+    """Random weights, ten times as large as usual, so that attention looks at few keys and logits differ."""
+    model = random_model(config, pack=False, **options)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dim() > 1 and not options.get("quantize"):
+            parameter.data.mul_(10)
+    return pack_model(model)
+
+
+@torch.inference_mode()
+def logits(engine: Engine, tokens: Tensor, begins: Tensor, n: int, width: int) -> Tensor:
+    """(B, n, V) of n positions from begins (B,) on, by passes over `width`."""
+    found = []
+    for done in range(0, n, width):
+        T = min(width, n - done)
+        pos = begins[:, None] + done + torch.arange(T)  # (B, T)
+        caches = engine.cached.upto(int(pos.max()) + 1)
+        found.append(engine.model(tokens.gather(1, pos), pos, caches))
+    return torch.cat(found, dim=1)
+
+
+def filled(model, tokens: Tensor, upto: int) -> Engine:
+    """An engine whose caches hold these tokens, up to a position."""
+    engine = Engine(model, len(tokens), tokens.size(1))
+    with torch.inference_mode():
+        for begin in range(0, upto, 512):
+            pos = torch.arange(begin, min(begin + 512, upto))
+            model.hidden(tokens[:, pos], pos, engine.cached.upto(begin + 512))
+    return engine
+
+
+SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
+
+
+@pytest.mark.parametrize(
+    "scheme, window, R",
+    [
+        *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
+        *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1))),
+    ],
+)
+def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
+    """Whatever is summed in another order in a wider pass, a longer one, or beside other rows, would show."""
+    dtype, quantize = (getattr(torch, scheme), None) if "float" in scheme else (torch.bfloat16, scheme)
+    config = dataclasses.replace(SHAPE, n_kv_heads=4 // R, windows=(None, window))
+    model = large_numbers(config, dtype=dtype, quantize=quantize)
+    tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
+    n = 20
+    engine, alone = filled(model, tokens, max(PLACES[window])), filled(model, tokens[2:], max(PLACES[window]))
+    assert engine.identical and alone.identical
+    for begin in PLACES[window]:
+        begins = begin - torch.tensor([0, 1, 7])
+        plain = logits(engine, tokens, begins, n, 1)
+        assert plain.std() > 0.01 and plain.argmax(-1).unique().numel() > 5, "nothing to tell apart"
+        for width in WIDTHS[1:]:
+            assert torch.equal(bits(logits(engine, tokens, begins, n, width)), bits(plain)), (begin, width)
+        for width in WIDTHS:
+            one = logits(alone, tokens[2:], begins[2:], n, width)
+            assert torch.equal(bits(one), bits(plain[2:])), f"position {begin}, width {width}: alone otherwise"
+
+
+@pytest.mark.parametrize("control, R", [("lengths", 4), ("queries", 1), ("rows", 4)])
+def test_each_measure_is_needed(control, R):
+    """Without it the same comparison finds other bits in float32, so that it could have found them above."""
+    tokens = torch.randint(0, 131, (1, 200), generator=torch.Generator().manual_seed(1))
+    with drift.UNDONE[control]():
+        model = large_numbers(dataclasses.replace(SHAPE, n_kv_heads=4 // R), dtype=torch.float32)
+        engine = filled(model, tokens, 80)
+        plain, *others = (logits(engine, tokens, torch.tensor([80]), 60, width) for width in WIDTHS)
+    if all(torch.equal(bits(plain), bits(other)) for other in others):
+        pytest.skip("this processor rounds alike without it")
+
+
+# ------------------------------------------------------------------------------------------ the law of texts
+
+PROMPTS = ("Once upon a time", "Tom had a red ball. He did not like", "The")
+LAYERS = (0, 1, 2, 5)
+GREEDILY = Sampling(0)
+
+
+@functools.cache
+def demo(quantize: str | None = None):
+    return pack_model(load_model(ROOT / "checkpoints" / "demo", quantize=quantize))
+
+
+@functools.cache
+def demo_draft():
+    return pack_model(load_model(ROOT / "checkpoints" / "demo-draft"))
+
+
+@functools.cache
+def prompt_ids() -> list[list[int]]:
+    from tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(ROOT / "checkpoints" / "demo")
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+def texts(engine: Engine, prompts: list[list[int]], n: int, sampling: Sampling = GREEDILY, **options) -> list[list]:
+    rows = [[] for _ in prompts]
+    for row, id in generate(
+        engine.model, prompts, sampling=sampling, max_new_tokens=n, engine=engine, seed=5, **options
+    ):
+        rows[row].append(id)
+    return rows
+
+
+@pytest.fixture
+def any_k(monkeypatch):
+    """Where a draft length is "auto", any that it could choose, whatever the clock says."""
+    generator = random.Random(0)
+    monkeypatch.setattr(
+        DraftLength, "choose", lambda self: self.fixed if self.fixed is not None else generator.choice((0, *AUTO_K))
+    )
+
+
+N_NEW = 60
+
+
+@functools.cache
+def plain_texts(quantize: str | None, rows: int) -> list[list]:
+    model = demo(quantize)
+    return texts(Engine(model, rows, 160), prompt_ids()[:rows], N_NEW)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("quantize", [None, "int4-g32"], ids=["bfloat16", "int4-g32"])
+@pytest.mark.parametrize("drafter", ["ngram", "layers", "model"])
+def test_drafted_greedy_text_is_plain_greedy_text(drafter, quantize, rows, any_k):
+    """Any sum of another order somewhere would sooner or later choose the other of two near ties."""
+    model = demo(quantize)
+    made = {
+        "ngram": NgramDraft,
+        "layers": lambda: ModelDraft(layer_subset(model, LAYERS), on_layers=LAYERS),
+        "model": lambda: ModelDraft(demo_draft()),
+    }[drafter]
+    for k in (1, 5, "auto") if rows == 3 and quantize is None else ("auto",):
+        engine = Engine(model, rows, 160, drafter=made(), speculate_k=k)
+        engine.costs = Costs(1.0, dict.fromkeys(AUTO_K, 1.0), dict.fromkeys(AUTO_K, 1.0))
+        assert engine.identical
+        assert texts(engine, prompt_ids()[:rows], N_NEW) == plain_texts(quantize, rows), k
+
+
+def test_a_row_of_a_batch_has_its_own_text():
+    assert plain_texts(None, 3)[:1] == plain_texts(None, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_text_of_no_drafted_token_is_plain_text(rows):
+    model, sampling = demo(), Sampling(1.0, top_k=40)
+    engine = Engine(model, rows, 160, drafter=NgramDraft(), speculate_k=0)
+    plain = texts(Engine(model, rows, 160), prompt_ids()[:rows], N_NEW, sampling)
+    assert texts(engine, prompt_ids()[:rows], N_NEW, sampling) == plain
+    assert len(set(map(tuple, plain))) == rows and plain != plain_texts(None, rows)
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_a_draft_that_is_the_target_is_always_accepted(k):
+    """p / q is 1 only where both passes, over one or two positions and over K + 1, have the same bits: with other bits
+    a drafted token is refused about once in a thousand."""
+    model = demo()
+    engine = Engine(model, 3, 260, drafter=ModelDraft(model), speculate_k=k)
+    accepted, step = [], engine.step
+    engine.step = lambda length, k: (accepted.append(engine.state.done.clone()), step(length, k))[1]
+    seen = []
+    inner = engine.result
+
+    def result(drafted: int, times: tuple):
+        found = inner(drafted, times)
+        seen.append((found.accepted.tolist(), found.overlap.tolist()))
+        return found
+
+    engine.result = result
+    texts(engine, prompt_ids(), 120, Sampling(1.0))
+    for done, (n, overlap) in zip(accepted, seen[1:], strict=True):
+        for row in range(3):
+            if not done[row]:
+                assert n[row] == k, f"{n[row]} of {k} drafted tokens accepted"
+                assert min(overlap[row]) > 1 - 1e-5
+    assert len(accepted) >= 120 // (k + 1)
+
+
+# ------------------------------------------------------------------------------- chats, and prompts in chunks
+
+
+def held(engine: Engine, length: int) -> list[Tensor]:
+    """Keys and values up to a position, bits."""
+    return [bits(x[:, :, :length]) for cache in engine.cached.caches.layers for x in (cache.k, cache.v)]
+
+
+def same_held(one: Engine, other: Engine, length: int) -> bool:
+    pairs = zip(held(one, length), held(other, length), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_kept_conversation_is_a_fresh_one(k):
+    """What was decoded token by token, or drafted, stands in the caches as a prompt of the same ids would write it."""
+    model, (prompt, more, _) = demo(), prompt_ids()
+    kept = Engine(model, 1, 400, drafter=NgramDraft() if k else None, speculate_k=k)
+    (first,) = texts(kept, [prompt], 80)
+    ids = [*prompt, *first, *more]
+    cached = len(prompt) + len(first) - 1  # no layer has seen the last token
+    kept_text = texts(kept, [ids], 60, cached=cached)
+    fresh = Engine(model, 1, 400)
+    assert kept_text == texts(fresh, [ids], 60)
+    assert same_held(kept, fresh, len(ids) + 59)
+    tokens, pos = torch.tensor([[*ids, *kept_text[0]]]), torch.tensor([len(ids) + 59])
+    with torch.inference_mode():
+        here, there = (model(tokens[:, -1:], pos, engine.cached.upto(len(ids) + 60)) for engine in (kept, fresh))
+    assert torch.equal(bits(here), bits(there))
+
+
+def test_prompts_in_chunks_are_prompts_in_one_pass(monkeypatch):
+    model = demo()
+    ids = torch.randint(3, 2048, (2, 330), generator=torch.Generator().manual_seed(0))
+    prompts = [ids[0].tolist(), ids[1, :290].tolist()]
+    whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
+    text = texts(whole, prompts, 40)
+    monkeypatch.setattr(engines, "PREFILL_CHUNK", 64)
+    assert texts(cut, prompts, 40) == text
+    assert same_held(whole, cut, 290 + 39)
+
+
+# ------------------------------------------------------------------------------------------- what is vouched for
+
+
+def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkeypatch):
+    model = large_numbers(SHAPE)
+    assert Engine(model, 2, 64).identical
+    monkeypatch.setattr(engines, "same_attention", lambda *given: None)
+    assert not Engine(model, 2, 64).identical
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "fp8"])
+def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme, monkeypatch):
+    config = dataclasses.replace(SHAPE, vocab_size=137)  # no other test's: what was tried is remembered
+    monkeypatch.setattr(cpu, "same_widths", lambda *given, **options: [])
+    for name in ("int8_widths", "int4_widths"):
+        monkeypatch.setattr(cpu, name, lambda *given: [])
+    monkeypatch.setattr(
+        cpu.PackedWeights, "shapes", cpu.PackedWeights.shapes.__func__.__wrapped__.__get__(cpu.PlainWeights)
+    )
+    model = large_numbers(config, quantize=scheme)
+    assert same_rows(model) == 0 and not Engine(model, 1, 64).identical
+    tokens = torch.arange(20)[None]
+    assert model(tokens, torch.arange(20)).isfinite().all(), "and yet it decodes"
+
+
+@pytest.mark.parametrize("scheme, most", [("int8", 64), ("int4-g32", 256)])
+def test_an_engine_vouches_for_as_many_rows_as_its_kernels_do(scheme, most):
+    model = large_numbers(SHAPE, quantize=scheme)
+    drafted = functools.partial(Engine, model, max_seq_length=32, drafter=NgramDraft())
+    assert drafted(batch_size=most // 8, speculate_k=7).identical
+    assert not drafted(batch_size=most // 8, speculate_k=8).identical
+    assert not drafted(batch_size=most // 8, speculate_k="auto").identical, "8 is one of auto's"
+    assert Engine(model, most // 8, 32).identical
