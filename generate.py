@@ -265,8 +265,8 @@ class Engine:
         for prompted in self.prompted:
             prompted.caches.clear(cached, end)
         last = self.cached.run_prompts(self.state, lengths, cached)
-        for draft in self.prompted[1:]:  # its cache may be behind: by the last round's last token, and by plain steps
-            draft.run_prompts(self.state, lengths, max(0, cached - 1 - self.missed))
+        for draft in self.prompted[1:]:  # its cache may be behind: by the last round's tokens, and by plain steps
+            draft.run_prompts(self.state, lengths, max(0, cached + 1 - self.drafter.fed - self.missed))
         self.missed = 0
         decide(self.state, self.model.head(last))
         return self.result(0, ())

@@ -211,8 +211,7 @@ class KVCache(nn.Module):
         if keys.index is None:
             return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask)
         row = torch.arange(B, device=q.device)[:, None]  # (B, 1)
-        k = self.k[row, :, keys.index].transpose(1, 2)  # (B, S, G, E) -> (B, G, S, E)
-        v = self.v[row, :, keys.index].transpose(1, 2)
+        k, v = (x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
         return attend(q, k, v, keys.mask)
 
 
@@ -222,10 +221,10 @@ class Caches(NamedTuple):
     layers: tuple[KVCache, ...]
     key_pos: Tensor  # (S,) 0, 1, 2, …
     rows: int = 1  # attention takes a multiple of so many query rows
+    taps: dict[int, nn.Module] | None = None  # layer -> what is told, by `update(x, pos)`, what enters that layer
 
     def upto(self, length: int) -> "Caches":
-        """The same keys and values, for calls that query no position >= `length`. A length of a tensor, not a number:
-        whoever traces the model can leave it open."""
+        """The same, for calls that query no position >= `length`: a tensor's length, which a trace can leave open."""
         return self._replace(key_pos=self.key_pos[:length])
 
     def clear(self, begin: int, end: int) -> None:
@@ -375,14 +374,15 @@ class Transformer(nn.Module):
         }
 
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches | None = None) -> Tensor:
-        """tokens (B, T) int, pos (T,) or (B, T) int, absolute and consecutive within a row -> final
-        normed hidden states (B, T, D)."""
+        """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed hidden states (B, T, D)."""
         pos = pos.expand(tokens.shape)  # (B, T)
         rope = self.rope(pos)
         x = self.embed(tokens)  # (B, T, D)
         keys = self.keys(pos, caches, x.dtype)
-        cached = [None] * len(self.layers) if caches is None else caches.layers
-        for layer, window, cache in zip(self.layers, self.windows, cached, strict=True):
+        cached, taps = ([None] * len(self.layers), None) if caches is None else (caches.layers, caches.taps)
+        for number, (layer, window, cache) in enumerate(zip(self.layers, self.windows, cached, strict=True)):
+            if taps and number in taps:
+                taps[number].update(x, pos)
             x = layer(x, pos, rope, keys[window], cache)
         return self.norm(x)
 

@@ -46,13 +46,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def accept(
-    draft_tokens: Tensor,
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    generator: torch.Generator | None = None,
-    *,
+    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, generator: torch.Generator | None = None, *,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Algorithm 1 of L for every row: how many drafted tokens to keep, and the token that follows them.
 
     draft_tokens (B, K) int, drawn from draft_probs (B, K, V) float32; target_probs (B, K + 1, V) float32
@@ -142,6 +138,7 @@ class Drafter(nn.Module):
 
     owns_cache = False  # whether prompts must go through the drafter's model too
     cached = None  # generate.CachedModel: the drafter's model with its caches
+    fed = 2  # tokens that a round feeds it first: its own cache may be behind by one less
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
@@ -163,6 +160,10 @@ class Drafter(nn.Module):
     def advance(self, n_accepted: Tensor) -> None:
         """The target has decided: n_accepted (B,) of the proposal and one token more stand in the state."""
 
+    def passes(self, k: int) -> int:
+        """How often its model runs to draft k tokens."""
+        return k
+
     def look(self, state: nn.Module) -> None:
         """A step has ended, a round or a plain one: say in state.has_match (B,) which rows have something to draft."""
 
@@ -182,7 +183,7 @@ class ModelDraft(Drafter):
     def __init__(self, model: Transformer, on_layers: Sequence[int] | None = None):
         """`on_layers`: the target's layers whose caches this model's layers use; None for caches of its own."""
         super().__init__(model)
-        self.on_layers, self.owns_cache = on_layers, on_layers is None
+        self.on_layers, self.owns_cache, self.fed = on_layers, on_layers is None, 2 if on_layers is None else 1
 
     def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
         super().setup(state, k_max, target, prepare)
@@ -196,22 +197,26 @@ class ModelDraft(Drafter):
         caches = self.cached.upto(state.length)
         self.drawn.zero_()
         for step in range(state.k):
-            fed = 2 if step == 0 and self.owns_cache else 1
+            fed = self.fed if step == 0 else 1
             self.prepare(self.draw_next, fed)(caches, state, fed)
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def draw_next(self, caches: Caches, state: nn.Module, fed: int) -> None:
         """Run the last `fed` tokens and draw the one after them."""
         last = state.pos + self.drawn  # (B,)
-        h = self.hidden(caches, state, last, fed)[:, -1]  # (B, D)
-        logits = self.model.head(h)[:, : self.vocab]  # (B, V) of the shorter vocabulary
+        self.draw(state, self.hidden(caches, state, last, fed)[:, -1:], last[:, None] + 1)
+
+    def draw(self, state: nn.Module, h: Tensor, pos: Tensor) -> None:
+        """Draw the tokens at pos (B, T), each from its own h (B, T, D), and note them behind those drawn before."""
+        logits = self.model.head(h)[..., : self.vocab]  # (B, T, V) of the shorter vocabulary
         q = sampling.distribution(logits, state.kind, state.values)
-        token = draw(q, uniform(state.seed, last + 1, DRAFT_DRAW), state.kind).clamp(min=0)  # (B,)
-        token = state.broadcast(token)
-        state.tokens.scatter_(1, last[:, None] + 1, token[:, None])
-        self.tokens.index_copy_(1, self.drawn[None], token[:, None])
-        self.probs[..., : self.vocab].index_copy_(1, self.drawn[None], q[:, None])
-        self.drawn.add_(1)
+        noise = uniform(state.seed[:, None].expand_as(pos), pos, DRAFT_DRAW)  # (B, T)
+        token = state.broadcast(draw(q, noise, state.kind).clamp(min=0))
+        state.tokens.scatter_(1, pos, token)
+        at = self.drawn + torch.arange(pos.size(1), device=pos.device)  # (T,)
+        self.tokens.index_copy_(1, at, token)
+        self.probs[..., : self.vocab].index_copy_(1, at, q)
+        self.drawn.add_(pos.size(1))
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
         """Hidden states (B, T, D) of the T positions up to `last` (B,); what would stand before 0 is position 0."""
@@ -222,7 +227,7 @@ class ModelDraft(Drafter):
     def catch_up(self, missed: int) -> None:
         if self.owns_cache:
             for chunk in reversed(range(math.ceil(missed / self.CHUNK))):  # the oldest first
-                self.missing.fill_(2 + chunk * self.CHUNK)  # `draw_next` writes the last two
+                self.missing.fill_(self.fed + chunk * self.CHUNK)  # `draw_next` writes the last
                 self.prepare(self.fill)(self.cached.upto(self.state.length), self.state)
 
     def fill(self, caches: Caches, state: nn.Module) -> None:

@@ -12,19 +12,26 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from checkpoint import config_of, fingerprints, load_config, load_model, random_model
+from drafts.eagle import EagleDraft, load_eagle
+from drafts.pard import PardDraft
+from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from model import Transformer
 from program.edge import interrupts_held
 from quantize import quantized_copy
-from reading.files import open_shards, shards
-from reading.vocabularies import read_json
+from reading import files
+from reading.drafts import kind_of, pard_token
+from reading.vocabularies import led_by, read_json
 from sampling import Sampling
 from speculative import Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
 from tokenizer import Tokenizer, load_tokenizer
 from tp import Ranks, ranks_of
 from weights.linears import pack_model
+
+LEAST_SHARED = 0.5  # of the target's tokens; at 80 % a fourth of what is drafted was seen to be accepted
 
 # Keys of generation_config.json that change no text, or that the tokenizer reads.
 NO_SETTINGS = {
@@ -109,12 +116,7 @@ def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokeni
     """What --draft_checkpoint or --draft asks for, its model not packed. ValueError where it does not fit the target,
     which is not packed either."""
     if args.draft_checkpoint:
-        folder, device, ranks = args.draft_checkpoint, model.norm.weight.device, ranks_of(model)
-        dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
-        check_same_tokens(tokenizer, load_tokenizer(folder), folder)
-        ranks.check_same(lambda: fingerprints(Path(folder), open_shards(shards(Path(folder)))))
-        options = {"quantize": args.draft_quantize, "tp": ranks if args.draft_tp == "sharded" else None}
-        return ModelDraft(load_model(folder, device=device, dtype=dtype, progress=True, pack=False, **options))
+        return folder_drafter(args, Path(args.draft_checkpoint), model, tokenizer)
     kind, _, rest = (args.draft or "").partition(":")
     try:
         if args.draft is None:
@@ -133,15 +135,53 @@ def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokeni
         raise ValueError(f"--draft {args.draft}: {error}") from None
 
 
+def folder_drafter(args: argparse.Namespace, folder: Path, model: Transformer, tokenizer: Tokenizer) -> Drafter:
+    """The drafter of --draft_checkpoint: its config.json says whether it is a model, a PARD or an EAGLE-3 draft."""
+    device, ranks = model.norm.weight.device, ranks_of(model)
+    hf = files.read_json(folder / "config.json") if folder.exists() else {}  # which load_config will name
+    with led_by(folder / "config.json"):
+        kind = kind_of(hf)
+        mask = pard_token(hf) if kind == "pard" else None
+    ranks.check_same(lambda: fingerprints(folder, files.open_shards(files.shards(folder))))
+    if kind == "eagle3":
+        if args.draft_tp == "sharded":
+            raise ValueError(f"--draft_tp sharded: {folder} is an EAGLE-3 draft, which every rank holds whole")
+        draft = load_eagle(folder, model)
+        return EagleDraft(quantized_copy(draft, args.draft_quantize) if args.draft_quantize else draft)
+    dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
+    own = load_tokenizer(folder)
+    ids = shared_tokens(tokenizer, own, model.config.vocab_size, folder)
+    options = {"quantize": args.draft_quantize, "tp": ranks if args.draft_tp == "sharded" else None}
+    draft = load_model(folder, device=device, dtype=dtype, progress=True, pack=False, **options)
+    if ids is not None:
+        translate(draft, ids, own.bos_id or 0, mask)
+        mask = None if mask is None else model.config.vocab_size
+    return ModelDraft(draft) if mask is None else PardDraft(draft, mask)
+
+
 def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
     """ValueError unless both read every id as the same string. Models may still have padded vocabularies."""
     for id, pieces in enumerate(itertools.zip_longest(tokenizer.pieces(), other.pieces())):
         if pieces[0] != pieces[1]:
-            target, draft = ("no token" if p is None else repr(p.decode(errors="replace")) for p in pieces)
-            raise ValueError(
-                f"{folder}: its tokenizer differs from the target's: token {id} is {draft}, the target's {target};"
-                " a draft model must have the same tokenizer"
-            )
+            first, second = ("no token" if p is None else repr(p.decode(errors="replace")) for p in pieces)
+            raise ValueError(f"{folder}: its tokenizer differs from the first's: token {id} is {second}, there {first}")
+
+
+def shared_tokens(tokenizer: Tokenizer, other: Tokenizer, V: int, folder: Path) -> Tensor | None:
+    """None where both read every id as the same string; models may still have padded vocabularies. Otherwise the
+    draft's id for each of the target's V (V,), -1 where it has none. ValueError where they share too few."""
+    pieces, own = tokenizer.pieces(), other.pieces()
+    if pieces == own:
+        return None
+    ids = ids_by_string(pieces, own, V)
+    longer = [id for id, piece in enumerate(pieces[:V]) if len(piece) > 1]  # every tokenizer has most single bytes
+    shared = int((ids[longer] >= 0).sum())
+    said = f"its tokenizer has {shared} of the target's {len(longer)} tokens of more than a byte"
+    said += f" ({shared / max(1, len(longer)):.1%})"
+    if shared < LEAST_SHARED * len(longer):
+        raise ValueError(f"{folder}: {said}; a draft needs at least {LEAST_SHARED:.0%} of them")
+    print(f"{folder}: {said} and drafts over these alone", file=sys.stderr)
+    return ids
 
 
 def warm_up(engine: Engine, sampling: Sampling, filled: int) -> None:

@@ -46,7 +46,8 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     for step in timing.records:
         read += weights + sum(attended_bytes(per, n + step.k) for n in step.positions)
         for own, own_per in draft:
-            read += sum(own + sum(attended_bytes(own_per, n + i) for n in step.positions) for i in range(step.k))
+            passes = range(engine.drafter.passes(step.k))
+            read += sum(own + sum(attended_bytes(own_per, n + i) for n in step.positions) for i in passes)
     return read
 
 

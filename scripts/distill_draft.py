@@ -8,6 +8,7 @@
     hold_out, Windows               the last documents are kept apart; the others are learned in random windows
     measure_costs, predict          c and v of this pair on this machine, and the speed-up that alpha leads to
     add_gradients, acceptance       KL(target || draft) of a window, and alpha: mean sum of min(p, q) on held-out text
+    acceptance_by_position          the same at each position of a draft, for --kind pard and eagle3 (draft_kinds.py)
     Run, train, export              the loop, everything that a stop must not lose, and the folder that it ends in
 
 A text's documents are separated by `<|endoftext|>`, or where it holds none by blank lines. With --prompts the target
@@ -18,6 +19,7 @@ same command continues from it. This file does not know how drafts are used: tha
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -25,6 +27,7 @@ import os
 import pickle
 import random
 import re
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import allocate, empty_model, fingerprints, load_config, load_model, random_model, save_model
+from checkpoint import fingerprints, load_config, load_model
 from generate import Engine, generate
 from model import Config, Transformer
 from program.edge import ending_plainly, interrupts_held, use_threads
@@ -44,7 +47,8 @@ from program.loading import compiles, pick_device, pick_dtype
 from program.prompts import conversation_ids
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
-from speculative import Costs, ModelDraft, speedup
+from scripts.draft_kinds import KINDS, Eagle3, Model, Pairs, Pard, by_position, deployed
+from speculative import Costs
 from tokenizer import Tokenizer, copy_files, load_tokenizer
 from weights.linears import pack_model
 
@@ -249,10 +253,14 @@ def cut(texts: tuple[list[Tensor], list[Tensor]], context: int, bos: int | None)
 # ---------------------------------------------------------------------------------------------- theory
 
 
-def measure_costs(target: Transformer, hf: dict, args: argparse.Namespace, dtype: torch.dtype) -> Costs:
+def measure_costs(target: Transformer, kind: Model, args: argparse.Namespace, dtype: torch.dtype) -> Costs:
     """Of this shape, with random weights, as a drafter for the target on this machine, half a context filled."""
     device, sampling = target.norm.weight.device, Sampling(args.temperature)
-    drafter = ModelDraft(pack_model(random_model(Config.from_hf(hf), device=device, dtype=dtype)))
+    draft = kind.trained()
+    init_weights(draft, args.seed)
+    kind.bind(draft, target)
+    drafter = kind.drafter(draft.to(device, dtype))
+    pack_model(drafter.model)
     compile = compiles(args.compile, device)
     engine = Engine(target, 1, args.context, compile=compile, drafter=drafter, speculate_k="auto")
     if compile:
@@ -260,10 +268,12 @@ def measure_costs(target: Transformer, hf: dict, args: argparse.Namespace, dtype
     return engine.calibrate(sampling, args.context // 2, rounds=15)
 
 
-def predict(costs: Costs, alpha: float) -> tuple[int, float]:
-    """(K, speed-up) of the K that pays best, at least 1. It grows with alpha, also where it is below 1 and nothing
-    pays yet: Costs.best, which may choose not to draft, would stand still there."""
-    found = {k: speedup(alpha, k, costs.c(k), costs.v(k)) for k in costs.verify_s}
+def predict(costs: Costs, alpha: float | Sequence[float]) -> tuple[int, float]:
+    """(K, speed-up) of the K that pays best, at least 1, for one alpha or one for each position of a draft. It grows
+    with alpha, also where it is below 1 and nothing pays yet: Costs.best, which may choose not to draft, would stand
+    still there."""
+    alphas = alpha if isinstance(alpha, Sequence) else [alpha]
+    found = {k: by_position(alphas, k) / costs.round(k) for k in costs.verify_s}
     k = max(found, key=found.get)
     return k, found[k]
 
@@ -295,7 +305,7 @@ def project_embedding(draft: Transformer, target: Transformer) -> None:
     E = target.embed(ids).float()  # (V, D of the target), quantized or not
     _, directions = torch.linalg.eigh(E.T @ E)  # in ascending order
     projected = E @ directions[:, -draft.config.dim :].flip(1)  # (V, D)
-    draft.embed.weight.copy_(projected * (0.02 / projected.std()))
+    draft.embed.weight[: len(projected)].copy_(projected * (0.02 / projected.std()))  # a mask has no row to project
 
 
 def adamw(model: Transformer) -> torch.optim.AdamW:
@@ -327,29 +337,55 @@ def autocast(device: str) -> torch.autocast:
 
 
 def blocks(h: Tensor, V: int) -> tuple[Tensor, ...]:
-    """h (B, T, D) in parts (n, D) whose logits may be held at once."""
-    return h.flatten(0, 1).split(max(1, LOGITS // V))
+    """h (..., D) in parts (n, D) whose logits may be held at once."""
+    return h.flatten(0, -2).split(max(1, LOGITS // V))
 
 
-def add_gradients(draft: Transformer, target: Transformer, rows: Tensor) -> float:
+def pairs_of(kind: Model | None, draft: Transformer, target: Transformer, rows: Tensor, seed: int | None) -> Pairs:
+    """States of the target and of the draft whose distributions should agree, by position in a draft, for rows (B, T).
+    `seed` draws what a kind learns at random; None for what it is evaluated on."""
+    pos, tapped = torch.arange(rows.size(1), device=rows.device), None
+    with torch.no_grad():
+        h, tapped = kind.tapped(target, rows) if isinstance(kind, Eagle3) else (target.hidden(rows, pos), None)
+    with autocast(rows.device.type) if draft.norm.weight.requires_grad else contextlib.nullcontext():
+        if isinstance(kind, Pard | Eagle3):
+            return kind.pairs(draft, h, rows, tapped if tapped else seed)
+        return [(h, draft.hidden(rows, pos))]
+
+
+def add_gradients(
+    draft: Transformer, target: Transformer, rows: Tensor, kind: Model | None = None, seed: int = 1
+) -> float:
     """Add to the draft's gradients those of KL(target || draft), the mean over the positions of rows (B, T + 1); that
     mean. Logits are made a block of positions at a time, so that (B, T, V) is never held."""
-    tokens, pos, V = rows[:, :-1], torch.arange(rows.size(1) - 1, device=rows.device), target.config.vocab_size
-    with torch.no_grad():
-        h_target = target.hidden(tokens, pos)
-    with autocast(rows.device.type):
-        h = draft.hidden(tokens, pos)  # (B, T, D)
+    V = target.config.vocab_size
+    pairs = pairs_of(kind, draft, target, rows[:, :-1], seed)
+    h_target, h = (torch.cat([part.flatten(0, -2) for part in side]) for side in zip(*pairs))  # (n, D) each
     leaves, total = [block.requires_grad_() for block in blocks(h.detach(), V)], 0.0
     for h_p, h_q in zip(blocks(h_target, V), leaves, strict=True):
         with torch.no_grad():
             log_p = target.head(h_p).log_softmax(-1)  # (n, V)
         with autocast(rows.device.type):
-            log_q = draft.head(h_q).log_softmax(-1)
-        loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / tokens.numel()
+            log_q = draft.head(h_q)[:, :V].log_softmax(-1)
+        loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / len(h)
         loss.backward()
         total += loss.item()
-    h.backward(torch.cat([leaf.grad for leaf in leaves]).view_as(h))  # (B * T, D) -> (B, T, D)
+    h.backward(torch.cat([leaf.grad for leaf in leaves]))
     return total
+
+
+@torch.no_grad()
+def acceptance_by_position(
+    target: Transformer, draft: Transformer, rows: Tensor, temperature: float, kind: Model
+) -> list[float]:
+    """Mean sum of min(p, q) at each position of a draft, where the text's own tokens were drafted before."""
+    V, sampling, totals = target.config.vocab_size, Sampling(temperature), [[] for _ in range(kind.depth)]
+    for part in rows[:, :-1].split(4):
+        for total, pair in zip(totals, pairs_of(kind, draft, target, part, None)):
+            for h_p, h_q in zip(*(blocks(h.flatten(0, -2), V) for h in pair), strict=True):
+                p, q = sampling.probs(target.head(h_p)), sampling.probs(draft.head(h_q)[:, :V])
+                total.append(torch.minimum(p, q).sum(-1).double())
+    return [torch.cat(total).mean().item() for total in totals if total]
 
 
 @torch.no_grad()
@@ -372,13 +408,16 @@ def acceptance(
 class Run:
     """The draft while it learns, and all that a stop must not lose."""
 
-    def __init__(self, hf: dict, args: argparse.Namespace, device: torch.device, dtype: torch.dtype):
-        config = Config.from_hf(hf)
-        self.draft = Transformer(config)
+    def __init__(
+        self, kind: Model, target: Transformer, args: argparse.Namespace, device: torch.device, dtype: torch.dtype
+    ):
+        self.kind, self.draft = kind, kind.trained()
         init_weights(self.draft, args.seed)
         self.draft.to(device)
         self.optimizer = adamw(self.draft)
-        self.deployed = allocate(empty_model(config, dtype), device)  # as it will be loaded: evaluations ask this one
+        self.deployed = deployed(kind, dtype, device)  # as it will be loaded: evaluations ask this one
+        for each in (self.draft, self.deployed):
+            kind.bind(each, target)
         self.settings: dict = {}
         self.costs: Costs | None = None
         self.step, self.seconds, self.losses = 0, 0.0, []  # losses since the last evaluation
@@ -413,15 +452,23 @@ class Run:
         stored = {name: weight.bfloat16() for name, weight in self.draft.named_parameters()}
         for name, weight in self.deployed.named_parameters():
             weight.copy_(stored[name])
-        alphas = acceptance(target, self.deployed, heldout, sorted({1.0, temperature}))
+        wanted = sorted({1.0, temperature})
+        if type(self.kind) is Model:
+            alphas = acceptance(target, self.deployed, heldout, wanted)
+            found = {each: [alpha] for each, alpha in alphas.items()}
+        else:
+            found = {each: acceptance_by_position(target, self.deployed, heldout, each, self.kind) for each in wanted}
+            alphas = {each: statistics.mean(listed) for each, listed in found.items()}
         if not all(map(math.isfinite, alphas.values())):
             raise ValueError(f"step {self.step}: alpha = {alphas[temperature]}: the target's logits are not finite")
-        k, expected = predict(self.costs, alphas[temperature])
+        k, expected = predict(self.costs, found[temperature])
         loss = sum(self.losses) / len(self.losses) if self.losses else None
         self.evaluations.append({
             "step": self.step, "train_loss": loss, "alpha": alphas[temperature], "alpha_temperature_1": alphas[1.0],
             "predicted_speedup": expected, "best_k": k, "c": self.costs.c(k), "v": self.costs.v(k),
         })  # fmt: skip
+        if type(self.kind) is not Model:
+            self.evaluations[-1]["alpha_by_position"] = found[temperature]
         self.losses = []
         if best_and_over(self.predictions, 1)[0] == len(self.evaluations) - 1:
             self.best = {name: weight.cpu() for name, weight in stored.items()}
@@ -431,8 +478,10 @@ def line(found: dict, temperature: float) -> str:
     """One evaluation for people."""
     loss = "–" if found["train_loss"] is None else f"{found['train_loss']:.4f}"
     other = "" if temperature == 1 else f" at temperature {temperature:g}, {found['alpha_temperature_1']:.4f} at 1"
+    each = ", ".join(f"{alpha:.3f}" for alpha in found.get("alpha_by_position", ()))
     return (
-        f"step {found['step']}: train loss {loss}, held-out alpha {found['alpha']:.4f}{other}, predicted speed-up"
+        f"step {found['step']}: train loss {loss}, held-out alpha {found['alpha']:.4f}{other}"
+        f"{f' (by position {each})' if each else ''}, predicted speed-up"
         f" {found['predicted_speedup']:.3f} with K = {found['best_k']}"
     )
 
@@ -462,7 +511,7 @@ def train(run: Run, target: Transformer, windows: Windows, heldout: Tensor, args
 
 def learn(run: Run, target: Transformer, rows: Tensor, args: argparse.Namespace) -> None:
     """One step on rows (B, T + 1)."""
-    run.losses.append(add_gradients(run.draft, target, rows))
+    run.losses.append(add_gradients(run.draft, target, rows, run.kind, 1 + args.seed + run.step))
     if not math.isfinite(run.losses[-1]):
         raise ValueError(f"step {run.step}: the loss is {run.losses[-1]}; a lower --lr than {args.lr} may help")
     warmup = min(200, args.steps // 10)
@@ -505,7 +554,7 @@ def digest(texts: list[Tensor]) -> str:
 
 def export(run: Run, hf: dict, args: argparse.Namespace, result: dict) -> None:
     """The folder --output, under another name until it is whole."""
-    model = allocate(empty_model(Config.from_hf(hf), torch.bfloat16), "cpu")
+    model = deployed(run.kind, torch.bfloat16, "cpu")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(run.best[name])
@@ -515,7 +564,7 @@ def export(run: Run, hf: dict, args: argparse.Namespace, result: dict) -> None:
         (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
         copy_files(args.target, partial)
         (partial / "distill.json").write_text(json.dumps(made, indent=2) + "\n")
-        save_model(model, partial, hf)
+        run.kind.save(model, partial)
 
 
 def check_request(args: argparse.Namespace) -> Config:
@@ -530,6 +579,14 @@ def check_request(args: argparse.Namespace) -> Config:
     if args.prompts and not args.sampled:
         raise ValueError("--prompts needs --sampled TOKENS: how much the target answers")
     config = load_config(args.target)
+    if args.kind == "eagle3":
+        if args.layers not in (None, 1) or args.dim not in (None, config.dim) or args.project:
+            raise ValueError(
+                f"--kind eagle3 has one layer of --dim {config.dim}, the target's, and nothing to --project"
+            )
+        args.layers, args.dim = 1, config.dim
+    if args.layers is None or args.dim is None:
+        raise ValueError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
         raise ValueError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
     args.context = args.context or min(512, config.max_seq_length)
@@ -572,7 +629,8 @@ def distill(args: argparse.Namespace) -> dict:
     """Make the folder --output; what the last line says. KeyboardInterrupt leaves a state to continue from."""
     config, device = check_request(args), pick_device(args.device)
     hf = read_json(args.target / "config.json")
-    draft_hf, dtype = draft_config(hf, args), pick_dtype(args.dtype, config.dtype, device)
+    kind = KINDS[args.kind](draft_config(hf, args), config, args.depth)
+    draft_hf, dtype = kind.hf, pick_dtype(args.dtype, config.dtype, device)
     tokenizer, flags = load_tokenizer(args.target), settings_of(args)
     if tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model's vocabulary only {config.vocab_size}"
@@ -591,9 +649,10 @@ def distill(args: argparse.Namespace) -> dict:
     windows, heldout = cut(texts, args.context, None if args.prompts else tokenizer.bos_id)
     settings = flags | {"the tokens to learn": digest(texts[0]), "the held-out tokens": digest(texts[1])}
 
-    run = Run(draft_hf, args, device, pick_dtype(args.dtype, "bfloat16", device))
+    drafted = dtype if args.kind == "eagle3" else pick_dtype(args.dtype, "bfloat16", device)  # as loading does
+    run = Run(kind, target, args, device, drafted)
     if state is None:
-        run.settings, run.costs = settings, measure_costs(target, draft_hf, args, run.deployed.norm.weight.dtype)
+        run.settings, run.costs = settings, measure_costs(target, kind, args, run.deployed.norm.weight.dtype)
         if args.project:
             project_embedding(run.draft, target)
     else:
@@ -609,8 +668,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="Distil a draft for a target: a folder for generate.py's --draft_checkpoint.")
     add = parser.add_argument
     add("--target", type=Path, required=True, metavar="PATH", help="the model to draft for: a folder or a .gguf file")
-    add("--layers", type=positive, required=True)
-    add("--dim", type=positive, required=True)
+    add("--kind", choices=KINDS, default="model", help="what it will be: default: a model that drafts token by token")
+    add("--depth", type=positive, default=5, help="tokens of a round that pard and eagle3 learn to draft")
+    add("--layers", type=positive, default=None, help="of a model and of pard")
+    add("--dim", type=positive, default=None, help="of a model and of pard; eagle3 has the target's")
     add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
     add("--kv_heads", type=positive, help="default: as many as heads")
     add("--ffn", type=positive, help="default: 8/3 of --dim, up to a multiple of 32")

@@ -60,8 +60,8 @@ def window_of(hf: dict, layer: int) -> int | None:
     return hf.get("sliding_window") if hf["model_type"] == "mistral" else None
 
 
-def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
-    """Logits (n, V) in float64 for one sequence."""
+def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], entering: list | None = None) -> torch.Tensor:
+    """Logits (n, V) in float64 for one sequence. What enters each layer (n, D) is put on the list `entering`."""
     w = {name: tensor.double() for name, tensor in weights.items()}
     n, H, eps = len(tokens), hf["num_attention_heads"], hf["rms_norm_eps"]
     G = hf.get("num_key_value_heads") or H
@@ -75,6 +75,7 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int]) -> tor
     x = w["model.embed_tokens.weight"][tokens]
     for layer in range(hf["num_hidden_layers"]):
         p = f"model.layers.{layer}."
+        entering is None or entering.append(x)
         h = norm(x, w[p + "input_layernorm.weight"], eps)
         q, k, v = (linear(h, f"{p}self_attn.{c}_proj") for c in "qkv")
         window, heads = window_of(hf, layer), []

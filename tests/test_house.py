@@ -14,7 +14,7 @@ from conftest import ROOT
 import program.main
 from program.flags import parse_args
 
-FOLDERS = ("reading", "weights", "program")
+FOLDERS = ("drafts", "reading", "weights", "program")
 FILES = sorted([*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("*.py"))])
 PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
 
@@ -31,6 +31,7 @@ KNOWS = {
     "generate": {"limits", "model", "sampling", "timing", "speculative", "tp", "rounding", "weights"},
     "checkpoint": {"model", "reading", "weights", "tp"},
     "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
+    "drafts": {"drafts", "model", "speculative", "checkpoint", "reading"},
     "reading": {"reading", "weights.formats"},
     "rounding": set(),
     "weights": {"weights", "rounding"},
@@ -65,7 +66,7 @@ def test_sizes():
     assert lines("model", "sampling", "generate") <= 1000
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 7300
+    assert lines(*NAMES) <= 7750
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 

@@ -149,10 +149,6 @@ def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_fold
     "arguments, names",
     [
         (["--draft_checkpoint", "nowhere"], "nowhere"),
-        (
-            ["--draft_checkpoint", str(ROOT / "checkpoints" / "demo-draft")],
-            "tokenizer differs from the target's: token 2",
-        ),
         (["--draft", "layers:0-9"], "--draft layers:0-9: layers"),
         (["--draft", "layers:2-1"], "--draft layers:2-1: '2-1' is no layer"),
         (["--draft", "ngram:0"], "ngram:0 must match at least 1 token"),

@@ -1,0 +1,162 @@
+"""EAGLE-3 (arXiv:2503.01840): one layer drafts from what the target knew before each token.
+
+    Tap             the target's residual stream at one layer, by position, where its passes leave it
+    EagleModel      pairs (token, state) -> logits at the target's ids
+    EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
+    load_eagle      a folder of either layout of reading/drafts.py
+
+Published code counts a pair by the position of its state; here it stands at its token's, one later, which RoPE does not
+tell apart. So it is cached, fed and prefilled like a model's token; position 0 has no pair and is never attended to.
+This file does not know sampling, or how the draft was trained.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import DTYPES, allocate, pieces
+from drafts.vocabulary import spread
+from model import Caches, Config, Linear, RMSNorm, Transformer
+from reading.drafts import Eagle, eagle_of
+from reading.files import check_headers, open_shards, read_json, reading, shards
+from reading.vocabularies import led_by
+from speculative import ModelDraft
+
+
+class Tap(nn.Module):
+    """What entered one layer of the target, (B, S, D) at fixed addresses, written as the target's caches are: beyond
+    the last decided token stands what the next pass overwrites."""
+
+    def __init__(self, B: int, S: int, D: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.register_buffer("x", torch.zeros(B, S, D, dtype=dtype, device=device), persistent=False)
+
+    def update(self, x: Tensor, pos: Tensor) -> None:
+        """Write x (B, T, D) at pos (B, T)."""
+        self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos] = x
+
+    def read(self, pos: Tensor) -> Tensor:
+        """(B, T, D) at pos (B, T)."""
+        return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos]
+
+
+class EagleModel(Transformer):
+    """One block whose attention reads a token's embedding beside a state (B, T, D): the target's, or its own."""
+
+    def __init__(self, config: Config, eagle: Eagle, own_embed: bool):
+        super().__init__(config)
+        D, eps, n = config.dim, config.norm_eps, len(eagle.taps)
+        self.eagle, attention = eagle, self.layers[0].attention
+        attention.qkv = Linear(2 * D, attention.qkv.out_features, bias=config.qkv_bias)
+        self.lm_head = Linear(D, eagle.vocab_size, bias=False)
+        self.embed = self.embed if own_embed else None  # the target's, once there is one
+        self.hidden_norm, self.fc = RMSNorm(D, eps), Linear(n * eagle.target_dim, D, bias=False)
+        self.input_norm = RMSNorm(n * eagle.target_dim, eps) if eagle.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(eagle.target_dim, eps) for _ in eagle.taps if eagle.fc_norm)
+
+    def fuse(self, *tapped: Tensor) -> Tensor:
+        """The residual streams (B, T, D of the target) that entered the layers of `taps` -> a state (B, T, D)."""
+        tapped = [norm(x) for norm, x in zip(self.fc_norm, tapped)] if self.eagle.fc_norm else tapped
+        x = torch.cat(tapped, dim=-1)
+        return self.fc(x if self.input_norm is None else self.input_norm(x))
+
+    def keys(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict:
+        """As any model's, but for position 0, which has no pair."""
+        if caches is not None:
+            caches = caches._replace(key_pos=torch.where(caches.key_pos == 0, 2**30, caches.key_pos))
+        return super().keys(pos, caches, dtype)
+
+    def stream(self, tokens: Tensor, pos: Tensor, caches: Caches | None, state: Tensor) -> Tensor:
+        """tokens and pos (B, T), the state (B, T, D) before each token -> the residual stream (B, T, D) behind the
+        block."""
+        (layer,), embedded, normed = self.layers, self.embed(tokens), self.hidden_norm(state)
+        both = torch.cat((layer.attention_norm(embedded), normed), dim=-1)  # (B, T, 2D)
+        keys = self.keys(pos, caches, both.dtype)[self.windows[0]]
+        cache = None if caches is None else caches.layers[0]
+        x = normed if self.eagle.norm_before_residual else state
+        x = x + layer.attention(both, pos, self.rope(pos), keys, cache)
+        return x + layer.ffn(layer.ffn_norm(x))
+
+    def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches) -> Tensor:
+        """Normed states (B, T, D) behind decided tokens: `caches.taps` holds what the target knew before each."""
+        pos = pos.expand(tokens.shape)
+        return self.norm(self.stream(tokens, pos, caches, self.known(caches, pos)))
+
+    def known(self, caches: Caches, pos: Tensor) -> Tensor:
+        """The state (B, T, D) before each token at pos (B, T)."""
+        return self.fuse(*(caches.taps[i].read((pos - 1).clamp(min=0)) for i in self.eagle.taps))
+
+    def head(self, h: Tensor) -> Tensor:
+        """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
+        return spread(super().head(h), self.ids)
+
+
+class EagleDraft(ModelDraft):
+    """A ModelDraft that is fed as many decided tokens as a round can decide, each behind the target's own state; then,
+    token by token, what it drew behind its own."""
+
+    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
+        eagle, model = self.model.eagle, target.model
+        like = model.norm.weight
+        sizes = state.pos.size(0), target.S + 1, eagle.target_dim, like.dtype, like.device
+        with torch.inference_mode(False):  # plain tensors, which any later code may write to
+            taps = {i: Tap(*sizes) for i in eagle.taps}
+        target.caches = target.caches._replace(taps=taps)
+        self.model.embed = self.model.embed or model.embed
+        super().setup(state, k_max, target, prepare)
+        self.cached.caches, self.fed = self.cached.caches._replace(taps=taps), k_max + 1
+        own = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
+        self.register_buffer("own", own, persistent=False)  # (B, 1, D) the state behind the last token fed
+
+    def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
+        """Normed states (B, T, D) at the T positions up to `last` (B,). One alone is drafted: it follows its own."""
+        model, pos = self.model, (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)
+        tokens = state.tokens.gather(1, pos).clamp(max=model.config.vocab_size - 1)
+        x = model.stream(tokens, pos, caches, self.own if T == 1 else model.known(caches, pos))
+        h = model.norm(x)
+        self.own.copy_((h if model.eagle.norm_output else x)[:, -1:])
+        return h
+
+
+@torch.no_grad()
+def load_eagle(folder: Path, target: Transformer) -> EagleModel:
+    """An EAGLE-3 folder for this target, on its device, in its dtype, not packed. ValueError names file and key, or the
+    tensor, that does not fit."""
+    config, like = target.config, target.norm.weight
+    with led_by(folder / "config.json"):
+        eagle = eagle_of(read_json(folder / "config.json"), config.n_layers, config.dim)
+        layer = Config.from_hf(eagle.layer)
+    readers = open_shards(shards(folder))
+    own_embed, D, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
+    if not own_embed and layer.dim != config.dim:
+        raise ValueError(f"{folder}: no embed_tokens.weight, and hidden_size = {layer.dim} is not the target's")
+    with torch.device("meta"):
+        model = EagleModel(layer, eagle, own_embed).to(like.dtype)
+    allocate(model, like.device)
+    places = dict(places_of(model, "midlayer" if any(name.startswith("midlayer.") for name in readers) else "layers.0"))
+    wanted = {name: (tuple(part.shape), DTYPES) for name, part in places.items()}
+    maps = {"d2t": ((D,), ("I64", "I32")), "t2d": ((layer.vocab_size,), ("BOOL", "U8"))}
+    maps = {name: form for name, form in maps.items() if name in readers or (name == "d2t" and D != V)}
+    check_headers(folder, wanted | maps, readers, False)
+    read = reading(readers)
+    for name, part in places.items():
+        part.copy_(read(name))
+    found = torch.arange(D) + (read("d2t").long() if "d2t" in maps else 0)  # the target's ids
+    if found.min() < 0 or found.max() >= V or len(found.unique()) < D:
+        reach = f"{len(found.unique())} ids from {found.min()} to {found.max()}"
+        raise ValueError(f"{folder}: d2t leads {D} tokens to {reach}; each needs one of its own from 0 to {V - 1}")
+    ids = torch.full((V,), -1).scatter(0, found, torch.arange(D))
+    model.register_buffer("ids", ids.to(like.device), persistent=False)
+    return model
+
+
+def places_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
+    """(a layout's name of a tensor, the part of a parameter that it fills)."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(("fc", "hidden_norm", "input_norm")):
+            yield name.replace("hidden_norm", f"{layer}.hidden_norm"), parameter
+            continue
+        for source, part in pieces(model.config, name, parameter):
+            yield source.removeprefix("model.").replace("layers.0", layer), part

@@ -1,0 +1,45 @@
+"""PARD (arXiv:2504.18583): a model that was taught to read mask tokens draws all K tokens of a round in one pass.
+
+q_i follows from the decided tokens and i - 1 masks, and from no drafted token: rejection sampling applies as it stands.
+This file does not know folders or how the model was trained.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from model import Caches, Transformer
+from speculative import ModelDraft
+
+
+class PardDraft(ModelDraft):
+    """A ModelDraft that runs once a round, over the newest decided tokens and K - 1 masks.
+
+    The masks' keys leave the cache by position: the next round feeds as many decided tokens as a round can decide.
+    """
+
+    def __init__(self, model: Transformer, mask: int):
+        """`mask`: the token, by the model's own id, that stands for one not yet known."""
+        super().__init__(model)
+        self.mask = mask
+
+    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
+        super().setup(state, k_max, target, prepare)
+        self.fed = k_max + 1
+
+    def passes(self, k: int) -> int:
+        return 1
+
+    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+        self.drawn.zero_()
+        self.prepare(self.draw_all, state.k)(self.cached.upto(state.length), state, state.k)
+        return self.tokens[:, : state.k], self.probs[:, : state.k]
+
+    def draw_all(self, caches: Caches, state: nn.Module, K: int) -> None:
+        """Run `fed` decided tokens and K - 1 masks, and draw the K tokens after the last decided one."""
+        pos = state.pos[:, None] + torch.arange(1 - self.fed, K, device=state.pos.device)  # (B, fed + K - 1)
+        known = state.tokens.gather(1, pos.clamp(min=0)).clamp(max=self.model.config.vocab_size - 1)
+        tokens = torch.where(pos > state.pos[:, None], self.mask, known)
+        h = self.model.hidden(tokens, pos.clamp(min=0), caches)[:, -K:]  # (B, K, D)
+        self.draw(state, h, pos[:, -K:] + 1)

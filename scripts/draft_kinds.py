@@ -1,0 +1,218 @@
+"""What scripts.distill_draft teaches besides a plain model: PARD and EAGLE-3 drafts, and how their folders are written.
+
+    Model, Pard, Eagle3     a kind: its config.json, its model, what it learns from a row, its drafter, its folder
+
+A kind's `pairs` gives, for each position i of a draft, states of the target and of the draft whose next-token
+distributions should agree, (n, D of the target) and (n, D): the text's own tokens stand for those drafted before. PARD
+learns masks behind positions drawn at random, about as many masks as tokens (COD, arXiv:2504.18583); EAGLE-3 learns
+steps that follow its own states (training-time test, arXiv:2503.01840). This file knows no flags' text and no loop.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint import allocate, empty_model, save_model
+from drafts.eagle import EagleDraft, EagleModel, Tap, places_of
+from drafts.pard import PardDraft
+from model import Config, Keys, Transformer, attend
+from reading.drafts import eagle_of
+from reading.files import save_tensors, write_whole
+from speculative import Drafter, ModelDraft
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+class Model:
+    """A plain model, whose distribution after a token is the same at every position of a draft."""
+
+    def __init__(self, hf: dict, target: Config, depth: int):
+        self.hf, self.target, self.depth = hf, target, depth
+
+    def empty(self, dtype: torch.dtype) -> Transformer:
+        return empty_model(Config.from_hf(self.hf), dtype)
+
+    def trained(self) -> Transformer:
+        """A model in float32 to be learned, its weights not yet drawn."""
+        return Transformer(Config.from_hf(self.hf))
+
+    def bind(self, draft: Transformer, target: Transformer) -> None:
+        """What the draft takes from its target."""
+
+    def drafter(self, model: Transformer) -> Drafter:
+        return ModelDraft(model)
+
+    def save(self, model: Transformer, folder: Path) -> None:
+        save_model(model, folder, self.hf)
+
+
+class Masked(Transformer):
+    """A model whose next call without caches attends by `mask` (N, N), which positions alone do not say."""
+
+    mask: Tensor
+
+    def keys(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
+        if caches is not None:
+            return super().keys(pos, caches, dtype)
+        H, G = self.layers[0].attention.heads()
+        mask = self.mask.expand(pos.size(0), 1, -1, -1)  # (B, 1, N, N)
+        return dict.fromkeys(set(self.windows), Keys(mask, None).as_bias(H // G, 1, dtype))
+
+
+class Pard(Model):
+    """A model with one token more, the mask."""
+
+    def __init__(self, hf: dict, target: Config, depth: int):
+        mask = hf["vocab_size"]
+        super().__init__(hf | {"vocab_size": mask + 1, "pard_token": mask}, target, depth)
+        self.mask = mask
+
+    def empty(self, dtype: torch.dtype) -> Transformer:
+        with torch.device("meta"):
+            return Masked(Config.from_hf(self.hf)).to(dtype)
+
+    def trained(self) -> Transformer:
+        return Masked(Config.from_hf(self.hf))
+
+    def drafter(self, model: Transformer) -> Drafter:
+        return PardDraft(model, self.mask)
+
+    def pairs(self, draft: Masked, h: Tensor, rows: Tensor, spread: int | None) -> Pairs:
+        """rows (B, T), h (B, T, D) of the target. Chains of masks stand behind T / (depth - 1) positions, `spread`
+        being the seed that draws them, or evenly apart where it is None."""
+        (B, T), device, K = rows.shape, rows.device, self.depth
+        n = max(1, T // max(1, K - 1))
+        generator = torch.Generator().manual_seed(spread or 0)
+        at = (
+            torch.linspace(0, T - K, n).long() if spread is None else torch.randperm(T - K + 1, generator=generator)[:n]
+        )
+        at, ahead = at.to(device), torch.arange(1, K, device=device)
+        anchor = torch.cat((torch.full((T,), -1, device=device), at.repeat_interleave(K - 1)))  # (N,) -1: a token
+        pos = torch.cat((torch.arange(T, device=device), (at[:, None] + ahead).flatten()))  # (N,)
+        real, chain = anchor < 0, torch.arange(len(pos), device=device).sub(T).div(max(1, K - 1), rounding_mode="floor")
+        reach = torch.where(real, pos, anchor)  # the last token that each may see
+        same = (chain[:, None] == chain) & ~real & ~real[:, None] & (pos[:, None] >= pos)
+        draft.mask = (real & (pos <= reach[:, None])) | same  # (N, N)
+        tokens = torch.cat((rows, rows.new_full((B, len(pos) - T), self.mask)), dim=1)  # (B, N)
+        out = draft.hidden(tokens, pos)  # (B, N, D)
+        later = out[:, T:].unflatten(1, (len(at), K - 1))  # (B, n, K - 1, D)
+        return [(h, out[:, :T])] + [(h[:, at + i], later[:, :, i - 1]) for i in range(1, K)]
+
+
+class Grown:
+    """Keys and values of one layer that every call adds to, with their gradients."""
+
+    def __init__(self):
+        self.k = self.v = None
+
+    def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        old = self.k is not None
+        self.k, self.v = (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)) if old else (k, v)
+
+    def attend(self, q: Tensor, keys: Keys) -> Tensor:
+        return attend(q, self.k.to(q.dtype), self.v.to(q.dtype), keys.mask.to(q.dtype))
+
+
+class Steps:
+    """What `stream` takes for caches while steps are learned."""
+
+    def __init__(self):
+        self.layers = (Grown(),)
+
+
+class LearnedEagle(EagleModel):
+    """An EAGLE-3 draft that attends by `mask` (T, S), and whose embedding is the target's and no parameter."""
+
+    mask: Tensor
+    table: list
+    embed = property(lambda self: lambda tokens: self.table[0](tokens).to(self.norm.weight.dtype))
+
+    def keys(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
+        H, G = self.layers[0].attention.heads()
+        mask = self.mask.expand(pos.size(0), 1, -1, -1)
+        return {None: Keys(mask, None).as_bias(H // G, 1, dtype)}
+
+
+class Eagle3(Model):
+    """One layer in SafeAILab's layout, all of the target's tokens."""
+
+    def __init__(self, hf: dict, target: Config, depth: int):
+        changed = {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+            "draft_vocab_size": target.vocab_size, "tie_word_embeddings": False, "target_hidden_size": target.dim,
+        }  # fmt: skip
+        super().__init__(hf | changed, target, depth)
+        self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
+        self.taps = list(self.eagle.taps)
+
+    def trained(self) -> EagleModel:
+        return LearnedEagle(Config.from_hf(self.eagle.layer), self.eagle, False)
+
+    def empty(self, dtype: torch.dtype) -> EagleModel:
+        with torch.device("meta"):
+            return self.trained().to(dtype)
+
+    def bind(self, draft: LearnedEagle, target: Transformer) -> None:
+        draft.table = [target.embed]
+        ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
+        draft.register_buffer("ids", ids, persistent=False)
+
+    def drafter(self, model: EagleModel) -> Drafter:
+        other = EagleModel(Config.from_hf(self.eagle.layer), self.eagle, False).to(model.norm.weight.dtype)
+        other.load_state_dict(model.state_dict())
+        other.register_buffer("ids", model.ids, persistent=False)
+        return EagleDraft(other.requires_grad_(False).eval())
+
+    def tapped(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The target's normed states (B, T, D), and what enters its tapped layers."""
+        (B, T), like = rows.shape, target.norm.weight
+        taps = {i: Tap(B, T, target.config.dim, like.dtype, like.device) for i in self.taps}
+        caches = target.make_caches(B, T)._replace(taps=taps)
+        return target.hidden(rows, torch.arange(T, device=rows.device), caches), [taps[i].x for i in self.taps]
+
+    def pairs(self, draft: LearnedEagle, h: Tensor, rows: Tensor, tapped: list[Tensor]) -> Pairs:
+        """rows (B, T), h (B, T, D) of the target: `depth` steps over all positions at once, each after the last one's
+        states. The first token of a row has no state before it, and in step j the first j + 1 have not."""
+        (_, T), device = rows.shape, rows.device
+        pos, caches, found = torch.arange(T, device=device), Steps(), []
+        dtype = draft.norm.weight.dtype
+        known = draft.fuse(*(x.to(dtype) for x in tapped)).to(dtype)  # (B, T, D)
+        state, masks, ago = known.roll(1, dims=1), [], pos[:, None] - pos
+        for step in range(self.depth):
+            # A row of step j sees the target's states up to its round's beginning, then one of each later step.
+            masks = [(ago >= step) & (pos > 0), *((ago == step - i) & (pos > i) for i in range(1, step + 1))]
+            draft.mask = torch.cat(masks, dim=1)  # (T, (step + 1) T)
+            draft.mask[:, step * T :] |= torch.eye(T, dtype=torch.bool, device=device)  # no row sees nothing
+            x = draft.stream(rows, pos.expand(rows.shape), caches, state)
+            found.append((h[:, step + 1 :], draft.norm(x)[:, step + 1 :]))
+            state = x.roll(1, dims=1)
+        return found
+
+    def save(self, model: EagleModel, folder: Path) -> None:
+        tensors = {name: part.detach().contiguous().clone() for name, part in places_of(model, "midlayer")}
+        V = self.target.vocab_size
+        maps = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
+        save_tensors(folder / "model.safetensors", tensors | maps)
+        text = json.dumps(self.hf, indent=2) + "\n"
+        write_whole(folder / "config.json", lambda partial: partial.write_text(text))
+
+
+KINDS = {"model": Model, "pard": Pard, "eagle3": Eagle3}
+
+
+def deployed(kind: Model, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """The kind's model as it will be loaded."""
+    return allocate(kind.empty(dtype), device)
+
+
+def by_position(alphas: Sequence[float], k: int) -> float:
+    """Tokens that a round of k drafted ones yields where the i-th is accepted with probability alphas[i] if all before
+    it are; the last number stands for all further ones."""
+    reached = total = 1.0
+    for i in range(k):
+        reached *= alphas[min(i, len(alphas) - 1)]
+        total += reached
+    return total

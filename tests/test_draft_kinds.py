@@ -1,0 +1,106 @@
+"""scripts/draft_kinds.py: what a kind is taught is what its drafter will draw from, by the float64 twins; what it
+writes is what the twins, and the program, read."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from conftest import ROOT, config_json
+from reference import logits
+from safetensors.torch import load_file
+from test_drafts import D, EagleTwin, pard_twin
+
+from checkpoint import load_model
+from program.flags import parse_args
+from program.main import run as run_args
+from sampling import Sampling
+from scripts.distill_draft import distill, draft_config, init_weights, pairs_of, read_json
+from scripts.distill_draft import parse_args as distill_args
+from scripts.draft_kinds import KINDS, by_position
+
+T, DEPTH = 16, 4
+
+
+@pytest.mark.parametrize("name", ["pard", "eagle3"])
+def test_what_is_learned_is_what_is_drafted(name, folder_of, tmp_path):
+    """Every state that a row gives, at every position of a draft, against the twin's distribution there."""
+    source = folder_of("llama-3.1")
+    target = load_model(source, dtype=torch.float32)
+    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1)
+    kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH)
+    draft = kind.trained()
+    init_weights(draft, 3)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    kind.bind(draft, target)
+    (tmp_path / "draft").mkdir()
+    kind.save(draft, tmp_path / "draft")
+    twin = pard_twin if name == "pard" else EagleTwin(tmp_path / "draft", source, (2, 1, 0))
+    row = torch.randint(0, 131, (T,), generator=torch.Generator().manual_seed(1)).tolist()
+    want_p = logits(config_json(source), load_file(source / "model.safetensors"), row).softmax(-1)
+    draft.requires_grad_(False)
+    pairs = pairs_of(kind, draft, target, torch.tensor([row]), None)
+    assert len(pairs) == DEPTH
+    at = torch.linspace(0, T - DEPTH, T // (DEPTH - 1)).long().tolist()
+    for i, (h_p, h_q) in enumerate(pairs):
+        p, q = (model.head(h)[0, :, :131].softmax(-1).double() for model, h in ((target, h_p), (draft, h_q)))
+        if name == "pard":
+            known = range(T) if i == 0 else at  # the last decided token of each state
+        else:
+            known = range(1, T - i)
+        assert len(known) == len(q)
+        for number, last in enumerate(known):
+            assert (p[number] - want_p[last + i]).abs().max() < 1e-4
+            drafted = [*row[last + 1 : last + 1 + i], 0]
+            want = twin(tmp_path / "draft", row[: last + 1], drafted, Sampling(1))[i]
+            want = want[:131] / want[:131].sum()  # a mask is never drafted
+            assert (q[number] - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["pard", "eagle3"])
+def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
+    flags = [
+        "--kind",
+        name,
+        "--target",
+        ROOT / "checkpoints" / "demo",
+        "--sampled",
+        600,
+        "--context",
+        32,
+        "--heldout",
+        64,
+    ]
+    flags += [
+        "--steps",
+        2,
+        "--eval_every",
+        1,
+        "--batch",
+        2,
+        "--depth",
+        3,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "d",
+    ]
+    flags += ["--work", tmp_path / "work"] + (["--layers", 1, "--dim", 64] if name == "pard" else [])
+    found = distill(distill_args([str(flag) for flag in flags]))
+    made = read_json(tmp_path / "d" / "distill.json")
+    assert found["steps"] == 2 and all(len(each["alpha_by_position"]) == 3 for each in made["evaluations"])
+    common = ["--max_new_tokens", "30", "--temperature", "0", "--json", "--device", "cpu", "--dtype", "float32"]
+    rows = []
+    for draft in ([], ["--draft_checkpoint", str(tmp_path / "d"), "--speculate_k", "3"]):
+        capsys.readouterr()
+        run_args(parse_args(common + draft))
+        rows.append(json.loads(capsys.readouterr().out))
+    assert rows[0]["tokens"] == rows[1]["tokens"] and rows[1]["speculative"]["drafted"] > 0
+
+
+def test_tokens_of_a_round_by_hand():
+    assert by_position([0.5, 0.2], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.02)
+    assert by_position([0.8], 2) == pytest.approx(1 + 0.8 + 0.64)

@@ -1,0 +1,546 @@
+"""drafts/: PARD, EAGLE-3 in both layouts, and vocabularies that overlap, from folders that the tests write.
+
+A float64 twin of each draft, written from the published schemas alone, must give the distributions that tokens were
+drawn from, in rounds of any length with any number accepted. Wrong folders, and caches that keep masks, must not.
+"""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import config_json
+from reference import angles, logits, norm, rotate
+from safetensors.torch import load_file, save_file
+from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
+
+from checkpoint import load_model
+from drafts.eagle import EagleDraft, EagleModel, load_eagle
+from drafts.pard import PardDraft
+from drafts.vocabulary import ids_by_string, translate
+from generate import Engine
+from model import Config, Transformer
+from program.flags import parse_args
+from program.main import run as run_args
+from reading.drafts import Eagle, eagle_of, kind_of, pard_token
+from sampling import Sampling
+from speculative import ModelDraft
+
+PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
+D, V, DRAFT_V = 64, 131, 90  # of conftest's families; ids that the EAGLE-3 drafts have
+
+# ----------------------------------------------------------------------------------------------- folders
+
+
+def eagle_tensors(layer: str, inputs: int, D: int = D, own_embed: int = 0, heads: int = 4) -> dict[str, torch.Tensor]:
+    """Random tensors of an EAGLE-3 folder; `layer` is the layout's name for its block."""
+    g = torch.Generator().manual_seed(7)
+    matrix = lambda *shape: 0.15 * torch.randn(*shape, generator=g)  # noqa: E731
+    vector = lambda n: 1 + 0.2 * torch.randn(n, generator=g)  # noqa: E731
+    kept = torch.randperm(V, generator=g)[:DRAFT_V].sort().values
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[kept] = True
+    tensors = {
+        "fc.weight": matrix(D, inputs), f"{layer}.hidden_norm.weight": vector(D),
+        f"{layer}.input_layernorm.weight": vector(D), f"{layer}.post_attention_layernorm.weight": vector(D),
+        f"{layer}.self_attn.q_proj.weight": matrix(D, 2 * D), f"{layer}.self_attn.o_proj.weight": matrix(D, D),
+        f"{layer}.self_attn.k_proj.weight": matrix(D // 2, 2 * D), f"{layer}.mlp.gate_proj.weight": matrix(96, D),
+        f"{layer}.self_attn.v_proj.weight": matrix(D // 2, 2 * D), f"{layer}.mlp.up_proj.weight": matrix(96, D),
+        f"{layer}.mlp.down_proj.weight": matrix(D, 96), "norm.weight": vector(D), "lm_head.weight": matrix(DRAFT_V, D),
+        "d2t": kept - torch.arange(DRAFT_V), "t2d": t2d,
+    }  # fmt: skip
+    if own_embed:
+        tensors["embed_tokens.weight"] = matrix(own_embed, D)
+    return tensors
+
+
+LAYER = {
+    "model_type": "llama", "hidden_size": D, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": V, "max_position_embeddings": 160, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}  # fmt: skip
+SAFEAI = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_V}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFT_V,
+    "norm_before_residual": True, "transformer_layer_config": {**LAYER, "rope_theta": 500000.0},
+    "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {}}, "target_hidden_size": None,
+}  # fmt: skip
+SWITCHES = {
+    "norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+}  # fmt: skip
+
+
+def written(folder, hf: dict, tensors: dict):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def eagle_folder(kind: str, folder):
+    """SafeAILab's layout; that of speculators; and the latter with every switch, two taps and its own embedding."""
+    if kind == "safeai":
+        return written(folder, SAFEAI, eagle_tensors("midlayer", 3 * D))
+    if kind == "speculators":
+        return written(folder, SPECULATORS, eagle_tensors("layers.0", 3 * D))
+    tensors = eagle_tensors("layers.0", 2 * D, own_embed=V)
+    norms = {"input_norm.weight": torch.linspace(0.5, 1.5, 2 * D)}
+    norms |= {f"fc_norm.{i}.weight": torch.linspace(1.5, 0.5 + i, D) for i in range(2)}
+    return written(folder, SPECULATORS | SWITCHES, tensors | norms)
+
+
+def pard_folder(source, folder):
+    """A family's folder, with a mask."""
+    shutil.copytree(source, folder)
+    (folder / "config.json").write_text(json.dumps(config_json(folder) | {"pard_token": V - 1}))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------- twins
+
+
+def pard_twin(folder, tokens: list[int], drafted: list[int], sampling: Sampling) -> torch.Tensor:
+    """(K, V): of a whole sequence, decided tokens and K - 1 masks. What was drafted does not enter."""
+    hf = config_json(folder)
+    masked = tokens + [hf["pard_token"]] * (len(drafted) - 1)
+    return sampling.probs(logits(hf, load_file(folder / "model.safetensors"), masked)[-len(drafted) :])
+
+
+class EagleTwin:
+    """EAGLE-3 as cnets.py and speculators define it, in float64: no cache, everything anew for each drafted token."""
+
+    def __init__(self, folder, target, taps: tuple[int, ...]):
+        self.hf, self.taps = config_json(folder), taps
+        self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
+        self.target_hf = config_json(target)
+        self.target_w = load_file(target / "model.safetensors")
+        self.layer_hf = self.hf.get("transformer_layer_config") or self.hf
+        self.p = "layers.0." if "layers.0.hidden_norm.weight" in self.w else "midlayer."
+
+    def states(self, tokens: list[int]) -> torch.Tensor:
+        """(n, D): what the target knew at each token."""
+        entering = []
+        logits(self.target_hf, self.target_w, tokens, entering)
+        tapped = [entering[i] for i in self.taps]
+        if self.hf.get("fc_norm"):
+            tapped = [norm(x, self.w[f"fc_norm.{i}.weight"], 1e-5) for i, x in enumerate(tapped)]
+        x = torch.cat(tapped, -1)
+        if self.hf.get("norm_before_fc"):
+            x = norm(x, self.w["input_norm.weight"], 1e-5)
+        return x @ self.w["fc.weight"].T
+
+    def run(self, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
+        """The residual stream (n, D) of pairs: each token beside the state of the position before it."""
+        w, p, n, E = self.w, self.p, len(tokens), D // 4
+        table = w.get("embed_tokens.weight", self.target_w["model.embed_tokens.weight"].double())
+        normed = norm(states, w[p + "hidden_norm.weight"], 1e-5)
+        x = torch.cat((norm(table[tokens], w[p + "input_layernorm.weight"], 1e-5), normed), -1)  # (n, 2D)
+        q, k, v = (x @ w[f"{p}self_attn.{c}_proj.weight"].T for c in "qkv")
+        angle, scale = angles(self.layer_hf, E, n)
+        heads = []
+        for head in range(4):
+            qh, kh = rotate(q[:, head * E :][:, :E], angle, scale), rotate(k[:, head // 2 * E :][:, :E], angle, scale)
+            mask = torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
+            heads.append((qh @ kh.T / math.sqrt(E) + mask).softmax(-1) @ v[:, head // 2 * E :][:, :E])
+        y = normed if self.hf.get("norm_before_residual") else states
+        y = y + torch.cat(heads, -1) @ w[p + "self_attn.o_proj.weight"].T
+        h = norm(y, w[p + "post_attention_layernorm.weight"], 1e-5)
+        gate, up = (h @ w[f"{p}mlp.{c}_proj.weight"].T for c in ("gate", "up"))
+        return y + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
+
+    def __call__(self, folder, tokens: list[int], drafted: list[int], sampling: Sampling) -> torch.Tensor:
+        """(K, V)"""
+        states, pairs, found = self.states(tokens)[:-1], tokens[1:], []
+        for id in drafted:
+            out = self.run(pairs, states)[-1:]
+            normed = norm(out, self.w["norm.weight"], 1e-5)
+            few = (normed @ self.w["lm_head.weight"].T)[0]
+            full = torch.full((V,), -math.inf, dtype=torch.float64)
+            for draft_id, difference in enumerate(self.w["d2t"].long().tolist()):
+                full[draft_id + difference] = few[draft_id]
+            found.append(sampling.probs(full))
+            pairs, states = [*pairs, id], torch.cat((states, normed if self.hf.get("norm_output") else out))
+        return torch.stack(found)
+
+
+def recorded(drafter_class):
+    """The class, noting what it was asked and what it proposed."""
+
+    class Recorded(drafter_class):
+        def propose(self, state):
+            before = [(row[: int(n) + 1].tolist()) for row, n in zip(state.tokens, state.pos)]
+            tokens, probs = super().propose(state)
+            self.seen = [*getattr(self, "seen", []), (before, tokens.tolist(), probs.clone())]
+            return tokens, probs
+
+    return Recorded
+
+
+def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tuple[float, set[int]]:
+    """The largest difference to the twin's distributions over rounds of changing length, ragged, with plain steps in
+    between; and which numbers of accepted tokens there were."""
+    sampling, accepted = Sampling(1.3), set()
+    engine = Engine(target, 4, 100, drafter=drafter, speculate_k=4)
+    engine.state.start(PROMPTS, [85] * 4, (), [11, 12, 13, 14], sampling)
+    longest = max(map(len, PROMPTS)) + 1
+    with torch.inference_mode():
+        engine.prefill([len(prompt) for prompt in PROMPTS])
+        for k in (4, 3, 4, *([0] * plain), 1, 4, 2, 4, 4, 0, 4):
+            step = engine.step(longest, k)
+            longest += k + 1
+            accepted |= set(step.accepted.tolist()) if k else set()
+    worst = 0.0
+    for before, tokens, probs in drafter.seen:
+        for row in range(4):
+            want = twin(folder, before[row], tokens[row], sampling)
+            worst = max(worst, (probs[row].double() - want).abs().max().item())
+    return worst, accepted
+
+
+USUAL = (2, 1, 0)  # of a target with three layers
+
+
+@pytest.fixture(scope="module")
+def target_folder(folder_of):
+    return folder_of("llama-3.1")
+
+
+@pytest.fixture(scope="module")
+def target(target_folder):
+    return load_model(target_folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("plain", [0, 32])
+@pytest.mark.parametrize("kind", ["safeai", "speculators", "switches"])
+def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
+    folder = eagle_folder(kind, tmp_path / kind)
+    twin = EagleTwin(folder, target_folder, (1, 2) if kind == "switches" else USUAL)
+    drafter = recorded(EagleDraft)(load_eagle(folder, target))
+    worst, accepted = distance(target, drafter, twin, folder, plain)
+    assert worst < 1e-4 and len(accepted) > 2
+
+
+@pytest.mark.parametrize("plain", [0, 32])
+@pytest.mark.parametrize("family", ["llama-3.1", "qwen3", "mistral-v0.1"])
+def test_pard_is_its_twin(family, plain, target, folder_of, tmp_path):
+    folder = pard_folder(folder_of(family), tmp_path / family)
+    drafter = recorded(PardDraft)(load_model(folder, dtype=torch.float32), V - 1)
+    worst, accepted = distance(target, drafter, pard_twin, folder, plain)
+    assert worst < 1e-4 and len(accepted) > 2
+
+
+@pytest.mark.parametrize("broken", ["masks stay", "masks stay, plain steps", "another mask"])
+def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
+    class Forgets(PardDraft):
+        def setup(self, state, k_max, target, prepare):
+            super().setup(state, k_max, target, prepare)
+            self.fed = 2 if "stay" in broken else self.fed
+
+    folder = pard_folder(target_folder, tmp_path / "pard")
+    mask = V - 2 if broken == "another mask" else V - 1
+    drafter = recorded(Forgets)(load_model(folder, dtype=torch.float32), mask)
+    assert distance(target, drafter, pard_twin, folder, 32 if "plain" in broken else 0)[0] > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["safeai", "speculators"])
+@pytest.mark.parametrize("broken", ["d2t", "rope_theta", "layer ids", "residual", "stale states", "own state"])
+def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path, monkeypatch):
+    """The folder that the drafter loads says something else than the one that the twin reads."""
+    right = eagle_folder(kind, tmp_path / "right")
+    hf, tensors = config_json(right), load_file(right / "model.safetensors")
+    layer = hf.get("transformer_layer_config") or hf
+    if broken == "d2t":
+        tensors["d2t"] = torch.arange(DRAFT_V) * 0  # as if it held nothing
+    elif broken == "rope_theta":
+        layer["rope_theta"] = 500000.0 if kind == "safeai" else 10000.0
+    elif broken == "layer ids":
+        hf["eagle_aux_hidden_state_layer_ids"] = [2, 1, 1]
+    elif broken == "residual":
+        hf["norm_before_residual"] = not hf.get("norm_before_residual")
+    wrong = written(tmp_path / "wrong", hf, tensors)
+    drafter = recorded(EagleDraft)(load_eagle(wrong, target))
+    if broken == "stale states":  # the draft's own states stay where the target's belong
+        setup = EagleDraft.setup
+        monkeypatch.setattr(EagleDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(fed=2)))
+    elif broken == "own state":
+        monkeypatch.setattr(drafter.model, "eagle", drafter.model.eagle._replace(norm_output=True))
+    twin = EagleTwin(right, target_folder, USUAL)
+    assert distance(target, drafter, twin, right)[0] > 1e-3
+
+
+# --------------------------------------------------------------------------------------------- the law
+
+
+def tiny_eagle(target: Transformer, ids: list[int], scale: float = 0.5) -> EagleModel:
+    """A random EAGLE-3 draft for a tiny target, with these ids of the target's."""
+    eagle = Eagle({}, len(ids), (1, 0, 1), target.config.dim, False, False, False, False)
+    config = Config(**{**vars(target.config), "n_layers": 1, "windows": ()})
+    model = EagleModel(config, eagle, False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, scale, generator=generator)
+    table = torch.full((target.config.vocab_size,), -1)
+    table[ids] = torch.arange(len(ids))
+    model.register_buffer("ids", table, persistent=False)
+    return model.requires_grad_(False).eval()
+
+
+def tiny_drafter(kind: str, target: Transformer):
+    if kind == "pard":
+        return PardDraft(tiny(7, vocab_size=target.config.vocab_size + 1), target.config.vocab_size)
+    if kind == "eagle":
+        return EagleDraft(tiny_eagle(target, [0, 1, 2, 3]))
+    if kind == "eagle, fewer ids":
+        return EagleDraft(tiny_eagle(target, [0, 2, 3]))
+    other = tiny(7, n_layers=1, vocab_size=7)  # "shared", "shared pard": three of four tokens, under other ids
+    mask = 6 if "pard" in kind else None
+    translate(other, torch.tensor([5, -1, 0, 3]), 1, mask)
+    return ModelDraft(other) if mask is None else PardDraft(other, 4)
+
+
+LAWS = ["pard", "eagle, fewer ids", "shared"]
+
+
+@pytest.mark.parametrize(
+    "kind, sampling, k",
+    [
+        *((kind, Sampling(1), 3) for kind in LAWS),
+        *(
+            pytest.param(kind, sampling, k, marks=pytest.mark.attack)
+            for kind in (*LAWS, "eagle", "shared pard")
+            for sampling, k in ((Sampling(1.5, top_k=3, top_p=0.9), 2), (Sampling(0.7, min_p=0.1), 4), (Sampling(2), 1))
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sequences_have_the_targets_joint_law(kind, sampling, k):
+    model = tiny(3)
+    counts = sequences(model, tiny_drafter(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) > 1e-6
+
+
+class WrongPosition(PardDraft):
+    """q of the position before."""
+
+    def propose(self, state):
+        tokens, probs = super().propose(state)
+        return tokens, probs.roll(1, dims=1)
+
+
+class IgnoresIds(EagleDraft):
+    """Tokens by the target's ids, q by the draft's."""
+
+    def propose(self, state):
+        tokens, probs = super().propose(state)
+        return tokens, torch.cat((probs[..., self.model.ids >= 0], probs[..., self.model.ids < 0]), dim=-1)
+
+
+@pytest.mark.parametrize("broken", [WrongPosition, IgnoresIds])
+def test_a_broken_law_is_caught(broken):
+    model = tiny(3)
+    kind = "pard" if broken is WrongPosition else "eagle, fewer ids"
+    right = tiny_drafter(kind, model)
+    drafter = broken(right.model, right.mask) if broken is WrongPosition else broken(right.model)
+    counts = sequences(model, drafter, Sampling(1), 3)
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(1))) < 1e-12
+
+
+# ---------------------------------------------------------------------------- greedy, chats, compiled
+
+
+def any_drafter(kind: str, target: Transformer, draft: Transformer):
+    if kind == "pard":
+        return PardDraft(draft, 60)
+    if kind == "eagle":
+        return EagleDraft(tiny_eagle(target, list(range(0, 61, 2)), 0.3))
+    table = torch.arange(61)
+    table[::5] = -1
+    copy = Transformer(draft.config).eval().requires_grad_(False)
+    copy.load_state_dict(draft.state_dict())
+    translate(copy, table, 0)
+    return ModelDraft(copy)
+
+
+KINDS = ["pard", "eagle", "shared"]
+
+
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_plain_greedy(kind, k):
+    target, draft = pair()
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    assert rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=60) == want
+    for n in (1, 6, 7):
+        got = rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=n)
+        assert got == [row[:n] for row in want]
+    full = rows_of(target, [PROMPTS[1]], max_new_tokens=87)  # to the context's end
+    assert rows_of(target, [PROMPTS[1]], drafter=any_drafter(kind, target, draft), max_new_tokens=87) == full
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampled_row_equals_its_prompt_alone(kind):
+    target, draft = pair()
+    options = {"sampling": Sampling(0.7), "seed": 5, "speculate_k": 4, "drafter": any_drafter(kind, target, draft)}
+    alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
+    assert rows_of(target, PROMPTS, **options) == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_keep_both_caches(kind):
+    """A second turn drafts from what an engine without a first one would: caches are behind by a round's tokens."""
+    target, draft = pair()
+    engine = Engine(target, 1, 96, drafter=recorded(type(any_drafter(kind, target, draft)))(
+        *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
+    ), speculate_k=3)  # fmt: skip
+    hot, full = {"sampling": Sampling(5), "engine": engine}, 0  # so hot that much is accepted
+    for n in range(8, 24):
+        for cache in (*engine.cached.caches.layers, *engine.drafter.cached.caches.layers):
+            cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
+        first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], max_new_tokens=n, seed=n, **hot)[0]
+        full += int(engine.state.accepted) == 3
+        second = [*first, 3, 5, 8]
+        engine.drafter.seen = []
+        got = rows_of(target, [second], cached=len(first) - 1, max_new_tokens=20, **hot)
+        kept = engine.drafter.seen
+        engine.drafter.seen = []
+        assert rows_of(target, [second], max_new_tokens=20, **hot) == got
+        for (_, a, p), (_, b, q) in zip(kept, engine.drafter.seen, strict=True):
+            assert a == b and (p - q).abs().max() < 1e-4
+    assert full, "no first turn ended with a round that was accepted whole: nothing is shown"
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", ["pard", "eagle"])
+def test_compiled_rounds(kind):
+    """Greedy is plain greedy, prompts compiled too, and nothing compiles after warm-up, plain steps included."""
+    target, draft = pair()
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    drafter = any_drafter(kind, target, draft)
+    engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
+    engine.warm_up("greedy")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
+        engine.state.start(PROMPTS, [60] * 4, (), [0] * 4, Sampling(0))
+        with torch.inference_mode():
+            engine.prefill([len(prompt) for prompt in PROMPTS])
+            for number in range(20):
+                engine.step(10 + 4 * number, (3, 0, 0, 3)[number % 4])
+
+
+# -------------------------------------------------------------------------------------- folders and flags
+
+
+def test_a_config_says_what_its_folder_is():
+    assert kind_of(LAYER) == "model" and kind_of({**LAYER, "pard_token": 5}) == "pard"
+    assert kind_of(SAFEAI) == kind_of(SPECULATORS) == "eagle3"
+    assert kind_of({**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50}) == "eagle3"
+    for key, value in (("speculators_model_type", "dflash"), ("medusa_num_heads", 4), ("dflash_config", {})):
+        with pytest.raises(ValueError, match=key):
+            kind_of({**LAYER, key: value})
+    for mask in (V, -1, True, "x", 1.5):
+        with pytest.raises(ValueError, match="pard_token"):
+            pard_token({**LAYER, "pard_token": mask})
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"target_hidden_size": 32}, "target_hidden_size = 32"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "0 to 2"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, "eagle_aux_hidden_state_layer_ids = 'all'"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual = 'yes'"),
+        ({"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),
+        ({"transformer_layer_config": {**LAYER, "model_type": "gpt2"}}, "transformer_layer_config.model_type"),
+        ({"transformer_layer_config": 3}, "transformer_layer_config = 3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size"),
+    ],
+)
+def test_what_an_eagle_folder_cannot_mean_is_refused(change, named, target, tmp_path):
+    folder = written(tmp_path / "eagle", SPECULATORS | change, eagle_tensors("layers.0", 3 * D))
+    with pytest.raises(ValueError, match=named) as error:
+        load_eagle(folder, target)
+    assert str(folder) in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path):
+    tensors = eagle_tensors("midlayer", 3 * D)
+    for number, (change, named) in enumerate([
+        ({"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is"), ({"d2t": tensors["d2t"] + V}, "d2t leads"),
+        ({"other": torch.zeros(2)}, "unexpected: other"), ({"d2t": None}, "missing: d2t"),
+    ]):  # fmt: skip
+        changed = {name: x for name, x in (tensors | change).items() if x is not None}
+        with pytest.raises(ValueError, match=named):
+            load_eagle(written(tmp_path / str(number), SAFEAI, changed), target)
+    narrow = {**SAFEAI, "hidden_size": 32}
+    with pytest.raises(ValueError, match=r"no embed_tokens.weight, and hidden_size = 32"):
+        load_eagle(written(tmp_path / "narrow", narrow, tensors), target)
+
+
+def test_layer_ids_are_computed_where_files_disagree():
+    """32 layers: 2, 16, 29 by what enters them; 1, 15, 28 are the same by what leaves them."""
+    for said, want in ((None, (2, 16, 29)), ([1, 15, 28], (2, 16, 29)), ([2, 16, 29], (2, 16, 29)), ([3, 9], (3, 9))):
+        hf = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": said}
+        assert eagle_of(hf, 32, D).taps == want
+    nested = {**SAFEAI, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}}
+    assert eagle_of(nested, 32, D).taps == (4, 5, 6)
+
+
+def test_strings_pair_once():
+    ids = ids_by_string([b"", b"a", b"b", b"a", b"c", b"a"], [b"a", b"", b"c", b"a"], 8)
+    assert ids.tolist() == [-1, 0, -1, 3, 2, -1, -1, -1]
+
+
+@pytest.fixture(scope="module")
+def shorter_tokenizer(tmp_path_factory):
+    """Another tokenizer of the same text: fewer pieces, at other ids."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("shorter")
+    words = re.split(" ", "the little cat and a big dog went to play in the park with their red ball; it was fun.")
+    lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 80)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=310, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
+        hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<x>"],
+    )  # fmt: skip
+    return folder / "tokenizer.model"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "pard", "shared", "shared pard"])
+@pytest.mark.parametrize("options", [[], ["--draft_quantize", "int8"]], ids=["plain", "int8"])
+def test_the_command_line_takes_every_kind(kind, options, text_folder, shorter_tokenizer, tmp_path, capsys):
+    folder, hf = tmp_path / "draft", config_json(text_folder)
+    if kind == "eagle":
+        layer = {**LAYER, "vocab_size": hf["vocab_size"]}
+        tensors = eagle_tensors("midlayer", 3 * D)
+        tensors["t2d"] = torch.zeros(hf["vocab_size"], dtype=torch.bool)
+        written(folder, {**SAFEAI, **layer}, tensors)
+    else:
+        shutil.copytree(text_folder, folder)
+        changes = {"pard_token": hf["vocab_size"] - 1} if "pard" in kind else {}
+        (folder / "config.json").write_text(json.dumps(hf | changes))
+    if "shared" in kind:
+        shutil.copy(shorter_tokenizer, folder)
+    common = ["--checkpoint", text_folder, "--prompt", "the little cat", "--temperature", 0, "--dtype", "float32"]
+    common += ["--max_new_tokens", 30, "--ignore_eos", "--json", "--device", "cpu"]
+    rows = []
+    for draft in ([], ["--draft_checkpoint", folder, "--speculate_k", 3, *options]):
+        run_args(parse_args([str(part) for part in common + draft]))
+        out, err = capsys.readouterr()
+        rows.append(json.loads(out))
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+    assert rows[1]["speculative"]["drafted"] > 0
+    assert ("30 of the target's 51 tokens" in err and "drafts over these alone" in err) == ("shared" in kind)
+
+
+def test_tokenizers_that_share_too_little_are_refused_with_the_share(text_folder):
+    args = parse_args(["--draft_checkpoint", str(text_folder), "--device", "cpu"])  # the demo's has 2048 tokens
+    with pytest.raises(ValueError, match=r"its tokenizer has 44 of the target's 17\d\d tokens .* \(2.5%\); .* 50%"):
+        run_args(args)
