@@ -6,7 +6,7 @@
 
 Greedy drafting gives the text of plain decoding, bit for bit, if a pass over K + 1 positions rounds as K + 1 passes
 over one do. Kernels add in an order that they choose by shape, processor and number of threads, and nothing documents
-it; so it is tried out, in milliseconds, before decoding. This file knows no model: kernels come as functions.
+it. So it is tried out before decoding, in tenths of a second. This file knows no model: kernels come as functions.
 """
 
 import functools

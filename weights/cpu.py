@@ -225,7 +225,7 @@ INT4_KERNEL = torch.ops.quantized.int4mm_packed_weight_cpu
 @functools.cache
 def int4_widths(dtype: torch.dtype, threads: int) -> Sequence[int]:
     """Numbers of rows for which aten's product with int4 codes rounds alike, of activations of this type."""
-    codes = torch.ones(64, 512, dtype=torch.int32)  # times 1, plus 7: the kernel takes 8 for 0
+    codes = torch.ones(64, 512, dtype=torch.int32)  # (1 - 8) * 1 + 8: every weight is 1
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.tensor([1.0, 8.0], dtype=dtype).repeat(4, 64, 1)  # (in / 128, 64, 2)
     return same_widths(lambda x: INT4_KERNEL(x, packed, torch.tensor(128), scales), 512, dtype, range(1, 65), fewest=1)
