@@ -1,129 +1,27 @@
-"""The Llama-architecture decoder: configuration, RoPE, KV cache, Transformer.
+"""The Llama-architecture decoder: KV cache, attention, feed-forward, Transformer.
 
-    Config                  what the arithmetic depends on, as a flat dataclass
-    rope_frequencies, Rope  default | linear | llama3 | yarn
     KVCache, Caches         static, position-indexed keys and values; how far attention runs over them
     RMSNorm, Attention, FeedForward, Block, Transformer
 
 A forward pass depends on its arguments alone: `model(tokens, pos, caches)`. This file does not know sampling,
 quantization, ranks, compilation, checkpoints or text. It sees token ids, their absolute positions, and weights that
-someone else filled in. What a config.json may say stands in reading/config.py.
+someone else filled in. Its numbers stand in config.py, rotary positions in rope.py.
 
 Dimension letters, here and everywhere: B batch, T query length, S cache length, D model dim, H query heads,
 G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K draft length.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
-from reading.config import config_fields
+from config import Config
+from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 
 KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Everything that the arithmetic depends on, in one flat place. Build it with `Config.from_hf`."""
-
-    dim: int  # D
-    n_layers: int
-    n_heads: int  # H
-    n_kv_heads: int  # G
-    head_dim: int  # E
-    ffn_dim: int  # F
-    vocab_size: int  # V
-    max_seq_length: int  # positions the model was trained for
-    norm_eps: float
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    ffn_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer: tokens attended, itself included; None is all of them
-    rope_theta: float = 10000.0
-    rope_type: str = "default"
-    rope_factor: float = 1.0
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_length: int = 0  # llama3 and yarn: the context before it was stretched
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    rope_truncate: bool = True
-    rope_attention_factor: float = 1.0  # multiplies cos and sin
-    dtype: str | None = None  # what the checkpoint says its weights are; no part of the arithmetic
-
-    @staticmethod
-    def from_hf(hf: dict) -> "Config":
-        """The Config of a config.json, transformers v4 or v5 spelling. ValueError names key and value of what this file
-        would compute wrongly."""
-        return Config(**config_fields(hf))
-
-
-# ------------------------------------------------------------------------------------------------ RoPE
-
-
-def rope_frequencies(config: Config) -> Tensor:
-    """Inverse frequencies (E/2,) in float32, stretched as `config.rope_type` says.
-
-    Sources: RoFormer arXiv:2104.09864 eq. 15; linear interpolation arXiv:2306.15595; llama3 the published
-    Llama 3.1 reference; yarn arXiv:2309.00071 §3.2 (NTK-by-parts).
-    """
-    E, theta, factor = config.head_dim, config.rope_theta, config.rope_factor
-    inv_freq = 1.0 / theta ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
-    if config.rope_type == "linear":
-        return inv_freq / factor
-    if config.rope_type == "llama3":
-        rotations = config.rope_original_length * inv_freq / (2 * math.pi)  # turns within the original context
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        keep = ((rotations - low) / (high - low)).clamp(0, 1)  # 1: fast pairs stay, 0: slow pairs are stretched
-        return inv_freq / factor * (1 - keep) + inv_freq * keep
-    if config.rope_type == "yarn":
-
-        def pair_that_turns(times: float) -> float:  # index of the pair that turns so often in the original context
-            return E * math.log(config.rope_original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-        low, high = pair_that_turns(config.rope_beta_fast), pair_that_turns(config.rope_beta_slow)
-        if config.rope_truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, E - 1)
-        ramp = (torch.arange(E // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
-        keep = 1 - ramp.clamp(0, 1)
-        return inv_freq / factor * (1 - keep) + inv_freq * keep
-    return inv_freq
-
-
-class Rope(nn.Module):
-    """cos and sin of position times frequency, float32 whatever the weights are.
-
-    A 16-bit table loses whole positions at long context, so a cast of the model rebuilds it instead.
-    """
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)  # (E/2,)
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)  # moves between devices, and out of meta; a cast must not survive
-        self.inv_freq = rope_frequencies(self.config).to(self.inv_freq.device)
-        return self
-
-    def forward(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """pos (B, T) int -> cos, sin (B, 1, T, E/2) float32."""
-        angle = pos[:, None, :, None].float() * self.inv_freq  # (B, 1, T, E/2)
-        scale = self.config.rope_attention_factor
-        return angle.cos() * scale, angle.sin() * scale
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, n, T, E), half-split layout: pair i is (x[i], x[i + E/2])."""
-    a, b = x.float().chunk(2, dim=-1)  # each (B, n, T, E/2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------- Attention

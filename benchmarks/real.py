@@ -48,12 +48,19 @@ FORMS = (  # of the instructions that a draft is distilled on
     "Explain {} in simple terms.", "Give me three tips about {}.", "Write a short story about {}.",
     "What are the advantages and disadvantages of {}?", "Write a short email to a friend about {}.",
     "Summarize what a beginner should know about {}.", "Write a poem about {}.", "List five facts about {}.",
+    "Why do people care about {}?", "How would you teach a child about {}?", "Describe {} in one paragraph.",
+    "What is a common mistake people make with {}?", "I want to learn about {}. Where should I begin?",
+    "Write a dialogue between two friends about {}.", "How has {} changed over time?", "What is {}?",
 )  # fmt: skip
 TOPICS = (
     "gravity", "the water cycle", "learning to cook", "a lost dog", "electric cars", "saving money", "healthy sleep",
     "the Roman Empire", "photosynthesis", "working from home", "a trip to the mountains", "computer programs",
     "friendship", "the moon", "growing tomatoes", "public libraries", "playing the piano", "climate change",
-    "running a marathon", "old maps",
+    "running a marathon", "old maps", "the human heart", "volcanoes", "baking bread", "a job interview", "whales",
+    "the French Revolution", "time management", "solar power", "birds in winter", "chess", "vaccines", "a new neighbor",
+    "city gardens", "the Internet", "stress at work", "ancient Egypt", "coffee", "rivers and lakes", "painting",
+    "a rainy day", "artificial intelligence", "train travel", "honesty", "earthquakes", "the stock market", "bees",
+    "small businesses", "football", "learning a language", "the night sky",
 )  # fmt: skip
 QUESTIONS = (  # in other words about other things: what everything is measured on
     "How does a bicycle stay upright?", "Describe your favorite meal and how to make it.",

@@ -21,7 +21,9 @@ PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
 # What a file may know of the project, besides what these know themselves. What is not listed here is free to know what
 # it likes, as long as imports form a DAG.
 KNOWS = {
-    "model": {"reading.config"},
+    "config": {"reading.config"},
+    "rope": {"config"},
+    "model": {"config", "rope"},
     "sampling": set(),
     "limits": set(),
     "timing": set(),

@@ -1,0 +1,47 @@
+"""Everything that a model's arithmetic depends on, in one flat place.
+
+What a config.json may say, and how it is read, stands in reading/config.py; what the fields mean, in model.py and
+rope.py.
+"""
+
+from dataclasses import dataclass
+
+from reading.config import config_fields
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that the arithmetic depends on, in one flat place. Build it with `Config.from_hf`."""
+
+    dim: int  # D
+    n_layers: int
+    n_heads: int  # H
+    n_kv_heads: int  # G
+    head_dim: int  # E
+    ffn_dim: int  # F
+    vocab_size: int  # V
+    max_seq_length: int  # positions the model was trained for
+    norm_eps: float
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # per layer: tokens attended, itself included; None is all of them
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_length: int = 0  # llama3 and yarn: the context before it was stretched
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = True
+    rope_attention_factor: float = 1.0  # multiplies cos and sin
+    dtype: str | None = None  # what the checkpoint says its weights are; no part of the arithmetic
+
+    @staticmethod
+    def from_hf(hf: dict) -> "Config":
+        """The Config of a config.json, transformers v4 or v5 spelling. ValueError names key and value of what this file
+        would compute wrongly."""
+        return Config(**config_fields(hf))
