@@ -226,7 +226,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
         check_headers(folder, foreign.needed(found, needed(config, plain), readers), readers, config.tie_embeddings)
         found = foreign.checked(found)
     scheme, reason = foreign.scheme_of(found)
-    notes = tuple(note for note in (found.layout.note, reason) if note)
+    notes = found.layout.notes + ((reason,) if reason else ())
     head, kept = scheme if "lm_head" in found.matrices else None, dict.fromkeys(found.kept)
     stored = Stored(None, None, kept, scheme, notes) if reason else Stored(scheme, head, kept, None, notes)
     return stored, foreign.reading(found, scheme, reading(readers))
