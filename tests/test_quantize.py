@@ -139,10 +139,12 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
     elif scheme.startswith("fp8-g"):
         limit = parts["scale"].float().repeat_interleave(FORMATS[scheme].group, 1)[:, : w.size(1)] * 2**-10
         limit = torch.maximum(w.abs() * 2**-4, limit)
-    elif scheme == "nvfp4":  # an element's half step, and what the E4M3 scale's rounding moves: 2^-4, 2^-10 at the least
+    elif scheme == "nvfp4":  # an element's half step, and what lies beyond 6 where the scale was rounded down
         scale = parts["scale"].float() / parts["whole"][:, None]
         top = w.unflatten(1, (-1, 16)).abs().amax(-1)
-        limit = torch.maximum(top / 6, scale).repeat_interleave(16, 1) + (top * 2**-4).repeat_interleave(16, 1)
+        assert (scale <= top / 6 * (1 + 2**-4) + 2**-9 / parts["whole"][:, None]).all()
+        limit = torch.maximum(w.abs() * 2**-2, scale.repeat_interleave(16, 1) / 4)
+        return limit + (top * 2**-4).repeat_interleave(16, 1) + 1e-30
     elif scheme.startswith("fp8"):
         limit = torch.maximum(w.abs() * 2**-4, parts["scale"].float()[:, None] * 2**-10)
     else:
