@@ -17,7 +17,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import Config, Transformer
+from names import pieces, sources
 from reading import foreign, gguf
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
@@ -42,47 +43,18 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_index,
     write_whole,
 )  # fmt: skip
+from reading.merged import merged, unmerged
 from reading.vocabularies import led_by, plain_file
 from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
 from weights import formats, linears
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear, matrices, quantized_linears
 
-# Our module -> the Hugging Face modules whose rows, one after the other, make its matrix.
-OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
-INNER = {
-    "attention_norm": ["input_layernorm"],
-    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.q_norm": ["self_attn.q_norm"],
-    "attention.k_norm": ["self_attn.k_norm"],
-    "attention.out": ["self_attn.o_proj"],
-    "ffn_norm": ["post_attention_layernorm"],
-    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "ffn.down": ["mlp.down_proj"],
-}
-
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
     torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32",
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
-
-
-def sources(name: str) -> list[str]:
-    """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and up's."""
-    module, kind = name.rsplit(".", 1)
-    if module in OUTER:
-        return [f"{source}.{kind}" for source in OUTER[module]]
-    _, layer, module = module.split(".", 2)
-    return [f"model.layers.{layer}.{source}.{kind}" for source in INNER[module]]
-
-
-def pieces(config: Config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
-    what belongs to one of the ranks."""
-    parts = parameter.split(stack(cut_of(name.rsplit(".", 1)[0]), len(parameter), config, ranks))
-    yield from zip(sources(name), parts, strict=True)
-
 
 # --------------------------------------------------------------------------------------------- reading
 
@@ -119,7 +91,7 @@ def needed(config: Config, model: Transformer) -> dict[str, tuple[tuple[int, ...
 
 def is_whole(name: str) -> bool:
     """Is this parameter no part of a quantized matrix? Parts are read and written in their own type."""
-    return name.endswith((".weight", ".bias"))
+    return name.endswith((".weight", ".bias", ".sinks"))
 
 
 # -------------------------------------------------------------------------------------------- building
@@ -203,12 +175,14 @@ def stored_in(file: Path) -> str | None:
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
     """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
-    readers, file = open_shards(shards(folder)), folder / "config.json"
+    readers, file = unmerged(open_shards(shards(folder))), folder / "config.json"
     if gguf.is_gguf(folder):
         return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
     if layout is None:
         stored = stored_quantization(file)
+        if foreign.is_mxfp4(read_json(file)):
+            stored = Stored(given=experts_given(config, readers))
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
         return stored, reading(readers)
@@ -232,11 +206,21 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
     return stored, foreign.reading(found, scheme, reading(readers))
 
 
+def experts_given(config: Config, readers: dict) -> dict[str, str]:
+    """The scheme of those experts that gpt-oss's folder holds in it."""
+    names = (name for name, _ in matrices(empty_model(config, torch.float32)))
+    return {name: "mxfp4" for name in names if sources(config.family, f"{name}.codes")[0] in readers}
+
+
 def open_gguf(file: Path, config: Config, readers: dict) -> tuple[Stored, Callable[[str], Tensor]]:
     """`open_folder` of a GGUF file, whose matrices have a type each."""
     model = empty_model(config, torch.float32)
     check_headers(file, needed(config, model), readers, config.tie_embeddings)
-    stacked = {name.removesuffix(".weight"): sources(name) for name, x in model.named_parameters() if x.dim() > 1}
+    stacked = {
+        name.removesuffix(".weight"): sources(config.family, name)
+        for name, x in model.named_parameters()
+        if x.dim() > 1
+    }
     if config.tie_embeddings:
         stacked["lm_head"] = stacked.pop("embed")
     schemes, loose = gguf.find(readers, stacked)
@@ -339,7 +323,7 @@ def quantize_into(
     tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
     rows = stack(cut, linear.out_features, config, ranks)
     begin = 0
-    for number, source in enumerate(sources("embed.weight" if tied else f"{name}.weight")):
+    for number, source in enumerate(sources(config.family, "embed.weight" if tied else f"{name}.weight")):
         weight = take(read(source), cut, number, config, ranks).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
@@ -446,5 +430,6 @@ def write_tensors(
                 source, part = foreign.plain(source, part)
             cast = dtype and is_whole(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if cast else part.dtype).contiguous().clone()
+    tensors = merged(tensors) if model.config.family == "gpt_oss" else tensors
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -26,7 +26,18 @@ class Config:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
+    gate_limit: float | None = None  # of a feed-forward's gate and up
+    gate_alpha: float = 1.0
     qk_norm: bool = False
+    sinks: bool = False  # a logit of each head that the softmax counts and drops
+    sparse: tuple[bool, ...] = ()  # per layer: experts in place of one feed-forward; nothing: in none
+    n_experts: int = 0
+    n_chosen: int = 0  # experts that a token takes
+    expert_dim: int = 0  # F of an expert
+    expert_bias: bool = False
+    router_bias: bool = False
+    router_norm: bool = True  # do the weights of the chosen experts sum to 1?
+    shared_dim: int = 0  # F of an expert that every token takes
     windows: tuple[int | None, ...] = ()  # per layer: tokens attended, itself included; None is all of them
     rope_theta: float = 10000.0
     rope_type: str = "default"
@@ -39,6 +50,7 @@ class Config:
     rope_truncate: bool = True
     rope_attention_factor: float = 1.0  # multiplies cos and sin
     dtype: str | None = None  # what the checkpoint says its weights are; no part of the arithmetic
+    family: str = "llama"  # whose names the tensors have; no part of the arithmetic
 
     @staticmethod
     def from_hf(hf: dict) -> "Config":

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
-from model import Caches, Transformer, attend
+from model import Caches, Transformer, attend, attend_beside_sinks
 from rounding import same_attention
 from sampling import GREEDY, INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
@@ -147,7 +147,8 @@ class CachedModel:
     ):  # fmt: skip
         self.model, self.B, self.compile, self.compile_prompts = model, B, compile, compile_prompts
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
-        self.tile = same_attention(attend, B, H, G, E, model.norm.weight)
+        kernel = attend_beside_sinks if model.config.sinks else attend
+        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight)
         rows, self.unit = self.tile or (1, 16)
         self.S = math.ceil(S / self.unit) * self.unit
         # One position of slack: attending to the whole cache would be a special case that compiles once more.

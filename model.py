@@ -1,11 +1,12 @@
-"""The Llama-architecture decoder: KV cache, attention, feed-forward, Transformer.
+"""The Llama-architecture decoder: KV cache, attention, block, Transformer.
 
     KVCache, Caches         static, position-indexed keys and values; how far attention runs over them
-    RMSNorm, Attention, FeedForward, Block, Transformer
+    RMSNorm, Attention, Block, Transformer
 
 A forward pass depends on its arguments alone: `model(tokens, pos, caches)`. This file does not know sampling,
 quantization, ranks, compilation, checkpoints or text. It sees token ids, their absolute positions, and weights that
-someone else filled in. Its numbers stand in config.py, rotary positions in rope.py.
+someone else filled in. Its numbers stand in config.py, rotary positions in rope.py, feed-forwards and their experts in
+feedforward.py.
 
 Dimension letters, here and everywhere: B batch, T query length, S cache length, D model dim, H query heads,
 G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K draft length.
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
+from feedforward import Experts, FeedForward, Linear
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 
 KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
@@ -68,18 +70,36 @@ def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool)
     return Keys(attention_mask(pos, key_pos, window), key_pos.clamp(max=S - 1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S) -> (B, H, T, E).
 
     The R query heads that share a KV head become rows of one product, so K and V are read once, never repeated. Rows of
-    zeros are added where the bias has more than R * T.
+    zeros are added where the bias has more than R * T. sinks (H,): a score of each head that takes its part of the
+    softmax and brings no value.
     """
     B, H, T, E = q.shape
     G = k.size(1)
     q = q.reshape(B, G, H // G * T, E)  # (B, H, T, E) -> (B, G, R*T, E)
     q = F.pad(q, (0, 0, 0, bias.size(2) - q.size(2))) if bias.size(2) > q.size(2) else q  # (B, G, rows, E)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return y[:, :, : H // G * T].reshape(B, H, T, E)
+    if sinks is None:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return y[:, :, : H // G * T].reshape(B, H, T, E)
+    y, total = attend_with_sums(q, k, v, bias)
+    y, total = (x[:, :, : H // G * T].reshape(B, H, T, -1) for x in (y, total))
+    return (y * torch.sigmoid(total - sinks.float()[:, None, None])).to(q.dtype)  # e^total / (e^total + e^sink)
+
+
+def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
+    if q.device.type == "cpu":  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
+    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
+
+
+def attend_beside_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """`attend` with sinks of 0: what shows how its kernels round."""
+    return attend(q, k, v, bias, q.new_zeros(q.size(1)))
 
 
 class KVCache(nn.Module):
@@ -103,14 +123,14 @@ class KVCache(nn.Module):
         self.k[row, :, pos] = k.transpose(1, 2)  # (B, G, T, E) -> (B, T, G, E)
         self.v[row, :, pos] = v.transpose(1, 2)
 
-    def attend(self, q: Tensor, keys: Keys) -> Tensor:
+    def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
         """q (B, H, T, E) over the positions in `keys` -> (B, H, T, E). B may be smaller than the cache's."""
         B, S = q.size(0), keys.mask.size(-1)
         if keys.index is None:
-            return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask)
+            return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask, sinks)
         row = torch.arange(B, device=q.device)[:, None]  # (B, 1)
         k, v = (x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
-        return attend(q, k, v, keys.mask)
+        return attend(q, k, v, keys.mask, sinks)
 
 
 class Caches(NamedTuple):
@@ -132,20 +152,6 @@ class Caches(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------- modules
-
-
-class Linear(nn.Linear):
-    """y = x W^T + b. The weights of a model on the meta device have shapes and no values, so nothing is initialised."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return F.linear(x, self.weight)
-        # Flatten to two dimensions: torch 2.13 specialises a biased 3-D product on the T that it was traced with.
-        return F.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
 
 
 class Embedding(nn.Embedding):
@@ -179,6 +185,7 @@ class Attention(nn.Module):
         self.out = Linear(heads, config.dim, bias=config.out_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None)
 
     def heads(self) -> tuple[int, int]:
         """(H, G) on this rank."""
@@ -195,33 +202,20 @@ class Attention(nn.Module):
         # Rotate q and k together: small models are bound by the number of operations.
         q, k = apply_rope(qk, *rope).split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
         if cache is None:
-            y = attend(q, k, v, keys.mask)
+            y = attend(q, k, v, keys.mask, self.sinks)
         else:
             cache.update(k, v, pos)
-            y = cache.attend(q, keys)
+            y = cache.attend(q, keys, self.sinks)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.gate_up = Linear(config.dim, 2 * config.ffn_dim, bias=config.ffn_bias)
-        self.down = Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, T, F)
-        return self.down(F.silu(gate) * up)
-
-
 class Block(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, sparse: bool = False):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = Experts(config) if sparse else FeedForward(config, config.ffn_dim, config.ffn_bias)
 
     @compiler.nested_compile_region  # whoever compiles a model compiles one block for all layers; eagerly a plain call
     def forward(self, x: Tensor, pos: Tensor, rope: tuple[Tensor, Tensor], keys: Keys, cache: KVCache | None) -> Tensor:
@@ -244,7 +238,7 @@ class Transformer(nn.Module):
         self.config = config
         self.windows = config.windows or (None,) * config.n_layers
         self.embed = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, sparse) for sparse in config.sparse or (False,) * config.n_layers)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:

@@ -15,7 +15,21 @@ FAMILIES = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2_moe": {"num_key_value_heads": 16, "qkv_bias": True, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
 }
+THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0}  # where a file has none; 10000 elsewhere
+
+# Sparse families: transformers' values for experts, chosen ones, their size (None: intermediate_size) and the shared.
+EXPERTS = {
+    "mixtral": (8, 2, None, 0),
+    "qwen2_moe": (60, 4, 1408, 5632),
+    "qwen3_moe": (128, 8, 768, 0),
+    "gpt_oss": (128, 4, None, 0),
+}
+ALWAYS_SPARSE = ("mixtral", "gpt_oss")  # every layer; weights of chosen experts always sum to 1
 
 NEUTRAL = {
     key: values
@@ -25,16 +39,24 @@ NEUTRAL = {
         ((False,), "add_cross_attention alibi attention_out_bias attn_output_gate bias is_encoder_decoder"),
         ((False,), "qk_layernorm rope_interleaved use_parallel_residual use_qk_norm"),
         ((False, 0), "attn_temperature_tuning"),
-        ((0,), "n_routed_experts no_rope_layer_interval num_experts"),
+        ((0,), "first_k_dense_replace n_routed_experts n_shared_experts no_rope_layer_interval num_experts"),
+        ((0,), "shared_expert_intermediate_size"),
         ((0, 1), "num_local_experts"),
         ((1,), "embedding_multiplier embedding_scale logit_scale logits_scaling partial_rotary_factor"),
-        ((1,), "residual_multiplier rotary_pct scale_emb"),
+        ((1,), "moe_layer_freq n_group residual_multiplier rotary_pct routed_scaling_factor scale_emb topk_group"),
+        (("softmax",), "moe_router_activation_func scoring_func"),
         (([],), "cross_attention_layers"),
         (({},), "pruned_heads quantization_config"),
         (("silu", "swish"), "hidden_act hidden_activation"),
         (("rope", "rotary"), "position_embedding_type"),
     ]
     for key in keys.split()
+}
+HONOURED = {  # NEUTRAL's keys that a family computes with
+    "mixtral": ("num_local_experts",),
+    "qwen2_moe": ("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+    "gpt_oss": ("num_local_experts", "swiglu_limit"),
 }
 
 # Rope type -> the keys it reads. Another key beside them is refused.
@@ -86,7 +108,7 @@ def config_fields(hf: dict) -> dict:
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     hf = Section({**FAMILIES[family], **hf})
-    check_neutral(hf)
+    check_neutral(hf, HONOURED.get(family, ()))
 
     n_layers = hf.size("num_hidden_layers", largest=4096)
     dim, n_heads = hf.size("hidden_size"), hf.size("num_attention_heads")
@@ -101,8 +123,8 @@ def config_fields(hf: dict) -> dict:
     if n_heads * head_dim > LARGEST_SIZE:
         raise ValueError(f"config.json: {n_heads} heads of head_dim = {head_dim} are over {LARGEST_SIZE:,} in all")
     bias = hf.flag("attention_bias")
-    if bias and family == "mistral":
-        raise hf.refused("attention_bias", "is not supported for model_type 'mistral'")
+    if bias and family in ("mistral", "mixtral", "qwen2_moe"):
+        raise hf.refused("attention_bias", f"is not supported for model_type {family!r}")
     dtype = hf.get("dtype") or hf.get("torch_dtype")  # v5, v4
     return {
         "dim": dim,
@@ -115,19 +137,23 @@ def config_fields(hf: dict) -> dict:
         "max_seq_length": hf.size("max_position_embeddings"),
         "norm_eps": hf.number("rms_norm_eps"),
         "tie_embeddings": hf.flag("tie_word_embeddings"),
-        "qkv_bias": bias or family == "qwen2",  # Qwen2 always has one, and no key for it
+        # Qwen2 always has one, and no key for it
+        "qkv_bias": bias or family == "qwen2" or (family == "qwen2_moe" and hf.flag("qkv_bias")),
         "out_bias": bias and family != "qwen2",
         "ffn_bias": hf.flag("mlp_bias"),
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "sinks": family == "gpt_oss",
         "windows": windows(hf, family, n_layers),
         "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
-        **rope_fields(hf),
+        "family": family,
+        **expert_fields(hf, family, n_layers),
+        **rope_fields(hf, family),
     }
 
 
-def check_neutral(hf: Section) -> None:
+def check_neutral(hf: Section, honoured: tuple[str, ...]) -> None:
     for key, neutral in NEUTRAL.items():
-        if hf.get(key) is not None and hf[key] not in neutral:
+        if key not in honoured and hf.get(key) is not None and hf[key] not in neutral:
             values = " or ".join(map(repr, neutral))
             works = f"supported: {values}" if neutral else "only a config.json without it, or with null, is"
             raise hf.refused(key, f"is not supported; {works}")
@@ -136,38 +162,79 @@ def check_neutral(hf: Section) -> None:
         raise hf.refused("no_rope_layers", "is not supported; every layer must use RoPE")
 
 
+def expert_fields(hf: Section, family: str, n_layers: int) -> dict:
+    """Config's fields of experts, which dense families leave as they are."""
+    if family not in EXPERTS:
+        return {}
+    count, n_chosen, dim, shared = EXPERTS[family]
+    if (
+        None not in (hf.get("num_experts"), hf.get("num_local_experts"))
+        and hf["num_experts"] != hf["num_local_experts"]
+    ):
+        raise hf.refused("num_experts", f"and num_local_experts = {hf['num_local_experts']!r} disagree; keep one")
+    count = hf.size("num_experts" if hf.get("num_experts") is not None else "num_local_experts", count)  # v4, v5
+    n_chosen = hf.size("num_experts_per_tok", n_chosen)
+    if n_chosen > count:
+        raise hf.refused("num_experts_per_tok", f"is more than there are experts, {count}")
+    fixed = family in ALWAYS_SPARSE
+    dense, step = hf.get("mlp_only_layers") or [], hf.size("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense) or (fixed and dense):
+        raise hf.refused("mlp_only_layers", f"must be null{'' if fixed else ', or the numbers of layers'}")
+    for key, value in {"decoder_sparse_step": 1, "norm_topk_prob": True, "moe_intermediate_size": None}.items():
+        if fixed and hf.get(key) not in (None, value):
+            raise hf.refused(key, f"is not supported for model_type {family!r}")
+    fields = {
+        "sparse": tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers)),
+        "n_experts": count,
+        "n_chosen": n_chosen,
+        "expert_dim": hf.size("intermediate_size") if fixed else hf.size("moe_intermediate_size", dim),
+        "router_norm": fixed or hf.flag("norm_topk_prob"),
+        "shared_dim": hf.size("shared_expert_intermediate_size", shared) if shared else 0,
+    }
+    if family == "gpt_oss":
+        limits = {"gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702)}
+        fields |= {"expert_bias": True, "router_bias": True, **limits}
+    return fields
+
+
 def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer. None: the layer attends to all tokens."""
-    qwen = family in ("qwen2", "qwen3")
+    qwen, oss = family.startswith("qwen"), family == "gpt_oss"
+    everywhere = family in ("mistral", "mixtral", "qwen3_moe")  # or nowhere
     size, turned_off = hf.get("sliding_window"), hf.get("use_sliding_window") is False
     if family == "llama" and size is not None and not turned_off:
         raise hf.refused("sliding_window", "is not supported for model_type 'llama'")
-    if family == "mistral" and size is not None and turned_off:
+    if (family in ("mistral", "mixtral") or oss) and size is not None and turned_off:
         raise hf.refused("use_sliding_window", "contradicts sliding_window; set that to null")
     # Qwen slides only if use_sliding_window says so. Mistral slides wherever there is a size.
-    sliding = hf.flag("use_sliding_window") if qwen else family == "mistral" and size is not None
+    sliding = hf.flag("use_sliding_window") if qwen else family != "llama" and size is not None
     window = hf.size("sliding_window") if sliding else None
     kinds = hf.get("layer_types")
     if kinds is None:
-        # Qwen slides from layer max_window_layers on. Mistral has no such key and slides everywhere.
-        first = hf.get("max_window_layers") or 0 if qwen else 0
+        # Qwen slides from layer max_window_layers on. Mistral has no such key and slides everywhere. gpt-oss slides in
+        # every other layer; so does Qwen2-MoE, in transformers, and before that layer.
+        first = hf.get("max_window_layers") or 0 if qwen and not everywhere else 0
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise hf.refused("max_window_layers", "must be a whole number")
+        if oss or family == "qwen2_moe":
+            return tuple(window if i % 2 == 0 and (oss or i < first) else None for i in range(n_layers))
         return tuple(window if i >= first else None for i in range(n_layers))
     known = {"full_attention": None, "sliding_attention": window}
     if not isinstance(kinds, list) or len(kinds) != n_layers or any(str(kind) not in known for kind in kinds):
         raise hf.refused("layer_types", f"must name full_attention or sliding_attention for each of {n_layers} layers")
     if "sliding_attention" in kinds and window is None:
         raise ValueError("config.json: layer_types asks for sliding_attention, but no sliding_window is in use")
-    if family == "mistral" and window is not None and "full_attention" in kinds:
-        raise ValueError("config.json: layer_types mixes full and sliding attention, which 'mistral' does not define")
+    if everywhere and window is not None and "full_attention" in kinds:
+        raise ValueError(f"config.json: layer_types mixes full and sliding attention, which {family!r} does not define")
     return tuple(known[kind] for kind in kinds)
 
 
-def rope_fields(hf: Section) -> dict:
+def rope_fields(hf: Section, family: str) -> dict:
     """Config's RoPE fields from `rope_theta` + `rope_scaling` (transformers v4) or `rope_parameters` (v5)."""
+    if family == "gpt_oss" and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        raise ValueError("config.json: rope_scaling is missing, which gpt_oss does not do without")
     rope = rope_section(hf)
-    kind, theta = rope["rope_type"], rope.number("rope_theta", 10000.0)
+    kind, theta = rope["rope_type"], rope.number("rope_theta", THETAS.get(family, 10000.0))
     if theta <= 1:
         raise ValueError(f"config.json: rope_theta = {theta} must be larger than 1")
     fields = {"rope_type": kind, "rope_theta": theta}

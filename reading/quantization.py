@@ -47,13 +47,19 @@ def group_size(found: dict, where: str, key: str = "group_size") -> int:
 def layout_of(hf: dict) -> Layout | None:
     """The layout that a config.json's quantization_config names, None without one. ValueError names key and value of
     what is not read here."""
-    if hf.get("quantization_config") in (None, {}, OWN):
+    if hf.get("quantization_config") in (None, {}, OWN) or is_mxfp4(hf):
         return None
     where, found = "quantization_config: ", a_dict(hf, "", "quantization_config")
     method = only(found, where, "quant_method", *METHODS)
     if hf.get("quantization") is not None and method != "compressed-tensors":  # which we write too
         raise ValueError("config.json: it has both quantization and quantization_config; one of them must be wrong")
     return METHODS[method](found, where)
+
+
+def is_mxfp4(hf: dict) -> bool:
+    """Is this gpt-oss as published? Its experts are read by reading/merged.py, bit for bit."""
+    found = hf.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "mxfp4" and hf.get("model_type") == "gpt_oss"
 
 
 def gptq_layout(found: dict, where: str) -> Layout:

@@ -69,6 +69,28 @@ FAMILIES = {
     "qwen3-biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, **rope(1000000.0)},
     "r1-distill-llama": {"model_type": "llama", "num_attention_heads": 8, **LLAMA3_ROPE},
     "r1-distill-qwen": {"model_type": "qwen2", **rope(10000.0)},
+    "mixtral": {
+        "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
+        **rope(1000000.0),
+    },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48, **rope(1000000.0),
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, **rope(1000000.0),
+    },
+    "qwen3-moe-mixed": {  # a dense layer among sparse ones, and weights that do not sum to 1
+        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": False, "mlp_only_layers": [1], **rope(10000.0),
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9,
+        "intermediate_size": 64,
+        **rope(150000.0, "yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+               original_max_position_embeddings=40),
+    },
 }  # fmt: skip
 
 

@@ -34,7 +34,9 @@ def angles(hf: dict, E: int, n: int) -> tuple[torch.Tensor, float]:
                 E * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
                 for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
             ]
-            low, high = max(math.floor(dims[0]), 0), min(math.ceil(dims[1]), E - 1)
+            if rope.get("truncate") is not False:
+                dims = [math.floor(dims[0]), math.ceil(dims[1])]
+            low, high = max(dims[0], 0), min(dims[1], E - 1)
             ramp = min(1.0, max(0.0, (pair - low) / max(high - low, 0.001)))
             frequency = ramp * frequency / factor + (1 - ramp) * frequency
             scale = rope.get("attention_factor") or 0.1 * math.log(factor) + 1
@@ -57,7 +59,52 @@ def window_of(hf: dict, layer: int) -> int | None:
     if hf["model_type"] in ("qwen2", "qwen3"):
         slides = hf.get("use_sliding_window") and layer >= hf["max_window_layers"]
         return hf["sliding_window"] if slides else None
-    return hf.get("sliding_window") if hf["model_type"] == "mistral" else None
+    if hf["model_type"] == "gpt_oss":
+        return hf["sliding_window"] if layer % 2 == 0 else None
+    if hf["model_type"] == "qwen3_moe" and not hf.get("use_sliding_window"):
+        return None
+    return hf.get("sliding_window") if hf["model_type"] in ("mistral", "mixtral", "qwen3_moe") else None
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return gate / (1 + (-gate).exp()) * up
+
+
+def gpt_oss_expert(w: dict, p: str, number: int, h: torch.Tensor) -> torch.Tensor:
+    """One expert on h (D,): gate's and up's columns in turn, both clamped."""
+    both = h @ w[p + "experts.gate_up_proj"][number] + w[p + "experts.gate_up_proj_bias"][number]
+    gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+    y = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    return y @ w[p + "experts.down_proj"][number] + w[p + "experts.down_proj_bias"][number]
+
+
+def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
+    """What the sparse feed-forward of the layer with names p makes of h (n, D), token by token; None: it is dense."""
+    routers = {f"{p}block_sparse_moe.gate": "mixtral", f"{p}mlp.router": "gpt_oss", f"{p}mlp.gate": "qwen"}
+    name = next((name for name in routers if f"{name}.weight" in w), None)
+    if name is None:
+        return None
+    kind, rows = routers[name], []
+    for x in h:
+        scores = w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[: hf["num_experts_per_tok"]]
+        shares = scores.exp() / scores.exp().sum()
+        if kind != "qwen" or hf["norm_topk_prob"]:
+            shares = shares / shares[order].sum()
+        y = torch.zeros_like(x)
+        for number in order:
+            if kind == "gpt_oss":
+                y += shares[number] * gpt_oss_expert(w, f"{p}mlp.", number, x)
+                continue
+            names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+            room = f"{p}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}.experts.{number}"
+            gate, up, down = (w[f"{room}.{matrix}.weight"] for matrix in names)
+            y += shares[number] * (down @ swiglu(gate @ x, up @ x))
+        if f"{p}mlp.shared_expert_gate.weight" in w:
+            gate, up, down = (w[f"{p}mlp.shared_expert.{matrix}_proj.weight"] for matrix in ("gate", "up", "down"))
+            y += down @ swiglu(gate @ x, up @ x) / (1 + (-w[f"{p}mlp.shared_expert_gate.weight"] @ x).exp())
+        rows.append(y)
+    return torch.stack(rows)
 
 
 def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], entering: list | None = None) -> torch.Tensor:
@@ -90,11 +137,15 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
             for i in range(n):
                 first = 0 if window is None else max(0, i - window + 1)
                 scores = kh[first : i + 1] @ qh[i] / math.sqrt(E)
-                rows.append(scores.softmax(0) @ vh[first : i + 1])
+                sink = w.get(p + "self_attn.sinks")  # one score more, which brings no value
+                total = scores.exp().sum() + (0 if sink is None else sink[head].exp())
+                rows.append(scores.exp() / total @ vh[first : i + 1])
             heads.append(torch.stack(rows))
         x = x + linear(torch.cat(heads, dim=-1), f"{p}self_attn.o_proj")
         h = norm(x, w[p + "post_attention_layernorm.weight"], eps)
-        gate, up = linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")
-        x = x + linear(gate / (1 + (-gate).exp()) * up, f"{p}mlp.down_proj")
+        y = experts(hf, w, p, h)
+        if y is None:
+            y = linear(swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")), f"{p}mlp.down_proj")
+        x = x + y
     x = norm(x, w["model.norm.weight"], eps)
     return x @ (w["model.embed_tokens.weight"] if hf.get("tie_word_embeddings") else w["lm_head.weight"]).T

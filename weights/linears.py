@@ -342,16 +342,21 @@ class PackedLinear(nn.Module):
 # ---------------------------------------------------------------------------------------------- models
 
 
-def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
-    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head"."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)]
+def matrices(model: nn.Module, routers: bool = False) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
+    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". Routers of experts,
+    which nothing quantizes, only where asked for."""
+    kinds = nn.Linear | QuantizedLinear
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    names = [name for name, module in found if routers or not getattr(module, "is_router", False)]
     return ((name, model.get_submodule(name)) for name in names)
 
 
-def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+def replace_linears(
+    model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None], routers: bool = False
+) -> nn.Module:
     """Put make(name, linear) in place of each Linear, one by one; None leaves it. A quantized head then serves a tied
     embedding too. Forward hooks stay: they are tensor parallelism's sums."""
-    for name, linear in matrices(model):
+    for name, linear in matrices(model, routers):
         made = make(name, linear)
         if made is not None:
             made._forward_hooks.update(linear._forward_hooks)
@@ -390,7 +395,7 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
         return made.get(id(linear))
 
     for each in (model, *others):
-        replace_linears(each, packed)
+        replace_linears(each, packed, routers=True)
     return model
 
 
