@@ -30,6 +30,7 @@ from tqdm import tqdm
 from model import Config, Transformer
 from names import pieces, sources
 from reading import foreign, gguf
+from reading.config import text_part
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
     one_line,
@@ -39,6 +40,7 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     save_tensors,
     shard_name,
     shards,
+    text_only,
     whole_folder,
     write_index,
     write_whole,
@@ -134,8 +136,9 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
     the tensor of a Hugging Face name."""
     for name in names:
         cut = cut_of(name.rsplit(".", 1)[0])
-        for number, (source, part) in enumerate(pieces(model.config, name, model.get_parameter(name), ranks)):
-            stored = take(read(source), cut, number, model.config, ranks)
+        found = list(pieces(model.config, name, model.get_parameter(name), ranks))
+        for number, (source, part) in enumerate(found):
+            stored = take(read(source), cut, number, model.config, ranks, alone=len(found) == 1)
             part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
             part[len(stored) :].zero_()  # a vocabulary's padding
 
@@ -175,7 +178,8 @@ def stored_in(file: Path) -> str | None:
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
     """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
-    readers, file = unmerged(open_shards(shards(folder))), folder / "config.json"
+    file = folder / "config.json"
+    readers, said = text_only(unmerged(open_shards(shards(folder))), read_json(file).get("model_type"))
     if gguf.is_gguf(folder):
         return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
@@ -185,7 +189,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
             stored = Stored(given=experts_given(config, readers))
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
-        return stored, reading(readers)
+        return stored._replace(notes=said), reading(readers)
     plain = empty_model(config, torch.float32)
     shapes = {
         name: {
@@ -200,7 +204,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
         check_headers(folder, foreign.needed(found, needed(config, plain), readers), readers, config.tie_embeddings)
         found = foreign.checked(found)
     scheme, reason = foreign.scheme_of(found)
-    notes = found.layout.notes + ((reason,) if reason else ())
+    notes = said + found.layout.notes + ((reason,) if reason else ())
     head, kept = scheme if "lm_head" in found.matrices else None, dict.fromkeys(found.kept)
     stored = Stored(None, None, kept, scheme, notes) if reason else Stored(scheme, head, kept, None, notes)
     return stored, foreign.reading(found, scheme, reading(readers))
@@ -322,9 +326,9 @@ def quantize_into(
     sums up the change's and the weights' squares."""
     tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
     rows = stack(cut, linear.out_features, config, ranks)
-    begin = 0
-    for number, source in enumerate(sources(config.family, "embed.weight" if tied else f"{name}.weight")):
-        weight = take(read(source), cut, number, config, ranks).to(linear.codes.device)
+    begin, names = 0, sources(config.family, "embed.weight" if tied else f"{name}.weight")
+    for number, source in enumerate(names):
+        weight = take(read(source), cut, number, config, ranks, alone=len(names) == 1).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
         row_max = None
@@ -406,7 +410,7 @@ def stored_as(model: Transformer) -> dict:
 def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False) -> None:
     """A config.json that says what this model's matrices are stored in, whatever folder it was of. Other programs are
     told how to read them if they are stored `plain`, all in one scheme, and to refuse them if not."""
-    hf, before = dict(hf), hf.get("quantization") or {}
+    hf, before = dict(text_part(hf)), hf.get("quantization") or {}
     for key in ("quantization", "quantization_config"):
         hf.pop(key, None)
     found = stored_as(model)

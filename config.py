@@ -29,6 +29,13 @@ class Config:
     gate_limit: float | None = None  # of a feed-forward's gate and up
     gate_alpha: float = 1.0
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads at once
+    qk_norm_last: bool = False  # after the rotation
+    norms_after: bool = False  # of what attention and feed-forward give, not of what they take
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    score_scale: float = 1.0  # of q k / sqrt(E)
+    logit_scale: float = 1.0
     sinks: bool = False  # a logit of each head that the softmax counts and drops
     sparse: tuple[bool, ...] = ()  # per layer: experts in place of one feed-forward; nothing: in none
     n_experts: int = 0
@@ -40,15 +47,22 @@ class Config:
     shared_dim: int = 0  # F of an expert that every token takes
     windows: tuple[int | None, ...] = ()  # per layer: tokens attended, itself included; None is all of them
     rope_theta: float = 10000.0
+    turns: tuple[int | None, ...] = ()  # per layer: 0 rotates as below, 1 with theta alone, None not at all
+    rope_local_theta: float = 10000.0  # of turns that are 1
+    rope_dim: int = 0  # leading dimensions of a head that are rotated; 0: all
+    rope_interleaved: bool = False  # pairs are (x[2 i], x[2 i + 1])
     rope_type: str = "default"
     rope_factor: float = 1.0
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
-    rope_original_length: int = 0  # llama3 and yarn: the context before it was stretched
+    rope_original_length: int = 0  # llama3, yarn, longrope: the context before it was stretched
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     rope_truncate: bool = True
     rope_attention_factor: float = 1.0  # multiplies cos and sin
+    rope_short: tuple[float, ...] = ()  # longrope: stretch of each pair in texts of up to the original length
+    rope_long: tuple[float, ...] = ()  # and in longer ones
+    query_growth: float = 0.0  # queries grow by it times log(1 + position // original length)
     dtype: str | None = None  # what the checkpoint says its weights are; no part of the arithmetic
     family: str = "llama"  # whose names the tensors have; no part of the arithmetic
 

@@ -4,7 +4,7 @@
     FeedForward   gate, up, down
     Experts       the feed-forward of a sparse layer: a Router, a Mixture of FeedForwards, perhaps one that all share
 
-An expert is a FeedForward, so what quantizes, cuts, stores or counts Linears needs no word about experts. This file does
+An expert is a FeedForward, so what quantizes, cuts, stores or counts Linears needs no word of experts. This file does
 not know attention, files, ranks or kernels: weights/experts.py has the products that a device is quick with.
 """
 

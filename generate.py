@@ -143,7 +143,7 @@ class CachedModel:
 
     def __init__(
         self, model: Transformer, B: int, S: int, compile: bool, compile_prompts: bool = False,
-        layers: Sequence[nn.Module] | None = None,
+        layers: Sequence[nn.Module] | None = None, ends: Tensor | None = None,
     ):  # fmt: skip
         self.model, self.B, self.compile, self.compile_prompts = model, B, compile, compile_prompts
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
@@ -155,6 +155,8 @@ class CachedModel:
         self.caches = model.make_caches(B if layers is None else 0, self.S + 1)._replace(rows=rows)
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
+        if ends is not None:
+            self.caches = self.caches._replace(ends=ends)
         self.device = self.caches.key_pos.device
         self.replayed = compile and self.device.type == "cuda"  # as CUDA graphs, one for each length attended
         self.hidden = compiled(model.hidden, self.device, prompts=True) if compile_prompts else model.hidden
@@ -162,7 +164,7 @@ class CachedModel:
     def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
         """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
-        return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers)
+        return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers, self.caches.ends)
 
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: to the next of a few lengths, or of those that
@@ -236,6 +238,7 @@ class Engine:
         self.identical = bool(self.cached.tile) and batch_size * (K + 1) <= same_rows(model) and self.ranks.world == 1
         with torch.inference_mode(False):
             self.state = State(batch_size, self.cached.S, self.device, K, self.ranks)
+        self.cached.caches = self.cached.caches._replace(ends=self.state.end)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them

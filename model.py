@@ -140,6 +140,7 @@ class Caches(NamedTuple):
     key_pos: Tensor  # (S,) 0, 1, 2, …
     rows: int = 1  # attention takes a multiple of so many query rows
     taps: dict[int, nn.Module] | None = None  # layer -> what is told, by `update(x, pos)`, what enters that layer
+    ends: Tensor | None = None  # (B or more,) the last position that a row may come to have
 
     def upto(self, length: int) -> "Caches":
         """The same, for calls that query no position >= `length`: a tensor's length, which a trace can leave open."""
@@ -174,6 +175,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Head counts are read off the Linears, so a rank that holds a slice just works."""
 
@@ -183,8 +188,10 @@ class Attention(nn.Module):
         heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, heads + 2 * kv, bias=config.qkv_bias)
         self.out = Linear(heads, config.dim, bias=config.out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.whole, self.last, self.interleaved = config.qk_norm_whole, config.qk_norm_last, config.rope_interleaved
+        q_dim, k_dim = (heads, kv) if self.whole else (config.head_dim, config.head_dim)
+        self.q_norm = RMSNorm(q_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(k_dim, config.norm_eps) if config.qk_norm else None
         self.register_parameter("sinks", nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None)
 
     def heads(self) -> tuple[int, int]:
@@ -192,15 +199,28 @@ class Attention(nn.Module):
         H = self.out.in_features // self.head_dim
         return H, (self.qkv.out_features // self.head_dim - H) // 2
 
-    def forward(self, x: Tensor, pos: Tensor, rope: tuple[Tensor, Tensor], keys: Keys, cache: KVCache | None) -> Tensor:
+    def normed(self, qk: Tensor, H: int) -> Tensor:
+        """q and k (B, H + G, T, E), normed head by head, or q whole and k whole."""
+        both = []
+        for norm, x in ((self.q_norm, qk[:, :H]), (self.k_norm, qk[:, H:])):
+            if self.whole:  # (B, n, T, E) -> (B, T, n*E) -> (B, n, T, E)
+                x = norm(x.transpose(1, 2).flatten(2)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            both.append(x if self.whole else norm(x))
+        return torch.cat(both, dim=1)
+
+    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
         B, T, _ = x.shape
         H, G = self.heads()
         qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
         qk, v = qkv.split((H + G, G), dim=1)
-        if self.q_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+        if self.q_norm is not None and not self.last:
+            qk = self.normed(qk, H)
+        cos, sin, *growth = rope or (None, None)
         # Rotate q and k together: small models are bound by the number of operations.
-        q, k = apply_rope(qk, *rope).split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
+        qk = qk if cos is None else apply_rope(qk, cos, sin, self.interleaved)
+        qk = self.normed(qk, H) if self.last else qk
+        q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
+        q = (q * growth[0]).to(q.dtype) if growth else q
         if cache is None:
             y = attend(q, k, v, keys.mask, self.sinks)
         else:
@@ -216,11 +236,15 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = Experts(config) if sparse else FeedForward(config, config.ffn_dim, config.ffn_bias)
+        self.norms_after, self.scale = config.norms_after, config.residual_scale
 
     @compiler.nested_compile_region  # whoever compiles a model compiles one block for all layers; eagerly a plain call
-    def forward(self, x: Tensor, pos: Tensor, rope: tuple[Tensor, Tensor], keys: Keys, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), pos, rope, keys, cache)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
+        if self.norms_after:
+            x = x + self.attention_norm(self.attention(x, pos, rope, keys, cache))
+            return x + self.ffn_norm(self.ffn(x))
+        x = x + scaled(self.attention(self.attention_norm(x), pos, rope, keys, cache), self.scale)
+        return x + scaled(self.ffn(self.ffn_norm(x)), self.scale)
 
 
 # ----------------------------------------------------------------------------------------- Transformer
@@ -237,6 +261,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.windows = config.windows or (None,) * config.n_layers
+        self.turns = config.turns or (0,) * config.n_layers
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, sparse) for sparse in config.sparse or (False,) * config.n_layers)
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -254,7 +279,8 @@ class Transformer(nn.Module):
                 KVCache(batch_size, layer.attention.heads()[1], max_seq_length, E, weight.dtype, weight.device)
                 for layer in self.layers
             ]
-            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device))
+            ends = torch.full((batch_size,), max_seq_length - 1, device=weight.device)
+            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device), ends=ends)
 
     def keys(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict[int | None, Keys]:
         """What queries at pos (B, T) see, for each window that some layer has."""
@@ -268,19 +294,24 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches | None = None) -> Tensor:
         """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed hidden states (B, T, D)."""
         pos = pos.expand(tokens.shape)  # (B, T)
-        rope = self.rope(pos)
-        x = self.embed(tokens)  # (B, T, D)
+        ropes = self.rope.kinds(pos, None if caches is None else caches.ends)
+        x = self.embedded(tokens)
         keys = self.keys(pos, caches, x.dtype)
         cached, taps = ([None] * len(self.layers), None) if caches is None else (caches.layers, caches.taps)
-        for number, (layer, window, cache) in enumerate(zip(self.layers, self.windows, cached, strict=True)):
+        each = zip(self.layers, self.windows, self.turns, cached, strict=True)
+        for number, (layer, window, turn, cache) in enumerate(each):
             if taps and number in taps:
                 taps[number].update(x, pos)
-            x = layer(x, pos, rope, keys[window], cache)
+            x = layer(x, pos, ropes[turn], keys[window], cache)
         return self.norm(x)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) int -> (B, T, D)."""
+        return scaled(self.embed(tokens), self.config.embed_scale)
 
     def head(self, h: Tensor) -> Tensor:
         """h (..., D) -> logits (..., V) float32."""
-        return self.lm_head(h).float()
+        return scaled(self.lm_head(h).float(), self.config.logit_scale)
 
     def forward(self, tokens: Tensor, pos: Tensor, caches: Caches | None = None) -> Tensor:
         """Logits (B, T, V) float32 for the token after each position."""

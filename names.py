@@ -1,7 +1,7 @@
 """What tensors are called: a parameter of ours <-> the Hugging Face tensors that fill it.
 
     OUTER, INNER    our module -> the modules whose rows, one after the other, make its matrix
-    EXPERTS         the same of the sparse families, which differ
+    FAMILIES        what differs in some; EXPERTS  the same of the sparse ones
     sources         the tensors behind one parameter;  pieces  and the rows of it that each fills
 
 This file does not know files. What a rank holds of a parameter, tp.py says.
@@ -29,6 +29,17 @@ INNER = {
     "ffn.shared.down": ["mlp.shared_expert.down_proj"],
     "ffn.shared_gate": ["mlp.shared_expert_gate"],
 }
+AFTER = {"attention_norm": ["post_attention_layernorm"], "ffn_norm": ["post_feedforward_layernorm"]}
+FAMILIES = {  # what differs from INNER
+    "phi3": {"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
+    "olmo2": AFTER,
+    "olmo3": AFTER,
+    "exaone4": AFTER,
+    "hunyuan_v1_dense": {
+        "attention.q_norm": ["self_attn.query_layernorm"],
+        "attention.k_norm": ["self_attn.key_layernorm"],
+    },
+}
 EXPERT = {"gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"], "down": ["mlp.experts.{}.down_proj"]}
 # Families with names of their own. gpt-oss stores all experts in one tensor, which reading/merged.py takes apart.
 ROUTERS = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}
@@ -50,12 +61,15 @@ def sources(family: str, name: str) -> list[str]:
         _, _, number, module = module.split(".")
         found = [source.format(number) for source in EXPERTS.get(family, EXPERT)[module]]
     else:
-        found = [ROUTERS[family]] if module == "ffn.router" and family in ROUTERS else INNER[module]
+        found = FAMILIES.get(family, {}).get(module, INNER[module])
+        found = [ROUTERS[family]] if module == "ffn.router" and family in ROUTERS else found
     return [f"model.layers.{layer}.{source}.{kind}" for source in found]
 
 
 def pieces(config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
     what belongs to one of the ranks."""
-    parts = parameter.split(stack(cut_of(name.rsplit(".", 1)[0]), len(parameter), config, ranks))
-    yield from zip(sources(config.family, name), parts, strict=True)
+    names, parts = sources(config.family, name), [parameter]
+    if len(names) > 1:
+        parts = parameter.split(stack(cut_of(name.rsplit(".", 1)[0]), len(parameter), config, ranks))
+    yield from zip(names, parts, strict=True)

@@ -269,7 +269,7 @@ def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Ten
     stride = len(ids) // count
     before = tokenizer.encode("")  # BOS where encoding a text adds one
     rows = torch.tensor([before + ids[i * stride : i * stride + size] for i in range(count)], device=args.device)
-    return [model.embed(batch) for batch in rows.split(8)]
+    return [model.embedded(batch) for batch in rows.split(8)]
 
 
 def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Tensor]:
@@ -277,7 +277,8 @@ def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Ten
     if not states:
         return []
     pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)
-    rope, keys = model.rope(pos), model.keys(pos, None, states[0].dtype)[model.windows[number]]
+    rope = model.rope.kinds(pos)[model.turns[number]]
+    keys = model.keys(pos, None, states[0].dtype)[model.windows[number]]
     return [model.layers[number](x, pos, rope, keys, None) for x in states]
 
 

@@ -245,7 +245,7 @@ def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
     other = copy.deepcopy(model, {id(module): module for module in [*shared, *model.layers]})
     other.layers = nn.ModuleList(model.layers[i] for i in kept)
     other.config = replace(model.config, n_layers=len(kept))
-    other.windows = tuple(model.windows[i] for i in kept)
+    other.windows, other.turns = (tuple(each[i] for i in kept) for each in (model.windows, model.turns))
     return other
 
 

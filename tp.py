@@ -98,6 +98,8 @@ def check(config, world: int, group: int = 0) -> None:
     that share a scale, 0 where the whole row does."""
     if world == 1:
         return
+    if config.qk_norm_whole:
+        raise ValueError(f"queries are normed over all heads at once, which {world} ranks would divide; use one")
     unused = "ffn_dim" if config.sparse and all(config.sparse) else None
     for name, cut in PLAN.items():
         if unused in cut.units:
@@ -114,11 +116,15 @@ def check(config, world: int, group: int = 0) -> None:
                 )
 
 
-def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks") -> Tensor:
+def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks", alone: bool = False) -> Tensor:
     """This rank's part, a view, of a stored tensor: the weight, bias or quantized part behind source number `source`
-    of a matrix. One value per output stays whole when inputs are cut."""
+    of a matrix. One value per output stays whole when inputs are cut. `alone`: there is no other source, so that all
+    that is stacked in the matrix is stored as one tensor too, and the part is a copy."""
     if cut is None or cut.dim >= stored.dim():
         return stored
+    if alone and len(cut.units) > 1:
+        whole = stored.split(stack(cut, len(stored), config, ALONE))
+        return torch.cat([take(part, cut, number, config, ranks) for number, part in enumerate(whole)])
     units = getattr(config, cut.units[source])
     mine = share(config, cut.units[source], ranks.rank, ranks.world)
     size = stored.size(cut.dim)  # in bytes of packed codes a unit may be a fraction; a rank's units never are

@@ -9,6 +9,7 @@ This file knows no other file of the project: no path, no tensor, no Config.
 """
 
 import math
+import re
 
 FAMILIES = {
     "llama": {},
@@ -19,8 +20,21 @@ FAMILIES = {
     "qwen2_moe": {"num_key_value_heads": 16, "qkv_bias": True, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
     "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
+    "smollm3": {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+    "phi3": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4096},
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
+    "hunyuan_v1_dense": {},
+    "exaone4": {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "ministral3": {"num_key_value_heads": 8, "head_dim": 128},
+    "mimo": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},  # Qwen2's, with other tensors
 }
-THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0}  # where a file has none; 10000 elsewhere
+# Where a file has none; 10000 elsewhere.
+THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0, "smollm3": 2e6, "olmo3": 5e5, "ernie4_5": 5e5, "ministral3": 1e6}
+NESTED = ("mistral3",)  # families whose text model has a config.json inside theirs, and another model's model_type
 
 # Sparse families: transformers' values for experts, chosen ones, their size (None: intermediate_size) and the shared.
 EXPERTS = {
@@ -29,6 +43,7 @@ EXPERTS = {
     "qwen3_moe": (128, 8, 768, 0),
     "gpt_oss": (128, 4, None, 0),
 }
+QWEN2 = ("qwen2", "mimo")  # whose q, k and v always have a bias, and no key for it
 ALWAYS_SPARSE = ("mixtral", "gpt_oss")  # every layer; weights of chosen experts always sum to 1
 
 NEUTRAL = {
@@ -57,6 +72,11 @@ HONOURED = {  # NEUTRAL's keys that a family computes with
     "qwen2_moe": ("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_local_experts"),
     "gpt_oss": ("num_local_experts", "swiglu_limit"),
+    "smollm3": ("no_rope_layer_interval", "no_rope_layers"),
+    "phi3": ("partial_rotary_factor",),
+    "granite": ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    "seed_oss": ("attention_out_bias",),
+    "hunyuan_v1_dense": ("use_qk_norm",),
 }
 
 # Rope type -> the keys it reads. Another key beside them is refused.
@@ -66,6 +86,8 @@ ROPE_KEYS = {
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
     "yarn": "factor original_max_position_embeddings beta_fast beta_slow truncate"
     " attention_factor mscale mscale_all_dim finetuned attn_factor",  # the last two mean nothing to transformers
+    "longrope": "factor original_max_position_embeddings short_factor long_factor attention_factor",
+    "dynamic": "alpha factor beta_fast beta_slow mscale mscale_all_dim",  # Hunyuan's, which reads alpha alone
 }
 
 SMALLEST = 1e-30  # float32 holds this and its reciprocal
@@ -105,6 +127,9 @@ def config_fields(hf: dict) -> dict:
     if not isinstance(hf, dict):
         raise ValueError(f"config.json: expected a JSON object, found {type(hf).__name__}")
     family = hf.get("model_type")
+    if family in NESTED:
+        hf = text_part(hf)
+        family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     hf = Section({**FAMILIES[family], **hf})
@@ -123,8 +148,15 @@ def config_fields(hf: dict) -> dict:
     if n_heads * head_dim > LARGEST_SIZE:
         raise ValueError(f"config.json: {n_heads} heads of head_dim = {head_dim} are over {LARGEST_SIZE:,} in all")
     bias = hf.flag("attention_bias")
-    if bias and family in ("mistral", "mixtral", "qwen2_moe"):
+    if bias and family in ("mistral", "mixtral", "qwen2_moe", "phi3", "exaone4", "ministral3"):
         raise hf.refused("attention_bias", f"is not supported for model_type {family!r}")
+    if family in ("phi3", "olmo2", "olmo3", "exaone4", "ministral3", "ernie4_5") and hf.flag("mlp_bias"):
+        raise hf.refused("mlp_bias", f"is not supported for model_type {family!r}")
+    if hf.get("use_qk_norm") not in (None, False, family == "hunyuan_v1_dense") or (
+        family == "hunyuan_v1_dense" and hf.get("use_qk_norm") is False
+    ):
+        raise hf.refused("use_qk_norm", f"is not supported for model_type {family!r}")
+    everywhere = family == "ernie4_5" and hf.flag("use_bias")
     dtype = hf.get("dtype") or hf.get("torch_dtype")  # v5, v4
     return {
         "dim": dim,
@@ -137,18 +169,64 @@ def config_fields(hf: dict) -> dict:
         "max_seq_length": hf.size("max_position_embeddings"),
         "norm_eps": hf.number("rms_norm_eps"),
         "tie_embeddings": hf.flag("tie_word_embeddings"),
-        # Qwen2 always has one, and no key for it
-        "qkv_bias": bias or family == "qwen2" or (family == "qwen2_moe" and hf.flag("qkv_bias")),
-        "out_bias": bias and family != "qwen2",
-        "ffn_bias": hf.flag("mlp_bias"),
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qkv_bias": bias or everywhere or family in QWEN2 or (family == "qwen2_moe" and hf.flag("qkv_bias")),
+        "out_bias": hf.flag("attention_out_bias")
+        if family == "seed_oss"
+        else everywhere or (bias and family not in QWEN2),
+        "ffn_bias": everywhere or hf.flag("mlp_bias"),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "olmo3", "hunyuan_v1_dense", "exaone4"),
+        "qk_norm_whole": family in ("olmo2", "olmo3"),
+        "qk_norm_last": family == "hunyuan_v1_dense",
+        "norms_after": family in ("olmo2", "olmo3", "exaone4"),
+        "rope_interleaved": family == "ernie4_5",
+        "turns": turns(hf, family, n_layers),
         "sinks": family == "gpt_oss",
         "windows": windows(hf, family, n_layers),
         "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         "family": family,
         **expert_fields(hf, family, n_layers),
-        **rope_fields(hf, family),
+        **rope_fields(hf, family, head_dim),
+        **(multipliers(hf, head_dim) if family == "granite" else {}),
     }
+
+
+def text_part(hf: dict) -> dict:
+    """The config.json of the text model alone, of one that holds it in another."""
+    if hf.get("model_type") not in NESTED:
+        return hf
+    text, outer = hf.get("text_config"), Section(hf)
+    if not isinstance(text, dict) or text.get("model_type") not in ("mistral", "ministral3"):
+        raise outer.refused("text_config", "must be an object with model_type mistral or ministral3")
+    beside = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization", "quantization_config")
+    kept = {key: hf[key] for key in beside if hf.get(key) is not None and text.get(key) is None}
+    return {**text, **kept, "eos_token_id": text.get("eos_token_id", hf.get("eos_token_id"))}
+
+
+def multipliers(hf: Section, head_dim: int) -> dict:
+    """Granite's four; transformers' default of each is 1."""
+    return {
+        "embed_scale": hf.number("embedding_multiplier", 1.0),
+        "residual_scale": hf.number("residual_multiplier", 1.0),
+        "score_scale": hf.number("attention_multiplier", 1.0) * math.sqrt(head_dim),
+        "logit_scale": 1 / hf.number("logits_scaling", 1.0),
+    }
+
+
+def turns(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
+    """How each layer rotates queries and keys, as in Config; () where all do so alike."""
+    if family == "smollm3":
+        interval = hf.size("no_rope_layer_interval")
+        use = hf.get("no_rope_layers")
+        use = [int((i + 1) % interval != 0) for i in range(n_layers)] if use is None else use
+        if not isinstance(use, list) or len(use) != n_layers or not all(each in (0, 1) for each in use):
+            raise hf.refused("no_rope_layers", f"must be 1 or 0 for each of {n_layers} layers")
+        return tuple(0 if each else None for each in use)
+    slides = windows(hf, family, n_layers)
+    if family == "exaone4" and hf.get("sliding_window") is not None:
+        return tuple(0 if window else None for window in slides)
+    if family == "olmo3":
+        return tuple(1 if window else 0 for window in slides)
+    return ()
 
 
 def check_neutral(hf: Section, honoured: tuple[str, ...]) -> None:
@@ -157,6 +235,8 @@ def check_neutral(hf: Section, honoured: tuple[str, ...]) -> None:
             values = " or ".join(map(repr, neutral))
             works = f"supported: {values}" if neutral else "only a config.json without it, or with null, is"
             raise hf.refused(key, f"is not supported; {works}")
+    if "no_rope_layers" in honoured:
+        return
     no_rope = hf.get("no_rope_layers") or []
     if not isinstance(no_rope, list) or not all(use == 1 for use in no_rope):
         raise hf.refused("no_rope_layers", "is not supported; every layer must use RoPE")
@@ -199,15 +279,16 @@ def expert_fields(hf: Section, family: str, n_layers: int) -> dict:
 
 def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer. None: the layer attends to all tokens."""
-    qwen, oss = family.startswith("qwen"), family == "gpt_oss"
-    everywhere = family in ("mistral", "mixtral", "qwen3_moe")  # or nowhere
+    qwen, oss = family.startswith("qwen") or family == "mimo", family == "gpt_oss"
+    everywhere = family in ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3")  # or nowhere
     size, turned_off = hf.get("sliding_window"), hf.get("use_sliding_window") is False
-    if family == "llama" and size is not None and not turned_off:
-        raise hf.refused("sliding_window", "is not supported for model_type 'llama'")
+    never = not qwen and not oss and not everywhere and family not in ("olmo3", "exaone4")
+    if never and size is not None and not turned_off:
+        raise hf.refused("sliding_window", f"is not supported for model_type {family!r}")
     if (family in ("mistral", "mixtral") or oss) and size is not None and turned_off:
         raise hf.refused("use_sliding_window", "contradicts sliding_window; set that to null")
     # Qwen slides only if use_sliding_window says so. Mistral slides wherever there is a size.
-    sliding = hf.flag("use_sliding_window") if qwen else family != "llama" and size is not None
+    sliding = hf.flag("use_sliding_window") if qwen else not never and size is not None
     window = hf.size("sliding_window") if sliding else None
     kinds = hf.get("layer_types")
     if kinds is None:
@@ -216,6 +297,9 @@ def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
         first = hf.get("max_window_layers") or 0 if qwen and not everywhere else 0
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise hf.refused("max_window_layers", "must be a whole number")
+        if family in ("olmo3", "exaone4"):
+            every = pattern(hf, window) if family == "exaone4" else 4
+            return tuple(window if (i + 1) % every else None for i in range(n_layers))
         if oss or family == "qwen2_moe":
             return tuple(window if i % 2 == 0 and (oss or i < first) else None for i in range(n_layers))
         return tuple(window if i >= first else None for i in range(n_layers))
@@ -229,15 +313,35 @@ def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
     return tuple(known[kind] for kind in kinds)
 
 
-def rope_fields(hf: Section, family: str) -> dict:
+def pattern(hf: Section, window: int | None) -> int:
+    """EXAONE 4's sliding_window_pattern: every so many layers one attends to all tokens. "LLLG" says 4."""
+    found = hf.get("sliding_window_pattern")
+    if isinstance(found, str) and re.fullmatch("L*G", found):
+        return len(found)
+    return hf.size("sliding_window_pattern", 4) if window else 1
+
+
+def rope_fields(hf: Section, family: str, head_dim: int) -> dict:
     """Config's RoPE fields from `rope_theta` + `rope_scaling` (transformers v4) or `rope_parameters` (v5)."""
     if family == "gpt_oss" and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         raise ValueError("config.json: rope_scaling is missing, which gpt_oss does not do without")
-    rope = rope_section(hf)
+    rope = rope_section(hf, family)
     kind, theta = rope["rope_type"], rope.number("rope_theta", THETAS.get(family, 10000.0))
     if theta <= 1:
         raise ValueError(f"config.json: rope_theta = {theta} must be larger than 1")
-    fields = {"rope_type": kind, "rope_theta": theta}
+    fields = {"rope_type": kind, "rope_theta": theta, "rope_local_theta": theta}
+    if kind == "dynamic":
+        if family != "hunyuan_v1_dense" or rope.get("alpha") is None:
+            raise rope.refused("rope_type", "is supported for hunyuan_v1_dense with alpha alone")
+        stretched = theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
+        return fields | {"rope_type": "default", "rope_theta": stretched}
+    if family == "phi3":
+        share = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
+        fields["rope_dim"] = int(head_dim * share)
+        if share > 1 or fields["rope_dim"] % 2 or not fields["rope_dim"]:
+            raise hf.refused("partial_rotary_factor", f"rotates {fields['rope_dim']} of {head_dim} dimensions")
+    if kind == "longrope":
+        return fields | longrope_fields(hf, rope, fields["rope_dim"] if family == "phi3" else head_dim)
     if kind != "default":
         fields["rope_factor"] = rope.number("factor")
     if kind == "llama3":
@@ -252,18 +356,39 @@ def rope_fields(hf: Section, family: str) -> dict:
         fields["rope_truncate"] = rope.get("truncate") is not False
         fields["rope_original_length"] = rope.size("original_max_position_embeddings", hf["max_position_embeddings"])
         fields["rope_attention_factor"] = yarn_attention_factor(rope, fields["rope_factor"])
+        if family == "ministral3" and rope.get("llama_4_scaling_beta") is not None:
+            fields["query_growth"] = rope.number("llama_4_scaling_beta")
     return fields
 
 
-def rope_section(hf: Section) -> Section:
+def longrope_fields(hf: Section, rope: Section, rotated: int) -> dict:
+    """LongRoPE (arXiv:2402.13753): a stretch for each pair, in short texts and in long ones."""
+    original = rope.size("original_max_position_embeddings")
+    factor = rope.number("factor", hf.size("max_position_embeddings") / original)
+    fields = {"rope_original_length": original}
+    for key, name in (("short_factor", "rope_short"), ("long_factor", "rope_long")):
+        found = rope.get(key)
+        if not isinstance(found, list) or len(found) != rotated // 2:
+            raise rope.refused(key, f"must be a number for each of {rotated // 2} pairs")
+        fields[name] = tuple(Section({key: each}).number(key) for each in found)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return fields | {"rope_attention_factor": rope.number("attention_factor", usual)}
+
+
+def rope_section(hf: Section, family: str) -> Section:
     """The object with RoPE's keys, completed by what stands beside it. What a file says twice must agree."""
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    if family == "olmo3" and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
+        hf = Section({**hf, name: olmo3_rope(hf, name)})
     if not isinstance(hf.get(name) or {}, dict):
         raise hf.refused(name, "must be an object")
     if hf.get("rope_parameters") and hf.get("rope_scaling") and hf["rope_parameters"] != hf["rope_scaling"]:
         raise ValueError(f"config.json: rope_parameters and rope_scaling = {hf['rope_scaling']!r} disagree; keep one")
     rope = Section(hf.get(name) or {})
     rope.where = f"{name}."
+    if family == "phi3" and rope.get("type", rope.get("rope_type")) in ("su", "yarn"):  # its older names of longrope
+        rope.pop("type", None)
+        rope["rope_type"] = "longrope"
     kind, old_kind = rope.get("rope_type"), rope.get("type")
     if None not in (kind, old_kind) and kind != old_kind:
         raise rope.refused("rope_type", f"and {rope.where}type = {old_kind!r} disagree; keep one")
@@ -273,6 +398,8 @@ def rope_section(hf: Section) -> Section:
         raise rope.refused("rope_type", f"is not supported; supported: {', '.join(ROPE_KEYS)}")
     for key, value in rope.items():
         harmless = key in ("rope_type", "type", "rope_theta") or (key == "partial_rotary_factor" and value in (None, 1))
+        harmless |= family == "phi3" and key == "partial_rotary_factor"
+        harmless |= family == "ministral3" and key in ("llama_4_scaling_beta", "max_position_embeddings")
         if not harmless and key not in ROPE_KEYS[kind].split() and value is not None:
             raise rope.refused(key, f"is not supported with rope_type {kind!r}")
     # These keys may stand beside the object. v4 keeps rope_theta there.
@@ -281,6 +408,18 @@ def rope_section(hf: Section) -> Section:
             raise hf.refused(key, f"and {rope.where}{key} = {rope[key]!r} disagree; keep one")
         rope[key] = hf.get(key) if rope.get(key) is None else rope[key]
     return rope
+
+
+def olmo3_rope(hf: Section, name: str) -> dict:
+    """What all layers share of OLMo 3's two objects: theta. The sliding layers must not be stretched."""
+    full, sliding = (hf[name].get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    if not isinstance(full, dict) or not isinstance(sliding, dict):
+        raise hf.refused(name, "must hold objects")
+    theta = sliding.get("rope_theta", full.get("rope_theta"))
+    plain = not set(sliding) - {"rope_type", "rope_theta"} and sliding.get("rope_type") in (None, "default")
+    if not plain or theta != full.get("rope_theta") or set(hf[name]) - {"full_attention", "sliding_attention"}:
+        raise hf.refused(name, "is not supported; sliding_attention must have full_attention's theta and no scaling")
+    return full
 
 
 def yarn_attention_factor(rope: Section, factor: float) -> float:

@@ -9,6 +9,7 @@ import timing
 from checkpoint import load_model
 from generate import Engine, generate
 from sampling import Sampling
+from speculative import NgramDraft
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
 SAMPLED = Sampling(1.1, top_k=50, top_p=0.95)
@@ -24,7 +25,8 @@ def rows_of(model, prompts, **options) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_equal_transformers(family, folder_of):
     """A wrong position, mask or cache entry in any of 64 steps changes a token of a random model."""
-    prompt = torch.tensor([PROMPTS[1]])
+    # Where a row's whole length decides about its positions, transformers changes its mind on the way.
+    prompt = torch.tensor([[*range(3, 48)] if family == "phi-4-mini" else PROMPTS[1]])
     with torch.no_grad():
         want = oracle(family).generate(
             prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -33,6 +35,22 @@ def test_64_greedy_tokens_equal_transformers(family, folder_of):
     assert len(set(want.tolist())) > 4, "the oracle repeats itself: nothing is shown"
     got = rows_of(load_model(folder_of(family), dtype=torch.float32), prompt.tolist(), max_new_tokens=64)
     assert got == [want.tolist()]
+
+
+def test_a_row_is_a_short_text_or_a_long_one_from_its_first_position_on(folder_of):
+    """longrope: 40 positions are the original context. Rows of both kinds in one batch, and drafted ones."""
+    model, prompts = load_model(folder_of("phi-4-mini"), dtype=torch.float32), [[*range(9, 25)]] * 2
+    budgets = [24, 50]
+    with torch.no_grad():
+        short = oracle("phi-4-mini").generate(
+            torch.tensor(prompts[:1]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, 16:]
+    long = model(torch.tensor([prompts[0] + [5] * 25]), torch.arange(41))[0, 15].argmax()
+    for drafter in (None, NgramDraft(1)):
+        rows = rows_of(model, prompts, max_new_tokens=budgets, drafter=drafter)
+        assert rows[0] == short.tolist() and rows[1][0] == long
+        assert rows[1] == rows_of(model, prompts[:1], max_new_tokens=50)[0]
+    assert rows[1][0] != rows[0][0], "the two kinds do not differ: nothing is shown"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
