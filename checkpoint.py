@@ -43,7 +43,7 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_index,
     write_whole,
 )  # fmt: skip
-from reading.merged import merged, unmerged
+from reading.merged import is_mxfp4, merged, unmerged
 from reading.vocabularies import led_by, plain_file
 from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
 from weights import formats, linears
@@ -181,7 +181,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
     layout = foreign.layout_of(read_json(file))
     if layout is None:
         stored = stored_quantization(file)
-        if foreign.is_mxfp4(read_json(file)):
+        if is_mxfp4(read_json(file)):
             stored = Stored(given=experts_given(config, readers))
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
@@ -296,8 +296,8 @@ def filled(
         elif kind == "codes":
             quantize_into(model.get_submodule(module), module, model.config, read, ranks, squares)
         done(parameter.nbytes)
-    for linear in quantized_linears(model) if pack else ():
-        linear.pack()
+    if pack:
+        linears.pack_quantized(model)
     return connect(model, ranks)
 
 

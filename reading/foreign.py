@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from reading.merged import is_mxfp4
 from weights.formats import FORMATS, Fp8, Int4, Int8, row_chunks, unpack_bits
 
 WORDS, FLOATS = ("I32",), ("BF16", "F16", "F32")  # stored types, as safetensors calls them
@@ -245,12 +246,6 @@ def layout_of(hf: dict) -> Layout | None:
     if hf.get("quantization") is not None and method != "compressed-tensors":  # which we write too
         raise ValueError("config.json: it has both quantization and quantization_config; one of them must be wrong")
     return METHODS[method](found, where)
-
-
-def is_mxfp4(hf: dict) -> bool:
-    """Is this gpt-oss as published? Its experts are read by reading/merged.py, bit for bit."""
-    found = hf.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == "mxfp4" and hf.get("model_type") == "gpt_oss"
 
 
 def gptq_layout(found: dict, where: str) -> Layout:

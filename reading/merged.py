@@ -1,6 +1,7 @@
 """gpt-oss keeps the experts of a layer in one tensor, gate's and up's rows in turn: here they are one by one.
 
     unmerged    open readers -> the same with the tensors of every expert, under the names that names.py gives them
+    is_mxfp4    does a config.json announce them?
     merged      the way back: the tensors of experts in full precision -> those of a published folder
 
 As published (MXFP4; E experts, 2I rows of gate and up): gate_up_proj_blocks (E, 2I, D / 32, 16) uint8, two elements a
@@ -22,6 +23,12 @@ PARTS = {
     "down_proj": {"down_proj": slice(None)},
 }
 LAID_OUT = {"weight": 3, "codes": 4, "scale": 3, "bias": 2}  # dimensions
+
+
+def is_mxfp4(hf: dict) -> bool:
+    """Is this config.json that of gpt-oss as published? Its experts are then in MXFP4."""
+    found = hf.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "mxfp4" and hf.get("model_type") == "gpt_oss"
 
 
 class Expert:
