@@ -4,7 +4,7 @@ What a config.json may say, and how it is read, stands in reading/config.py; wha
 rope.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reading.config import config_fields
 
@@ -50,7 +50,7 @@ class Config:
     rope_truncate: bool = True
     rope_attention_factor: float = 1.0  # multiplies cos and sin
     dtype: str | None = None  # what the checkpoint says its weights are; no part of the arithmetic
-    family: str = "llama"  # whose names the tensors have; no part of the arithmetic
+    family: str = field(default="llama", compare=False)  # whose names the tensors have; no part of the arithmetic
 
     @staticmethod
     def from_hf(hf: dict) -> "Config":
