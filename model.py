@@ -23,6 +23,7 @@ from config import Config
 from feedforward import Experts, FeedForward, Linear
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 
+KERNEL_WITH_SUMS = "cpu"  # the device whose kernel says what its softmax divided by
 KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 
 
@@ -91,7 +92,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
 
 def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
-    if q.device.type == "cpu":  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
+    if (
+        q.device.type == KERNEL_WITH_SUMS
+    ):  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
