@@ -72,7 +72,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     """What load_model would hold on one rank, without the others: a folder that is stored as it will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = checkpoint.reading(checkpoint.unmerged(checkpoint.open_shards(checkpoint.shards(folder))))
+    read = checkpoint.reading(checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder))))
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
         checkpoint.fill(model, [name], read, ranks)
@@ -113,7 +113,7 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
 
 
 def same(found: dict, folder) -> None:
-    read = checkpoint.unmerged(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder)))
     for name, (_, reader) in read.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = reader.get_tensor(name)

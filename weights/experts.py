@@ -73,6 +73,7 @@ class Stack(nn.Module):
         self.format = formats.FORMATS[self.scheme] if self.scheme else None
         self.in_words = isinstance(self.format, formats.Int4 | formats.Mx)
         names = [*first.parts()] if self.scheme else ["weight"]
+        self.register_parameter("bias", None)
         for name in [*names, "bias"] if first.bias is not None else names:
             found = None  # room for all, filled one by one: each is freed before the next is made
             for number, linear in enumerate(linears):
@@ -83,8 +84,6 @@ class Stack(nn.Module):
                 found[number] = part
                 linear.register_parameter(name, None)
             self.register_parameter(name, nn.Parameter(found, False))
-        if first.bias is None:
-            self.bias = None
         release()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
