@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from model import Config, Transformer
 from names import pieces, sources
-from reading import foreign, gguf
+from reading import foreign, gguf, merged
 from reading.config import text_part
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
@@ -45,7 +45,6 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_index,
     write_whole,
 )  # fmt: skip
-from reading.merged import merged, unmerged
 from reading.vocabularies import led_by, plain_file
 from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
 from weights import formats, linears
@@ -179,17 +178,17 @@ def stored_in(file: Path) -> str | None:
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
     """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
     file = folder / "config.json"
-    readers, said = text_only(unmerged(open_shards(shards(folder))), read_json(file).get("model_type"))
+    readers, said = text_only(merged.unmerged(open_shards(shards(folder))), read_json(file).get("model_type"))
     if gguf.is_gguf(folder):
         return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
     if layout is None:
-        stored = stored_quantization(file)
-        if foreign.is_mxfp4(read_json(file)):
-            stored = Stored(given=experts_given(config, readers))
+        stored, read = stored_quantization(file), reading(readers)
+        if merged.is_mxfp4(read_json(file)):
+            stored, read = Stored(given=experts_given(config, readers)), merged.reading(readers)
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
-        return stored._replace(notes=said), reading(readers)
+        return stored._replace(notes=said), read
     plain = empty_model(config, torch.float32)
     shapes = {
         name: {
@@ -300,8 +299,8 @@ def filled(
         elif kind == "codes":
             quantize_into(model.get_submodule(module), module, model.config, read, ranks, squares)
         done(parameter.nbytes)
-    for linear in quantized_linears(model) if pack else ():
-        linear.pack()
+    if pack:
+        linears.pack_quantized(model)
     return connect(model, ranks)
 
 
@@ -434,6 +433,6 @@ def write_tensors(
                 source, part = foreign.plain(source, part)
             cast = dtype and is_whole(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if cast else part.dtype).contiguous().clone()
-    tensors = merged(tensors) if model.config.family == "gpt_oss" else tensors
+    tensors = merged.merged(tensors) if model.config.family == "gpt_oss" else tensors
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -4,7 +4,7 @@ What a config.json may say, and how it is read, stands in reading/config.py; wha
 rope.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reading.config import config_fields
 
@@ -28,9 +28,7 @@ class Config:
     ffn_bias: bool = False
     gate_limit: float | None = None  # of a feed-forward's gate and up
     gate_alpha: float = 1.0
-    qk_norm: bool = False
-    qk_norm_whole: bool = False  # over all heads at once
-    qk_norm_last: bool = False  # after the rotation
+    qk_norm: str | None = None  # of "heads" one by one, of "rotated" heads, or of all heads as one "whole"
     norms_after: bool = False  # of what attention and feed-forward give, not of what they take
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and feed-forward add
@@ -64,7 +62,7 @@ class Config:
     rope_long: tuple[float, ...] = ()  # and in longer ones
     query_growth: float = 0.0  # queries grow by it times log(1 + position // original length)
     dtype: str | None = None  # what the checkpoint says its weights are; no part of the arithmetic
-    family: str = "llama"  # whose names the tensors have; no part of the arithmetic
+    family: str = field(default="llama", compare=False)  # whose names the tensors have; no part of the arithmetic
 
     @staticmethod
     def from_hf(hf: dict) -> "Config":

@@ -82,6 +82,10 @@ class Mixture(nn.ModuleList):
             shares = weight.new_zeros(logits.shape).scatter(1, chosen, weight)  # (N, experts)
             return sum(expert(x) * share[:, None] for expert, share in zip(self, shares.unbind(1))).to(x.dtype)
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        if len(x) == 1:
+            for number, share in sorted(zip(chosen[0].tolist(), weight[0])):
+                y += self[number](x).float() * share
+            return y.to(x.dtype)
         for number in chosen.unique().tolist():
             row, slot = (chosen == number).nonzero(as_tuple=True)
             y.index_add_(0, row, self[number](x[row]) * weight[row, slot, None])
@@ -93,6 +97,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
+        self.n_experts, self.n_chosen = config.n_experts, config.n_chosen
         self.router = Router(config.dim, config.n_experts, bias=config.router_bias)
         self.experts = Mixture(config)
         self.shared = FeedForward(config, config.shared_dim, False) if config.shared_dim else None

@@ -275,8 +275,9 @@ class Engine:
         decide(self.state, self.model.head(last))
         return self.result(0, ())
 
-    def step(self, length: int, k: int = 0) -> StepResult:
-        """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided."""
+    def step(self, length: int, k: int = 0, other: Tensor | None = None) -> StepResult:
+        """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided.
+        `other` (B, k) are verified in place of the drafted ones."""
         begun = drafted = mark(self.device)
         self.state.k, self.state.length = k, length + k
         caches = self.cached.upto(length + k)
@@ -284,7 +285,7 @@ class Engine:
             self.missed += 1
             self.prepared(decode_step)(self.model, caches, self.state)
         else:
-            drafted = run_round(self.drafter, self.model, caches, self.state, self.missed, self.prepared)
+            drafted = run_round(self.drafter, self.model, caches, self.state, self.missed, self.prepared, other)
             self.missed = 0
         return self.result(k, (begun, drafted, mark(self.device)))
 
@@ -321,16 +322,20 @@ class Engine:
     @torch.inference_mode()
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
         """Measure a plain step, drafting and verifying with `length` positions filled, interleaved, after one
-        uncounted round: medians, also kept in `costs`. For before a prefill, like `warm_up`."""
+        uncounted round: medians, also kept in `costs`. Tokens are drawn anew for each: what experts cost depends on
+        them. For before a prefill, like `warm_up`."""
         assert 1 <= length < self.max_seq_length, f"{length} positions filled leave no room in {self.max_seq_length}"
         state, found = self.state, {k: [] for k in (0, *self.ks)}
         state.pos.fill_(length - 1), state.done.fill_(True)
         state.kind = sampling.kind
         state.values.copy_(sampling.values)
+        V, random = self.model.config.vocab_size, torch.Generator().manual_seed(0)
         for _, k in itertools.product(range(rounds + 1), found):
             self.missed = 0
+            state.tokens.copy_(torch.randint(V, state.tokens.shape, generator=random))
+            other = torch.randint(V, (len(state.pos), k), generator=random).to(self.device)
             synchronize(self.device)
-            step = self.step(length, k)
+            step = self.step(length, k, other)
             synchronize(self.device)
             found[k].append(spent(step))
         draft, verify = ({k: statistics.median(s[part] for s in found[k][1:]) for k in found} for part in (0, 1))

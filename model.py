@@ -23,6 +23,7 @@ from config import Config
 from feedforward import Experts, FeedForward, Linear
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 
+KERNEL_WITH_SUMS = "cpu"  # the device whose kernel says what its softmax divided by
 KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 
 
@@ -91,7 +92,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
 
 def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
-    if q.device.type == "cpu":  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
+    if (
+        q.device.type == KERNEL_WITH_SUMS
+    ):  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
@@ -188,10 +191,10 @@ class Attention(nn.Module):
         heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, heads + 2 * kv, bias=config.qkv_bias)
         self.out = Linear(heads, config.dim, bias=config.out_bias)
-        self.whole, self.last, self.interleaved = config.qk_norm_whole, config.qk_norm_last, config.rope_interleaved
-        q_dim, k_dim = (heads, kv) if self.whole else (config.head_dim, config.head_dim)
-        self.q_norm = RMSNorm(q_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(k_dim, config.norm_eps) if config.qk_norm else None
+        self.norms, self.interleaved = config.qk_norm, config.rope_interleaved
+        q_dim, k_dim = (heads, kv) if self.norms == "whole" else (config.head_dim, config.head_dim)
+        self.q_norm = RMSNorm(q_dim, config.norm_eps) if self.norms else None
+        self.k_norm = RMSNorm(k_dim, config.norm_eps) if self.norms else None
         self.register_parameter("sinks", nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None)
 
     def heads(self) -> tuple[int, int]:
@@ -199,26 +202,23 @@ class Attention(nn.Module):
         H = self.out.in_features // self.head_dim
         return H, (self.qkv.out_features // self.head_dim - H) // 2
 
-    def normed(self, qk: Tensor, H: int) -> Tensor:
-        """q and k (B, H + G, T, E), normed head by head, or q whole and k whole."""
-        both = []
-        for norm, x in ((self.q_norm, qk[:, :H]), (self.k_norm, qk[:, H:])):
-            if self.whole:  # (B, n, T, E) -> (B, T, n*E) -> (B, n, T, E)
-                x = norm(x.transpose(1, 2).flatten(2)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            both.append(x if self.whole else norm(x))
-        return torch.cat(both, dim=1)
+    def normed(self, qk: Tensor, H: int) -> Tensor:  # (B, H + G, T, E)
+        return torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
 
     def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
         B, T, _ = x.shape
         H, G = self.heads()
-        qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
+        qkv = self.qkv(x)  # (B, T, (H + 2G)*E)
+        if self.norms == "whole":
+            q, k, v = qkv.split([n * self.head_dim for n in (H, G, G)], dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+        qkv = qkv.view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
         qk, v = qkv.split((H + G, G), dim=1)
-        if self.q_norm is not None and not self.last:
-            qk = self.normed(qk, H)
+        qk = self.normed(qk, H) if self.norms == "heads" else qk
         cos, sin, *growth = rope or (None, None)
         # Rotate q and k together: small models are bound by the number of operations.
         qk = qk if cos is None else apply_rope(qk, cos, sin, self.interleaved)
-        qk = self.normed(qk, H) if self.last else qk
+        qk = self.normed(qk, H) if self.norms == "rotated" else qk
         q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
         q = (q * growth[0]).to(q.dtype) if growth else q
         if cache is None:
@@ -295,7 +295,7 @@ class Transformer(nn.Module):
         """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed hidden states (B, T, D)."""
         pos = pos.expand(tokens.shape)  # (B, T)
         ropes = self.rope.kinds(pos, None if caches is None else caches.ends)
-        x = self.embedded(tokens)
+        x = scaled(self.embed(tokens), self.config.embed_scale)  # (B, T, D)
         keys = self.keys(pos, caches, x.dtype)
         cached, taps = ([None] * len(self.layers), None) if caches is None else (caches.layers, caches.taps)
         each = zip(self.layers, self.windows, self.turns, cached, strict=True)
@@ -304,10 +304,6 @@ class Transformer(nn.Module):
                 taps[number].update(x, pos)
             x = layer(x, pos, ropes[turn], keys[window], cache)
         return self.norm(x)
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) int -> (B, T, D)."""
-        return scaled(self.embed(tokens), self.config.embed_scale)
 
     def head(self, h: Tensor) -> Tensor:
         """h (..., D) -> logits (..., V) float32."""

@@ -74,19 +74,19 @@ def accept(
 
 
 def run_round(
-    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable
-) -> object:
-    """Decide 1 to K + 1 tokens of every row, K = state.k. `missed`: tokens a row may have got since the last round. The
-    point in time between drafting and verifying."""
+    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable,
+    other: Tensor | None = None,
+) -> object:  # fmt: skip
+    """Decide 1 to K + 1 tokens of every row, K = state.k; the point in time between drafting and verifying. `missed`:
+    tokens a row may have got since the last round; `other` (B, K): what is verified in place of the drafted tokens."""
     assert drafter.state is state, "this drafter belongs to another engine by now: give each engine its own"
     # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew them from.
     if missed:
         drafter.catch_up(missed)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
-    n = draft_tokens.size(1)
-    assert n == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
-    drafted = mark(draft_tokens.device)
-    prepare(verify_step, state.k)(model, caches, state, draft_tokens, draft_probs)
+    assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
+    drafted, verified = mark(draft_tokens.device), draft_tokens if other is None else other
+    prepare(verify_step, state.k)(model, caches, state, verified, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
     return drafted
 

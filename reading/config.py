@@ -43,6 +43,8 @@ EXPERTS = {
     "qwen3_moe": (128, 8, 768, 0),
     "gpt_oss": (128, 4, None, 0),
 }
+QK_NORMS = {"olmo2": "whole", "olmo3": "whole", "hunyuan_v1_dense": "rotated"}  # as in Config
+QK_NORMS |= dict.fromkeys(("qwen3", "qwen3_moe", "exaone4"), "heads")
 QWEN2 = ("qwen2", "mimo")  # whose q, k and v always have a bias, and no key for it
 ALWAYS_SPARSE = ("mixtral", "gpt_oss")  # every layer; weights of chosen experts always sum to 1
 
@@ -174,9 +176,7 @@ def config_fields(hf: dict) -> dict:
         if family == "seed_oss"
         else everywhere or (bias and family not in QWEN2),
         "ffn_bias": everywhere or hf.flag("mlp_bias"),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2", "olmo3", "hunyuan_v1_dense", "exaone4"),
-        "qk_norm_whole": family in ("olmo2", "olmo3"),
-        "qk_norm_last": family == "hunyuan_v1_dense",
+        "qk_norm": QK_NORMS.get(family),
         "norms_after": family in ("olmo2", "olmo3", "exaone4"),
         "rope_interleaved": family == "ernie4_5",
         "turns": turns(hf, family, n_layers),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from reading import floats
 from reading.layouts import Gptq, Layout, Matrix
-from reading.quantization import OWN, is_mxfp4, layout_of  # noqa: F401 (checkpoint.py takes them from here)
+from reading.quantization import OWN, layout_of  # noqa: F401 (checkpoint.py takes them from here)
 from weights.formats import Fp8, Int8
 
 # Scales of activations, keys and values, which are not quantized here. config.json's notes say so.

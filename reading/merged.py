@@ -1,6 +1,8 @@
 """gpt-oss keeps the experts of a layer in one tensor, gate's and up's rows in turn: here they are one by one.
 
     unmerged    open readers -> the same with the tensors of every expert, under the names that names.py gives them
+    reading     the tensor of a name, or the weight that a part in MXFP4 stands for
+    is_mxfp4    does a config.json announce them?
     merged      the way back: the tensors of experts in full precision -> those of a published folder
 
 As published (MXFP4; E experts, 2I rows of gate and up): gate_up_proj_blocks (E, 2I, D / 32, 16) uint8, two elements a
@@ -10,10 +12,13 @@ models/gpt_oss/modeling_gpt_oss.py and integrations/mxfp4.py. This file knows no
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from weights.formats import dequantize_tensor
 
 MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(|_blocks|_scales|_bias)")
 KINDS = {"": "weight", "_blocks": "codes", "_scales": "scale", "_bias": "bias"}
@@ -22,6 +27,12 @@ PARTS = {
     "down_proj": {"down_proj": slice(None)},
 }
 LAID_OUT = {"weight": 3, "codes": 4, "scale": 3, "bias": 2}  # dimensions
+
+
+def is_mxfp4(hf: dict) -> bool:
+    """Is this config.json that of gpt-oss as published? Its experts are then in MXFP4."""
+    found = hf.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "mxfp4" and hf.get("model_type") == "gpt_oss"
 
 
 class Expert:
@@ -77,6 +88,19 @@ def unmerged(readers: dict[str, tuple[Path, object]]) -> dict[str, tuple[Path, o
                 experts.found[own] = Expert(reader, name, KINDS[match[3]], number, rows)
                 found[own] = (file, experts)
     return found
+
+
+def reading(readers: dict[str, tuple[Path, object]]) -> Callable[[str], Tensor]:
+    """The tensor of a name, or the weight of an expert that is stored in MXFP4."""
+
+    def read(name: str) -> Tensor:
+        if name in readers:
+            return readers[name][1].get_tensor(name)
+        module = name.removesuffix(".weight")
+        parts = {kind: readers[f"{module}.{kind}"][1].get_tensor(f"{module}.{kind}") for kind in ("codes", "scale")}
+        return dequantize_tensor(parts, "mxfp4")
+
+    return read
 
 
 def merged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from reading.floats import Fp8, Int8Rows, Mx, NvFp4, Table4
 from reading.layouts import Awq, Gptq, Layout, PackQuantized
+from reading.merged import is_mxfp4
 
 # Of a folder that only we read. Other programs refuse it for want of a quant_method; at an unknown one transformers
 # warns and loads random weights.
@@ -54,12 +55,6 @@ def layout_of(hf: dict) -> Layout | None:
     if hf.get("quantization") is not None and method != "compressed-tensors":  # which we write too
         raise ValueError("config.json: it has both quantization and quantization_config; one of them must be wrong")
     return METHODS[method](found, where)
-
-
-def is_mxfp4(hf: dict) -> bool:
-    """Is this gpt-oss as published? Its experts are read by reading/merged.py, bit for bit."""
-    found = hf.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == "mxfp4" and hf.get("model_type") == "gpt_oss"
 
 
 def gptq_layout(found: dict, where: str) -> Layout:

@@ -75,7 +75,7 @@ FAMILIES = {
     },
     "qwen2-moe": {
         "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48, **rope(1000000.0),
+        "shared_expert_intermediate_size": 64, **rope(1000000.0),
     },
     "qwen3-moe": {
         "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3,

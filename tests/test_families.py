@@ -13,7 +13,7 @@ import checkpoint
 import quantize as quantize_program
 from checkpoint import load_config, load_model, save_model
 from generate import Engine, generate
-from model import Config
+from model import Config, scaled
 from sampling import Sampling
 from tp import Ranks, check
 
@@ -43,7 +43,7 @@ def test_calibration_sees_what_decoding_computes(family, folder_of, tmp_path):
     and its error in the last layer's sums larger than rounding's."""
     folder = folder_of(family)
     model, tokens = load_model(folder, dtype=torch.float32, pack=False), torch.arange(5, 45)[None]
-    pos, states = torch.arange(40)[None], [model.embedded(tokens)]
+    pos, states = torch.arange(40)[None], [scaled(model.embed(tokens), model.config.embed_scale)]
     for number in range(len(model.layers)):
         states = quantize_program.run_block(model, number, states)
     assert torch.equal(model.norm(states[0]), model.hidden(tokens, pos))

@@ -23,7 +23,9 @@ PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
 KNOWS = {
     "config": {"reading.config"},
     "rope": {"config"},
-    "model": {"config", "rope"},
+    "feedforward": {"config"},
+    "model": {"config", "rope", "feedforward"},
+    "names": {"tp"},
     "sampling": set(),
     "limits": set(),
     "timing": set(),
@@ -31,7 +33,7 @@ KNOWS = {
     "tokenizer": {"reading"},
     "speculative": {"model", "sampling", "timing"},
     "generate": {"limits", "model", "sampling", "timing", "speculative", "tp", "rounding", "weights"},
-    "checkpoint": {"model", "reading", "weights", "tp"},
+    "checkpoint": {"model", "names", "reading", "weights", "tp"},
     "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
     "drafts": {"drafts", "model", "speculative", "checkpoint", "reading"},
     "reading": {"reading", "weights.formats"},
@@ -68,7 +70,7 @@ def test_sizes():
     assert lines("model", "sampling", "generate") <= 1000
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 7750
+    assert lines(*NAMES) <= 8400
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 

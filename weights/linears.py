@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from weights import cpu, formats, gpu
 from weights.compiling import known_few
 from weights.cpu import PackedInt8, PackedWeights, in_widths
+from weights.experts import pack_experts
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release, row_chunks
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
@@ -370,6 +371,15 @@ def quantized_linears(model: nn.Module) -> list[QuantizedLinear]:
     return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
 
 
+@torch.no_grad()
+def pack_quantized(model: nn.Module) -> None:
+    """Pack a model's quantized Linears. Experts on a GPU are stacked before, of what is stored."""
+    if any(linear.codes.device.type == "cuda" for linear in quantized_linears(model)):
+        pack_experts(model)
+    for linear in quantized_linears(model):
+        linear.pack()
+
+
 def check_unpacked(module: nn.Module, wanted: str) -> None:
     """ValueError for a packed model or Linear, whose weights only a kernel can read."""
     if any(getattr(part, "is_packed", False) for part in module.modules()):
@@ -385,6 +395,8 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     embedding that shares its head's plain weights keeps them, to look rows up in.
     """
     made = {}  # id of a plain Linear -> what takes its place; every Linear exists from the beginning
+    for each in (model, *others):
+        pack_experts(each)
 
     def packed(name: str, linear: nn.Module) -> PackedLinear | None:
         if isinstance(linear, QuantizedLinear):
