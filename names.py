@@ -61,7 +61,7 @@ def sources(family: str, name: str) -> list[str]:
         _, _, number, module = module.split(".")
         found = [source.format(number) for source in EXPERTS.get(family, EXPERT)[module]]
     else:
-        found = FAMILIES.get(family, {}).get(module, INNER[module])
+        found = {**INNER, **FAMILIES.get(family, {})}[module]
         found = [ROUTERS[family]] if module == "ffn.router" and family in ROUTERS else found
     return [f"model.layers.{layer}.{source}.{kind}" for source in found]
 

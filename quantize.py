@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
-from model import Block, Transformer
+from model import Block, Transformer, scaled
 from reading.gguf import is_gguf
 from tokenizer import copy_files, load_tokenizer
 from weights import formats

@@ -24,7 +24,7 @@ FAMILIES = {
     "phi3": {},
     "granite": {},
     "olmo2": {},
-    "olmo3": {"sliding_window": 4096},
+    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
     "hunyuan_v1_dense": {},
@@ -34,6 +34,8 @@ FAMILIES = {
 }
 # Where a file has none; 10000 elsewhere.
 THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0, "smollm3": 2e6, "olmo3": 5e5, "ernie4_5": 5e5, "ministral3": 1e6}
+ALTERNATING = ("olmo3", "exaone4")  # of sliding_window_pattern layers, the last one attends to all tokens
+TWO_ROPES = ("olmo3",)  # the sliding layers rotate by a theta of their own, and are not stretched
 NESTED = ("mistral3",)  # families whose text model has a config.json inside theirs, and another model's model_type
 
 # Sparse families: transformers' values for experts, chosen ones, their size (None: intermediate_size) and the shared.
@@ -224,7 +226,7 @@ def turns(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
     slides = windows(hf, family, n_layers)
     if family == "exaone4" and hf.get("sliding_window") is not None:
         return tuple(0 if window else None for window in slides)
-    if family == "olmo3":
+    if family in TWO_ROPES:
         return tuple(1 if window else 0 for window in slides)
     return ()
 
@@ -282,7 +284,7 @@ def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
     qwen, oss = family.startswith("qwen") or family == "mimo", family == "gpt_oss"
     everywhere = family in ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3")  # or nowhere
     size, turned_off = hf.get("sliding_window"), hf.get("use_sliding_window") is False
-    never = not qwen and not oss and not everywhere and family not in ("olmo3", "exaone4")
+    never = not qwen and not oss and not everywhere and family not in ALTERNATING
     if never and size is not None and not turned_off:
         raise hf.refused("sliding_window", f"is not supported for model_type {family!r}")
     if (family in ("mistral", "mixtral") or oss) and size is not None and turned_off:
@@ -297,8 +299,8 @@ def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
         first = hf.get("max_window_layers") or 0 if qwen and not everywhere else 0
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise hf.refused("max_window_layers", "must be a whole number")
-        if family in ("olmo3", "exaone4"):
-            every = pattern(hf, window) if family == "exaone4" else 4
+        if family in ALTERNATING:
+            every = pattern(hf) if window else 1
             return tuple(window if (i + 1) % every else None for i in range(n_layers))
         if oss or family == "qwen2_moe":
             return tuple(window if i % 2 == 0 and (oss or i < first) else None for i in range(n_layers))
@@ -313,12 +315,10 @@ def windows(hf: Section, family: str, n_layers: int) -> tuple[int | None, ...]:
     return tuple(known[kind] for kind in kinds)
 
 
-def pattern(hf: Section, window: int | None) -> int:
-    """EXAONE 4's sliding_window_pattern: every so many layers one attends to all tokens. "LLLG" says 4."""
+def pattern(hf: Section) -> int:
+    """sliding_window_pattern as a number; EXAONE's "LLLG" says 4."""
     found = hf.get("sliding_window_pattern")
-    if isinstance(found, str) and re.fullmatch("L*G", found):
-        return len(found)
-    return hf.size("sliding_window_pattern", 4) if window else 1
+    return len(found) if isinstance(found, str) and re.fullmatch("L*G", found) else hf.size("sliding_window_pattern")
 
 
 def rope_fields(hf: Section, family: str, head_dim: int) -> dict:
@@ -329,7 +329,7 @@ def rope_fields(hf: Section, family: str, head_dim: int) -> dict:
     kind, theta = rope["rope_type"], rope.number("rope_theta", THETAS.get(family, 10000.0))
     if theta <= 1:
         raise ValueError(f"config.json: rope_theta = {theta} must be larger than 1")
-    fields = {"rope_type": kind, "rope_theta": theta, "rope_local_theta": theta}
+    fields = {"rope_type": kind, "rope_theta": theta, "rope_local_theta": rope.number("local_theta", theta)}
     if kind == "dynamic":
         if family != "hunyuan_v1_dense" or rope.get("alpha") is None:
             raise rope.refused("rope_type", "is supported for hunyuan_v1_dense with alpha alone")
@@ -378,8 +378,10 @@ def longrope_fields(hf: Section, rope: Section, rotated: int) -> dict:
 def rope_section(hf: Section, family: str) -> Section:
     """The object with RoPE's keys, completed by what stands beside it. What a file says twice must agree."""
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    if family == "olmo3" and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
-        hf = Section({**hf, name: olmo3_rope(hf, name)})
+    local = hf.get("rope_local_base_freq")
+    if family in TWO_ROPES and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
+        full, local = two_ropes(hf, name)
+        hf = Section({**hf, name: full})
     if not isinstance(hf.get(name) or {}, dict):
         raise hf.refused(name, "must be an object")
     if hf.get("rope_parameters") and hf.get("rope_scaling") and hf["rope_parameters"] != hf["rope_scaling"]:
@@ -407,19 +409,19 @@ def rope_section(hf: Section, family: str) -> Section:
         if hf.get(key) is not None and rope.get(key) not in (None, hf[key]):
             raise hf.refused(key, f"and {rope.where}{key} = {rope[key]!r} disagree; keep one")
         rope[key] = hf.get(key) if rope.get(key) is None else rope[key]
+    rope["local_theta"] = local
     return rope
 
 
-def olmo3_rope(hf: Section, name: str) -> dict:
-    """What all layers share of OLMo 3's two objects: theta. The sliding layers must not be stretched."""
+def two_ropes(hf: Section, name: str) -> tuple[dict, object]:
+    """(what layers that attend to all tokens rotate by, theta of the sliding ones), which must not be stretched."""
     full, sliding = (hf[name].get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
     if not isinstance(full, dict) or not isinstance(sliding, dict):
         raise hf.refused(name, "must hold objects")
-    theta = sliding.get("rope_theta", full.get("rope_theta"))
     plain = not set(sliding) - {"rope_type", "rope_theta"} and sliding.get("rope_type") in (None, "default")
-    if not plain or theta != full.get("rope_theta") or set(hf[name]) - {"full_attention", "sliding_attention"}:
-        raise hf.refused(name, "is not supported; sliding_attention must have full_attention's theta and no scaling")
-    return full
+    if not plain or set(hf[name]) - {"full_attention", "sliding_attention"}:
+        raise hf.refused(name, "is not supported; sliding_attention must have a theta and no scaling")
+    return full, sliding.get("rope_theta")
 
 
 def yarn_attention_factor(rope: Section, factor: float) -> float:

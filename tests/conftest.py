@@ -107,7 +107,7 @@ FAMILIES = {
         "rope_parameters": {
             "full_attention": rope(500000.0, "yarn", factor=4.0, original_max_position_embeddings=40)[
                 "rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
     "seed-oss": {"model_type": "seed_oss", "head_dim": 32, **rope(1e7)},
