@@ -34,7 +34,7 @@ FAMILIES = {
 }
 # Where a file has none; 10000 elsewhere.
 THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0, "smollm3": 2e6, "olmo3": 5e5, "ernie4_5": 5e5, "ministral3": 1e6}
-ALTERNATING = ("olmo3", "exaone4")  # of sliding_window_pattern layers, the last one attends to all tokens
+ALTERNATING = ("olmo3", "exaone4")  # of sliding_window_pattern layers the last one attends to all
 TWO_ROPES = ("olmo3",)  # the sliding layers rotate by a theta of their own, and are not stretched
 NESTED = ("mistral3",)  # families whose text model has a config.json inside theirs, and another model's model_type
 
