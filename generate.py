@@ -1,6 +1,6 @@
 """Token ids in, token ids out: `python generate.py --checkpoint DIR --prompt "Once upon a time"`.
 
-    State, decode_step      a batch as fixed tensors, and the step that advances the batch in place
+    decode_step             the step that advances a batch, state.py's fixed tensors, in place
     compiled                the one place where code is compiled
     CachedModel             a model with caches of its own, and how its prompts run
     Engine                  models, State and steps, eager or compiled: prefill, step, warm_up, calibrate
@@ -24,101 +24,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
 from model import Caches, Transformer, attend, attend_beside_sinks
 from rounding import same_attention
-from sampling import GREEDY, INVALID, Sampling, sample, uniform
+from sampling import INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
+from state import NO_TOKEN, State
 from timing import Readback, StepResult, Timing, mark, spent, synchronize
-from tp import ALONE, Ranks, ranks_of
+from tp import ranks_of
 from weights.compiling import compile_options, leave_open, own_entries
 from weights.linears import same_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_K = 5  # tokens drafted a round
-NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in finished rows
-STOP_SLOTS = 64
-
-
-class State(nn.Module):
-    """A batch in fixed tensors, which steps read and write in place: replaying a step needs nothing from the host.
-
-    `kind` is the sampling's, a choice of code; everything else may change without compiling. With several ranks, what
-    rank 0 decides goes into every rank's state.
-    """
-
-    def __init__(self, B: int, S: int, device: torch.device, K: int = 0, ranks: Ranks = ALONE):
-        super().__init__()
-        self.kind, self.broadcast = GREEDY, ranks.broadcast
-        self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
-
-        def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
-            self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
-
-        fixed("tokens", B, S + K + 1)  # prompt, then what was decided; beyond `pos` a round's scratch space
-        fixed("pos", B)  # index of the last decided token, which no layer has seen yet
-        fixed("end", B)  # index at which the row is full
-        fixed("done", B, fill=True, dtype=torch.bool)
-        fixed("seed", B)
-        fixed("stop_ids", STOP_SLOTS, fill=-1)
-        fixed("values", 4, dtype=torch.float32)  # of the sampling
-        # What the last step decided, for the host: tokens, then NO_TOKEN; of how many drafted tokens (-1: of none);
-        # how well the draft fitted, as the sum of min(p, q) at each drafted position; and whether drafting can go on.
-        fixed("out", B, K + 1, fill=NO_TOKEN)
-        fixed("accepted", B, fill=-1)
-        fixed("overlap", B, K, dtype=torch.float32)
-        fixed("has_match", B, fill=True, dtype=torch.bool)
-
-    def start(
-        self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seeds: Sequence[int], sampling: Sampling
-    ) -> None:
-        """Fill in a batch: new tokens and a seed for each row. Rows beyond the prompts are done from the start."""
-        stop_ids = sorted(stop_ids)
-        if len(stop_ids) > STOP_SLOTS:
-            raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
-        B = self.tokens.size(0)
-        empty = B - len(prompts)
-        lengths = torch.tensor([len(prompt) for prompt in prompts] + [1] * empty)
-        self.tokens.zero_()
-        for row, prompt in enumerate(prompts):
-            # Padded with a token of its own: another might overflow in the model, and its NaN reach this row.
-            self.tokens[row] = prompt[-1]
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self.pos.copy_(lengths - 1)
-        self.end.copy_(lengths - 1 + torch.tensor([*budgets, *[0] * empty]))
-        self.done.copy_(torch.arange(B) >= len(prompts))
-        self.seed.copy_(torch.tensor([*seeds, *[0] * empty]))
-        self.stop_ids.copy_(torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids))))
-        self.values.copy_(sampling.values)
-        self.kind = sampling.kind
-
-    def commit(self, tokens: Tensor, n_accepted: Tensor | None = None) -> None:
-        """Append tokens (B, T), as many as were accepted (B,) and one more, to the rows that are not done, each up to
-        its first stop id or its end. None: plain decoding, T = 1."""
-        T = tokens.size(1)
-        index = torch.arange(T, device=tokens.device)
-        position = self.pos[:, None] + 1 + index  # (B, T)
-        last = torch.isin(tokens, self.stop_ids) | (position >= self.end[:, None]) | (tokens == INVALID)
-        ended_before = last.cumsum(dim=1) - last.long() > 0  # (B, T)
-        keep = ~(self.done[:, None] | ended_before)
-        if n_accepted is not None:
-            keep = keep & (index <= n_accepted[:, None])
-        self.out.copy_(F.pad(torch.where(keep, tokens, NO_TOKEN), (0, self.out.size(1) - T), value=NO_TOKEN))
-        # What is not kept lands beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs
-        # before the host knows must not embed INVALID.
-        self.tokens.scatter_(1, position, tokens.clamp(min=0))
-        self.pos.add_(keep.sum(dim=1))
-        self.done.logical_or_((keep & last).any(dim=1))
 
 
 def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    token = sample(logits, state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
+    own = state.processed(logits[:, None], state.pos[:, None])[:, 0]  # (B, V)
+    token = sample(own, state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
-    state.commit(state.broadcast(token)[:, None])
+    token = state.broadcast(token)[:, None]  # (B, 1)
+    state.note(logits[:, None], token)
+    state.commit(token)
 
 
 def decode_step(model: Transformer, caches: Caches, state: State) -> None:
@@ -222,6 +152,7 @@ class Engine:
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
         speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None, one_width: bool = False,
+        process: Callable | None = None, logprobs: int | None = None,
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
@@ -237,7 +168,7 @@ class Engine:
         # Is greedy text the same with any drafter, bit for bit?
         self.identical = bool(self.cached.tile) and batch_size * (K + 1) <= same_rows(model) and self.ranks.world == 1
         with torch.inference_mode(False):
-            self.state = State(batch_size, self.cached.S, self.device, K, self.ranks)
+            self.state = State(batch_size, self.cached.S, self.device, K, self.ranks, process, logprobs)
         self.cached.caches = self.cached.caches._replace(ends=self.state.end)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
@@ -294,7 +225,7 @@ class Engine:
         if self.drafter is not None:
             self.drafter.look(self.state)
         state, end = self.state, (mark(self.device),) if times else ()
-        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match)
+        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, state.likeliest)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
@@ -353,7 +284,7 @@ def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     *,
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     max_new_tokens: int | Sequence[int],
     stop_ids: Iterable[int] = (),
     seed: int | Sequence[int] = 0,
@@ -367,10 +298,10 @@ def generate(
 ) -> Iterator[tuple[int, int]]:
     """Decode a batch of independent prompts; yields (row, token id) as tokens are decided.
 
-    Row i gets what its prompt alone would get with this seed (one number, or one a row). A row ends after a stop id
-    (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to `ended`. Of
-    every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an earlier call. All
-    ranks of a divided model call this with the same arguments, and each yields the same tokens.
+    Row i gets what its prompt alone would get with this seed and sampling (one, or one a row: of one kind). It ends
+    after a stop id (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to
+    `ended`. Of every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an
+    earlier call. All ranks of a divided model call this with the same arguments, and each yields the same tokens.
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
     the same, sampled output is distributed the same. An `engine` brings its own; without one, an eager one is made.
@@ -397,6 +328,7 @@ def generate(
     timing, ended, stop_ids = timing or Timing(), set() if ended is None else ended, frozenset(stop_ids)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
     timing.tokens = [[] for _ in prompts] if engine.drafter is not None else []
+    timing.likeliest = [[] for _ in prompts]
     live, can_draft = list(range(len(prompts))), True
 
     begun = time.perf_counter()

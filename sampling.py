@@ -77,7 +77,8 @@ def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
-    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (4,) as in Sampling.
+    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (4,) as in Sampling, or (B, 4) for
+    logits (B, ..., V).
 
     Greedy is the one-hot of the argmax, the lowest id on ties. A row that holds a NaN or +inf becomes all NaN.
     """
@@ -86,7 +87,8 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     if kind == GREEDY:
         one_hot = torch.zeros_like(logits).scatter(-1, top.indices, 1.0)
         return torch.where(top.values.isfinite(), one_hot, math.nan)
-    temperature, top_k, top_p, min_p = values.unbind()
+    shape = values.shape[:-1] + (1,) * (logits.dim() - 1) if values.dim() > 1 else ()
+    temperature, top_k, top_p, min_p = (value.view(shape) for value in values.unbind(-1))  # () or (B, 1, ...)
     p = ((logits - top.values) / temperature).softmax(dim=-1)  # the largest is exp(0): no overflow at any temperature
     if kind == PLAIN:
         return p

@@ -101,27 +101,27 @@ def verify_step(
     """
     K = draft_tokens.size(1)
     draft_tokens = state.broadcast(draft_tokens)
-    nothing = state.done | (draft_probs[:, 0].amax(dim=-1) == 0)  # (B,) rows for which nothing was drafted
 
     # VERIFY: the target's distribution at K + 1 positions.
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
-    p = sampling.distribution(model(tokens, pos, caches), state.kind, state.values)  # (B, K + 1, V)
+    logits = model(tokens, pos, caches)  # (B, K + 1, V)
+    p = sampling.distribution(state.processed(logits, pos, tokens), state.kind, state.values)  # (B, K + 1, V)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
-    seed = state.seed[:, None]
-    u = uniform(seed.expand(-1, K), pos[:, 1:], ACCEPT)
+    seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
+    u = uniform(seed[:, 1:], pos[:, 1:], ACCEPT)
     # The token after the accepted ones takes the number that plain decoding would use at its position.
-    next_noise = uniform(seed.expand(-1, K + 1), pos + 1)
-    n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
+    n, token = accept(draft_tokens, draft_probs, p, noise=(u, uniform(seed, pos + 1)))  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
-    n = torch.where(nothing, -1, n)
+    n = torch.where(state.done | (draft_probs[:, 0].amax(dim=-1) == 0), -1, n)  # -1: nothing was drafted for the row
     # Rank 0's word for all: (B, K + 2) float32, which holds ids below 2^24.
     decision = state.broadcast(torch.cat((n[:, None], token[:, None], overlap), dim=1))
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
-    state.accepted.copy_(n)
-    n = n.clamp(min=0)
-    state.commit(torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token), n)  # (B, K + 1)
+    n = state.accepted.copy_(n).clamp(min=0)
+    decided = torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token)  # (B, K + 1)
+    state.note(logits, decided)
+    state.commit(decided, n)
 
 
 # -------------------------------------------------------------------------------------------- drafters

@@ -3,6 +3,7 @@ all of them are compared in test_model.py and test_generate.py; here are names, 
 """
 
 import json
+import types
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from checkpoint import load_config, load_model, save_model
 from generate import Engine, generate
 from model import Config, scaled
 from sampling import Sampling
+from speculative import layer_subset
 from tp import Ranks, check
 
 NEW = [
@@ -47,6 +49,25 @@ def test_calibration_sees_what_decoding_computes(family, folder_of, tmp_path):
     for number in range(len(model.layers)):
         states = quantize_program.run_block(model, number, states)
     assert torch.equal(model.norm(states[0]), model.hidden(tokens, pos))
+
+
+def test_calibration_begins_with_scaled_embeddings(folder_of, tmp_path, monkeypatch):
+    model = load_model(folder_of("granite"), dtype=torch.float32, pack=False)
+    (tmp_path / "text").write_text("x" * 60)
+    stub = types.SimpleNamespace(encode=lambda text, bos=None: [ord(char) % 131 for char in text])
+    monkeypatch.setattr(quantize_program, "load_tokenizer", lambda folder: stub)
+    args = types.SimpleNamespace(checkpoint="", calibration=tmp_path / "text", context=30, samples=2, device="cpu")
+    states = quantize_program.calibration_states(args, model)
+    assert torch.equal(states[0], model.embed(torch.full((2, 30), ord("x"))) * 3.0)
+
+
+def test_some_of_the_layers_rotate_as_they_did(folder_of):
+    """A draft of layers 1 and 3, which do not rotate: block by block, on their own."""
+    model, tokens, pos = load_model(folder_of("smollm3"), dtype=torch.float32), torch.arange(9)[None], torch.arange(9)
+    x, keys = model.embed(tokens), model.keys(pos[None], None, torch.float32)[None]
+    for number in (1, 3):
+        x = model.layers[number](x, pos[None], None, keys, None)
+    assert torch.equal(layer_subset(model, [1, 3]).hidden(tokens, pos), model.norm(x))
 
 
 def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
