@@ -1,4 +1,4 @@
-"""tekken.json alone, as in Mistral's newer folders: by definition on a small one, and against mistral-common where it is
+"""tekken.json alone, as in newer folders of Mistral: by definition on a small one, and against mistral-common where it is
 installed, with the files that it ships."""
 
 import base64
