@@ -45,6 +45,7 @@ from program.edge import ending_plainly, interrupts_held, use_threads
 from program.flags import DTYPES, Parser, positive
 from program.loading import compiles, pick_device, pick_dtype
 from program.prompts import conversation_ids
+from reading.config import text_part
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
 from scripts.draft_kinds import KINDS, Eagle3, Model, Pairs, Pard, by_position, deployed
@@ -63,13 +64,19 @@ SHARED = (
     "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta",
     "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # which a Llama's config.json cannot say
 
 # ----------------------------------------------------------------------------------------------- shape
 
 
 def draft_config(hf: dict, args: argparse.Namespace) -> dict:
-    """config.json of the draft, from the target's. ValueError for sizes that do not divide."""
-    D = args.dim
+    """config.json of the draft, from the target's: a Llama, which rotates as the target does, or where a Llama cannot by
+    its theta alone. ValueError for sizes that do not divide."""
+    D, hf = args.dim, text_part(hf)
+    if hf.get("model_type") in OWN_ROPES:
+        theta = Config.from_hf({**hf, "quantization_config": None}).rope_theta
+        ropes = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
+        hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}
     if D % 2:
         raise ValueError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
     heads = args.heads or D // max(E for E in range(2, 65, 2) if D % E == 0)

@@ -1,5 +1,5 @@
-"""tekken.json alone, as in newer folders of Mistral: by definition on a small one, and against mistral-common where it is
-installed, with the files that it ships."""
+"""tekken.json alone, as in newer folders of Mistral: by definition, and against mistral-common where it is installed,
+with the files that it ships."""
 
 import base64
 import json
