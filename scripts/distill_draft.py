@@ -70,7 +70,7 @@ OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # which a Llama
 
 
 def draft_config(hf: dict, args: argparse.Namespace) -> dict:
-    """config.json of the draft, from the target's: a Llama, which rotates as the target does, or where a Llama cannot by
+    """config.json of the draft, from the target's: a Llama that rotates as the target does, or where none can, by
     its theta alone. ValueError for sizes that do not divide."""
     D, hf = args.dim, text_part(hf)
     if hf.get("model_type") in OWN_ROPES:
