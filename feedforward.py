@@ -29,6 +29,12 @@ class Linear(nn.Linear):
         return F.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) in float32, with the same bits wherever in a tensor x stands: those of torch.sigmoid differ between
+    the lanes of a vector and what is left over, and so between passes over one row and over several."""
+    return 1 / (1 + (-x.float()).exp())
+
+
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix; gpt-oss clamps both and adds 1 to up."""
 
@@ -47,7 +53,7 @@ class FeedForward(nn.Module):
         if self.limit is None:
             return F.silu(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        return (gate * sigmoid(self.alpha * gate)).to(gate.dtype) * (up + 1)
 
 
 # --------------------------------------------------------------------------------------------- experts
@@ -106,4 +112,4 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # (B, T, D) -> (N, D)
         y = self.experts(flat, self.router(flat)).view(x.shape)
-        return y if self.shared is None else y + self.shared_gate(x).sigmoid() * self.shared(x)
+        return y if self.shared is None else y + (sigmoid(self.shared_gate(x)) * self.shared(x)).to(y.dtype)

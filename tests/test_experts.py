@@ -310,11 +310,17 @@ def test_calibration_verifies_tokens_that_differ(folder_of):
     assert sum(rounds) / len(rounds) > 4.5, rounds  # of 6 experts; 6 rows of 3 each
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("family, scheme", [("qwen3-moe-mixed", None), ("gpt-oss", "int8")])
+@pytest.mark.parametrize(
+    "family, scheme",
+    [
+        pytest.param("qwen3-moe-mixed", None, marks=pytest.mark.long),
+        pytest.param("gpt-oss", "int8", marks=pytest.mark.compiled),
+    ],
+)
 def test_compiled_steps_route_without_compiling_anew(family, scheme, folder_of):
     model = pack_model(load_model(folder_of(family), dtype=torch.float32, quantize=scheme, pack=False))
-    engine = Engine(model, 2, 96, compile=True, drafter=NgramDraft(1), speculate_k=3)
+    options = {"drafter": NgramDraft(1), "speculate_k": 3} if scheme is None else {"compile_prompts": False}
+    engine = Engine(model, 2, 96, compile=True, **options)
     engine.warm_up(Sampling(0).kind)
     prompts, found = [[5, 9, 5, 9, 5], [7, 80, 3]], []
     options = {"sampling": Sampling(0), "max_new_tokens": 40}

@@ -207,6 +207,10 @@ SHAPE = Config(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, ffn_dim=96, vocab_size=131, max_seq_length=2100,
     norm_eps=1e-5,
 )  # fmt: skip
+EXPERTS = {
+    "sparse": (True, True), "n_experts": 6, "n_chosen": 2, "expert_dim": 64, "expert_bias": True, "router_bias": True,
+    "gate_limit": 7.0, "gate_alpha": 1.702, "sinks": True, "shared_dim": 32,
+}  # fmt: skip
 WIDTHS = (1, 2, 3, 6, 9)
 # Where passes begin: before a block of 512 keys ends; where a window is gathered by passes over one position and not
 # over nine, and where those of both have more keys than the window's blocks; and in a window's own first block.
@@ -252,12 +256,15 @@ SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
     [
         *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
         *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1))),
+        *((scheme, 600, "experts") for scheme in ("bfloat16", "float32", "int8")),
     ],
 )
 def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     """Whatever is summed in another order in a wider pass, a longer one, or beside other rows, would show."""
     dtype, quantize = (getattr(torch, scheme), None) if "float" in scheme else (torch.bfloat16, scheme)
-    config = dataclasses.replace(SHAPE, n_kv_heads=4 // R, windows=(None, window))
+    config = dataclasses.replace(SHAPE, n_kv_heads=2 if R == "experts" else 4 // R, windows=(None, window))
+    if R == "experts":  # rows of a pass go different ways, and meet others there
+        config = dataclasses.replace(config, **EXPERTS)
     model = large_numbers(config, dtype=dtype, quantize=quantize)
     tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
     n = 20
