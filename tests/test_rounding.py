@@ -210,6 +210,7 @@ SHAPE = Config(
 EXPERTS = {
     "sparse": (True, True), "n_experts": 6, "n_chosen": 2, "expert_dim": 64, "expert_bias": True, "router_bias": True,
     "gate_limit": 7.0, "gate_alpha": 1.702, "sinks": True, "shared_dim": 32,
+    "family": "qwen2_moe",
 }  # fmt: skip
 WIDTHS = (1, 2, 3, 6, 9)
 # Where passes begin: before a block of 512 keys ends; where a window is gathered by passes over one position and not
