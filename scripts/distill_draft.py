@@ -2,7 +2,7 @@
 
     python -m scripts.distill_draft --target DIR --layers 1 --dim 96 --text stories.txt --output DIR
 
-    draft_config                    the draft's config.json: sizes from the flags, all that must agree from the target
+    draft_config                    the draft's config.json: sizes from the flags or of some of the target's layers
     documents, sampled_documents    what it learns on: a text, what the target itself writes or answers, or both
     project_embedding               the draft's embedding as the best approximation of the target's
     hold_out, Windows               the last documents are kept apart; the others are learned in random windows
@@ -48,9 +48,9 @@ from program.prompts import conversation_ids
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
 from scripts.draft_kinds import KINDS, Eagle3, Model, Pairs, Pard, by_position, deployed
-from speculative import Costs
+from speculative import Costs, layer_subset, parse_layers
 from tokenizer import Tokenizer, copy_files, load_tokenizer
-from weights.linears import pack_model
+from weights.linears import QuantizedLinear, check_unpacked, pack_model
 
 END = "<|endoftext|>"
 SAMPLE_ROWS = 16  # documents that the target writes together
@@ -69,6 +69,8 @@ SHARED = (
 
 def draft_config(hf: dict, args: argparse.Namespace) -> dict:
     """config.json of the draft, from the target's. ValueError for sizes that do not divide."""
+    if args.from_layers:
+        return layers_config(hf, args.from_layers)
     D = args.dim
     if D % 2:
         raise ValueError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
@@ -96,6 +98,16 @@ def draft_config(hf: dict, args: argparse.Namespace) -> dict:
     }  # fmt: skip
     Config.from_hf(found)
     return found
+
+
+def layers_config(hf: dict, kept: Sequence[int]) -> dict:
+    """config.json of a model of some of the target's layers."""
+    if not 0 <= min(kept) <= max(kept) < hf["num_hidden_layers"]:
+        raise ValueError(f"--from_layers {list(kept)}: the target has layers 0 to {hf['num_hidden_layers'] - 1}")
+    found = {key: value for key, value in hf.items() if key != "quantization_config"}
+    if found.get("layer_types"):
+        found["layer_types"] = [found["layer_types"][i] for i in kept]
+    return found | {"num_hidden_layers": len(kept), "dtype": "bfloat16"}
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -298,6 +310,24 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 
 @torch.no_grad()
+def weights_of_layers(draft: Transformer, target: Transformer, kept: Sequence[int]) -> dict[str, Tensor]:
+    """What the draft begins with: the weights of some of the target's layers, its norm and its embedding, in float32.
+    A mask's row of the embedding is the mean of all rows. ValueError for a packed target."""
+    check_unpacked(target, "copied")
+    source, found = dict(layer_subset(target, kept).named_modules()), {}
+    for name, parameter in draft.named_parameters():
+        module, _, kind = name.rpartition(".")
+        part = source[module]
+        stored = part.dequantized(torch.float32) if isinstance(part, QuantizedLinear) and kind == "weight" else None
+        if module == "embed":
+            stored = part(torch.arange(target.config.vocab_size, device=target.norm.weight.device))
+        stored = (getattr(part, kind) if stored is None else stored).float()
+        extra = stored.mean(0, keepdim=True).expand(len(parameter) - len(stored), *stored.shape[1:])
+        found[name] = torch.cat((stored, extra))
+    return found
+
+
+@torch.no_grad()
 def project_embedding(draft: Transformer, target: Transformer) -> None:
     """The target's embedding E on its D leading directions: no other table of D columns gives products of rows nearer
     to E's own. Scaled, so that what the first norm sees and logits of a first hidden state are of a usual size."""
@@ -357,16 +387,18 @@ def add_gradients(
     draft: Transformer, target: Transformer, rows: Tensor, kind: Model | None = None, seed: int = 1
 ) -> float:
     """Add to the draft's gradients those of KL(target || draft), the mean over the positions of rows (B, T + 1); that
-    mean. Logits are made a block of positions at a time, so that (B, T, V) is never held."""
+    mean. Of a draft for some tokens alone, the terms of these. Logits are made a block of positions at a time, so that
+    (B, T, V) is never held."""
     V = target.config.vocab_size
+    ids = slice(V) if kind is None or len(kind.ids) == V else kind.ids.to(rows.device)
     pairs = pairs_of(kind, draft, target, rows[:, :-1], seed)
     h_target, h = (torch.cat([part.flatten(0, -2) for part in side]) for side in zip(*pairs))  # (n, D) each
     leaves, total = [block.requires_grad_() for block in blocks(h.detach(), V)], 0.0
     for h_p, h_q in zip(blocks(h_target, V), leaves, strict=True):
         with torch.no_grad():
-            log_p = target.head(h_p).log_softmax(-1)  # (n, V)
+            log_p = target.head(h_p).log_softmax(-1)[:, ids]  # (n, V of what is learned)
         with autocast(rows.device.type):
-            log_q = draft.head(h_q)[:, :V].log_softmax(-1)
+            log_q = draft.head(h_q)[:, ids].log_softmax(-1)
         loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / len(h)
         loss.backward()
         total += loss.item()
@@ -585,6 +617,15 @@ def check_request(args: argparse.Namespace) -> Config:
                 f"--kind eagle3 has one layer of --dim {config.dim}, the target's, and nothing to --project"
             )
         args.layers, args.dim = 1, config.dim
+        if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
+            raise ValueError(f"--kind eagle3 takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
+    elif args.draft_vocab:
+        raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
+    if args.from_layers:
+        args.from_layers = parse_layers(args.from_layers)
+        if any((args.layers, args.dim, args.heads, args.kv_heads, args.ffn, args.project)):
+            raise ValueError("--from_layers takes sizes and embedding from the target: give no sizes, and no --project")
+        args.layers, args.dim = len(args.from_layers), config.dim
     if args.layers is None or args.dim is None:
         raise ValueError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
@@ -629,7 +670,8 @@ def distill(args: argparse.Namespace) -> dict:
     """Make the folder --output; what the last line says. KeyboardInterrupt leaves a state to continue from."""
     config, device = check_request(args), pick_device(args.device)
     hf = read_json(args.target / "config.json")
-    kind = KINDS[args.kind](draft_config(hf, args), config, args.depth)
+    chosen = {"vocab": args.draft_vocab} if args.kind == "eagle3" else {}
+    kind = KINDS[args.kind](draft_config(hf, args), config, args.depth, **chosen)
     draft_hf, dtype = kind.hf, pick_dtype(args.dtype, config.dtype, device)
     tokenizer, flags = load_tokenizer(args.target), settings_of(args)
     if tokenizer.vocab_size > config.vocab_size:
@@ -643,18 +685,24 @@ def distill(args: argparse.Namespace) -> dict:
     texts = hold_out(documents(args.text, tokenizer, end) if args.text else [], args.heldout)
     if not args.sampled:
         cut(texts, args.context, tokenizer.bos_id)  # too little text is said before any work
-    target = pack_model(load_model(args.target, device=device, dtype=dtype, progress=True))
+    target = load_model(args.target, device=device, dtype=dtype, progress=True, pack=False)
+    begun = weights_of_layers(kind.trained(), target, args.from_layers) if args.from_layers and not state else None
+    pack_model(target)
     if args.sampled:
         texts = with_samples(texts, target, tokenizer, args, end, flags)
     windows, heldout = cut(texts, args.context, None if args.prompts else tokenizer.bos_id)
     settings = flags | {"the tokens to learn": digest(texts[0]), "the held-out tokens": digest(texts[1])}
 
+    if args.kind == "eagle3":
+        kind.choose(windows.ids)
     drafted = dtype if args.kind == "eagle3" else pick_dtype(args.dtype, "bfloat16", device)  # as loading does
     run = Run(kind, target, args, device, drafted)
     if state is None:
         run.settings, run.costs = settings, measure_costs(target, kind, args, run.deployed.norm.weight.dtype)
         if args.project:
             project_embedding(run.draft, target)
+        if begun is not None:
+            run.draft.load_state_dict(begun, strict=False)  # a tied head is the embedding
     else:
         check_same(args.work / "state.pt", state["settings"], settings)
         run.load(state)
@@ -671,6 +719,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kind", choices=KINDS, default="model", help="what it will be: default: a model that drafts token by token")
     add("--depth", type=positive, default=5, help="tokens of a round that pard and eagle3 learn to draft")
     add("--layers", type=positive, default=None, help="of a model and of pard")
+    add("--from_layers", metavar="LAYERS", help="start from these of the target, such as 0-1,28-29; sizes are its own")
+    add("--draft_vocab", type=positive, metavar="N", help="of eagle3: draft the N most frequent tokens alone")
     add("--dim", type=positive, default=None, help="of a model and of pard; eagle3 has the target's")
     add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
     add("--kv_heads", type=positive, help="default: as many as heads")

@@ -31,6 +31,7 @@ class Model:
 
     def __init__(self, hf: dict, target: Config, depth: int):
         self.hf, self.target, self.depth = hf, target, depth
+        self.ids = torch.arange(target.vocab_size)  # of the target's tokens, those that it learns to draft
 
     def empty(self, dtype: torch.dtype) -> Transformer:
         return empty_model(Config.from_hf(self.hf), dtype)
@@ -137,12 +138,13 @@ class LearnedEagle(EagleModel):
 
 
 class Eagle3(Model):
-    """One layer in SafeAILab's layout, all of the target's tokens."""
+    """One layer in SafeAILab's layout, and a head for some of the target's tokens, which is most of its cost."""
 
-    def __init__(self, hf: dict, target: Config, depth: int):
+    def __init__(self, hf: dict, target: Config, depth: int, vocab: int | None = None):
         changed = {
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-            "draft_vocab_size": target.vocab_size, "tie_word_embeddings": False, "target_hidden_size": target.dim,
+            "draft_vocab_size": vocab or target.vocab_size, "tie_word_embeddings": False,
+            "target_hidden_size": target.dim,
         }  # fmt: skip
         super().__init__(hf | changed, target, depth)
         self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
@@ -157,8 +159,15 @@ class Eagle3(Model):
 
     def bind(self, draft: LearnedEagle, target: Transformer) -> None:
         draft.table = [target.embed]
-        ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
-        draft.register_buffer("ids", ids, persistent=False)
+        own = torch.full((self.target.vocab_size,), -1)  # the draft's id of each of the target's
+        own[self.ids] = torch.arange(len(self.ids))
+        draft.register_buffer("ids", own.to(target.norm.weight.device), persistent=False)
+
+    def choose(self, tokens: Tensor) -> None:
+        """Draft the tokens that stand most often in `tokens` (n,); of those as rare as each other, the first ids."""
+        V = self.target.vocab_size
+        often = torch.bincount(tokens.long(), minlength=V).sort(descending=True, stable=True).indices
+        self.ids = often[: self.eagle.vocab_size].sort().values
 
     def drafter(self, model: EagleModel) -> Drafter:
         other = EagleModel(Config.from_hf(self.eagle.layer), self.eagle, False).to(model.norm.weight.dtype)
@@ -193,8 +202,9 @@ class Eagle3(Model):
 
     def save(self, model: EagleModel, folder: Path) -> None:
         tensors = {name: part.detach().contiguous().clone() for name, part in places_of(model, "midlayer")}
-        V = self.target.vocab_size
-        maps = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
+        known = torch.zeros(self.target.vocab_size, dtype=torch.bool)
+        known[self.ids] = True
+        maps = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": known}
         save_tensors(folder / "model.safetensors", tensors | maps)
         text = json.dumps(self.hf, indent=2) + "\n"
         write_whole(folder / "config.json", lambda partial: partial.write_text(text))

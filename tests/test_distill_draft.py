@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -359,10 +360,12 @@ def test_the_target_continues_the_text(small_target, text, tmp_path, monkeypatch
     arguments = flags(text, tmp_path, target=small_target, sampled=400, steps=2, context=32)
     assert run_main(monkeypatch, capsys, arguments) == (0, [])
     tokenizer = load_tokenizer(small_target)
-    starts = [tokenizer.encode(document, bos=False)[:8] for document in text.read_text().split("\n\n")]
+    parts = re.split(r"\n[ \t\n]*\n", text.read_text())
+    starts = [tokenizer.encode(document, bos=False)[:8] for document in parts if document.strip()]
     lines = (tmp_path / "draft-work" / "sampled.jsonl").read_text().splitlines()[1:]
     written = [json.loads(line)["tokens"] for line in lines]
-    assert all(ids[:8] in starts and len(ids) <= 31 for ids in written) and len({tuple(ids[:8]) for ids in written}) > 4
+    assert all(len(ids) <= 31 and any(ids[: len(start)] == start for start in starts) for ids in written)
+    assert len({tuple(ids[:8]) for ids in written}) > 4
 
 
 def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, capsys, fixed_costs):
