@@ -7,8 +7,8 @@
     project_embedding               the draft's embedding as the best approximation of the target's
     hold_out, Windows               the last documents are kept apart; the others are learned in random windows
     measure_costs, predict          c and v of this pair on this machine, and the speed-up that alpha leads to
-    add_gradients, acceptance       KL(target || draft) of a window, and alpha: mean sum of min(p, q) on held-out text
-    acceptance_by_position          the same at each position of a draft, for --kind pard and eagle3 (draft_kinds.py)
+    add_gradients, acceptance       KL(target || draft) of a window, and alpha: mean sum of min(p, q) on held-out text,
+                                    at each position of a draft where a kind (draft_kinds.py) learns several
     Run, train, export              the loop, everything that a stop must not lose, and the folder that it ends in
 
 A text's documents are separated by `<|endoftext|>`, or where it holds none by blank lines. With --prompts the target
@@ -19,7 +19,6 @@ same command continues from it. This file does not know how drafts are used: tha
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -30,7 +29,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ from program.loading import compiles, pick_device, pick_dtype
 from program.prompts import conversation_ids
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
-from scripts.draft_kinds import KINDS, Eagle3, Model, Pairs, Pard, by_position, deployed
+from scripts.draft_kinds import KINDS, Model, by_position, deployed
 from speculative import Costs, layer_subset, parse_layers
 from tokenizer import Tokenizer, copy_files, load_tokenizer
 from weights.linears import QuantizedLinear, check_unpacked, pack_model
@@ -362,79 +361,53 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 200) -> floa
     return peak * (0.02 + 0.49 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
 
 
-def autocast(device: str) -> torch.autocast:
-    return torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
+def blocks(target: Transformer, h: Tensor, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The target's logits (B, n, V), of as many of its states (B, T, D) at a time as may be held; which of a draft's
+    states belong to these, as an index into `at` (N,); and to which of the n each does."""
+    n = max(1, LOGITS // (len(h) * target.config.vocab_size))
+    for begin in range(0, h.size(1), n):
+        (chosen,) = ((at >= begin) & (at < begin + n)).nonzero(as_tuple=True)
+        yield target.head(h[:, begin : begin + n]), chosen, at[chosen] - begin
 
 
-def blocks(h: Tensor, V: int) -> tuple[Tensor, ...]:
-    """h (..., D) in parts (n, D) whose logits may be held at once."""
-    return h.flatten(0, -2).split(max(1, LOGITS // V))
-
-
-def pairs_of(kind: Model | None, draft: Transformer, target: Transformer, rows: Tensor, seed: int | None) -> Pairs:
-    """States of the target and of the draft whose distributions should agree, by position in a draft, for rows (B, T).
-    `seed` draws what a kind learns at random; None for what it is evaluated on."""
-    pos, tapped = torch.arange(rows.size(1), device=rows.device), None
-    with torch.no_grad():
-        h, tapped = kind.tapped(target, rows) if isinstance(kind, Eagle3) else (target.hidden(rows, pos), None)
-    with autocast(rows.device.type) if draft.norm.weight.requires_grad else contextlib.nullcontext():
-        if isinstance(kind, Pard | Eagle3):
-            return kind.pairs(draft, h, rows, tapped if tapped else seed)
-        return [(h, draft.hidden(rows, pos))]
-
-
-def add_gradients(
-    draft: Transformer, target: Transformer, rows: Tensor, kind: Model | None = None, seed: int = 1
-) -> float:
-    """Add to the draft's gradients those of KL(target || draft), the mean over the positions of rows (B, T + 1); that
-    mean. Of a draft for some tokens alone, the terms of these. Logits are made a block of positions at a time, so that
-    (B, T, V) is never held."""
-    V = target.config.vocab_size
-    ids = slice(V) if kind is None or len(kind.ids) == V else kind.ids.to(rows.device)
-    pairs = pairs_of(kind, draft, target, rows[:, :-1], seed)
-    h_target, h = (torch.cat([part.flatten(0, -2) for part in side]) for side in zip(*pairs))  # (n, D) each
-    leaves, total = [block.requires_grad_() for block in blocks(h.detach(), V)], 0.0
-    for h_p, h_q in zip(blocks(h_target, V), leaves, strict=True):
-        with torch.no_grad():
-            log_p = target.head(h_p).log_softmax(-1)[:, ids]  # (n, V of what is learned)
-        with autocast(rows.device.type):
-            log_q = draft.head(h_q)[:, ids].log_softmax(-1)
-        loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / len(h)
+def add_gradients(kind: Model, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1) -> float:
+    """Add to the draft's gradients those of KL(target || draft), the mean over what the kind learns of rows (B, T + 1);
+    that mean. Of a draft for some tokens alone, the terms of these. All logits are never held at once."""
+    h, drafted = kind.states(draft, target, rows[:, :-1], seed)
+    states, total = drafted.states.detach(), 0.0
+    gradient, count = torch.zeros_like(states), states.size(0) * states.size(1)
+    for logits, chosen, which in blocks(target, h, drafted.at):
+        log_p = kind.drafts(logits.log_softmax(-1))  # (B, n, V of the draft)
+        leaf = states[:, chosen].requires_grad_()
+        log_q = kind.logits(draft, leaf).log_softmax(-1)
+        loss = F.kl_div(log_q, log_p[:, which], log_target=True, reduction="sum") / count
         loss.backward()
+        gradient[:, chosen] = leaf.grad
         total += loss.item()
-    h.backward(torch.cat([leaf.grad for leaf in leaves]))
+    drafted.states.backward(gradient)
     return total
 
 
 @torch.no_grad()
-def acceptance_by_position(
-    target: Transformer, draft: Transformer, rows: Tensor, temperature: float, kind: Model
-) -> list[float]:
-    """Mean sum of min(p, q) at each position of a draft, where the text's own tokens were drafted before."""
-    V, sampling, totals = target.config.vocab_size, Sampling(temperature), [[] for _ in range(kind.depth)]
-    for part in rows[:, :-1].split(4):
-        for total, pair in zip(totals, pairs_of(kind, draft, target, part, None)):
-            for h_p, h_q in zip(*(blocks(h.flatten(0, -2), V) for h in pair), strict=True):
-                p, q = sampling.probs(target.head(h_p)), sampling.probs(draft.head(h_q)[:, :V])
-                total.append(torch.minimum(p, q).sum(-1).double())
-    return [torch.cat(total).mean().item() for total in totals if total]
-
-
-@torch.no_grad()
 def acceptance(
-    target: Transformer, draft: Transformer, rows: Tensor, temperatures: Sequence[float]
-) -> dict[float, float]:
-    """{temperature: alpha}: mean over the positions of rows (N, T + 1) of the sum over tokens of min(p, q), the chance
-    that a drafted token is accepted (arXiv:2211.17192, cor. 3.6)."""
-    pos, V = torch.arange(rows.size(1) - 1, device=rows.device), target.config.vocab_size
-    totals = dict.fromkeys(temperatures, 0.0)
+    kind: Model, draft: Transformer, target: Transformer, rows: Tensor, temperatures: Sequence[float]
+) -> dict[float, list[float]]:
+    """{temperature: alphas}: at each position of a draft the mean over rows (N, T + 1) of the sum over tokens of
+    min(p, q), the chance that a drafted token is accepted (arXiv:2211.17192, cor. 3.6), where the text's own tokens
+    were drafted before."""
+    totals = {temperature: torch.zeros(kind.positions, dtype=torch.float64) for temperature in temperatures}
+    counts = torch.zeros(kind.positions, dtype=torch.float64)
     for part in rows[:, :-1].split(4):
-        for h_p, h_q in zip(*(blocks(model.hidden(part, pos), V) for model in (target, draft)), strict=True):
-            logits = target.head(h_p), draft.head(h_q)  # (n, V) each
-            for temperature in totals:
-                p, q = (Sampling(temperature).probs(x) for x in logits)
-                totals[temperature] += torch.minimum(p, q).sum(-1).double().sum().item()
-    return {temperature: total / rows[:, :-1].numel() for temperature, total in totals.items()}
+        h, drafted = kind.states(draft, target, part, None)
+        counts += len(part) * torch.bincount(drafted.position, minlength=kind.positions).cpu()
+        for logits, chosen, which in blocks(target, h, drafted.at):
+            own = kind.logits(draft, drafted.states[:, chosen])  # (B, c, V of the draft)
+            for temperature, total in totals.items():
+                sampling = Sampling(temperature)
+                p, q = kind.drafts(sampling.probs(logits)), sampling.probs(own)
+                overlap = torch.minimum(p[:, which], q).sum(-1).double().sum(0)  # (c,)
+                total.index_add_(0, drafted.position[chosen].cpu(), overlap.cpu())
+    return {temperature: (total / counts).tolist() for temperature, total in totals.items()}
 
 
 class Run:
@@ -485,12 +458,8 @@ class Run:
         for name, weight in self.deployed.named_parameters():
             weight.copy_(stored[name])
         wanted = sorted({1.0, temperature})
-        if type(self.kind) is Model:
-            alphas = acceptance(target, self.deployed, heldout, wanted)
-            found = {each: [alpha] for each, alpha in alphas.items()}
-        else:
-            found = {each: acceptance_by_position(target, self.deployed, heldout, each, self.kind) for each in wanted}
-            alphas = {each: statistics.mean(listed) for each, listed in found.items()}
+        found = acceptance(self.kind, self.deployed, target, heldout, wanted)
+        alphas = {each: statistics.mean(listed) for each, listed in found.items()}
         if not all(map(math.isfinite, alphas.values())):
             raise ValueError(f"step {self.step}: alpha = {alphas[temperature]}: the target's logits are not finite")
         k, expected = predict(self.costs, found[temperature])
@@ -499,7 +468,7 @@ class Run:
             "step": self.step, "train_loss": loss, "alpha": alphas[temperature], "alpha_temperature_1": alphas[1.0],
             "predicted_speedup": expected, "best_k": k, "c": self.costs.c(k), "v": self.costs.v(k),
         })  # fmt: skip
-        if type(self.kind) is not Model:
+        if self.kind.positions > 1:
             self.evaluations[-1]["alpha_by_position"] = found[temperature]
         self.losses = []
         if best_and_over(self.predictions, 1)[0] == len(self.evaluations) - 1:
@@ -543,7 +512,7 @@ def train(run: Run, target: Transformer, windows: Windows, heldout: Tensor, args
 
 def learn(run: Run, target: Transformer, rows: Tensor, args: argparse.Namespace) -> None:
     """One step on rows (B, T + 1)."""
-    run.losses.append(add_gradients(run.draft, target, rows, run.kind, 1 + args.seed + run.step))
+    run.losses.append(add_gradients(run.kind, run.draft, target, rows, 1 + args.seed + run.step))
     if not math.isfinite(run.losses[-1]):
         raise ValueError(f"step {run.step}: the loss is {run.losses[-1]}; a lower --lr than {args.lr} may help")
     warmup = min(200, args.steps // 10)

@@ -17,7 +17,7 @@ from program.main import run as run_args
 from quantize import main as quantize
 from sampling import Sampling
 from scripts import distill_draft
-from scripts.distill_draft import distill, draft_config, init_weights, pairs_of, read_json
+from scripts.distill_draft import distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args
 from scripts.draft_kinds import KINDS, by_position
 from speculative import Costs
@@ -48,11 +48,15 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     row = torch.randint(0, 131, (T,), generator=torch.Generator().manual_seed(1)).tolist()
     want_p = logits(config_json(source), load_file(source / "model.safetensors"), row).softmax(-1)
     draft.requires_grad_(False)
-    pairs = pairs_of(kind, draft, target, torch.tensor([row]), None)
-    assert len(pairs) == DEPTH
+    h, learned = kind.states(draft, target, torch.tensor([row]), None)
+    p_all = target.head(h)[0, :, :131].softmax(-1).double()
+    q_all = torch.zeros(learned.states.size(1), 131, dtype=torch.float64)
+    ids = torch.arange(131) if name == "pard" else kind.ids
+    q_all[:, ids] = kind.logits(draft, learned.states)[0].softmax(-1).double()
+    assert (kind.drafts(p_all) == p_all[:, ids]).all() and int(learned.position.max()) == DEPTH - 1
     at = torch.linspace(0, T - DEPTH, T // (DEPTH - 1)).long().tolist()
-    for i, (h_p, h_q) in enumerate(pairs):
-        p, q = (model.head(h)[0, :, :131].softmax(-1).double() for model, h in ((target, h_p), (draft, h_q)))
+    for i in range(DEPTH):
+        p, q = p_all[learned.at[learned.position == i]], q_all[learned.position == i]
         if name == "pard":
             known = range(T) if i == 0 else at  # the last decided token of each state
         else:
