@@ -239,13 +239,13 @@ def logits(engine: Engine, tokens: Tensor, begins: Tensor, n: int, width: int) -
     return torch.cat(found, dim=1)
 
 
-def filled(model, tokens: Tensor, upto: int) -> Engine:
+def filled(model, tokens: Tensor, upto: int, chunk: int = 512) -> Engine:
     """An engine whose caches hold these tokens, up to a position."""
     engine = Engine(model, len(tokens), tokens.size(1))
     with torch.inference_mode():
-        for begin in range(0, upto, 512):
-            pos = torch.arange(begin, min(begin + 512, upto))
-            model.hidden(tokens[:, pos], pos, engine.cached.upto(begin + 512))
+        for begin in range(0, upto, chunk):
+            pos = torch.arange(begin, min(begin + chunk, upto))
+            model.hidden(tokens[:, pos], pos, engine.cached.upto(begin + chunk))
     return engine
 
 
@@ -269,7 +269,9 @@ def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     model = large_numbers(config, dtype=dtype, quantize=quantize)
     tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
     n = 20
-    engine, alone = filled(model, tokens, max(PLACES[window])), filled(model, tokens[2:], max(PLACES[window]))
+    # An expert's share of a prompt may lie on either side of the number of rows from which another kernel is faster.
+    upto, chunk = max(PLACES[window]), 64 if R == "experts" else 512
+    engine, alone = filled(model, tokens, upto, chunk), filled(model, tokens[2:], upto, chunk)
     assert engine.identical and alone.identical
     for begin in PLACES[window]:
         begins = begin - torch.tensor([0, 1, 7])
