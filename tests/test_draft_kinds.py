@@ -14,21 +14,27 @@ from test_drafts import D, EagleTwin, pard_twin
 from checkpoint import load_model
 from program.flags import parse_args
 from program.main import run as run_args
+from quantize import main as quantize
 from sampling import Sampling
-from scripts.distill_draft import distill, draft_config, init_weights, pairs_of, read_json
+from scripts import distill_draft
+from scripts.distill_draft import distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args
 from scripts.draft_kinds import KINDS, by_position
+from speculative import Costs
 
 T, DEPTH = 16, 4
 
 
-@pytest.mark.parametrize("name", ["pard", "eagle3"])
-def test_what_is_learned_is_what_is_drafted(name, folder_of, tmp_path):
+@pytest.mark.parametrize("name, vocab", [("pard", None), ("eagle3", None), ("eagle3", 40)])
+def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     """Every state that a row gives, at every position of a draft, against the twin's distribution there."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
-    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1)
-    kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH)
+    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
+    chosen = {"vocab": vocab} if name == "eagle3" else {}
+    kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH, **chosen)
+    if vocab:
+        kind.choose(torch.arange(30, 130, 3).repeat(2))
     draft = kind.trained()
     init_weights(draft, 3)
     with torch.no_grad():
@@ -42,11 +48,15 @@ def test_what_is_learned_is_what_is_drafted(name, folder_of, tmp_path):
     row = torch.randint(0, 131, (T,), generator=torch.Generator().manual_seed(1)).tolist()
     want_p = logits(config_json(source), load_file(source / "model.safetensors"), row).softmax(-1)
     draft.requires_grad_(False)
-    pairs = pairs_of(kind, draft, target, torch.tensor([row]), None)
-    assert len(pairs) == DEPTH
+    h, learned = kind.states(draft, target, torch.tensor([row]), None)
+    p_all = target.head(h)[0, :, :131].softmax(-1).double()
+    q_all = torch.zeros(learned.states.size(1), 131, dtype=torch.float64)
+    ids = torch.arange(131) if name == "pard" else kind.ids
+    q_all[:, ids] = kind.logits(draft, learned.states)[0].softmax(-1).double()
+    assert (kind.drafts(p_all) == p_all[:, ids]).all() and int(learned.position.max()) == DEPTH - 1
     at = torch.linspace(0, T - DEPTH, T // (DEPTH - 1)).long().tolist()
-    for i, (h_p, h_q) in enumerate(pairs):
-        p, q = (model.head(h)[0, :, :131].softmax(-1).double() for model, h in ((target, h_p), (draft, h_q)))
+    for i in range(DEPTH):
+        p, q = p_all[learned.at[learned.position == i]], q_all[learned.position == i]
         if name == "pard":
             known = range(T) if i == 0 else at  # the last decided token of each state
         else:
@@ -62,33 +72,12 @@ def test_what_is_learned_is_what_is_drafted(name, folder_of, tmp_path):
 
 @pytest.mark.parametrize("name", ["pard", "eagle3"])
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
-    flags = [
-        "--kind",
-        name,
-        "--target",
-        ROOT / "checkpoints" / "demo",
-        "--sampled",
-        600,
-        "--context",
-        32,
-        "--heldout",
-        64,
-    ]
-    flags += [
-        "--steps",
-        2,
-        "--eval_every",
-        1,
-        "--batch",
-        2,
-        "--depth",
-        3,
-        "--device",
-        "cpu",
-        "--output",
-        tmp_path / "d",
-    ]
-    flags += ["--work", tmp_path / "work"] + (["--layers", 1, "--dim", 64] if name == "pard" else [])
+    flags = ["--kind", name, "--target", ROOT / "checkpoints" / "demo", "--sampled", 600, "--context", 32]
+    flags += ["--heldout", 64, "--steps", 2, "--eval_every", 1, "--batch", 2, "--depth", 3, "--device", "cpu"]
+    flags += ["--output", tmp_path / "d"]
+    flags += ["--work", tmp_path / "work"] + (
+        ["--layers", 1, "--dim", 64] if name == "pard" else ["--draft_vocab", 300]
+    )
     found = distill(distill_args([str(flag) for flag in flags]))
     made = read_json(tmp_path / "d" / "distill.json")
     assert found["steps"] == 2 and all(len(each["alpha_by_position"]) == 3 for each in made["evaluations"])
@@ -99,6 +88,26 @@ def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
         run_args(parse_args(common + draft))
         rows.append(json.loads(capsys.readouterr().out))
     assert rows[0]["tokens"] == rows[1]["tokens"] and rows[1]["speculative"]["drafted"] > 0
+
+
+@pytest.mark.parametrize("name", ["model", "pard"])
+def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, monkeypatch):
+    """Before the first step such a draft is the target, so that its first token is accepted always, as far as
+    bfloat16 goes; and of a quantized target it has the weights that the codes stand for."""
+    monkeypatch.setattr(distill_draft, "measure_costs", lambda *_: Costs(1.0, {1: 0.1, 2: 0.2}, {1: 1.1, 2: 1.2}))
+    source, text = tmp_path / "target", tmp_path / "text"
+    quantize(["--checkpoint", str(ROOT / "checkpoints" / "demo"), "--output", str(source), "--scheme", "int8"])
+    text.write_text((ROOT / "checkpoints" / "stories.txt").read_text())
+    flags = ["--kind", name, "--target", source, "--text", text, "--context", 32, "--heldout", 64, "--depth", 2]
+    flags += ["--steps", 1, "--batch", 1, "--device", "cpu", "--output", tmp_path / "d", "--work", tmp_path / "w"]
+    distill(distill_args([str(flag) for flag in (*flags, "--from_layers", "0-5")]))
+    first = read_json(tmp_path / "d" / "distill.json")["evaluations"][0]
+    assert first["step"] == 0 and first.get("alpha_by_position", [first["alpha"]])[0] > 0.95
+    other = [*flags[:-3], tmp_path / "d2", "--work", tmp_path / "w2", "--from_layers"]
+    for wrong, named in (("0-6", "0 to 5"), ("0-5", "--from_layers takes")):
+        extra = [] if wrong == "0-6" else ["--dim", "64"]
+        with pytest.raises(ValueError, match=named):
+            distill(distill_args([str(flag) for flag in (*other, wrong, *extra)]))
 
 
 def test_tokens_of_a_round_by_hand():

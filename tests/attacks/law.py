@@ -57,11 +57,16 @@ from tqdm import tqdm
 import speculative
 from benchmarks.record import record
 from checkpoint import load_model, random_model
+from drafts.eagle import EagleDraft, EagleModel
+from drafts.pard import PardDraft
+from drafts.vocabulary import translate
 from generate import Engine, Timing, generate
 from model import Config, Transformer
 from program.edge import ending_plainly
 from program.flags import Parser, positive
 from quantize import quantized_copy
+from reading.drafts import Eagle, pard_token
+from reading.files import read_json
 from sampling import DRAFT_DRAW, FILTERED, Sampling
 from speculative import Costs, Drafter, ModelDraft, NgramDraft, accept, layer_subset
 from timing import TokenRecord
@@ -107,6 +112,13 @@ CASES = (
     Case("int8 copy, K 8", "int8", 8, Sampling(1)),
     Case("int4 copy, K 1, T 1.5 min-p", "int4-g32", 1, Sampling(1.5, min_p=0.05)),
     Case("int4 copy, K 5, T 0.7 top-k top-p", "int4-g32", 5, FILTERS),
+    Case("PARD, K 5", "pard", 5, Sampling(1)),
+    Case("PARD, K 3, T 0.7 top-k top-p", "pard", 3, FILTERS),
+    Case("PARD with other tokens, K 2, T 1.5", "pard-shared", 2, HOT),
+    Case("EAGLE-3, K 3", "eagle", 3, Sampling(1)),
+    Case("EAGLE-3 of 40 tokens, K 5, T 1.5", "eagle:40", 5, HOT),
+    Case("model with other tokens, K 5, min-p", "shared", 5, MIN_P),
+    Case("demo with its PARD draft, K 5, T 0.8", "demo-pard", 5, Sampling(0.8), "demo", 0.5),
     Case("demo pair, K 5, T 0.8", "demo-draft", 5, Sampling(0.8), "demo", 0.5),
     Case("demo pair, K 3, top-k top-p", "demo-draft", 3, Sampling(1, top_k=50, top_p=0.9), "demo", 0.5),
 )
@@ -142,12 +154,57 @@ def disturbed(model: Transformer, noise: float, seed: int = 9) -> Transformer:
     return other
 
 
+def one_more_token(model: Transformer) -> Transformer:
+    """The model with a token more, a mask, whose row is the mean of all."""
+    other = Transformer(dataclasses.replace(model.config, vocab_size=model.config.vocab_size + 1))
+    state = {
+        name: torch.cat((weight, weight.mean(0, keepdim=True)))
+        if name in ("embed.weight", "lm_head.weight")
+        else weight
+        for name, weight in model.state_dict().items()
+    }
+    other.load_state_dict(state)
+    return other.requires_grad_(False).eval()
+
+
+def random_eagle(target: Transformer, tokens: int, seed: int = 5) -> EagleModel:
+    """An EAGLE-3 draft for the target's last `tokens` tokens. What it fuses is mostly what enters the last layer, so
+    that it is no stranger to its target."""
+    V, n = target.config.vocab_size, target.config.n_layers
+    eagle = Eagle({}, tokens, (0, 1, n - 1), target.config.dim, False, False, False, False)
+    model = EagleModel(dataclasses.replace(target.config, n_layers=1, windows=()), eagle, False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.1 if name.startswith("layers") else 0.02, generator=generator)
+    model.fc.weight.data[:, -target.config.dim :] += torch.eye(target.config.dim)
+    model.lm_head.weight.data.add_(target.lm_head.weight[V - tokens :])
+    model.register_buffer("ids", torch.arange(V) - (V - tokens), persistent=False)
+    model.ids.clamp_(min=-1)
+    return model.requires_grad_(False).eval()
+
+
 def drafter_of(name: str, model: Transformer) -> Drafter:
     kind, _, rest = name.partition(":")
     if kind == "model":
         return ModelDraft(disturbed(model, 0.1))
     if kind == "demo-draft":
         return ModelDraft(load_model(ROOT / "checkpoints" / kind, dtype=torch.float32))
+    if kind == "demo-pard":
+        folder = ROOT / "checkpoints" / kind
+        return PardDraft(load_model(folder, dtype=torch.float32), pard_token(read_json(folder / "config.json")))
+    if kind == "pard":
+        return PardDraft(one_more_token(disturbed(model, 0.1)), model.config.vocab_size)
+    if kind == "eagle":
+        return EagleDraft(random_eagle(model, int(rest or model.config.vocab_size)))
+    if kind.endswith("shared"):  # under other ids, and some of the target's tokens are missing
+        V = model.config.vocab_size
+        draft, ids = one_more_token(disturbed(model, 0.1)), torch.arange(V).roll(5)
+        for part in (draft.embed, draft.lm_head):
+            part.weight[ids] = part.weight[:V].clone()
+        ids[::7] = -1
+        translate(draft, ids, 0, V if "pard" in kind else None)
+        return PardDraft(draft, V) if "pard" in kind else ModelDraft(draft)
     if kind == "ngram":
         return NgramDraft(int(rest))
     kept = [int(i) for i in rest.split(",")] if kind == "layers" else list(range(model.config.n_layers))
@@ -245,8 +302,11 @@ def looked_up(tokens: Sequence[int], n: int) -> list[int]:
 def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
     """tokens (R, T) -> q (R, T, V) after each position. On the target's caches the drafter saw the target's keys, here
     its own: A is then another set than the drafter's, which any function of the past may be."""
+    if isinstance(drafter, EagleDraft):  # whose states only its target's caches hold
+        drafter = ModelDraft(disturbed(target_of(case.target), 0.1))
     if isinstance(drafter, ModelDraft):
-        return lambda tokens: case.sampling.probs(drafter.model(tokens, torch.arange(tokens.size(1))))
+        V = target_of(case.target).config.vocab_size
+        return lambda tokens: case.sampling.probs(drafter.model(tokens, torch.arange(tokens.size(1)))[..., :V])
     V = target_of(case.target).config.vocab_size
 
     def one_hot(tokens: Tensor) -> Tensor:
@@ -462,6 +522,22 @@ class Stale(ModelDraft):
         return super().hidden(caches, state, last, 1)
 
 
+class WrongPosition(PardDraft):
+    """q of the position before."""
+
+    def propose(self, state):
+        tokens, probs = super().propose(state)
+        return tokens, probs.roll(1, dims=1)
+
+
+class IgnoresIds(EagleDraft):
+    """Tokens by the target's ids, q by the draft's."""
+
+    def propose(self, state):
+        tokens, probs = super().propose(state)
+        return tokens, torch.cat((probs[..., self.model.ids >= 0], probs[..., self.model.ids < 0]), dim=-1)
+
+
 def patched(owner, name: str, value) -> Callable:
     return functools.partial(mock.patch.object, owner, name, value)
 
@@ -476,11 +552,25 @@ CONTROLS = {  # name -> what is put in place of the code
 KEEPS_THE_LAW = "the draft's cache is stale"
 
 
+def broken_drafter(name: str, model: Transformer) -> Drafter | None:
+    """The drafters that are wrong by themselves; None for a name of CONTROLS."""
+    pard, eagle = (drafter_of(kind, model) for kind in ("pard", "eagle:40"))
+    made = {
+        KEEPS_THE_LAW: lambda: Stale(disturbed(model, 0.1)),
+        "PARD's q of the position before": lambda: WrongPosition(pard.model, pard.mask),
+        "EAGLE-3's d2t is ignored": lambda: IgnoresIds(eagle.model),
+    }
+    return made[name]() if name in made else None
+
+
+BROKEN = (*CONTROLS, "PARD's q of the position before", "EAGLE-3's d2t is ignored")
+
+
 def control(name: str, n_tokens: int = CONTROL_TOKENS, seed: int = 77) -> dict:
     """A case decoded by a broken program: its smallest p-value, by which test, and whether it is as it should be."""
     case = Case(name, "model", 3, Sampling(1))
     breaks = CONTROLS.get(name, contextlib.nullcontext)
-    drafter = Stale(disturbed(target_of(case.target), 0.1)) if name == KEEPS_THE_LAW else None
+    drafter = broken_drafter(name, target_of(case.target))
     with breaks():
         said, _ = examine(case, n_tokens, seed, drafter)
     by, (_, p) = min(said["tests"].items(), key=lambda item: item[1][1])
@@ -525,7 +615,7 @@ def run_cases(n_tokens: int, seed: int) -> dict[str, dict]:
 
 def run_controls() -> dict[str, dict]:
     found = {}
-    for name in (*CONTROLS, KEEPS_THE_LAW):
+    for name in (*BROKEN, KEEPS_THE_LAW):
         found[name] = said = control(name)
         seen = "as it should be" if said["as_it_should_be"] else "NOT AS IT SHOULD BE"
         print(f"broken: {name}: {said['tokens']:,} tokens, p = {said['p']:.1e} ({said['test']}): {seen}")
