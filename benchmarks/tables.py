@@ -54,7 +54,9 @@ REAL = {
     "prompt lookup where there is a text to copy, over plain": "smollm2.spec.ngram.speedup",
     "llama.cpp's prompt lookup on the same prompts, over its plain": "smollm2.spec.ngram.llamacpp.speedup",
     "its int4-g32 self drafts for the BF16 file, over plain": "smollm2.spec.quantized.speedup",
-    "a model distilled in half an hour drafts, over plain": "smollm2.spec.distilled.speedup",
+    "a PARD draft of six layers drafts 5 for the BF16 file, over plain": "smollm2.spec.pard.speedup",
+    "an EAGLE-3 draft of 8,192 tokens drafts 5 for it, over plain": "smollm2.spec.eagle3.speedup",
+    "a model of the PARD draft's size drafts 5 for it, over plain": "smollm2.spec.distilled.speedup",
     "all layers but some draft, over plain": "smollm2.spec.layers.speedup",
 }
 MOE = {

@@ -591,6 +591,8 @@ def check_request(args: argparse.Namespace) -> Config:
     elif args.draft_vocab:
         raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
     if args.from_layers:
+        if any(config.sparse):
+            raise ValueError("--from_layers: layers of experts make no quick draft; give --layers and --dim")
         args.from_layers = parse_layers(args.from_layers)
         if any((args.layers, args.dim, args.heads, args.kv_heads, args.ffn, args.project)):
             raise ValueError("--from_layers takes sizes and embedding from the target: give no sizes, and no --project")
