@@ -436,15 +436,21 @@ def test_a_kept_conversation_is_a_fresh_one(k):
     assert torch.equal(bits(here), bits(there))
 
 
-def test_prompts_in_chunks_are_prompts_in_one_pass(monkeypatch):
+@pytest.mark.parametrize("length", [110, 330])
+def test_prompts_in_chunks_are_prompts_in_one_pass(length, monkeypatch):
+    """Where products of so many rows round alike: up to 256 on any processor, more where all kernels do."""
     model = demo()
-    ids = torch.randint(3, 2048, (2, 330), generator=torch.Generator().manual_seed(0))
-    prompts = [ids[0].tolist(), ids[1, :290].tolist()]
+    if same_rows(model) < 2 * length:
+        assert length > 128
+        pytest.skip(f"on this processor products of more than {same_rows(model)} rows round in another way")
+    ids = torch.randint(3, 2048, (2, length), generator=torch.Generator().manual_seed(0))
+    prompts = [ids[0].tolist(), ids[1, : length - 40].tolist()]
     whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
     text = texts(whole, prompts, 40)
     monkeypatch.setattr(engines, "PREFILL_CHUNK", 64)
     assert texts(cut, prompts, 40) == text
-    assert same_held(whole, cut, 290 + 39)
+    assert same_held(whole, cut, length - 40 + 39)
+
 
 
 # ------------------------------------------------------------------------------------------- what is vouched for
