@@ -93,6 +93,7 @@ DRAFTS = {
     "layers": Draft(("--draft", "layers:0-11,16-29", "--speculate_k", "1"), bf16=False),
     "quantized": Draft(("--draft", "quantized:int4-g32", "--speculate_k", "3")),
     "distilled": Draft(TRAINED), "pard": Draft(TRAINED), "eagle3": Draft(TRAINED),
+    "eagle3.k1": Draft((*TRAINED[:-1], "1")), "pard.k2": Draft((*TRAINED[:-1], "2")),
     "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),  # what trained drafts compete with
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
 }  # fmt: skip
@@ -272,7 +273,7 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
     for kind in args.kinds:
         draft = DRAFTS[kind]
         requests = [request | {"stop_ids": stop_ids} for request in (copied if draft.asked == "copies" else asked)]
-        flags = [part.format(getattr(args, kind, None)) for part in draft.flags]
+        flags = [part.format(getattr(args, kind.split(".")[0], None)) for part in draft.flags]
         said = " ".join(draft.flags).format("DIR")
         with bf16_file(args) if draft.bf16 else contextlib.nullcontext(args.checkpoint) as file:
             for temperature in ("0", "1") if kind in FOLDERS else ("0",):
@@ -348,7 +349,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.compiled = "--compile" if args.compile else "--no-compile"
-    args.kinds = [kind for kind in args.kinds if kind not in FOLDERS or getattr(args, kind)]
+    args.kinds = [kind for kind in args.kinds if getattr(args, kind.split(".")[0], True)]
     return args
 
 
