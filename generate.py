@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
 from model import Caches, Transformer, attend
 from rounding import same_attention
-from sampling import GREEDY, INVALID, Sampling, sample, uniform
+from sampling import GREEDY, INVALID, Sampling, describe, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from timing import Readback, StepResult, Timing, mark, spent, synchronize
 from tp import ALONE, Ranks, ranks_of
@@ -121,11 +121,13 @@ def decide(state: State, logits: Tensor) -> None:
     state.commit(state.broadcast(token)[:, None])
 
 
-def decode_step(model: Transformer, caches: Caches, state: State) -> None:
-    """One token for every row that is not done. A finished row runs its last position again."""
+def decode_step(model: Transformer, caches: Caches, state: State) -> Tensor:
+    """One token for every row that is not done, from logits (B, V). A finished row runs its last position again."""
     pos = state.pos[:, None]  # (B, 1)
     h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
-    decide(state, model.head(h[:, 0]))
+    logits = model.head(h[:, 0])
+    decide(state, logits)
+    return logits
 
 
 # ----------------------------------------------------------------------------------------------- engine
@@ -239,6 +241,7 @@ class Engine:
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.missed = 0  # tokens a row may have been given since the drafter last ran
+        self.likeliest: int | None = None  # tokens whose log-probabilities `generate` asks for beside the chosen one's
         self.prompted = [self.cached]  # models with caches of their own, which prompts must go through
         if self.drafter is not None:
             self.drafter.setup(self.state, K, self.cached, self.prepared)
@@ -268,28 +271,34 @@ class Engine:
         for draft in self.prompted[1:]:  # its cache may be behind: by the last round's tokens, and by plain steps
             draft.run_prompts(self.state, lengths, max(0, cached + 1 - self.drafter.fed - self.missed))
         self.missed = 0
-        decide(self.state, self.model.head(last))
-        return self.result(0, ())
+        logits = self.model.head(last)
+        decide(self.state, logits)
+        return self.result(0, (), logits[:, None])
 
     def step(self, length: int, k: int = 0) -> StepResult:
         """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided."""
-        begun = drafted = mark(self.device)
+        begun, draft_probs = mark(self.device), None
         self.state.k, self.state.length = k, length + k
         caches = self.cached.upto(length + k)
         if k == 0:
             self.missed += 1
-            self.prepared(decode_step)(self.model, caches, self.state)
+            drafted, logits = begun, self.prepared(decode_step)(self.model, caches, self.state)[:, None]
         else:
-            drafted = run_round(self.drafter, self.model, caches, self.state, self.missed, self.prepared)
+            parts = self.drafter, self.model, caches, self.state, self.missed, self.prepared
+            drafted, logits, draft_probs = run_round(*parts)
             self.missed = 0
-        return self.result(k, (begun, drafted, mark(self.device)))
+        return self.result(k, (begun, drafted, mark(self.device)), logits, draft_probs)
 
-    def result(self, k: int, times: tuple) -> StepResult:
-        """What the host should read, after the drafter has looked at the state too."""
+    def result(self, k: int, times: tuple, logits: Tensor, draft_probs: Tensor | None = None) -> StepResult:
+        """What the host should read, after the drafter has looked at the state too. logits (B, k + 1, V)."""
+        state, described = self.state, torch.empty(0)
+        if self.likeliest is not None:
+            tokens = state.out[:, : k + 1]
+            described = describe(tokens, logits, state.kind, state.values, draft_probs, self.likeliest)
         if self.drafter is not None:
-            self.drafter.look(self.state)
-        state, end = self.state, (mark(self.device),) if times else ()
-        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match)
+            self.drafter.look(state)
+        times += (mark(self.device),) if times else ()
+        return StepResult(k, times, state.out, state.accepted, state.overlap, state.has_match, described)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
@@ -355,13 +364,15 @@ def generate(
     timing: Timing | None = None,
     cached: int = 0,
     ended: set[int] | None = None,
+    likeliest: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Decode a batch of independent prompts; yields (row, token id) as tokens are decided.
 
     Row i gets what its prompt alone would get with this seed (one number, or one a row). A row ends after a stop id
     (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to `ended`. Of
     every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an earlier call. All
-    ranks of a divided model call this with the same arguments, and each yields the same tokens.
+    ranks of a divided model call this with the same arguments, and each yields the same tokens. With `likeliest` = N,
+    timing.described says of every token what sampling.describe does.
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
     the same, sampled output is distributed the same. An `engine` brings its own; without one, an eager one is made.
@@ -388,6 +399,7 @@ def generate(
     timing, ended, stop_ids = timing or Timing(), set() if ended is None else ended, frozenset(stop_ids)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
     timing.tokens = [[] for _ in prompts] if engine.drafter is not None else []
+    timing.described, engine.likeliest = [[] for _ in prompts], likeliest
     live, can_draft = list(range(len(prompts))), True
 
     begun = time.perf_counter()

@@ -4,6 +4,7 @@
     sample              logits and noise -> token id, which is
     distribution        logits -> float32 probabilities, and
     draw                probabilities and one uniform number a row -> token id
+    describe            what model and draft thought of tokens that were drawn
     uniform             the uniform numbers: a hash of (seed, position, purpose)
 
 Plain decoding, drafting and verification all go through these functions; that identity is what makes speculation
@@ -146,6 +147,24 @@ def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN
     reached = cumulative > noise[..., None] * cumulative.amax(dim=-1, keepdim=True)  # (..., V)
     return torch.where(reached.any(dim=-1), reached.byte().argmax(dim=-1), INVALID)
+
+
+def describe(
+    tokens: Tensor, logits: Tensor, kind: str, values: Tensor, draft_probs: Tensor | None, likeliest: int
+) -> Tensor:
+    """Of tokens (B, T), decided from logits (B, T, V): (B, T, 3 + 2 N) float32, which holds ids below 2^24.
+
+    Its probability p as it was drawn; the draft's q, from draft_probs (B, K <= T, V), 0 beyond; its log-probability
+    before temperature and filters; then the ids of the N likeliest tokens, and their log-probabilities.
+    """
+    at = tokens.clamp(min=0)[..., None]  # (B, T, 1)
+    p, log_p = distribution(logits, kind, values).gather(2, at), logits.float().log_softmax(-1)  # (B, T, 1), (B, T, V)
+    q = torch.zeros_like(p)
+    if draft_probs is not None:
+        K = draft_probs.size(1)
+        q[:, :K] = draft_probs.gather(2, at[:, :K])
+    top = log_p.topk(likeliest)  # (B, T, N)
+    return torch.cat((p, q, log_p.gather(2, at), top.indices.float(), top.values), dim=-1)
 
 
 def uniform(seed: Tensor, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:

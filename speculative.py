@@ -75,27 +75,26 @@ def accept(
 
 def run_round(
     drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable
-) -> object:
+) -> tuple[object, Tensor, Tensor]:
     """Decide 1 to K + 1 tokens of every row, K = state.k. `missed`: tokens a row may have got since the last round. The
-    point in time between drafting and verifying."""
+    point in time between drafting and verifying, the logits (B, K + 1, V) and the draft's distributions (B, K, V)."""
     assert drafter.state is state, "this drafter belongs to another engine by now: give each engine its own"
     # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew them from.
     if missed:
         drafter.catch_up(missed)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
-    n = draft_tokens.size(1)
-    assert n == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
+    assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
     drafted = mark(draft_tokens.device)
-    prepare(verify_step, state.k)(model, caches, state, draft_tokens, draft_probs)
+    logits = prepare(verify_step, state.k)(model, caches, state, draft_tokens, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
-    return drafted
+    return drafted, logits, draft_probs
 
 
 def verify_step(
     model: Transformer, caches: Caches, state: nn.Module, draft_tokens: Tensor, draft_probs: Tensor
-) -> None:
+) -> Tensor:
     """One pass over the last token and K drafted ones (B, K), drawn from draft_probs (B, K, V), decides 1 to K + 1
-    tokens of every row. A row of zeros in draft_probs says that nothing was drafted for that row.
+    tokens of every row: its logits. A row of zeros in draft_probs says that nothing was drafted for that row.
 
     The pass writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
     """
@@ -106,22 +105,23 @@ def verify_step(
     # VERIFY: the target's distribution at K + 1 positions.
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
-    p = sampling.distribution(model(tokens, pos, caches), state.kind, state.values)  # (B, K + 1, V)
+    logits = model(tokens, pos, caches)  # (B, K + 1, V)
+    p = sampling.distribution(logits, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
-    seed = state.seed[:, None]
-    u = uniform(seed.expand(-1, K), pos[:, 1:], ACCEPT)
+    seed = state.seed[:, None].expand(-1, K + 1)
+    u = uniform(seed[:, 1:], pos[:, 1:], ACCEPT)
     # The token after the accepted ones takes the number that plain decoding would use at its position.
-    next_noise = uniform(seed.expand(-1, K + 1), pos + 1)
+    next_noise = uniform(seed, pos + 1)
     n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
     n = torch.where(nothing, -1, n)
     # Rank 0's word for all: (B, K + 2) float32, which holds ids below 2^24.
     decision = state.broadcast(torch.cat((n[:, None], token[:, None], overlap), dim=1))
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
-    state.accepted.copy_(n)
-    n = n.clamp(min=0)
+    n = state.accepted.copy_(n).clamp(min=0)
     state.commit(torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token), n)  # (B, K + 1)
+    return logits
 
 
 # -------------------------------------------------------------------------------------------- drafters

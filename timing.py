@@ -35,6 +35,7 @@ class StepResult(NamedTuple):
     accepted: list[int] | Tensor
     overlap: list[list[float]] | Tensor
     has_match: list[bool] | Tensor
+    described: list | Tensor  # of every token, as sampling.describe has it; empty where nobody asked
 
 
 def mark(device: torch.device):
@@ -91,6 +92,7 @@ class Timing:
     decoded: list[int] = field(default_factory=list)  # tokens per row, the first one included
     records: list[StepRecord] = field(default_factory=list)
     tokens: list[list[TokenRecord]] = field(default_factory=list)  # per row, with a drafter
+    described: list[list[list[float]]] = field(default_factory=list)  # per row, of every token, where asked for
     decode_s: float = 0.0  # from the first tokens to the last ones; on a CPU without the consumer's time
 
     steps = property(lambda self: len(self.records))
@@ -104,6 +106,8 @@ class Timing:
     def add_token(self, row: int, index: int, step: StepResult) -> None:
         self.decoded[row] += 1
         self.row_s[row] = self.decode_s
+        if step.described:
+            self.described[row].append(step.described[row][index])
         if self.tokens:
             k = step.k if step.accepted[row] >= 0 else 0
             overlap = step.overlap[row][index] if index < k else 0.0
