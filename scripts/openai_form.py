@@ -23,9 +23,9 @@ MOST_STOPS, MOST_LIKELIEST = 16, 20
 # Keys that change no text here, and those that would, with the values that ask for nothing.
 UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 NEUTRAL = {
-    "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""], "best_of": [1], "tools": [[]],
-    "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"], "modalities": [["text"]],
-    "response_format": [{"type": "text"}], "audio": [], "prediction": [], "reasoning_effort": [], "verbosity": [],
+    "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""], "best_of": [1],
+    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    "modalities": [["text"]], "response_format": [{"type": "text"}], "audio": [], "prediction": [], "reasoning_effort": [], "verbosity": [],
     "web_search_options": [],
 }  # fmt: skip
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -115,9 +115,9 @@ def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | Non
     except ValueError as error:
         raise Refusal(str(error), str(error).split()[0]) from None
     ask = Ask(
-        prompts, chat, n, next((x for x in longest if x is not None), new), [stops] if isinstance(stops, str) else stops,
-        fields.whole("seed", None, 0, LARGEST_SEED - 1), sampling, likeliest, echo, stream,
-        wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
+        prompts, chat, n, next((x for x in longest if x is not None), new),
+        [stops] if isinstance(stops, str) else stops, fields.whole("seed", None, 0, LARGEST_SEED - 1), sampling,
+        likeliest, echo, stream, wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
     )  # fmt: skip
     if fields.left:
         key = min(fields.left)
@@ -191,8 +191,7 @@ class Event(NamedTuple):
 
 
 class Answer:
-    """The objects of one request's answers. `pieces`: bytes of every token id; `kept`: prompt tokens that stood in the
-    caches already."""
+    """The objects of one request's answers. `pieces`: the bytes of every token id."""
 
     def __init__(self, ask: Ask, model: str, pieces: Sequence[bytes]):
         self.ask, self.pieces, kind = ask, pieces, "chat.completion" if ask.chat else "text_completion"
@@ -202,8 +201,10 @@ class Answer:
         }  # fmt: skip
         self.offset: dict[int, int] = {}  # characters of each answer so far, where a completion's tokens are listed
 
-    def usage(self, prompted: int, kept: int, decoded: int) -> dict:
-        """So many tokens were read, of which `kept` stood in the caches already, and so many decoded."""
+    def usage(self, prompted: int, events: Sequence[Event]) -> dict:
+        """So many tokens were read; what the caches held of them already is said by the endings."""
+        ended = [event.ending["timings"] for event in events if event.ending]
+        decoded, kept = (sum(timings[key] for timings in ended) for key in ("tokens", "cached_tokens"))
         return {"prompt_tokens": prompted, "completion_tokens": decoded, "total_tokens": prompted + decoded,
                 "prompt_tokens_details": {"cached_tokens": kept}}  # fmt: skip
 
@@ -218,14 +219,13 @@ class Answer:
     def choice(self, event: Event, whole: bool = False) -> dict:
         """One choice, of a chunk or of the whole answer."""
         text, ending = "".join(token.text for token in event.tokens), event.ending or {}
-        listed = [token for token in event.tokens if token.id >= 0]
         shown = {"text": text}
         if self.ask.chat:
             content = {"content": text} if text or whole else {}
             shown = {"message": {"role": "assistant", **content, "refusal": None}} if whole else {"delta": content}
         logprobs = None
-        if self.ask.likeliest is not None and listed:
-            logprobs = self.chat_logprobs(listed) if self.ask.chat else self.logprobs(event.index, listed)
+        if self.ask.likeliest is not None and event.tokens:
+            logprobs = self.chat_logprobs(event.tokens) if self.ask.chat else self.logprobs(event)
         found = {"index": event.index, **shown, "logprobs": logprobs, "finish_reason": ending.get("finish_reason")}
         if self.ask.tokens and event.tokens:
             kept = ("text", "round", "at", "p", "q", "overlap")
@@ -249,8 +249,9 @@ class Answer:
             "refusal": None,
         }  # fmt: skip
 
-    def logprobs(self, index: int, tokens: list[Token]) -> dict:
+    def logprobs(self, event: Event) -> dict:
         """The older form: a list for each fact. Of equal strings the likelier one counts."""
+        index, tokens = event.index, event.tokens
         texts, offsets, at = [self.spelled(token.id) for token in tokens], [], self.offset.get(index, 0)
         for text in texts:
             offsets.append(at)
