@@ -25,8 +25,8 @@ UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "pro
 NEUTRAL = {
     "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""], "best_of": [1],
     "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-    "modalities": [["text"]], "response_format": [{"type": "text"}], "audio": [], "prediction": [], "reasoning_effort": [], "verbosity": [],
-    "web_search_options": [],
+    "modalities": [["text"]], "response_format": [{"type": "text"}], "audio": [], "prediction": [],
+    "reasoning_effort": [], "verbosity": [], "web_search_options": [],
 }  # fmt: skip
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -230,7 +230,9 @@ class Answer:
         if self.ask.tokens and event.tokens:
             kept = ("text", "round", "at", "p", "q", "overlap")
             found["tokens"] = [
-                {"origin": ORIGINS[token.origin]} | {key: getattr(token, key) for key in kept} for token in event.tokens
+                {"origin": ORIGINS[token.origin], "logprob": token.likeliest and token.likeliest[0][1]}
+                | {key: getattr(token, key) for key in kept}
+                for token in event.tokens
             ]
         return found | ({"timings": ending["timings"]} if ending else {})
 

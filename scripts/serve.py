@@ -331,8 +331,8 @@ def run(args: argparse.Namespace) -> bool:
     return not decoder.stopped
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
     with ending_plainly():
         drained = run(args)
     if not drained:
