@@ -29,6 +29,7 @@ from scripts.openai_form import Ask, Event, Refusal, Token
 from timing import Timing
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
+FRAME_S = 1 / 60  # tokens that come within it travel together: each event costs the decoding thread time
 LOWEST = -9999.0  # stands for a log-probability of minus infinity, which JSON has not
 
 
@@ -51,15 +52,15 @@ class Row:
     ):  # fmt: skip
         self.job, self.ask, self.index, self.ids, self.new, self.seed = job, ask, index, ids, new, seed
         self.printer = Printer(session.tokenizer, [""], session.stop_ids, [*ask.stops, *stops], as_json=True)
-        self.pending: list[Token] = []  # of the step that is being read
-        self.rounds, self.over = 0, False
+        self.pending: list[Token] = []  # not sent yet
+        self.rounds, self.over, self.sent = 0, False, 0.0
 
     def kind(self) -> tuple:
         """What rows of one batch share."""
         return self.ask.sampling, self.ask.draft
 
     def feed(self, id: int, timing: Timing, i: int) -> bool:
-        """Token `id` of row i was decided. Is it the row's last one of this step?"""
+        """Token `id` of row i was decided. Is it time to send what is pending? Not within a step of the row."""
         printer, fact, described = self.printer, timing.tokens[i][-1] if timing.tokens else None, timing.described[i]
         shown = len(printer.pieces[0])
         printer.feed(0, id)
@@ -78,11 +79,12 @@ class Row:
             token = token._replace(p=p, q=q if drafted else None, likeliest=likeliest)
             token = token._replace(overlap=fact.overlap) if drafted else token
         self.pending += [token] if self.new else []
-        return self.over or fact is None or fact.index >= fact.accepted
+        whole = fact is None or fact.index >= fact.accepted
+        return self.over or (whole and time.perf_counter() > self.sent + FRAME_S)
 
     def send(self, ending: dict | None = None) -> None:
         self.job.tell(Event(self.index, self.pending, ending))
-        self.pending = []
+        self.pending, self.sent = [], time.perf_counter()
 
 
 class Decoder:
