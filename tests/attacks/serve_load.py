@@ -1,10 +1,10 @@
 """A server under load: `python -m tests.attacks.serve_load --minutes 10`, and `--overhead` for what serving costs.
 
-Clients of many kinds ask the demo pair at once: completions and chats, whole and streamed, greedy and sampled, with stop
-strings, several answers a request; some are wrong, some leave in the middle. What each should be told was decoded by
-`python generate.py` before, with the same flags, one row at a time. The run fails when an answer is lost or another's, or
-when the server's memory grows: the median of its last quarter against that of its second. `--overhead` sets the
-rate at which one client receives tokens, and the server's own, against generate.py's, in turn, by rounds.
+Clients of many kinds ask the demo pair at once: completions and chats, whole and streamed, greedy and sampled, with
+stop strings, several answers a request; some are wrong, some leave in the middle. What each should be told was decoded
+by `python generate.py` before, with the same flags, one row at a time. The run fails when an answer is lost or
+another's, or when the server's memory grows: the median of its last quarter against that of its second. `--overhead`
+sets the rate at which one client receives tokens, and the server's own, against generate.py's, in turn, by rounds.
 """
 
 import argparse
