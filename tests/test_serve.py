@@ -8,6 +8,7 @@ import concurrent.futures
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import time
@@ -333,3 +334,139 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
         ask_of({"prompt": "a", "temperature": math.nan}, False, "m", Sampling(), None)
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None), whole=True)
     assert choice["message"]["content"] == "é" and serve.said(choice).body.isascii()
+
+
+@pytest.mark.long
+def test_the_evaluation_harness_gets_eval_lms_figures(tmp_path):
+    """Through the server's echoed log-probabilities, in float32: other shapes, the same figures."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from scripts import eval_lm
+
+    flags = ["--checkpoint", str(DEMO), "--tasks", "stories", "--include_path", "benchmarks/tasks", "--limit", "4"]
+    manager = TaskManager(include_path=str(ROOT / "benchmarks" / "tasks"))
+    running = Running(tmp_path, "--dtype", "float32")
+    about = {"model": "demo", "base_url": f"{running.url}/v1/completions", "tokenizer": str(DEMO)}
+    asked = {"tasks": ["stories"], "limit": 4, "task_manager": manager}
+    served = simple_evaluate("local-completions", model_args=about, **asked)["results"]["stories"]
+    assert running.end() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["eval_lm", *flags, "--dtype", "float32"])
+        patch.chdir(ROOT)
+        direct = eval_lm.run(eval_lm.parse_args())["results"]["stories"]
+    for metric in ("word_perplexity,none", "bits_per_byte,none"):
+        assert served[metric] == pytest.approx(direct[metric], rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    """The page in a headless Chromium of the system's."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    playwright.expect.set_options(timeout=60_000)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1000, "height": 720})
+        opened.wrong = []
+        opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
+        opened.on("request", lambda request: request.url.startswith(server.url) or opened.wrong.append(request.url))
+        opened.goto(server.url)
+        yield opened
+        assert opened.wrong == []
+        browser.close()
+
+
+@pytest.mark.browser
+def test_page_streams_what_is_typed_and_colours_it(page, told):
+    from playwright.sync_api import expect
+
+    expect(page.locator("#about")).to_contain_text("drafted by demo-draft, K = 3")
+    page.fill("#temperature", "0")
+    page.fill("#most", "60")
+    page.locator("#prompt").focus()
+    seen = page.evaluate_handle("new Set()")
+    page.evaluate(
+        """seen => new MutationObserver(() => {
+            const text = document.querySelector("article.assistant")?.textContent;
+            if (text) seen.add(text);
+        }).observe(document.getElementById("log"), {childList: true, subtree: true})""",
+        seen,
+    )
+    page.keyboard.type(PROMPTS[0])
+    page.keyboard.press("Enter")
+    expect(page.locator("#send")).to_have_text("Stop")
+    expect(page.locator("#send")).to_have_text("Send")
+    text = told(PROMPTS[0], 60)[0]
+    assert page.text_content("article.assistant") == text
+    grown = page.evaluate("seen => [...seen]", seen)
+    assert len(grown) > 2 and all(text.startswith(part) for part in grown)  # it came piece by piece
+    blue, red = (page.evaluate(
+        "name => getComputedStyle(document.querySelector(`article.assistant .${name}`)).color", name
+    ) for name in ("accepted", "corrected"))  # fmt: skip
+    plain = page.evaluate("getComputedStyle(document.querySelector('article.assistant')).color")
+    assert len({blue, red, plain}) == 3
+    page.uncheck("#colours")
+    assert page.evaluate("getComputedStyle(document.querySelector('article.assistant .accepted')).color") == plain
+    page.check("#colours")
+    for fact in ("tok/s", "α 0.", "tokens a round", "plain decoding"):
+        assert fact in page.text_content("#live")
+
+
+@pytest.mark.browser
+def test_page_tells_p_and_q_by_mouse_and_by_keys(page):
+    page.hover("article.assistant .corrected >> nth=0")
+    tip = page.text_content("#tip")
+    assert tip.startswith("corrected") and "p 1.0000 of the target, q 0.0000 of the draft" in tip  # greedy: 0 or 1
+    page.locator("#log").focus()
+    page.mouse.move(0, 0)
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(200)
+    assert page.text_content("#tip").startswith("plain\np ") and page.is_visible("#tip")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(200)
+    assert not page.text_content("#tip").startswith("plain")
+
+
+@pytest.mark.browser
+def test_page_races_plain_against_drafted(page, told):
+    from playwright.sync_api import expect
+
+    page.click("#reset")
+    page.fill("#prompt", PROMPTS[1])
+    page.locator("#race").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".race p")).to_contain_text("the same text")
+    plain, drafted = page.locator(".race section > div").all()
+    assert plain.text_content() == drafted.text_content() == told(PROMPTS[1], 60)[0]
+    assert plain.locator(".accepted").count() == 0 < drafted.locator(".accepted").count()
+    assert page.locator(".race h2").all_text_contents()[1].startswith("drafted by demo-draft: ")
+
+
+@pytest.mark.browser
+def test_page_stops_shows_errors_and_fits_a_phone(page):
+    from playwright.sync_api import expect
+
+    page.click("#reset")
+    page.fill("#most", "400")
+    page.fill("#prompt", "Once there was a")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.assistant [data-origin]").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert page.locator("article.assistant [data-origin]").count() < 400
+    page.fill("#most", "99999")
+    page.fill("#prompt", "a")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.error")).to_contain_text("positions")
+    for width, scheme in ((390, "dark"), (1000, "light")):
+        page.set_viewport_size({"width": width, "height": 760})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (int(ground.split("(")[1].split(",")[0]) < 80) == (scheme == "dark")
