@@ -162,7 +162,7 @@ def load(args: argparse.Namespace) -> dict:
     before, after = statistics.median(memory[quarter : 2 * quarter]), statistics.median(memory[-quarter:])
     status, counts = server.end(), dict(found.counts)
     lost = counts["asked"] - counts["answered"]
-    log = [line for line in server.log if not line.startswith(("load ", "\rload ", "listening"))]
+    log = [line for line in server.log if line.strip() and not line.lstrip().startswith(("load ", "listening"))]
     failed = bool(found.wrong or lost or after > GROWTH * before or status or log)
     return {
         "minutes": args.minutes, "counts": counts, "lost": lost, "wrong": found.wrong[:5],
