@@ -17,7 +17,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import Config, Transformer
-from reading import foreign, gguf
+from names import pieces, sources
+from reading import foreign, gguf, merged
+from reading.config import text_part
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
     one_line,
@@ -38,6 +40,7 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     save_tensors,
     shard_name,
     shards,
+    text_only,
     whole_folder,
     write_index,
     write_whole,
@@ -48,41 +51,11 @@ from weights import formats, linears
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear, matrices, quantized_linears
 
-# Our module -> the Hugging Face modules whose rows, one after the other, make its matrix.
-OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
-INNER = {
-    "attention_norm": ["input_layernorm"],
-    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.q_norm": ["self_attn.q_norm"],
-    "attention.k_norm": ["self_attn.k_norm"],
-    "attention.out": ["self_attn.o_proj"],
-    "ffn_norm": ["post_attention_layernorm"],
-    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "ffn.down": ["mlp.down_proj"],
-}
-
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
     torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32",
     torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
-
-
-def sources(name: str) -> list[str]:
-    """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and up's."""
-    module, kind = name.rsplit(".", 1)
-    if module in OUTER:
-        return [f"{source}.{kind}" for source in OUTER[module]]
-    _, layer, module = module.split(".", 2)
-    return [f"model.layers.{layer}.{source}.{kind}" for source in INNER[module]]
-
-
-def pieces(config: Config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
-    what belongs to one of the ranks."""
-    parts = parameter.split(stack(cut_of(name.rsplit(".", 1)[0]), len(parameter), config, ranks))
-    yield from zip(sources(name), parts, strict=True)
-
 
 # --------------------------------------------------------------------------------------------- reading
 
@@ -119,7 +92,7 @@ def needed(config: Config, model: Transformer) -> dict[str, tuple[tuple[int, ...
 
 def is_whole(name: str) -> bool:
     """Is this parameter no part of a quantized matrix? Parts are read and written in their own type."""
-    return name.endswith((".weight", ".bias"))
+    return name.endswith((".weight", ".bias", ".sinks"))
 
 
 # -------------------------------------------------------------------------------------------- building
@@ -162,8 +135,9 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
     the tensor of a Hugging Face name."""
     for name in names:
         cut = cut_of(name.rsplit(".", 1)[0])
-        for number, (source, part) in enumerate(pieces(model.config, name, model.get_parameter(name), ranks)):
-            stored = take(read(source), cut, number, model.config, ranks)
+        found = list(pieces(model.config, name, model.get_parameter(name), ranks))
+        for number, (source, part) in enumerate(found):
+            stored = take(read(source), cut, number, model.config, ranks, alone=len(found) == 1)
             part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
             part[len(stored) :].zero_()  # a vocabulary's padding
 
@@ -203,15 +177,18 @@ def stored_in(file: Path) -> str | None:
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
     """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
-    readers, file = open_shards(shards(folder)), folder / "config.json"
+    file = folder / "config.json"
+    readers, said = text_only(merged.unmerged(open_shards(shards(folder))), read_json(file).get("model_type"))
     if gguf.is_gguf(folder):
         return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
     if layout is None:
-        stored = stored_quantization(file)
+        stored, read = stored_quantization(file), reading(readers)
+        if merged.is_mxfp4(read_json(file)):
+            stored, read = Stored(given=experts_given(config, readers)), merged.reading(readers)
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
-        return stored, reading(readers)
+        return stored._replace(notes=said), read
     plain = empty_model(config, torch.float32)
     shapes = {
         name: {
@@ -226,17 +203,27 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
         check_headers(folder, foreign.needed(found, needed(config, plain), readers), readers, config.tie_embeddings)
         found = foreign.checked(found)
     scheme, reason = foreign.scheme_of(found)
-    notes = tuple(note for note in (found.layout.note, reason) if note)
+    notes = said + found.layout.notes + ((reason,) if reason else ())
     head, kept = scheme if "lm_head" in found.matrices else None, dict.fromkeys(found.kept)
     stored = Stored(None, None, kept, scheme, notes) if reason else Stored(scheme, head, kept, None, notes)
     return stored, foreign.reading(found, scheme, reading(readers))
+
+
+def experts_given(config: Config, readers: dict) -> dict[str, str]:
+    """The scheme of those experts that gpt-oss's folder holds in it."""
+    names = (name for name, _ in matrices(empty_model(config, torch.float32)))
+    return {name: "mxfp4" for name in names if sources(config.family, f"{name}.codes")[0] in readers}
 
 
 def open_gguf(file: Path, config: Config, readers: dict) -> tuple[Stored, Callable[[str], Tensor]]:
     """`open_folder` of a GGUF file, whose matrices have a type each."""
     model = empty_model(config, torch.float32)
     check_headers(file, needed(config, model), readers, config.tie_embeddings)
-    stacked = {name.removesuffix(".weight"): sources(name) for name, x in model.named_parameters() if x.dim() > 1}
+    stacked = {
+        name.removesuffix(".weight"): sources(config.family, name)
+        for name, x in model.named_parameters()
+        if x.dim() > 1
+    }
     if config.tie_embeddings:
         stacked["lm_head"] = stacked.pop("embed")
     schemes, loose = gguf.find(readers, stacked)
@@ -312,8 +299,8 @@ def filled(
         elif kind == "codes":
             quantize_into(model.get_submodule(module), module, model.config, read, ranks, squares)
         done(parameter.nbytes)
-    for linear in quantized_linears(model) if pack else ():
-        linear.pack()
+    if pack:
+        linears.pack_quantized(model)
     return connect(model, ranks)
 
 
@@ -338,9 +325,9 @@ def quantize_into(
     sums up the change's and the weights' squares."""
     tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
     rows = stack(cut, linear.out_features, config, ranks)
-    begin = 0
-    for number, source in enumerate(sources("embed.weight" if tied else f"{name}.weight")):
-        weight = take(read(source), cut, number, config, ranks).to(linear.codes.device)
+    begin, names = 0, sources(config.family, "embed.weight" if tied else f"{name}.weight")
+    for number, source in enumerate(names):
+        weight = take(read(source), cut, number, config, ranks, alone=len(names) == 1).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
         row_max = None
@@ -422,7 +409,7 @@ def stored_as(model: Transformer) -> dict:
 def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False) -> None:
     """A config.json that says what this model's matrices are stored in, whatever folder it was of. Other programs are
     told how to read them if they are stored `plain`, all in one scheme, and to refuse them if not."""
-    hf, before = dict(hf), hf.get("quantization") or {}
+    hf, before = dict(text_part(hf)), hf.get("quantization") or {}
     for key in ("quantization", "quantization_config"):
         hf.pop(key, None)
     found = stored_as(model)
@@ -446,5 +433,6 @@ def write_tensors(
                 source, part = foreign.plain(source, part)
             cast = dtype and is_whole(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if cast else part.dtype).contiguous().clone()
+    tensors = merged.merged(tensors) if model.config.family == "gpt_oss" else tensors
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -1,6 +1,6 @@
 """Token ids in, token ids out: `python generate.py --checkpoint DIR --prompt "Once upon a time"`.
 
-    State, decode_step      a batch as fixed tensors, and the step that advances the batch in place
+    decode_step             the step that advances a batch, state.py's fixed tensors, in place
     compiled                the one place where code is compiled
     CachedModel             a model with caches of its own, and how its prompts run
     Engine                  models, State and steps, eager or compiled: prefill, step, warm_up, calibrate
@@ -24,110 +24,38 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
-from model import Caches, Transformer, attend
+from model import Caches, Transformer, attend, attend_beside_sinks
 from rounding import same_attention
-from sampling import GREEDY, INVALID, Sampling, describe, sample, uniform
+from sampling import INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
+from state import NO_TOKEN, State
 from timing import Readback, StepResult, Timing, mark, spent, synchronize
-from tp import ALONE, Ranks, ranks_of
+from tp import ranks_of
 from weights.compiling import compile_options, leave_open, own_entries
 from weights.linears import same_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 DEFAULT_K = 5  # tokens drafted a round
-NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in finished rows
-STOP_SLOTS = 64
-
-
-class State(nn.Module):
-    """A batch in fixed tensors, which steps read and write in place: replaying a step needs nothing from the host.
-
-    `kind` is the sampling's, a choice of code; everything else may change without compiling. With several ranks, what
-    rank 0 decides goes into every rank's state.
-    """
-
-    def __init__(self, B: int, S: int, device: torch.device, K: int = 0, ranks: Ranks = ALONE):
-        super().__init__()
-        self.kind, self.broadcast = GREEDY, ranks.broadcast
-        self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
-
-        def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
-            self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
-
-        fixed("tokens", B, S + K + 1)  # prompt, then what was decided; beyond `pos` a round's scratch space
-        fixed("pos", B)  # index of the last decided token, which no layer has seen yet
-        fixed("end", B)  # index at which the row is full
-        fixed("done", B, fill=True, dtype=torch.bool)
-        fixed("seed", B)
-        fixed("stop_ids", STOP_SLOTS, fill=-1)
-        fixed("values", 4, dtype=torch.float32)  # of the sampling
-        # What the last step decided, for the host: tokens, then NO_TOKEN; of how many drafted tokens (-1: of none);
-        # how well the draft fitted, as the sum of min(p, q) at each drafted position; and whether drafting can go on.
-        fixed("out", B, K + 1, fill=NO_TOKEN)
-        fixed("accepted", B, fill=-1)
-        fixed("overlap", B, K, dtype=torch.float32)
-        fixed("has_match", B, fill=True, dtype=torch.bool)
-
-    def start(
-        self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seeds: Sequence[int], sampling: Sampling
-    ) -> None:
-        """Fill in a batch: new tokens and a seed for each row. Rows beyond the prompts are done from the start."""
-        stop_ids = sorted(stop_ids)
-        if len(stop_ids) > STOP_SLOTS:
-            raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
-        B = self.tokens.size(0)
-        empty = B - len(prompts)
-        lengths = torch.tensor([len(prompt) for prompt in prompts] + [1] * empty)
-        self.tokens.zero_()
-        for row, prompt in enumerate(prompts):
-            # Padded with a token of its own: another might overflow in the model, and its NaN reach this row.
-            self.tokens[row] = prompt[-1]
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self.pos.copy_(lengths - 1)
-        self.end.copy_(lengths - 1 + torch.tensor([*budgets, *[0] * empty]))
-        self.done.copy_(torch.arange(B) >= len(prompts))
-        self.seed.copy_(torch.tensor([*seeds, *[0] * empty]))
-        self.stop_ids.copy_(torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids))))
-        self.values.copy_(sampling.values)
-        self.kind = sampling.kind
-
-    def commit(self, tokens: Tensor, n_accepted: Tensor | None = None) -> None:
-        """Append tokens (B, T), as many as were accepted (B,) and one more, to the rows that are not done, each up to
-        its first stop id or its end. None: plain decoding, T = 1."""
-        T = tokens.size(1)
-        index = torch.arange(T, device=tokens.device)
-        position = self.pos[:, None] + 1 + index  # (B, T)
-        last = torch.isin(tokens, self.stop_ids) | (position >= self.end[:, None]) | (tokens == INVALID)
-        ended_before = last.cumsum(dim=1) - last.long() > 0  # (B, T)
-        keep = ~(self.done[:, None] | ended_before)
-        if n_accepted is not None:
-            keep = keep & (index <= n_accepted[:, None])
-        self.out.copy_(F.pad(torch.where(keep, tokens, NO_TOKEN), (0, self.out.size(1) - T), value=NO_TOKEN))
-        # What is not kept lands beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs
-        # before the host knows must not embed INVALID.
-        self.tokens.scatter_(1, position, tokens.clamp(min=0))
-        self.pos.add_(keep.sum(dim=1))
-        self.done.logical_or_((keep & last).any(dim=1))
 
 
 def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    token = sample(logits, state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
+    own = state.processed(logits[:, None], state.pos[:, None])  # (B, 1, V)
+    token = sample(own[:, 0], state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
-    state.commit(state.broadcast(token)[:, None])
+    token = state.broadcast(token)[:, None]  # (B, 1)
+    state.note(logits[:, None], own, token)
+    state.commit(token)
 
 
-def decode_step(model: Transformer, caches: Caches, state: State) -> Tensor:
-    """One token for every row that is not done, from logits (B, V). A finished row runs its last position again."""
+def decode_step(model: Transformer, caches: Caches, state: State) -> None:
+    """One token for every row that is not done. A finished row runs its last position again."""
     pos = state.pos[:, None]  # (B, 1)
     h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
-    logits = model.head(h[:, 0])
-    decide(state, logits)
-    return logits
+    decide(state, model.head(h[:, 0]))
 
 
 # ----------------------------------------------------------------------------------------------- engine
@@ -145,17 +73,20 @@ class CachedModel:
 
     def __init__(
         self, model: Transformer, B: int, S: int, compile: bool, compile_prompts: bool = False,
-        layers: Sequence[nn.Module] | None = None,
+        layers: Sequence[nn.Module] | None = None, ends: Tensor | None = None,
     ):  # fmt: skip
         self.model, self.B, self.compile, self.compile_prompts = model, B, compile, compile_prompts
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
-        self.tile = same_attention(attend, B, H, G, E, model.norm.weight)
+        kernel = attend_beside_sinks if model.config.sinks else attend
+        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight)
         rows, self.unit = self.tile or (1, 16)
         self.S = math.ceil(S / self.unit) * self.unit
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
         self.caches = model.make_caches(B if layers is None else 0, self.S + 1)._replace(rows=rows)
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
+        if ends is not None:
+            self.caches = self.caches._replace(ends=ends)
         self.device = self.caches.key_pos.device
         self.replayed = compile and self.device.type == "cuda"  # as CUDA graphs, one for each length attended
         self.hidden = compiled(model.hidden, self.device, prompts=True) if compile_prompts else model.hidden
@@ -163,7 +94,7 @@ class CachedModel:
     def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
         """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
-        return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers)
+        return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers, self.caches.ends)
 
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: to the next of a few lengths, or of those that
@@ -221,6 +152,7 @@ class Engine:
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
         speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None, one_width: bool = False,
+        process: Callable | None = None, logprobs: int | None = None,
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
@@ -236,12 +168,12 @@ class Engine:
         # Is greedy text the same with any drafter, bit for bit?
         self.identical = bool(self.cached.tile) and batch_size * (K + 1) <= same_rows(model) and self.ranks.world == 1
         with torch.inference_mode(False):
-            self.state = State(batch_size, self.cached.S, self.device, K, self.ranks)
+            self.state = State(batch_size, self.cached.S, self.device, K, self.ranks, process, logprobs)
+        self.cached.caches = self.cached.caches._replace(ends=self.state.end)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.missed = 0  # tokens a row may have been given since the drafter last ran
-        self.likeliest: int | None = None  # tokens whose log-probabilities `generate` asks for beside the chosen one's
         self.prompted = [self.cached]  # models with caches of their own, which prompts must go through
         if self.drafter is not None:
             self.drafter.setup(self.state, K, self.cached, self.prepared)
@@ -271,34 +203,30 @@ class Engine:
         for draft in self.prompted[1:]:  # its cache may be behind: by the last round's tokens, and by plain steps
             draft.run_prompts(self.state, lengths, max(0, cached + 1 - self.drafter.fed - self.missed))
         self.missed = 0
-        logits = self.model.head(last)
-        decide(self.state, logits)
-        return self.result(0, (), logits[:, None])
+        decide(self.state, self.model.head(last))
+        return self.result(0, ())
 
-    def step(self, length: int, k: int = 0) -> StepResult:
-        """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided."""
-        begun, draft_probs = mark(self.device), None
+    def step(self, length: int, k: int = 0, other: Tensor | None = None) -> StepResult:
+        """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided.
+        `other` (B, k) are verified in place of the drafted ones."""
+        begun = drafted = mark(self.device)
         self.state.k, self.state.length = k, length + k
         caches = self.cached.upto(length + k)
         if k == 0:
             self.missed += 1
-            drafted, logits = begun, self.prepared(decode_step)(self.model, caches, self.state)[:, None]
+            self.prepared(decode_step)(self.model, caches, self.state)
         else:
-            parts = self.drafter, self.model, caches, self.state, self.missed, self.prepared
-            drafted, logits, draft_probs = run_round(*parts)
+            drafted = run_round(self.drafter, self.model, caches, self.state, self.missed, self.prepared, other)
             self.missed = 0
-        return self.result(k, (begun, drafted, mark(self.device)), logits, draft_probs)
+        return self.result(k, (begun, drafted, mark(self.device)))
 
-    def result(self, k: int, times: tuple, logits: Tensor, draft_probs: Tensor | None = None) -> StepResult:
-        """What the host should read, after the drafter has looked at the state too. logits (B, k + 1, V)."""
-        state, described = self.state, torch.empty(0)
-        if self.likeliest is not None:
-            tokens = state.out[:, : k + 1]
-            described = describe(tokens, logits, state.kind, state.values, draft_probs, self.likeliest)
+    def result(self, k: int, times: tuple) -> StepResult:
+        """What the host should read, after the drafter has looked at the state too."""
         if self.drafter is not None:
-            self.drafter.look(state)
-        times += (mark(self.device),) if times else ()
-        return StepResult(k, times, state.out, state.accepted, state.overlap, state.has_match, described)
+            self.drafter.look(self.state)
+        state, end = self.state, (mark(self.device),) if times else ()
+        told = (state.likeliest, state.weighed) if state.noting else ()
+        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *told)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
@@ -326,16 +254,20 @@ class Engine:
     @torch.inference_mode()
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
         """Measure a plain step, drafting and verifying with `length` positions filled, interleaved, after one
-        uncounted round: medians, also kept in `costs`. For before a prefill, like `warm_up`."""
+        uncounted round: medians, also kept in `costs`. Tokens are drawn anew for each: what experts cost depends on
+        them. For before a prefill, like `warm_up`."""
         assert 1 <= length < self.max_seq_length, f"{length} positions filled leave no room in {self.max_seq_length}"
         state, found = self.state, {k: [] for k in (0, *self.ks)}
         state.pos.fill_(length - 1), state.done.fill_(True)
         state.kind = sampling.kind
         state.values.copy_(sampling.values)
+        V, random = self.model.config.vocab_size, torch.Generator().manual_seed(0)
         for _, k in itertools.product(range(rounds + 1), found):
             self.missed = 0
+            state.tokens.copy_(torch.randint(V, state.tokens.shape, generator=random))
+            other = torch.randint(V, (len(state.pos), k), generator=random).to(self.device)
             synchronize(self.device)
-            step = self.step(length, k)
+            step = self.step(length, k, other)
             synchronize(self.device)
             found[k].append(spent(step))
         draft, verify = ({k: statistics.median(s[part] for s in found[k][1:]) for k in found} for part in (0, 1))
@@ -353,7 +285,7 @@ def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
     *,
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     max_new_tokens: int | Sequence[int],
     stop_ids: Iterable[int] = (),
     seed: int | Sequence[int] = 0,
@@ -364,15 +296,13 @@ def generate(
     timing: Timing | None = None,
     cached: int = 0,
     ended: set[int] | None = None,
-    likeliest: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Decode a batch of independent prompts; yields (row, token id) as tokens are decided.
 
-    Row i gets what its prompt alone would get with this seed (one number, or one a row). A row ends after a stop id
-    (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to `ended`. Of
-    every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an earlier call. All
-    ranks of a divided model call this with the same arguments, and each yields the same tokens. With `likeliest` = N,
-    timing.described says of every token what sampling.describe does.
+    Row i gets what its prompt alone would get with this seed and sampling (one, or one a row: of one kind). It ends
+    after a stop id (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to
+    `ended`. Of every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an
+    earlier call. All ranks of a divided model call this with the same arguments, and each yields the same tokens.
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
     the same, sampled output is distributed the same. An `engine` brings its own; without one, an eager one is made.
@@ -399,7 +329,7 @@ def generate(
     timing, ended, stop_ids = timing or Timing(), set() if ended is None else ended, frozenset(stop_ids)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
     timing.tokens = [[] for _ in prompts] if engine.drafter is not None else []
-    timing.described, engine.likeliest = [[] for _ in prompts], likeliest
+    timing.likeliest, timing.weighed = ([[] for _ in prompts] for _ in range(2))
     live, can_draft = list(range(len(prompts))), True
 
     begun = time.perf_counter()

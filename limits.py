@@ -1,6 +1,7 @@
 """What a call of `generate` may ask for: every argument is checked from host integers before anything runs.
 
     whole_numbers       one number, or one a row -> a list of ints
+    one_kind            one sampling, or one a row -> a list of one kind
     check_lengths       do prompts and new tokens fit in the context, and in the draft's?
     check_draft_length  is it a number of tokens, or "auto"?
     check_engine        does an engine that was made earlier have room for this batch?
@@ -22,6 +23,17 @@ def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]
         found = [operator.index(number) for number in value]
     if len(found) != rows:
         raise ValueError(f"{name}: {len(found)} numbers for {rows} prompts; give one, or one a prompt")
+    return found
+
+
+def one_kind(sampling, rows: int) -> list:
+    """A sampling for each of so many rows, from one or a list. ValueError unless all are of one kind."""
+    found = list(sampling) if isinstance(sampling, Sequence) else [sampling] * rows
+    kinds = {each.kind for each in found}
+    if len(found) != rows or len(kinds) > 1:
+        raise ValueError(
+            f"sampling: {len(found)} for {rows} prompts, of kinds {', '.join(sorted(kinds))}; one a prompt, of one kind"
+        )
     return found
 
 

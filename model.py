@@ -1,11 +1,12 @@
-"""The Llama-architecture decoder: KV cache, attention, feed-forward, Transformer.
+"""The Llama-architecture decoder: KV cache, attention, block, Transformer.
 
     KVCache, Caches         static, position-indexed keys and values; how far attention runs over them
-    RMSNorm, Attention, FeedForward, Block, Transformer
+    RMSNorm, Attention, Block, Transformer
 
 A forward pass depends on its arguments alone: `model(tokens, pos, caches)`. This file does not know sampling,
 quantization, ranks, compilation, checkpoints or text. It sees token ids, their absolute positions, and weights that
-someone else filled in. Its numbers stand in config.py, rotary positions in rope.py.
+someone else filled in. Its numbers stand in config.py, rotary positions in rope.py, feed-forwards and their experts in
+feedforward.py.
 
 Dimension letters, here and everywhere: B batch, T query length, S cache length, D model dim, H query heads,
 G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K draft length.
@@ -19,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
+from feedforward import Experts, FeedForward, Linear
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 
+KERNEL_WITH_SUMS = "cpu"  # the device whose kernel says what its softmax divided by
 KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 
 
@@ -68,18 +71,38 @@ def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool)
     return Keys(attention_mask(pos, key_pos, window), key_pos.clamp(max=S - 1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S) -> (B, H, T, E).
 
     The R query heads that share a KV head become rows of one product, so K and V are read once, never repeated. Rows of
-    zeros are added where the bias has more than R * T.
+    zeros are added where the bias has more than R * T. sinks (H,): a score of each head that takes its part of the
+    softmax and brings no value.
     """
     B, H, T, E = q.shape
     G = k.size(1)
     q = q.reshape(B, G, H // G * T, E)  # (B, H, T, E) -> (B, G, R*T, E)
     q = F.pad(q, (0, 0, 0, bias.size(2) - q.size(2))) if bias.size(2) > q.size(2) else q  # (B, G, rows, E)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return y[:, :, : H // G * T].reshape(B, H, T, E)
+    if sinks is None:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return y[:, :, : H // G * T].reshape(B, H, T, E)
+    y, total = attend_with_sums(q, k, v, bias)
+    y, total = (x[:, :, : H // G * T].reshape(B, H, T, -1) for x in (y, total))
+    return (y * torch.sigmoid(total - sinks.float()[:, None, None])).to(q.dtype)  # e^total / (e^total + e^sink)
+
+
+def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
+    if (
+        q.device.type == KERNEL_WITH_SUMS
+    ):  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
+    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
+
+
+def attend_beside_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """`attend` with sinks of 0: what shows how its kernels round."""
+    return attend(q, k, v, bias, q.new_zeros(q.size(1)))
 
 
 class KVCache(nn.Module):
@@ -103,14 +126,14 @@ class KVCache(nn.Module):
         self.k[row, :, pos] = k.transpose(1, 2)  # (B, G, T, E) -> (B, T, G, E)
         self.v[row, :, pos] = v.transpose(1, 2)
 
-    def attend(self, q: Tensor, keys: Keys) -> Tensor:
+    def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
         """q (B, H, T, E) over the positions in `keys` -> (B, H, T, E). B may be smaller than the cache's."""
         B, S = q.size(0), keys.mask.size(-1)
         if keys.index is None:
-            return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask)
+            return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask, sinks)
         row = torch.arange(B, device=q.device)[:, None]  # (B, 1)
         k, v = (x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
-        return attend(q, k, v, keys.mask)
+        return attend(q, k, v, keys.mask, sinks)
 
 
 class Caches(NamedTuple):
@@ -120,6 +143,7 @@ class Caches(NamedTuple):
     key_pos: Tensor  # (S,) 0, 1, 2, …
     rows: int = 1  # attention takes a multiple of so many query rows
     taps: dict[int, nn.Module] | None = None  # layer -> what is told, by `update(x, pos)`, what enters that layer
+    ends: Tensor | None = None  # (B or more,) the last position that a row may come to have
 
     def upto(self, length: int) -> "Caches":
         """The same, for calls that query no position >= `length`: a tensor's length, which a trace can leave open."""
@@ -132,20 +156,6 @@ class Caches(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------- modules
-
-
-class Linear(nn.Linear):
-    """y = x W^T + b. The weights of a model on the meta device have shapes and no values, so nothing is initialised."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return F.linear(x, self.weight)
-        # Flatten to two dimensions: torch 2.13 specialises a biased 3-D product on the T that it was traced with.
-        return F.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
 
 
 class Embedding(nn.Embedding):
@@ -168,6 +178,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Head counts are read off the Linears, so a rank that holds a slice just works."""
 
@@ -177,56 +191,60 @@ class Attention(nn.Module):
         heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, heads + 2 * kv, bias=config.qkv_bias)
         self.out = Linear(heads, config.dim, bias=config.out_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.norms, self.interleaved = config.qk_norm, config.rope_interleaved
+        q_dim, k_dim = (heads, kv) if self.norms == "whole" else (config.head_dim, config.head_dim)
+        self.q_norm = RMSNorm(q_dim, config.norm_eps) if self.norms else None
+        self.k_norm = RMSNorm(k_dim, config.norm_eps) if self.norms else None
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None)
 
     def heads(self) -> tuple[int, int]:
         """(H, G) on this rank."""
         H = self.out.in_features // self.head_dim
         return H, (self.qkv.out_features // self.head_dim - H) // 2
 
-    def forward(self, x: Tensor, pos: Tensor, rope: tuple[Tensor, Tensor], keys: Keys, cache: KVCache | None) -> Tensor:
+    def normed(self, qk: Tensor, H: int) -> Tensor:  # (B, H + G, T, E)
+        return torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+
+    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
         B, T, _ = x.shape
         H, G = self.heads()
-        qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
+        qkv = self.qkv(x)  # (B, T, (H + 2G)*E)
+        if self.norms == "whole":
+            q, k, v = qkv.split([n * self.head_dim for n in (H, G, G)], dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+        qkv = qkv.view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
         qk, v = qkv.split((H + G, G), dim=1)
-        if self.q_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+        qk = self.normed(qk, H) if self.norms == "heads" else qk
+        cos, sin, *growth = rope or (None, None)
         # Rotate q and k together: small models are bound by the number of operations.
-        q, k = apply_rope(qk, *rope).split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
+        qk = qk if cos is None else apply_rope(qk, cos, sin, self.interleaved)
+        qk = self.normed(qk, H) if self.norms == "rotated" else qk
+        q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
+        q = (q * growth[0]).to(q.dtype) if growth else q
         if cache is None:
-            y = attend(q, k, v, keys.mask)
+            y = attend(q, k, v, keys.mask, self.sinks)
         else:
             cache.update(k, v, pos)
-            y = cache.attend(q, keys)
+            y = cache.attend(q, keys, self.sinks)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.gate_up = Linear(config.dim, 2 * config.ffn_dim, bias=config.ffn_bias)
-        self.down = Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, T, F)
-        return self.down(F.silu(gate) * up)
-
-
 class Block(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, sparse: bool = False):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = Experts(config) if sparse else FeedForward(config, config.ffn_dim, config.ffn_bias)
+        self.norms_after, self.scale = config.norms_after, config.residual_scale
 
     @compiler.nested_compile_region  # whoever compiles a model compiles one block for all layers; eagerly a plain call
-    def forward(self, x: Tensor, pos: Tensor, rope: tuple[Tensor, Tensor], keys: Keys, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), pos, rope, keys, cache)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
+        if self.norms_after:
+            x = x + self.attention_norm(self.attention(x, pos, rope, keys, cache))
+            return x + self.ffn_norm(self.ffn(x))
+        x = x + scaled(self.attention(self.attention_norm(x), pos, rope, keys, cache), self.scale)
+        return x + scaled(self.ffn(self.ffn_norm(x)), self.scale)
 
 
 # ----------------------------------------------------------------------------------------- Transformer
@@ -243,8 +261,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.windows = config.windows or (None,) * config.n_layers
+        self.turns = config.turns or (0,) * config.n_layers
         self.embed = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, sparse) for sparse in config.sparse or (False,) * config.n_layers)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -260,7 +279,8 @@ class Transformer(nn.Module):
                 KVCache(batch_size, layer.attention.heads()[1], max_seq_length, E, weight.dtype, weight.device)
                 for layer in self.layers
             ]
-            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device))
+            ends = torch.full((batch_size,), max_seq_length - 1, device=weight.device)
+            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device), ends=ends)
 
     def keys(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict[int | None, Keys]:
         """What queries at pos (B, T) see, for each window that some layer has."""
@@ -274,19 +294,20 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches | None = None) -> Tensor:
         """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed hidden states (B, T, D)."""
         pos = pos.expand(tokens.shape)  # (B, T)
-        rope = self.rope(pos)
-        x = self.embed(tokens)  # (B, T, D)
+        ropes = self.rope.kinds(pos, None if caches is None else caches.ends)
+        x = scaled(self.embed(tokens), self.config.embed_scale)  # (B, T, D)
         keys = self.keys(pos, caches, x.dtype)
         cached, taps = ([None] * len(self.layers), None) if caches is None else (caches.layers, caches.taps)
-        for number, (layer, window, cache) in enumerate(zip(self.layers, self.windows, cached, strict=True)):
+        each = zip(self.layers, self.windows, self.turns, cached, strict=True)
+        for number, (layer, window, turn, cache) in enumerate(each):
             if taps and number in taps:
                 taps[number].update(x, pos)
-            x = layer(x, pos, rope, keys[window], cache)
+            x = layer(x, pos, ropes[turn], keys[window], cache)
         return self.norm(x)
 
     def head(self, h: Tensor) -> Tensor:
         """h (..., D) -> logits (..., V) float32."""
-        return self.lm_head(h).float()
+        return scaled(self.lm_head(h).float(), self.config.logit_scale)
 
     def forward(self, tokens: Tensor, pos: Tensor, caches: Caches | None = None) -> Tensor:
         """Logits (B, T, V) float32 for the token after each position."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
-from model import Block, Transformer
+from model import Block, Transformer, scaled
 from reading.gguf import is_gguf
 from tokenizer import copy_files, load_tokenizer
 from weights import formats
@@ -142,7 +142,8 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
     def quantized(name: str, linear: nn.Linear) -> QuantizedLinear:
         w, parts = linear.weight.detach().float(), None
         if method == "gptq":
-            parts = gptq(w, sum_of_squares(linear, run), format)
+            hessian = sum_of_squares(linear, run)  # zeros for an expert that no token chose: it is rounded
+            parts = gptq(w, hessian if hessian.any() else torch.eye(len(hessian), device=w.device), format)
         elif method == "search":
             grouped = w.unflatten(1, (-1, format.group))  # (out, in) -> (out, in / g, g)
             parts = format.with_range(grouped, *search_range(grouped, format))
@@ -216,6 +217,7 @@ def run(args: argparse.Namespace) -> None:
     # Do other programs read what will be written? They know one format a folder, and none of an embedding.
     heads = (None,) if config.tie_embeddings else (None, args.scheme)
     plain = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
+    plain = plain and not config.n_experts  # which they hold in tensors of their own
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         checkpoint.allocate(module, args.device)
     if config.tie_embeddings:
@@ -269,7 +271,7 @@ def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Ten
     stride = len(ids) // count
     before = tokenizer.encode("")  # BOS where encoding a text adds one
     rows = torch.tensor([before + ids[i * stride : i * stride + size] for i in range(count)], device=args.device)
-    return [model.embed(batch) for batch in rows.split(8)]
+    return [scaled(model.embed(batch), model.config.embed_scale) for batch in rows.split(8)]
 
 
 def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Tensor]:
@@ -277,7 +279,8 @@ def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Ten
     if not states:
         return []
     pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)
-    rope, keys = model.rope(pos), model.keys(pos, None, states[0].dtype)[model.windows[number]]
+    rope = model.rope.kinds(pos)[model.turns[number]]
+    keys = model.keys(pos, None, states[0].dtype)[model.windows[number]]
     return [model.layers[number](x, pos, rope, keys, None) for x in states]
 
 

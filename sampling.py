@@ -4,7 +4,6 @@
     sample              logits and noise -> token id, which is
     distribution        logits -> float32 probabilities, and
     draw                probabilities and one uniform number a row -> token id
-    describe            what model and draft thought of tokens that were drawn
     uniform             the uniform numbers: a hash of (seed, position, purpose)
 
 Plain decoding, drafting and verification all go through these functions; that identity is what makes speculation
@@ -78,7 +77,8 @@ def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
-    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (4,) as in Sampling.
+    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (4,) as in Sampling, or (B, 4) for
+    logits (B, ..., V).
 
     Greedy is the one-hot of the argmax, the lowest id on ties. A row that holds a NaN or +inf becomes all NaN.
     """
@@ -87,7 +87,8 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     if kind == GREEDY:
         one_hot = torch.zeros_like(logits).scatter(-1, top.indices, 1.0)
         return torch.where(top.values.isfinite(), one_hot, math.nan)
-    temperature, top_k, top_p, min_p = values.unbind()
+    shape = values.shape[:-1] + (1,) * (logits.dim() - 1) if values.dim() > 1 else ()
+    temperature, top_k, top_p, min_p = (value.view(shape) for value in values.unbind(-1))  # () or (B, 1, ...)
     p = ((logits - top.values) / temperature).softmax(dim=-1)  # the largest is exp(0): no overflow at any temperature
     if kind == PLAIN:
         return p
@@ -147,24 +148,6 @@ def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN
     reached = cumulative > noise[..., None] * cumulative.amax(dim=-1, keepdim=True)  # (..., V)
     return torch.where(reached.any(dim=-1), reached.byte().argmax(dim=-1), INVALID)
-
-
-def describe(
-    tokens: Tensor, logits: Tensor, kind: str, values: Tensor, draft_probs: Tensor | None, likeliest: int
-) -> Tensor:
-    """Of tokens (B, T), decided from logits (B, T, V): (B, T, 3 + 2 N) float32, which holds ids below 2^24.
-
-    Its probability p as it was drawn; the draft's q, from draft_probs (B, K <= T, V), 0 beyond; its log-probability
-    before temperature and filters; then the ids of the N likeliest tokens, and their log-probabilities.
-    """
-    at = tokens.clamp(min=0)[..., None]  # (B, T, 1)
-    p, log_p = distribution(logits, kind, values).gather(2, at), logits.float().log_softmax(-1)  # (B, T, 1), (B, T, V)
-    q = torch.zeros_like(p)
-    if draft_probs is not None:
-        K = draft_probs.size(1)
-        q[:, :K] = draft_probs.gather(2, at[:, :K])
-    top = log_p.topk(likeliest)  # (B, T, N)
-    return torch.cat((p, q, log_p.gather(2, at), top.indices.float(), top.values), dim=-1)
 
 
 def uniform(seed: Tensor, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:

@@ -74,54 +74,54 @@ def accept(
 
 
 def run_round(
-    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable
-) -> tuple[object, Tensor, Tensor]:
-    """Decide 1 to K + 1 tokens of every row, K = state.k. `missed`: tokens a row may have got since the last round. The
-    point in time between drafting and verifying, the logits (B, K + 1, V) and the draft's distributions (B, K, V)."""
+    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable,
+    other: Tensor | None = None,
+) -> object:  # fmt: skip
+    """Decide 1 to K + 1 tokens of every row, K = state.k; the point in time between drafting and verifying. `missed`:
+    tokens a row may have got since the last round; `other` (B, K): what is verified in place of the drafted tokens."""
     assert drafter.state is state, "this drafter belongs to another engine by now: give each engine its own"
     # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew them from.
     if missed:
         drafter.catch_up(missed)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
-    drafted = mark(draft_tokens.device)
-    logits = prepare(verify_step, state.k)(model, caches, state, draft_tokens, draft_probs)
+    drafted, verified = mark(draft_tokens.device), draft_tokens if other is None else other
+    prepare(verify_step, state.k)(model, caches, state, verified, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
-    return drafted, logits, draft_probs
+    return drafted
 
 
 def verify_step(
     model: Transformer, caches: Caches, state: nn.Module, draft_tokens: Tensor, draft_probs: Tensor
-) -> Tensor:
+) -> None:
     """One pass over the last token and K drafted ones (B, K), drawn from draft_probs (B, K, V), decides 1 to K + 1
-    tokens of every row: its logits. A row of zeros in draft_probs says that nothing was drafted for that row.
+    tokens of every row. A row of zeros in draft_probs says that nothing was drafted for that row.
 
     The pass writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
     """
-    K = draft_tokens.size(1)
-    draft_tokens = state.broadcast(draft_tokens)
-    nothing = state.done | (draft_probs[:, 0].amax(dim=-1) == 0)  # (B,) rows for which nothing was drafted
+    K, draft_tokens = draft_tokens.size(1), state.broadcast(draft_tokens)
 
     # VERIFY: the target's distribution at K + 1 positions.
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    p = sampling.distribution(logits, state.kind, state.values)
+    own = state.processed(logits, pos, tokens)  # (B, K + 1, V)
+    p = sampling.distribution(own, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
-    seed = state.seed[:, None].expand(-1, K + 1)
+    seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
     u = uniform(seed[:, 1:], pos[:, 1:], ACCEPT)
     # The token after the accepted ones takes the number that plain decoding would use at its position.
-    next_noise = uniform(seed, pos + 1)
-    n, token = accept(draft_tokens, draft_probs, p, noise=(u, next_noise))  # (B,), (B,)
+    n, token = accept(draft_tokens, draft_probs, p, noise=(u, uniform(seed, pos + 1)))  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
-    n = torch.where(nothing, -1, n)
+    n = torch.where(state.done | (draft_probs[:, 0].amax(dim=-1) == 0), -1, n)  # -1: nothing was drafted for the row
     # Rank 0's word for all: (B, K + 2) float32, which holds ids below 2^24.
     decision = state.broadcast(torch.cat((n[:, None], token[:, None], overlap), dim=1))
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
     n = state.accepted.copy_(n).clamp(min=0)
-    state.commit(torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token), n)  # (B, K + 1)
-    return logits
+    decided = torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token)  # (B, K + 1)
+    state.note(logits, own, decided, draft_probs)
+    state.commit(decided, n)
 
 
 # -------------------------------------------------------------------------------------------- drafters
@@ -245,7 +245,7 @@ def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
     other = copy.deepcopy(model, {id(module): module for module in [*shared, *model.layers]})
     other.layers = nn.ModuleList(model.layers[i] for i in kept)
     other.config = replace(model.config, n_layers=len(kept))
-    other.windows = tuple(model.windows[i] for i in kept)
+    other.windows, other.turns = (tuple(each[i] for i in kept) for each in (model.windows, model.turns))
     return other
 
 

@@ -35,7 +35,8 @@ class StepResult(NamedTuple):
     accepted: list[int] | Tensor
     overlap: list[list[float]] | Tensor
     has_match: list[bool] | Tensor
-    described: list | Tensor  # of every token, as sampling.describe has it; empty where nobody asked
+    likeliest: list | Tensor | None = None  # (B, K + 1, 1 + n, 2) of ids and log-probabilities, where asked for
+    weighed: list | Tensor | None = None  # (B, K + 1, 2) p and q of what was decided, where asked for
 
 
 def mark(device: torch.device):
@@ -92,7 +93,8 @@ class Timing:
     decoded: list[int] = field(default_factory=list)  # tokens per row, the first one included
     records: list[StepRecord] = field(default_factory=list)
     tokens: list[list[TokenRecord]] = field(default_factory=list)  # per row, with a drafter
-    described: list[list[list[float]]] = field(default_factory=list)  # per row, of every token, where asked for
+    likeliest: list[list[list]] = field(default_factory=list)  # per row and token, where asked for
+    weighed: list[list[list[float]]] = field(default_factory=list)  # p and q of each
     decode_s: float = 0.0  # from the first tokens to the last ones; on a CPU without the consumer's time
 
     steps = property(lambda self: len(self.records))
@@ -106,8 +108,9 @@ class Timing:
     def add_token(self, row: int, index: int, step: StepResult) -> None:
         self.decoded[row] += 1
         self.row_s[row] = self.decode_s
-        if step.described:
-            self.described[row].append(step.described[row][index])
+        if step.likeliest is not None:
+            self.likeliest[row].append(step.likeliest[row][index])
+            self.weighed[row].append(step.weighed[row][index])
         if self.tokens:
             k = step.k if step.accepted[row] >= 0 else 0
             overlap = step.overlap[row][index] if index < k else 0.0
@@ -129,7 +132,7 @@ class Readback:
         return sum(step.k + 1 for step, _ in self.waiting)
 
     def send(self, step: StepResult) -> None:
-        tensors, event = step[2:], None
+        tensors, event = [tensor for tensor in step[2:] if tensor is not None], None
         if self.on_gpu:
             copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
             event = torch.cuda.Event()
@@ -144,7 +147,7 @@ class Readback:
             event.synchronize()
         elif event is not None:  # a replayed graph waits for other ranks without end
             wait_for(event, self.timeout_s)
-        return StepResult(step.k, step.times, *(copy.tolist() for copy in step[2:]))
+        return StepResult(step.k, step.times, *(copy.tolist() for copy in step[2:] if copy is not None))
 
 
 def wait_for(event, timeout_s: float) -> None:

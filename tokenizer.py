@@ -123,8 +123,13 @@ class Tokenizer:
         names = {id: name.encode() for name, id in self.specials.items()}
         return [names.get(id) or self.to_bytes(id) for id in range(self.vocab_size)]
 
-    def chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation ({"role", "content"} objects) in the folder's own format, ready for the answer.
+    def chat(
+        self, messages: list[dict], add_generation_prompt: bool = True, tools: list | None = None, prefill: str = "",
+        **names,
+    ) -> list[int]:  # fmt: skip
+        """Ids of a conversation ({"role", "content"} objects) in the folder's own format, ready for the answer, or
+        for the rest of an answer that begins with `prefill`. `tools` (JSON schemas) and `names` are for the template,
+        which decides what it makes of them. Content may be a list of {"type": "text", "text"} parts, as OpenAI has it.
 
         Special tokens that the template writes become ids. Those that a message spells stay text. BOS comes from the
         template, once. ValueError where there is no template or the template refuses.
@@ -133,22 +138,29 @@ class Tokenizer:
             raise ValueError("this folder has no chat template (tokenizer_config.json or chat_template.jinja)")
         # Not in the model's own turns: it writes <think> itself, and templates look for that in its answers.
         markers = [name for name in self.literals if name in self.template.source and not name.isspace()]
-        parted = [
-            self._part(m, self.specials if m.get("role") == "assistant" else [*self.specials, *markers])
-            for m in messages
-        ]
-        return self.parse(self.template.render(parted, add_generation_prompt))
+        parted = []
+        for message in messages:
+            known = self.specials if message.get("role") == "assistant" else [*self.specials, *markers]
+            texts = {**message, "content": joined(message.get("content"))} if "content" in message else message
+            parted.append({key: value if key == "role" else self._part(value, known) for key, value in texts.items()})
+        both = [*self.specials, *markers]
+        names = {key: self._part(value, both) for key, value in names.items()}
+        text = self.template.render(parted, add_generation_prompt, self._part(tools, both), **names)
+        return self.parse(text + self._part(prefill, self.specials))
 
-    def _part(self, message: dict, names: Iterable[str]) -> dict:
-        """A message with these names parted behind their first characters in its texts, all but its role."""
-        message = dict(message)
-        for key in [key for key, value in message.items() if isinstance(value, str) and key != "role"]:
-            text = valid(message[key]).replace(APART, APART[0] + self.apart + APART[1])
-            for name in names:
-                while len(name) > 1 and name in text:
-                    text = text.replace(name, name[0] + self.apart + name[1:])
-            message[key] = text
-        return message
+    def _part(self, value: object, names: Iterable[str]) -> object:
+        """A JSON value with these names parted behind their first characters in all its texts."""
+        if isinstance(value, dict):
+            return {key: self._part(part, names) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self._part(part, names) for part in value]
+        if not isinstance(value, str):
+            return value
+        text = valid(value).replace(APART, APART[0] + self.apart + APART[1])
+        for name in names:
+            while len(name) > 1 and name in text:
+                text = text.replace(name, name[0] + self.apart + name[1:])
+        return text
 
     def _known(self, ids: list[int]) -> list[int]:
         """The same ids. ValueError names a token that the model does not have."""
@@ -172,6 +184,16 @@ class Tokenizer:
             elif part:
                 ids += to_ids(part)
         return ids
+
+
+def joined(content: object) -> object:
+    """A message's content as templates take it. ValueError for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'content holds {part!r:.99}; {{"type": "text", "text": …}} can be read')
+    return "".join(part["text"] for part in content)
 
 
 def valid(text: str) -> str:

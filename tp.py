@@ -17,6 +17,7 @@ import datetime
 import gc
 import importlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,19 +43,29 @@ class Cut(NamedTuple):
 
 PLAN = {  # what is not listed, the norms, is whole on every rank
     "embed": Cut(0, ("vocab_size",), SUM),
+    "attention": Cut(0, ("n_heads",)),  # its sinks
     "attention.qkv": Cut(0, ("n_heads", "n_kv_heads", "n_kv_heads")),
     "attention.out": Cut(1, ("n_heads",), SUM),
     "ffn.gate_up": Cut(0, ("ffn_dim", "ffn_dim")),
     "ffn.down": Cut(1, ("ffn_dim",), SUM),
+    "ffn.experts": Cut(1, (), SUM),  # one sum for all experts, whose matrices are cut as any feed-forward's
+    "ffn.experts.gate_up": Cut(0, ("expert_dim", "expert_dim")),
+    "ffn.experts.down": Cut(1, ("expert_dim",)),
+    "ffn.shared.gate_up": Cut(0, ("shared_dim", "shared_dim")),
+    "ffn.shared.down": Cut(1, ("shared_dim",), SUM),
     "lm_head": Cut(0, ("vocab_size",), GATHER),
 }
 
-HF_NAMES = {"n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size"}
+HF_NAMES = {
+    "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
+    "expert_dim": "the experts' intermediate_size", "shared_dim": "shared_expert_intermediate_size",
+}  # fmt: skip
 
 
 def cut_of(module: str) -> Cut | None:
     """The row of PLAN for a module's full name, "layers.3.ffn.down" or "lm_head"."""
-    return PLAN.get(module.split(".", 2)[-1] if module.startswith("layers.") else module)
+    module = module.split(".", 2)[-1] if module.startswith("layers.") else module
+    return PLAN.get(re.sub(r"experts\.\d+\.", "experts.", module))
 
 
 class Share(NamedTuple):
@@ -87,11 +98,17 @@ def check(config, world: int, group: int = 0) -> None:
     that share a scale, 0 where the whole row does."""
     if world == 1:
         return
+    if config.qk_norm == "whole":
+        raise ValueError(f"queries are normed over all heads at once, which {world} ranks would divide; use one")
+    unused = "ffn_dim" if config.sparse and all(config.sparse) else None
     for name, cut in PLAN.items():
+        if unused in cut.units:
+            continue
         for units in cut.units:
             share(config, units, 0, world)
-        if cut.dim == 1:
-            inputs = config.ffn_dim if "ffn" in name else config.n_heads * config.head_dim
+        if cut.dim == 1 and cut.units:
+            units = cut.units[0]
+            inputs = getattr(config, units) * (config.head_dim if units == "n_heads" else 1)
             if inputs // world % (group or 1):
                 raise ValueError(
                     f"{name}: {inputs} inputs over {world} ranks are {inputs // world} each, which cuts a group of"
@@ -99,11 +116,15 @@ def check(config, world: int, group: int = 0) -> None:
                 )
 
 
-def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks") -> Tensor:
+def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks", alone: bool = False) -> Tensor:
     """This rank's part, a view, of a stored tensor: the weight, bias or quantized part behind source number `source`
-    of a matrix. One value per output stays whole when inputs are cut."""
+    of a matrix. One value per output stays whole when inputs are cut. `alone`: there is no other source, so that all
+    that is stacked in the matrix is stored as one tensor too, and the part is a copy."""
     if cut is None or cut.dim >= stored.dim():
         return stored
+    if alone and len(cut.units) > 1:
+        whole = stored.split(stack(cut, len(stored), config, ALONE))
+        return torch.cat([take(part, cut, number, config, ranks) for number, part in enumerate(whole)])
     units = getattr(config, cut.units[source])
     mine = share(config, cut.units[source], ranks.rank, ranks.world)
     size = stored.size(cut.dim)  # in bytes of packed codes a unit may be a fraction; a rank's units never are
@@ -125,7 +146,11 @@ def shrink(model: nn.Module, ranks: "Ranks") -> None:
     config = model.config
     for name, module in list(model.named_modules()):
         cut = cut_of(name)
-        if cut is None or ranks.world == 1:
+        if cut is None or ranks.world == 1 or not cut.units:
+            continue
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            module.sinks = nn.Parameter(module.sinks.new_empty(len(module.sinks) // ranks.world), False)
+        if not hasattr(module, "weight"):
             continue
         whole = sum(getattr(config, units) for units in cut.units)
         size = sum(share(config, units, ranks.rank, ranks.world).size for units in cut.units)

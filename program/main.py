@@ -107,7 +107,7 @@ def open_session(
         model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
-        one_width=args.one_width,
+        one_width=args.one_width, logprobs=getattr(args, "logprobs", None),
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     warm_up(engine, sampling, filled=length // 2)

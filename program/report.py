@@ -3,6 +3,7 @@
 The formulas are speculative.py's. This file decodes nothing.
 """
 
+import functools
 import resource
 import statistics
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from feedforward import Experts
 from generate import Engine
 from model import Transformer
 from speculative import Costs, expected_tokens
@@ -20,12 +22,32 @@ from weights.linears import quantized_linears
 PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
 
 
-def weight_bytes(model: Transformer) -> int:
-    """Bytes of weights that one decode step reads: all but the embedding, of which it takes a few rows. A tied head
-    reads all of it."""
+def weight_bytes(model: Transformer, rows: int = 1) -> int:
+    """Bytes of weights that a step of so many rows reads: all but the embedding, of which it takes a few rows, and the
+    experts that no row chose. A tied head reads all of the embedding."""
     weights = model.named_parameters(remove_duplicate=False)
     stored = sum(weight.nbytes for name, weight in weights if not name.startswith("embed."))
-    return stored + sum(linear.expanded_bytes for linear in quantized_linears(model))
+    return stored + expanded(model) - int(sum(unread(layer, rows) * held(layer.experts) for layer in sparse(model)))
+
+
+def sparse(model: Transformer) -> list[Experts]:
+    """The feed-forwards of experts."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def unread(layer: Experts, rows: int) -> float:
+    """The share of a layer's experts that no row of so many chooses: exact for one row, expected for more, if each
+    chooses for itself and no expert is preferred. Rows that are alike leave more unread."""
+    return (1 - layer.n_chosen / layer.n_experts) ** rows
+
+
+def held(module: torch.nn.Module) -> int:
+    """Bytes of weights, as a product reads them."""
+    return sum(parameter.nbytes for parameter in module.parameters()) + expanded(module)
+
+
+def expanded(module: torch.nn.Module) -> int:
+    return sum(linear.expanded_bytes for linear in quantized_linears(module))
 
 
 def position_bytes(model: Transformer) -> Counter:
@@ -41,13 +63,16 @@ def attended_bytes(per_position: Counter, length: int) -> int:
 
 def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as stored, keys and values attended."""
-    (weights, per), *draft = [(weight_bytes(model), position_bytes(model)) for model in engine.models]
-    read = 0
+    weights, read = functools.cache(weight_bytes), 0
+    (target, per), *draft = [(model, position_bytes(model)) for model in engine.models]
     for step in timing.records:
-        read += weights + sum(attended_bytes(per, n + step.k) for n in step.positions)
+        rows = len(step.positions)
+        read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
         for own, own_per in draft:
             passes = range(engine.drafter.passes(step.k))
-            read += sum(own + sum(attended_bytes(own_per, n + i) for n in step.positions) for i in passes)
+            read += sum(
+                weights(own, rows) + sum(attended_bytes(own_per, n + i) for n in step.positions) for i in passes
+            )
     return read
 
 
@@ -109,9 +134,13 @@ def steps_of(timing: Timing, row: int) -> list[StepRecord]:
 
 
 def multiplications(model: Transformer) -> int:
-    """Of one token with the model's matrices: all but the embedding."""
-    linears = [module for module in model.modules() if hasattr(module, "in_features")]
-    return sum(linear.in_features * linear.out_features for linear in linears)
+    """Of one token with the model's matrices: all but the embedding, and the experts that it did not choose."""
+
+    def size(module: torch.nn.Module) -> int:
+        linears = [part for part in module.modules() if hasattr(part, "in_features")]
+        return sum(linear.in_features * linear.out_features for linear in linears)
+
+    return size(model) - round(sum(unread(layer, 1) * size(layer.experts) for layer in sparse(model)))
 
 
 def speculation(

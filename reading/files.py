@@ -78,6 +78,47 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     return readers
 
 
+class Renamed:
+    """An open file of which one tensor has another name."""
+
+    def __init__(self, reader, stored: str):
+        self.reader, self.stored = reader, stored
+
+    def get_slice(self, name: str):
+        return self.reader.get_slice(self.stored)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.reader.get_tensor(self.stored)
+
+
+# Families that hold a text model among others: what leads its names there, and what leads those of the others.
+WITHIN = {
+    "mistral3": (
+        {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
+        ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
+    "mimo": ({}, ("model.mtp_layers.",)),
+}
+
+
+def text_only(readers: dict[str, tuple[Path, object]], family: str | None) -> tuple[dict, tuple[str, ...]]:
+    """`open_shards`' dictionary with the text model's tensors alone, by a text model's names, and what to say of the
+    others."""
+    if family not in WITHIN:
+        return readers, ()
+    leads, others = WITHIN[family]
+    found, unused = {}, []
+    for name, (file, reader) in readers.items():
+        lead = next((lead for lead in leads if name.startswith(lead)), None)
+        if lead is None and name.startswith(others):
+            unused.append(name)
+            continue
+        own = name if lead is None else leads[lead] + name.removeprefix(lead)
+        found[own] = (file, reader if lead is None else Renamed(reader, name))
+    said = f"{len(unused)} tensors are not the text model's and are not used: {_some(unused)}"
+    return found, (said,) if unused else ()
+
+
 def reading(readers: dict) -> Callable[[str], Tensor]:
     """Hugging Face name -> its tensor in the mapped file."""
     return lambda name: readers[name][1].get_tensor(name)

@@ -40,7 +40,19 @@ INNER = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+# All experts of a layer in one tensor, (E, out, in).
+EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+OWN = {  # an architecture's own names, in place of these
+    "llama": {
+        "ffn_gate_inp": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1",
+        "up_proj": "w3", "down_proj": "w2",
+    },
+    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
 }  # fmt: skip
 
 
@@ -57,7 +69,7 @@ class Kind(NamedTuple):
 KINDS = {
     0: Kind("F32", 1, 4, torch.float32), 1: Kind("F16", 1, 2, torch.float16), 30: Kind("BF16", 1, 2, torch.bfloat16),
     28: Kind("F64", 1, 8, torch.float64), 2: Kind("Q4_0", 32, 18, None, "q4_1"), 3: Kind("Q4_1", 32, 20, None, "q4_1"),
-    8: Kind("Q8_0", 32, 34, None, "q8_0"),
+    8: Kind("Q8_0", 32, 34, None, "q8_0"), 39: Kind("MXFP4", 32, 17, None, "mxfp4"),
 }  # fmt: skip
 
 
@@ -195,13 +207,15 @@ class Blocks:
     def part(self, name: str, rows: Tensor | None = None) -> Tensor:
         """A part of the scheme that holds the weights, of all rows or of these."""
         blocks = (self.rows() if rows is None else rows).unflatten(1, (-1, self.kind.bytes))  # (out, in / 32, bytes)
+        if self.kind.name == "MXFP4" and name == "scale":
+            return blocks[..., 0]
         scale, rest = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
         if name == "scale":
             return scale
         if self.kind.name == "Q8_0":
             return rest.flatten(1).view(torch.int8)
         if name == "codes":  # the last 16 bytes hold the first 16 codes in their low halves
-            codes = torch.cat((rest[..., -16:] & 15, rest[..., -16:] >> 4), -1).flatten(1)
+            codes = torch.cat((blocks[..., -16:] & 15, blocks[..., -16:] >> 4), -1).flatten(1)
             return codes[:, ::2] | codes[:, 1::2] << 4
         zero = rest[..., :2].contiguous().view(torch.float16)[..., 0] if self.kind.name == "Q4_1" else -8 * scale
         if not zero.isfinite().all():
@@ -311,13 +325,25 @@ class Tensors:
         """`first`: the file with the model's keys, where it is split."""
         keys, self.found = open_file(first).keys, {}
         heads = {"attn_q": keys.get("llama.attention.head_count"), "attn_k": kv_heads(keys)}
+        own = OWN.get(keys.get("general.architecture"), {})
         for name, blocks in open_file(path).tensors.items():
             module, _, kind = name.rpartition(".")
             inner = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", module)
             if inner and inner[2] in INNER:
-                module, n = f"model.layers.{inner[1]}.{INNER[inner[2]]}", heads.get(inner[2])
+                module = f"model.layers.{inner[1]}.{own.get(inner[2], INNER[inner[2]])}"
+                n = heads.get(inner[2])
+                if inner[2] == "ffn_gate_inp_shexp":  # a row, stored as a vector
+                    blocks = replace(blocks, shape=(1, *blocks.shape[-1:]), bytes=blocks.bytes.view(1, -1))
                 if keys.get("general.architecture") == "llama" and type(n) is int and n > 0:
                     blocks = replace(blocks, heads=0 if len(blocks.bytes) % (2 * n) else n)
+            elif inner and inner[2] in EXPERTS and len(blocks.shape) > 1:
+                room, part = own.get("mlp.experts", "mlp.experts"), EXPERTS[inner[2]]
+                for number, bytes_ in enumerate(blocks.bytes):
+                    one = replace(blocks, shape=blocks.shape[1:], bytes=bytes_.view(blocks.shape[1], -1))
+                    self.found[f"model.layers.{inner[1]}.{room}.{number}.{own.get(part, part)}.{kind}"] = one
+                continue
+            elif inner and inner[2] == "attn_sinks":
+                module, kind = f"model.layers.{inner[1]}.self_attn", "sinks"
             if name != "rope_freqs.weight":  # which config.json tells
                 self.found[f"{OUTER.get(module, module)}.{kind}"] = blocks
 

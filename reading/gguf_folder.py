@@ -20,7 +20,11 @@ from reading.gguf import Blocks, Strings, kv_heads, open_file, parts_of
 from reading.templates import one_line
 from reading.vocabularies import LLAMA3_PATTERN, led_by
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
+}  # fmt: skip
+FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # whose model_type differs
 COPIED = {  # Hugging Face's key -> an architecture's own
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "max_position_embeddings": "context_length",
@@ -29,8 +33,9 @@ COPIED = {  # Hugging Face's key -> an architecture's own
 # Keys of an architecture that would change the arithmetic, with the values under which they do not.
 NEUTRAL = {
     "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.scale": (0,),
-    "attn_logit_softcapping": (0,), "embedding_scale": (0, 1), "expert_count": (0,), "final_logit_softcapping": (0,),
-    "logit_scale": (0, 1), "residual_scale": (0, 1), "rope.scaling.attn_factor": (1,),
+    "attn_logit_softcapping": (0,), "embedding_scale": (0, 1), "expert_gating_func": (1, 0),
+    "expert_group_count": (0, 1), "expert_shared_count": (0,), "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1), "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1, -1), "use_parallel_residual": (False,),
 }  # fmt: skip
 
@@ -67,20 +72,49 @@ def config_json(path: Path) -> dict:
             raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not the size of a head, {head_dim!r:.60}")
     dtypes = {blocks.kind.dtype for blocks in tensors.values() if len(blocks.shape) > 1}
     hf |= {
-        "model_type": family, "architectures": [ARCHITECTURES[family]], "hidden_act": "silu", "head_dim": head_dim,
+        "model_type": FAMILIES.get(family, family), "architectures": [ARCHITECTURES[family]], "hidden_act": "silu",
+        "head_dim": head_dim,
         "num_key_value_heads": kv_heads(keys), "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in tensors, "rope_theta": get("rope.freq_base", 10000.0),
         "dtype": str((len(dtypes) == 1 and dtypes.pop()) or torch.bfloat16).removeprefix("torch."),
-        "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in tensors,
+        "attention_bias": family not in ("qwen2", "qwen2moe") and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors, "rope_scaling": rope_scaling(get, tensors, head_dim),
         **{f"{role}_token_id": id for role, id in special_ids(keys, "bos", "eos").items()},
     }  # fmt: skip
+    hf |= experts(get, family)
     window = get("attention.sliding_window", 0)
+    if family == "gpt-oss":
+        rope = hf["rope_scaling"] or {"rope_type": "default"}
+        return hf | {"sliding_window": window or None, "rope_scaling": rope | {"truncate": False}}  # as it was trained
     if window and family == "llama":
-        hf |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        moe = "Mixtral" if get("expert_count") else "Mistral"
+        hf |= {"model_type": moe.lower(), "architectures": [f"{moe}ForCausalLM"], "sliding_window": window}
     elif window:
         hf |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     return hf
+
+
+def experts(get: Callable, family: str) -> dict:
+    """Of an architecture with experts, which a file of Mixtral is by their number. llama.cpp fixes whether the weights
+    of the chosen ones sum to 1."""
+    count, used, norm = get("expert_count", 0), get("expert_used_count"), family != "qwen2moe"
+    if family != "llama" and (count > 0) != (family in FAMILIES):
+        raise ValueError(f"{family}.expert_count = {count!r:.60} is not supported for this architecture")
+    if get("expert_weights_norm", norm) != norm:
+        raise ValueError(f"{family}.expert_weights_norm = {not norm} is not supported; supported: {norm}")
+    if not count:
+        return {}
+    found = {"num_local_experts": count, "num_experts_per_tok": used}
+    if family == "llama":
+        return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    if family == "gpt-oss":
+        return found | {"intermediate_size": get("expert_feed_forward_length", get("feed_forward_length"))}
+    sizes = {"moe_intermediate_size": "expert_feed_forward_length"}
+    sizes |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family == "qwen2moe" else {}
+    missing = [f"{family}.{key}" for key in sizes.values() if get(key) is None]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return found | {"norm_topk_prob": norm} | {name: get(key) for name, key in sizes.items()}
 
 
 def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> dict | None:

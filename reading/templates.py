@@ -51,9 +51,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template is broken: {one_line(error)}") from None
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        flags = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        request = json.dumps([self.source, {"messages": messages, **self.names, **flags}])
+    def render(self, messages: list[dict], add_generation_prompt: bool, tools: list | None = None, **names) -> str:
+        """A conversation's text. `names`: what else the template may ask for, such as enable_thinking."""
+        flags = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        request = json.dumps([self.source, {"documents": None, **self.names, **names, **flags}])
         server, answer = process(), None
         watch = threading.Timer(TEMPLATE_S, server.kill)
         watch.start()

@@ -4,10 +4,10 @@
     Row         one answer to decode: a prompt with settings of its own, then its tokens
     Decoder     which rows run together, on which engine; what the caches hold; who has left
 
-Rows that wait when a batch starts are decoded together if their sampling is equal, up to the last engine's rows. A
-batch is fixed once it has started: who comes later waits until it has ended. Each row equals its prompt alone; a row
-alone runs on the first engine, of one row. What an engine's caches hold of all its prompts is not computed again. This
-file knows no HTTP, and no flag.
+Rows that wait when a batch starts are decoded together if their samplings are of one kind (greedy, plain or filtered),
+up to the last engine's rows. A batch is fixed once it has started: who comes later waits until it has ended. Each row
+equals its prompt alone; a row alone runs on the first engine, of one row. What an engine's caches hold of all its
+prompts is not computed again. This file knows no HTTP, and no flag.
 """
 
 import asyncio
@@ -57,11 +57,11 @@ class Row:
 
     def kind(self) -> tuple:
         """What rows of one batch share."""
-        return self.ask.sampling, self.ask.draft
+        return self.ask.sampling.kind, self.ask.draft
 
     def feed(self, id: int, timing: Timing, i: int) -> bool:
         """Token `id` of row i was decided. Is it time to send what is pending? Not within a step of the row."""
-        printer, fact, described = self.printer, timing.tokens[i][-1] if timing.tokens else None, timing.described[i]
+        printer, fact = self.printer, timing.tokens[i][-1] if timing.tokens else None
         shown = len(printer.pieces[0])
         printer.feed(0, id)
         self.over = bool(printer.ended) or id in printer.stop_ids or timing.decoded[i] >= self.new
@@ -72,10 +72,11 @@ class Row:
             id, "".join(printer.pieces[0][shown:]), origin(fact) if fact else PLAIN_TOKEN, self.rounds,
             timing.prefill_s + timing.decode_s,
         )  # fmt: skip
-        if described:
-            p, q, own, *top = (max(x, LOWEST) for x in described[-1])
-            drafted, N = fact is not None and fact.index < fact.k, self.ask.likeliest or 0
-            likeliest = [(id, own), *zip(map(int, top[:N]), top[len(top) // 2 :])]
+        if timing.likeliest[i]:
+            likeliest = [
+                (int(id), max(x, LOWEST)) for id, x in timing.likeliest[i][-1][: 1 + (self.ask.likeliest or 0)]
+            ]
+            (p, q), drafted = timing.weighed[i][-1], fact is not None and fact.index < fact.k
             token = token._replace(p=p, q=q if drafted else None, likeliest=likeliest)
             token = token._replace(overlap=fact.overlap) if drafted else token
         self.pending += [token] if self.new else []
@@ -146,13 +147,14 @@ class Decoder:
             if row.ask.echo:
                 row.pending = echoed(engine, session, row)
                 row.send()
-        told = [row.ask.likeliest or 0 for row in batch if row.ask.likeliest is not None or row.ask.tokens]
+        # Compiled steps are compiled noting: not to do so would compile them anew.
+        engine.state.noting = engine.compile or any(row.ask.tokens or row.ask.likeliest is not None for row in batch)
         timing, ended, self.held[engine] = Timing(), set(), []
         engine.speculate_k = self.speculate_k if ask.draft else 0
         for i, id in generate(
-            engine.model, [row.ids for row in batch], sampling=ask.sampling, stop_ids=session.stop_ids, engine=engine,
+            engine.model, [row.ids for row in batch], stop_ids=session.stop_ids, engine=engine,
             max_new_tokens=[max(1, row.new) for row in batch], seed=[row.seed for row in batch], timing=timing,
-            cached=known, ended=ended, likeliest=max(told, default=None),
+            cached=known, ended=ended, sampling=[row.ask.sampling for row in batch],
         ):  # fmt: skip
             row = batch[i]
             if row.feed(id, timing, i):

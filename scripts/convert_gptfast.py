@@ -169,6 +169,8 @@ def find_config(file: Path, given: Path | None) -> tuple[dict, Config]:
     config = config_of(given or beside)
     if config.qkv_bias or config.out_bias or config.ffn_bias or config.qk_norm:
         raise ValueError(f"{given or beside}: this model has biases or norms of queries, which gpt-fast's files lack")
+    if config.family not in ("llama", "mistral"):
+        raise ValueError(f"{given or beside}: gpt-fast computes no model of model_type {config.family!r}")
     return read_json(given or beside), config
 
 

@@ -157,9 +157,11 @@ class Column:
 
     def weights_read(self) -> float:
         """Bytes of weights that a step read, drafting included; the mean over its rounds where their K varied."""
-        target, *draft = [weight_bytes(model) for model in self.engine.models]
-        drafted = [step.k for step in self.timing.records]
-        return target + rate(sum(draft) * sum(drafted), len(drafted))
+        target, *draft = self.engine.models
+        drafted = [step.k for step in self.timing.records] or [0]
+        own = {k: weight_bytes(target, k + 1) for k in {*drafted}}
+        read = sum(own[k] for k in drafted) + sum(weight_bytes(model) for model in draft) * sum(drafted)
+        return read / len(drafted)
 
 
 def runs_ahead(engine: Engine) -> bool:

@@ -39,7 +39,7 @@ from program.report import greedy_text
 from program.threads import Threads
 from sampling import FILTERED, GREEDY, PLAIN
 from scripts.batches import Decoder, Job, Row
-from scripts.openai_form import Answer, Ask, Event, Refusal, ask_of
+from scripts.openai_form import MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
 from tp import ALONE, launched
 
 try:
@@ -248,7 +248,7 @@ def engines_of(session: Session, rows: int) -> Sequence[Engine]:
         engines.append(Engine(
             first.model, rows, first.max_seq_length, compile=first.compile, drafter=drafter,
             speculate_k=first.speculate_k,
-            compile_prompts=first.cached.compile_prompts, one_width=first.one_width,
+            compile_prompts=first.cached.compile_prompts, one_width=first.one_width, logprobs=MOST_LIKELIEST,
         ))  # fmt: skip
         warm_up(engines[1], session.sampling, first.max_seq_length // 2)
     for engine in engines if first.compile else ():
@@ -299,7 +299,8 @@ def run(args: argparse.Namespace) -> bool:
         raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
     listener = bound(args.host, args.port)
     device, threads = pick_device(args.device), use_threads(args.threads)
-    session, _, _ = open_session(argparse.Namespace(**{**vars(args), "interactive": True}), [], device, ALONE)
+    opened = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MOST_LIKELIEST})
+    session, _, _ = open_session(opened, [], device, ALONE)
     session.threads = Threads(threads) if device.type == "cpu" and args.threads is None else None
     decoder = Decoder(session, engines_of(session, args.batch_size), args.queue)
     address, port = listener.getsockname()[:2]

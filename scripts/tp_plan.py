@@ -23,7 +23,7 @@ from program.flags import DTYPES, Parser
 from program.report import weight_bytes
 from quantize import FORMATS, SCHEMES, format_of
 from reading.gguf import is_gguf
-from tp import PLAN, SUM, Ranks, check
+from tp import SUM, Ranks, check, cut_of
 
 TOKENS = 1000  # cached tokens that the table speaks of
 
@@ -38,7 +38,8 @@ def plan(
     blocks = held(model.layers)
     norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
     kv_heads = model.layers[0].attention.heads()[1]
-    sums = 1 + config.n_layers * sum(cut.after == SUM for name, cut in PLAN.items() if name != "embed")
+    cuts = [cut_of(name) for name, _ in model.named_modules()]
+    sums = sum(cut is not None and cut.after == SUM for cut in cuts)
     return {
         "ranks": world,
         "weights": held(model),

@@ -69,6 +69,70 @@ FAMILIES = {
     "qwen3-biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, **rope(1000000.0)},
     "r1-distill-llama": {"model_type": "llama", "num_attention_heads": 8, **LLAMA3_ROPE},
     "r1-distill-qwen": {"model_type": "qwen2", **rope(10000.0)},
+    "mixtral": {
+        "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
+        **rope(1000000.0),
+    },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64, **rope(1000000.0),
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, **rope(1000000.0),
+    },
+    "qwen3-moe-mixed": {  # a dense layer among sparse ones, and weights that do not sum to 1
+        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": False, "mlp_only_layers": [1], **rope(10000.0),
+    },
+    "smollm3": {
+        "model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0, **rope(2e6),
+    },
+    "phi-4": {"model_type": "phi3", "pad_token_id": 0, **rope(250000.0)},
+    "phi-3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 9, "num_key_value_heads": 4, **rope(10000.0)},
+    "phi-4-mini": {  # texts here are longer than the original context
+        "model_type": "phi3", "pad_token_id": 0, "tie_word_embeddings": True, "original_max_position_embeddings": 40,
+        "partial_rotary_factor": 0.75,
+        **rope(10000.0, "longrope", short_factor=[1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+               long_factor=[1.0, 1.5, 3.0, 7.0, 12.0, 30.0], original_max_position_embeddings=40,
+               partial_rotary_factor=0.75),
+    },
+    "granite": {
+        "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5,
+        "attention_multiplier": 0.1, **rope(10000.0),
+    },
+    "olmo2": {"model_type": "olmo2", **rope(500000.0)},
+    "olmo3": {
+        "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 5,
+        "rope_parameters": {
+            "full_attention": rope(500000.0, "yarn", factor=4.0, original_max_position_embeddings=40)[
+                "rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "seed-oss": {"model_type": "seed_oss", "head_dim": 32, **rope(1e7)},
+    "ernie-4.5": {
+        "model_type": "ernie4_5", "head_dim": 32, "use_bias": True, "tie_word_embeddings": False, **rope(5e5),
+    },
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 32, **rope(10000.0, "dynamic", alpha=50.0, factor=1.0)},
+    "exaone-4": {
+        "model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 4,
+        **LLAMA3_ROPE,
+    },
+    "exaone-4-small": {
+        "model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3, **LLAMA3_ROPE,
+    },
+    "ministral-3": {
+        "model_type": "ministral3", "head_dim": 32,
+        **rope(1e6, "yarn", factor=4.0, original_max_position_embeddings=16, max_position_embeddings=160,
+               beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9,
+        "intermediate_size": 64,
+        **rope(150000.0, "yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+               original_max_position_embeddings=40),
+    },
 }  # fmt: skip
 
 

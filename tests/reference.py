@@ -9,14 +9,22 @@ import math
 import torch
 
 
-def angles(hf: dict, E: int, n: int) -> tuple[torch.Tensor, float]:
-    """Rotation angles (n, E/2) and the factor on cos and sin."""
+def angles(hf: dict, E: int, n: int, window: int | None = None) -> tuple[torch.Tensor, float]:
+    """Rotation angles (n, E/2) and the factor on cos and sin, in a layer with this window."""
     rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    rope = rope.get("sliding_attention" if window else "full_attention") or rope  # OLMo 3
+    E = int(E * (rope.get("partial_rotary_factor") or 1))
     theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
     factor, scale, frequencies = rope.get("factor", 1.0), 1.0, []
     for pair in range(E // 2):
         frequency = theta ** (-2 * pair / E)
+        if kind == "dynamic":  # Hunyuan's
+            frequency = (theta * rope["alpha"] ** (E / (E - 2))) ** (-2 * pair / E)
+        if kind == "longrope":
+            original = hf["original_max_position_embeddings"]
+            frequency /= rope["long_factor" if n > original else "short_factor"][pair]
+            scale = math.sqrt(1 + math.log(hf["max_position_embeddings"] / original) / math.log(original))
         if kind == "linear":
             frequency /= factor
         if kind == "llama3":
@@ -34,10 +42,12 @@ def angles(hf: dict, E: int, n: int) -> tuple[torch.Tensor, float]:
                 E * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
                 for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
             ]
-            low, high = max(math.floor(dims[0]), 0), min(math.ceil(dims[1]), E - 1)
+            if rope.get("truncate") is not False:
+                dims = [math.floor(dims[0]), math.ceil(dims[1])]
+            low, high = max(dims[0], 0), min(dims[1], E - 1)
             ramp = min(1.0, max(0.0, (pair - low) / max(high - low, 0.001)))
             frequency = ramp * frequency / factor + (1 - ramp) * frequency
-            scale = rope.get("attention_factor") or 0.1 * math.log(factor) + 1
+            scale = 1.0 if rope.get("mscale_all_dim") else rope.get("attention_factor") or 0.1 * math.log(factor) + 1
         frequencies.append(frequency)
     return torch.arange(n, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64), scale
 
@@ -53,48 +63,143 @@ def rotate(x: torch.Tensor, angle: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
+def rotate_pairs(hf: dict, x: torch.Tensor, angle: torch.Tensor, scale: float) -> torch.Tensor:
+    """`rotate` of the leading dimensions that have an angle; ERNIE's pairs are neighbours."""
+    if hf["model_type"] == "ernie4_5":
+        x = torch.cat((x[:, ::2], x[:, 1::2]), dim=-1)  # a rotation of both q and k that their product does not see
+    n = 2 * angle.size(1)
+    return torch.cat((rotate(x[:, :n], angle, scale), x[:, n:]), dim=-1)
+
+
+def rotates(hf: dict, layer: int) -> bool:
+    if hf["model_type"] == "smollm3":
+        return bool(hf["no_rope_layers"][layer])
+    return hf["model_type"] != "exaone4" or not hf["sliding_window"] or window_of(hf, layer) is not None
+
+
 def window_of(hf: dict, layer: int) -> int | None:
+    if hf["model_type"] in ("olmo3", "exaone4"):
+        return hf["sliding_window"] if (layer + 1) % 4 else None
     if hf["model_type"] in ("qwen2", "qwen3"):
         slides = hf.get("use_sliding_window") and layer >= hf["max_window_layers"]
         return hf["sliding_window"] if slides else None
-    return hf.get("sliding_window") if hf["model_type"] == "mistral" else None
+    if hf["model_type"] == "gpt_oss":
+        return hf["sliding_window"] if layer % 2 == 0 else None
+    if hf["model_type"] == "qwen3_moe" and not hf.get("use_sliding_window"):
+        return None
+    return hf.get("sliding_window") if hf["model_type"] in ("mistral", "mixtral", "qwen3_moe", "phi3") else None
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return gate / (1 + (-gate).exp()) * up
+
+
+def gpt_oss_expert(w: dict, p: str, number: int, h: torch.Tensor) -> torch.Tensor:
+    """One expert on h (D,): gate's and up's columns in turn, both clamped."""
+    both = h @ w[p + "experts.gate_up_proj"][number] + w[p + "experts.gate_up_proj_bias"][number]
+    gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+    y = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    return y @ w[p + "experts.down_proj"][number] + w[p + "experts.down_proj_bias"][number]
+
+
+def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
+    """What the sparse feed-forward of the layer with names p makes of h (n, D), token by token; None: it is dense."""
+    routers = {f"{p}block_sparse_moe.gate": "mixtral", f"{p}mlp.router": "gpt_oss", f"{p}mlp.gate": "qwen"}
+    name = next((name for name in routers if f"{name}.weight" in w), None)
+    if name is None:
+        return None
+    kind, rows = routers[name], []
+    for x in h:
+        scores = w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[: hf["num_experts_per_tok"]]
+        shares = scores.exp() / scores.exp().sum()
+        if kind != "qwen" or hf["norm_topk_prob"]:
+            shares = shares / shares[order].sum()
+        y = torch.zeros_like(x)
+        for number in order:
+            if kind == "gpt_oss":
+                y += shares[number] * gpt_oss_expert(w, f"{p}mlp.", number, x)
+                continue
+            names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+            room = f"{p}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}.experts.{number}"
+            gate, up, down = (w[f"{room}.{matrix}.weight"] for matrix in names)
+            y += shares[number] * (down @ swiglu(gate @ x, up @ x))
+        if f"{p}mlp.shared_expert_gate.weight" in w:
+            gate, up, down = (w[f"{p}mlp.shared_expert.{matrix}_proj.weight"] for matrix in ("gate", "up", "down"))
+            y += down @ swiglu(gate @ x, up @ x) / (1 + (-w[f"{p}mlp.shared_expert_gate.weight"] @ x).exp())
+        rows.append(y)
+    return torch.stack(rows)
+
+
+def named(w: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:
+    """Phi-3's and Hunyuan's tensors by Llama's names."""
+    found, H = {}, hf["num_attention_heads"]
+    E = hf.get("head_dim") or hf["hidden_size"] // H
+    sizes = [H * E, *[(hf.get("num_key_value_heads") or H) * E] * 2]
+    for name, x in w.items():
+        for fused, parts in (("qkv_proj", x.split(sizes) if "qkv_proj" in name else ()), ("gate_up_proj", x.chunk(2))):
+            if fused in name and hf["model_type"] == "phi3":
+                names = ("q_proj", "k_proj", "v_proj") if fused == "qkv_proj" else ("gate_proj", "up_proj")
+                found |= {name.replace(fused, own): part for own, part in zip(names, parts, strict=True)}
+        found[name.replace("query_layernorm", "q_norm").replace("key_layernorm", "k_norm")] = x
+    return found
 
 
 def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], entering: list | None = None) -> torch.Tensor:
     """Logits (n, V) in float64 for one sequence. What enters each layer (n, D) is put on the list `entering`."""
-    w = {name: tensor.double() for name, tensor in weights.items()}
+    w = named({name: tensor.double() for name, tensor in weights.items()}, hf)
+    granite, rope = hf["model_type"] == "granite", hf.get("rope_parameters") or {}
+    residual = hf["residual_multiplier"] if granite else 1
     n, H, eps = len(tokens), hf["num_attention_heads"], hf["rms_norm_eps"]
     G = hf.get("num_key_value_heads") or H
     E = hf.get("head_dim") or hf["hidden_size"] // H
-    angle, scale = angles(hf, E, n)
+    root = hf["attention_multiplier"] if granite else 1 / math.sqrt(E)
 
     def linear(x, name):
         bias = w.get(f"{name}.bias")
         return x @ w[f"{name}.weight"].T + (0 if bias is None else bias)
 
-    x = w["model.embed_tokens.weight"][tokens]
+    x = w["model.embed_tokens.weight"][tokens] * (hf["embedding_multiplier"] if granite else 1)
     for layer in range(hf["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         entering is None or entering.append(x)
-        h = norm(x, w[p + "input_layernorm.weight"], eps)
+        after = p + "input_layernorm.weight" not in w  # OLMo 2, EXAONE 4
+        h = x if after else norm(x, w[p + "input_layernorm.weight"], eps)
         q, k, v = (linear(h, f"{p}self_attn.{c}_proj") for c in "qkv")
         window, heads = window_of(hf, layer), []
+        angle, scale = angles(hf, E, n, window)
+        normed = p + "self_attn.q_norm.weight" in w
+        if hf["model_type"].startswith("olmo"):
+            q, k = (norm(x, w[f"{p}self_attn.{c}_norm.weight"], eps) for x, c in ((q, "q"), (k, "k")))
         for head in range(H):
             group = head // (H // G)
             qh, kh, vh = q[:, head * E :][:, :E], k[:, group * E :][:, :E], v[:, group * E :][:, :E]
-            if p + "self_attn.q_norm.weight" in w:
+            if normed and not hf["model_type"].startswith(("olmo", "hunyuan")):
                 qh = norm(qh, w[p + "self_attn.q_norm.weight"], eps)
                 kh = norm(kh, w[p + "self_attn.k_norm.weight"], eps)
-            qh, kh = rotate(qh, angle, scale), rotate(kh, angle, scale)
+            if rotates(hf, layer):
+                qh, kh = rotate_pairs(hf, qh, angle, scale), rotate_pairs(hf, kh, angle, scale)
+            if hf["model_type"].startswith("hunyuan"):
+                qh = norm(qh, w[p + "self_attn.q_norm.weight"], eps)
+                kh = norm(kh, w[p + "self_attn.k_norm.weight"], eps)
+            if rope.get("llama_4_scaling_beta"):
+                steps = torch.arange(n) // rope["original_max_position_embeddings"]
+                qh = qh * (1 + rope["llama_4_scaling_beta"] * (1 + steps).double().log())[:, None]
             rows = []
             for i in range(n):
                 first = 0 if window is None else max(0, i - window + 1)
-                scores = kh[first : i + 1] @ qh[i] / math.sqrt(E)
-                rows.append(scores.softmax(0) @ vh[first : i + 1])
+                scores = kh[first : i + 1] @ qh[i] * root
+                sink = w.get(p + "self_attn.sinks")  # one score more, which brings no value
+                total = scores.exp().sum() + (0 if sink is None else sink[head].exp())
+                rows.append(scores.exp() / total @ vh[first : i + 1])
             heads.append(torch.stack(rows))
-        x = x + linear(torch.cat(heads, dim=-1), f"{p}self_attn.o_proj")
-        h = norm(x, w[p + "post_attention_layernorm.weight"], eps)
-        gate, up = linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")
-        x = x + linear(gate / (1 + (-gate).exp()) * up, f"{p}mlp.down_proj")
+        y = linear(torch.cat(heads, dim=-1), f"{p}self_attn.o_proj")
+        x = x + (norm(y, w[p + "post_attention_layernorm.weight"], eps) if after else y * residual)
+        h = x if after else norm(x, w[p + "post_attention_layernorm.weight"], eps)
+        y = experts(hf, w, p, h)
+        if y is None:
+            y = linear(swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")), f"{p}mlp.down_proj")
+        x = x + (norm(y, w[p + "post_feedforward_layernorm.weight"], eps) if after else y * residual)
     x = norm(x, w["model.norm.weight"], eps)
-    return x @ (w["model.embed_tokens.weight"] if hf.get("tie_word_embeddings") else w["lm_head.weight"]).T
+    head = w["model.embed_tokens.weight"] if hf.get("tie_word_embeddings") else w["lm_head.weight"]
+    return x @ head.T / (hf["logits_scaling"] if granite else 1)

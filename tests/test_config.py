@@ -1,5 +1,6 @@
 """Config.from_hf: both spellings of every family agree, and no key that changes the arithmetic is passed over."""
 
+import dataclasses
 import json
 
 import pytest
@@ -16,7 +17,8 @@ QWEN = {**LLAMA, "model_type": "qwen2"}
 def v4_spelling(hf: dict) -> dict:
     """rope_theta and rope_scaling at the top (with the old `type`), torch_dtype for dtype."""
     hf = dict(hf)
-    rope = dict(hf.pop("rope_parameters"))
+    rope = hf.pop("rope_parameters")
+    rope = dict(rope.get("full_attention", rope))
     hf["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     hf["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
@@ -29,8 +31,15 @@ def test_v4_and_v5_spelling_agree(family, folder_of):
     written_by_v5 = config_json(folder_of(family))
     assert "rope_parameters" in written_by_v5 and "dtype" in written_by_v5
     v5, v4 = Config.from_hf(written_by_v5), Config.from_hf(v4_spelling(written_by_v5))
+    if family == "olmo3":  # v4 had one theta for both kinds of layers
+        v5 = dataclasses.replace(v5, rope_local_theta=v5.rope_theta)
     assert v5 == v4
-    assert v5.rope_theta == FAMILIES[family]["rope_parameters"]["rope_theta"] and v5.dtype == "float32"
+    rope = FAMILIES[family]["rope_parameters"]
+    if family == "hunyuan":  # whose alpha stretches theta: arXiv:2309.00071, NTK-aware interpolation
+        assert v5.rope_theta == pytest.approx(rope["rope_theta"] * rope["alpha"] ** (32 / 30))
+    else:
+        assert v5.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert v5.dtype == "float32"
 
 
 REFUSED = [  # (config, what the message must name)
@@ -56,7 +65,14 @@ REFUSED = [  # (config, what the message must name)
     ({key: value for key, value in LLAMA.items() if key != "model_type"}, "model_type None"),
     *[({**LLAMA, "rope_parameters": {"rope_theta": 1e4, **rope}}, name) for rope, name in [
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
-        ({"rope_type": "longrope", "factor": 2.0}, "rope_type = 'longrope'"),
+        ({"rope_type": "longrope", "factor": 2.0}, "original_max_position_embeddings is missing"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 40, "short_factor": [1.0] * 8},
+         "long_factor = None must be a number for each of 8 pairs"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 40, "short_factor": [1.0] * 7},
+         "short_factor = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0] must be a number for each of 8 pairs"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 40, "short_factor": [1.0, 0] * 4},
+         "short_factor = 0 must be a positive number"),
+        ({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta = 0.1"),
         ({"rope_type": "linear"}, "factor is missing"),
         ({"factor": 2.0}, "rope_type = None"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
@@ -65,6 +81,32 @@ REFUSED = [  # (config, what the message must name)
         ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
         ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "disagree"),
         ({"full_attention": {"rope_theta": 1e4}}, "rope_type = None"),
+    ]],
+    *[({**LLAMA, "model_type": family, **keys}, name) for family, keys, name in [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0] must be 1 or 0 for each of 3 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers = [1, 0, 2]"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, "sliding_window = 9"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5 rotates 24 of 16"),
+        ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor = 0.2 rotates 3 of 16"),
+        ("phi3", {"attention_bias": True}, "attention_bias = True"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0"),
+        ("granite", {"num_experts": 8}, "num_experts = 8"),
+        ("granite", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope'"),
+        ("olmo2", {"clip_qkv": 8}, "clip_qkv = 8"),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {
+            "rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}}, "must have a theta and no scaling"),
+        ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "must hold objects"),
+        ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias = 'no'"),
+        ("ernie4_5", {"use_bias": "no"}, "use_bias = 'no'"),
+        ("ernie4_5", {"mlp_bias": True}, "mlp_bias = True"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "with alpha alone"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False"),
+        ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts = 8"),
+        ("exaone4", {"sliding_window": 9, "sliding_window_pattern": "LGL"}, "sliding_window_pattern = 'LGL'"),
+        ("ministral3", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}, "layer_types mixes"),
+        ("mistral3", {}, "text_config = None must be an object"),
+        ("mistral3", {"text_config": {"model_type": "qwen2"}}, "text_config = {'model_type': 'qwen2'}"),
+        ("llama", {"use_qk_norm": True}, "use_qk_norm = True"),
     ]],
     ({**LLAMA, "rope_theta": 5e5}, "rope_theta = 500000.0"),
     ({**LLAMA, "rope_parameters": None, "rope_theta": 0}, "rope_theta = 0"),

@@ -9,7 +9,7 @@ import timing
 from checkpoint import load_model
 from generate import Engine, generate
 from sampling import Sampling
-from speculative import ModelDraft, layer_subset
+from speculative import ModelDraft, NgramDraft, layer_subset
 from timing import Timing
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
@@ -26,7 +26,8 @@ def rows_of(model, prompts, **options) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_equal_transformers(family, folder_of):
     """A wrong position, mask or cache entry in any of 64 steps changes a token of a random model."""
-    prompt = torch.tensor([PROMPTS[1]])
+    # Where a row's whole length decides about its positions, transformers changes its mind on the way.
+    prompt = torch.tensor([[*range(3, 48)] if family == "phi-4-mini" else PROMPTS[1]])
     with torch.no_grad():
         want = oracle(family).generate(
             prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -35,6 +36,22 @@ def test_64_greedy_tokens_equal_transformers(family, folder_of):
     assert len(set(want.tolist())) > 4, "the oracle repeats itself: nothing is shown"
     got = rows_of(load_model(folder_of(family), dtype=torch.float32), prompt.tolist(), max_new_tokens=64)
     assert got == [want.tolist()]
+
+
+def test_a_row_is_a_short_text_or_a_long_one_from_its_first_position_on(folder_of):
+    """longrope: 40 positions are the original context. Rows of both kinds in one batch, and drafted ones."""
+    model, prompts = load_model(folder_of("phi-4-mini"), dtype=torch.float32), [[*range(9, 25)]] * 2
+    budgets = [24, 50]
+    with torch.no_grad():
+        short = oracle("phi-4-mini").generate(
+            torch.tensor(prompts[:1]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, 16:]
+    long = model(torch.tensor([prompts[0] + [5] * 25]), torch.arange(41))[0, 15].argmax()
+    for drafter in (None, NgramDraft(1)):
+        rows = rows_of(model, prompts, max_new_tokens=budgets, drafter=drafter)
+        assert rows[0] == short.tolist() and rows[1][0] == long
+        assert rows[1] == rows_of(model, prompts[:1], max_new_tokens=50)[0]
+    assert rows[1][0] != rows[0][0], "the two kinds do not differ: nothing is shown"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
@@ -55,21 +72,24 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     """p, q and log-probabilities of every token, by passes over the whole text."""
     model, sampling, told = load_model(folder_of("llama-3"), dtype=torch.float32), Sampling(1.1), Timing()
     draft = layer_subset(model, [0, 1])
-    options = {"sampling": sampling, "seed": 3, "drafter": ModelDraft(draft) if drafted else None, "speculate_k": 3}
-    rows = rows_of(model, PROMPTS, timing=told, likeliest=2, **options)
-    for prompt, ids, found, facts in zip(PROMPTS, rows, told.described, told.tokens or [None] * 4):
+    engine = Engine(model, 4, 40, drafter=ModelDraft(draft) if drafted else None, speculate_k=3, logprobs=2)
+    options = {"sampling": sampling, "seed": 3, "engine": engine}
+    rows = rows_of(model, PROMPTS, timing=told, **options)
+    for row, (prompt, ids, facts) in enumerate(zip(PROMPTS, rows, told.tokens or [None] * 4)):
         text, pos = torch.tensor([prompt + ids]), torch.arange(len(prompt + ids))
         logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
         log_p = logits.log_softmax(-1)
         p, q = (sampling.probs(each) for each in (logits, draft_logits))
-        assert len(found) == len(ids)
+        assert len(told.likeliest[row]) == len(told.weighed[row]) == len(ids)
         for i, id in enumerate(ids):
             judged = drafted and facts[i].index < facts[i].k
             values, top = log_p[i].topk(2)
-            want = [p[i, id], q[i, id] if judged else 0.0, log_p[i, id], *top, *values]
-            assert found[i] == pytest.approx([float(x) for x in want], abs=1e-4)
-    again = Timing()
-    assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.described == [[], [], [], []]
+            weighed = [p[i, id].item(), q[i, id].item() if judged else 0.0]
+            assert told.weighed[row][i] == pytest.approx(weighed, abs=1e-4)
+            likeliest = [[id, log_p[i, id].item()], *([n.item(), x.item()] for n, x in zip(top, values))]
+            assert told.likeliest[row][i] == [pytest.approx(pair, abs=1e-4) for pair in likeliest]
+    engine.state.noting, again = False, Timing()
+    assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.weighed == [[], [], [], []]
 
 
 def test_a_batch_after_a_larger_batch(folder_of):

@@ -5,6 +5,7 @@ reading/, but for the arithmetic of types that it leaves to the package."""
 import contextlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -60,8 +61,15 @@ def add_config(writer, hf) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
-    if getattr(hf, "sliding_window", None) and hf.model_type == "mistral":
+    if getattr(hf, "sliding_window", None) and hf.model_type in ("mistral", "gpt_oss"):
         writer.add_sliding_window(hf.sliding_window)
+    if getattr(hf, "num_experts_per_tok", None):
+        writer.add_expert_count(getattr(hf, "num_local_experts", None) or hf.num_experts)
+        writer.add_expert_used_count(hf.num_experts_per_tok)
+    if getattr(hf, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(hf.moe_intermediate_size)
+    if getattr(hf, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(hf.shared_expert_intermediate_size)
 
 
 def llama3_divisors(rope: dict, head_dim: int) -> numpy.ndarray:
@@ -79,19 +87,21 @@ def write(file: Path, family: str = "llama-3", types=None, permute=permuted, key
     """A family's oracle as a GGUF file. types: "Q4_0" for all matrices, or a function of a tensor's GGUF name; keys
     adds keys of its own."""
     model = oracle(family)
-    architecture = model.config.model_type.replace("mistral", "llama")
+    architecture = re.sub("mistral|mixtral", "llama", model.config.model_type)
+    architecture = {"gpt_oss": "gpt-oss"}.get(architecture, architecture.replace("_", ""))
     writer = gguf.GGUFWriter(file, architecture, **options)
     add_config(writer, model.config)
     if keys:
         keys(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], model.config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    arch = gguf.MODEL_ARCH[architecture.upper().replace("-", "_")]
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    for name, tensor in as_converted(model):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             tensor = permute(tensor, getattr(model.config, key))
-        named = names.get_name(name, (".weight", ".bias"))
+        named = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         asked = (types(named) if callable(types) else types) if tensor.dim() > 1 else None
         kind = TYPES[asked or "F32"]
         data = gguf.quants.quantize(numpy.ascontiguousarray(tensor.numpy()), kind)
@@ -101,6 +111,35 @@ def write(file: Path, family: str = "llama-3", types=None, permute=permuted, key
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def as_converted(model):
+    """(name, tensor) of a model; tensors of experts, routers and sinks under llama.cpp's names, in its shapes."""
+    parts = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+    rest = {
+        "gate.weight": "ffn_gate_inp.weight", "router.weight": "ffn_gate_inp.weight",
+        "router.bias": "ffn_gate_inp.bias", "shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    }  # fmt: skip
+    for name, tensor in model.state_dict().items():
+        inner = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn|mlp)\.(.*)", name)
+        layer, part = (inner[1], inner[3]) if inner else (None, None)
+        expert = re.fullmatch(r"experts\.(gate_up_proj|down_proj)(_bias)?", part or "")
+        if expert:
+            ours, bias = parts[expert[1]], expert[2] is not None
+            if model.config.model_type == "gpt_oss" and not bias:
+                tensor = tensor.mT  # (E, rows, in)
+            turns = model.config.model_type == "gpt_oss" and len(ours) == 2
+            found = (tensor[:, i::2] for i in (0, 1)) if turns else tensor.chunk(len(ours), dim=1)
+            for own, each in zip(ours, found):
+                yield f"blk.{layer}.{own}.{'bias' if bias else 'weight'}", each
+        elif part in rest:
+            yield f"blk.{layer}.{rest[part]}", tensor[0] if part.startswith("shared") else tensor
+        elif part == "sinks":
+            yield f"blk.{layer}.attn_sinks.weight", tensor
+        elif model.config.model_type == "gpt_oss" and "post_attention_layernorm" in name:
+            yield f"blk.{name.split('.')[2]}.post_attention_norm.weight", tensor
+        else:
+            yield name, tensor
 
 
 def weights_of(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -126,6 +165,7 @@ def changed(family: str, **changes):
         del FAMILIES[name]
 
 
+NOT_SAID = ("qwen2.5-sliding", "qwen3-biased", "qwen3-moe-mixed")  # what llama.cpp's keys have no words for
 LLAMA_HEADS = {"attn_q.": 4, "attn_k.": 2}
 STACKED = {
     "attention.qkv": ("attn_q", "attn_k", "attn_v"), "attention.out": ("attn_output",),
@@ -149,7 +189,7 @@ def same(a, b) -> bool:
 # ------------------------------------------------------------------------------------ config and tensors
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen2.5-sliding", "qwen3-biased")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_SAID])
 def test_every_family_is_its_folder(family, folder_of, tmp_path):
     """Config and all weights, bit for bit, through names and orders that conversion to GGUF gave them."""
     file, folder = write(tmp_path / "m.gguf", family), folder_of(family)
@@ -209,6 +249,22 @@ def mixed(name: str) -> str:
     return {"attn_v": "Q8_0", "ffn_down": "Q8_0", "token_embd": "F16", "output": "Q8_0"}.get(
         name.split(".")[-2], "Q4_0"
     )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_merged_experts_keep_their_bits(kind, family, tmp_path):
+    """Each expert's matrix holds what the gguf package reads in the merged tensor."""
+    scheme = {"Q4_0": "q4_1", "Q8_0": "q8_0", "MXFP4": "mxfp4"}[kind]
+    with changed(family, hidden_size=64, **{"moe_intermediate_size": 32} if family == "qwen3-moe" else {}) as other:
+        file = write(tmp_path / "m.gguf", other, lambda name: kind if "_exps.weight" in name else None)
+    model, want = load_model(file, dtype=torch.float32, pack=False), weights_of(file, {})
+    for number, expert in enumerate(model.layers[1].ffn.experts):
+        assert expert.gate_up.scheme == expert.down.scheme == scheme
+        gate, up, down = (want[f"blk.1.ffn_{part}_exps.weight"][number] for part in ("gate", "up", "down"))
+        assert torch.equal(expert.gate_up.dequantized(torch.float32), torch.cat((gate, up)))
+        assert torch.equal(expert.down.dequantized(torch.float32), down)
+    assert model.layers[1].ffn.router.weight.dtype == torch.float32
 
 
 def test_matrices_of_several_types(tmp_path, capsys):
@@ -606,7 +662,9 @@ def test_broken_files_are_one_line(what, good, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("llama.expert_count", 8, "llama.expert_count = 8 is not supported; supported: 0"),
+        ("qwen2.expert_count", 8, "qwen2.expert_count = 8 is not supported for this architecture"),
+        ("llama.expert_gating_func", 2, "llama.expert_gating_func = 2 is not supported; supported: 1"),
+        ("llama.expert_weights_norm", 0, "llama.expert_weights_norm = False is not supported; supported: True"),
         ("llama.attn_logit_softcapping", 30, "attn_logit_softcapping = 30"),
         ("llama.rope.scaling.type", "longrope", "rope.scaling.type = 'longrope' is not supported"),
         ("general.alignment", 7, "general.alignment = 7 is no multiple of 8"),
@@ -622,7 +680,7 @@ def test_keys_that_change_the_arithmetic_are_refused(key, value, message, tmp_pa
         file.write_bytes(bytes(write(file, keys=lambda w: w.add_uint32("general.alignmen_", 7)).read_bytes()).replace(
             b"general.alignmen_", b"general.alignment"))  # fmt: skip
     else:
-        write(file, keys=keys)
+        write(file, "qwen2" if key.startswith("qwen2") else "llama-3", keys=keys)
     with pytest.raises(ValueError, match=r"m.gguf") as error:
         load_config(file)
     assert message in str(error.value)

@@ -139,3 +139,10 @@ def test_scripts_that_are_not_run_at_least_explain_themselves():
     with ThreadPoolExecutor(2) as pool:
         for name, done in zip(names, pool.map(ask, names), strict=True):
             assert done.returncode == 0 and "--" in done.stdout, name
+
+
+def test_what_runs_is_what_is_tested():
+    """`python -m tests.runs` writes both lists anew."""
+    from tests import runs
+
+    assert runs.filled(README) == README

@@ -516,7 +516,7 @@ def test_padded_vocabularies_may_differ(margins, draft_v):
 
 
 def test_a_sliding_window_and_qk_norm():
-    target, draft = pair(windows=(None, 7, 7, None), qk_norm=True)
+    target, draft = pair(windows=(None, 7, 7, None), qk_norm="heads")
     want = rows_of(target, PROMPTS, max_new_tokens=50)
     for drafter in (ModelDraft(draft), ModelDraft(layer_subset(target, [0, 1]), on_layers=[0, 1]), NgramDraft(1)):
         assert rows_of(target, PROMPTS, max_new_tokens=50, drafter=drafter, speculate_k=4) == want

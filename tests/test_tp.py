@@ -72,7 +72,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     """What load_model would hold on one rank, without the others: a folder that is stored as it will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = checkpoint.reading(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.reading(checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder))))
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
         checkpoint.fill(model, [name], read, ranks)
@@ -94,8 +94,9 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
                 held.setdefault(source, []).append(part)
     found = {}
     for source, parts in held.items():
-        by_inputs = any(name in source for name in ("o_proj", "down_proj"))
-        whole_everywhere = "norm" in source or (by_inputs and parts[0].dim() == 1)
+        by_inputs = any(name in source for name in ("o_proj", "down_proj", ".w2."))
+        routes = any(name in source for name in (".gate.", ".router.", "shared_expert_gate."))
+        whole_everywhere = "norm" in source or routes or (by_inputs and parts[0].dim() == 1)
         if whole_everywhere:
             assert all(torch.equal(bits(part), bits(parts[0])) for part in parts), source
             found[source] = parts[0]
@@ -112,7 +113,7 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
 
 
 def same(found: dict, folder) -> None:
-    read = checkpoint.open_shards(checkpoint.shards(folder))
+    read = checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder)))
     for name, (_, reader) in read.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = reader.get_tensor(name)

@@ -4,9 +4,9 @@
     quantize_tensor     (out, in) weights -> a scheme's parts;  dequantize_tensor  the inverse
 
 Schemes: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4. int8, int4 and fp8 exist
-with float32 scales too (int4-g128-float32), which hold other programs' folders exactly; q4_1 and q8_0 hold what GGUF
-files call Q4_0, Q4_1 and Q8_0. Parts can be cut by rows or by whole groups. This file does not know Linears, kernels or
-files.
+with float32 scales too (int4-g128-float32), which hold other programs' folders exactly; so do fp8-g128, for blocks of
+fp8, and nvfp4. q4_1 and q8_0 hold what GGUF files call Q4_0, Q4_1 and Q8_0. Parts can be cut by rows or by whole
+groups. This file does not know Linears, kernels or files.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # ------------------------------------------------------------------------------------------------ bits
@@ -66,6 +67,8 @@ def divisor(scale: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------- formats
 
+SMALLEST_ROW = 1e-30  # of a row's largest weight, for NVFP4's reciprocal
+
 
 @dataclass(frozen=True)
 class Format:
@@ -73,6 +76,7 @@ class Format:
 
     bits: int
     group: int = 0
+    ragged: ClassVar[bool] = False  # may a row end inside a group?
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Part -> (shape, dtype). The first dimension of every part is the weight's rows; one part is "codes"."""
@@ -164,24 +168,45 @@ class Int4(Format):
 
 
 @dataclass(frozen=True)
-class Int8Groups(Format):
-    """Groups along the input: w = code * scale, code in [-127, 127], scale in float16. |w - w'| <= scale / 2, but for
-    what rounding the scale moves: up to 127 * 2^-11 * scale."""
+class Groups(Format):
+    """Groups along the input: w = code * scale, codes of type `kind` up to `largest`."""
+
+    stored: torch.dtype = torch.float16  # of scales
+    kind: ClassVar[torch.dtype]
+    largest: ClassVar[int]
 
     def shapes(self, rows, columns):
-        return {
-            "codes": ((rows, columns), torch.int8), "scale": ((rows, columns // self.group), torch.float16),
-        }  # fmt: skip
+        groups = math.ceil(columns / self.group)
+        return {"codes": ((rows, columns), self.kind), "scale": ((rows, groups), self.stored)}
 
     def quantize(self, w):
-        w = w.unflatten(1, (-1, self.group))  # (out, in) -> (out, in / g, g)
-        scale = (w.abs().amax(-1) / 127).half()
-        codes = (w / divisor(scale)[..., None]).round().clamp(-127, 127)
-        return {"codes": codes.flatten(1).to(torch.int8), "scale": scale}
+        scale = scale_of(self.grouped(w).abs().amax(-1) / self.largest, self.stored)
+        codes = self.grouped(w) / divisor(scale)[..., None]
+        codes = codes if self.kind.is_floating_point else codes.round()
+        codes = codes.clamp(-self.largest, self.largest).flatten(1)[:, : w.size(1)]  # (out, in)
+        return {"codes": codes.to(self.kind), "scale": scale}
 
     def dequantize(self, parts):
-        codes = parts["codes"].float().unflatten(1, (-1, self.group))  # (out, in) -> (out, in / g, g)
-        return (codes * parts["scale"].float()[..., None]).flatten(1)
+        codes = parts["codes"].float()
+        return (self.grouped(codes) * parts["scale"].float()[..., None]).flatten(1)[:, : codes.size(1)]
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """(out, in) -> (out, in / g, g), a last group that is cut off filled up with zeros."""
+        missing = -x.size(1) % self.group
+        return (F.pad(x, (0, missing)) if missing else x).unflatten(1, (-1, self.group))
+
+
+class Int8Groups(Groups):
+    """|w - w'| <= scale / 2, but for what rounding the scale moves: up to 127 * 2^-11 * scale."""
+
+    kind, largest = torch.int8, 127
+
+
+class Fp8Groups(Groups):
+    """E4M3 elements. A block of r rows and g inputs with one scale is r rows here that repeat it: that costs scales of
+    1 / g, and rows can be stacked and cut anywhere."""
+
+    kind, largest, ragged = torch.float8_e4m3fn, 448, True
 
 
 @dataclass(frozen=True)
@@ -237,6 +262,29 @@ class Mx(Format):
         return (elements * self.factor * power_of_two(scale)[..., None]).flatten(1)
 
 
+class NvFp4(Mx):
+    """NVFP4: E2M1 elements, blocks of 16 inputs, w = element * (scale / whole). The scale is E4M3; `whole`, float32, is
+    stored once a matrix there and once a row here, so that matrices can be stacked. Source: NVIDIA's Transformer Engine
+    and compressed-tensors, compressors/nvfp4 and quantization/lifecycle/forward_helpers.py (_dequantize)."""
+
+    def shapes(self, rows, columns):
+        scales = {"scale": ((rows, columns // self.group), torch.float8_e4m3fn), "whole": ((rows,), torch.float32)}
+        return {"codes": ((rows, columns // 2), torch.uint8), **scales}
+
+    def quantize(self, w):
+        w = w.unflatten(1, (-1, self.group))  # (out, in) -> (out, in / 16, 16)
+        row_max, largest_scale = w.abs().amax((1, 2)), Fp8.largest
+        whole = torch.where(row_max > SMALLEST_ROW, self.largest * largest_scale / row_max, 1.0)  # (out,)
+        scale = (w.abs().amax(-1) * whole[:, None] / self.largest).clamp(max=largest_scale).to(torch.float8_e4m3fn)
+        codes = self.encode(w / divisor(scale.float() / whole[:, None])[..., None])
+        return {"codes": pack_bits(codes.flatten(1), 4), "scale": scale, "whole": whole}
+
+    def dequantize(self, parts):
+        elements = self.elements(unpack_bits(parts["codes"], 4)) * self.factor
+        scale = parts["scale"].float() / parts["whole"][:, None]  # (out, in / 16)
+        return (elements.unflatten(1, (-1, self.group)) * scale[..., None]).flatten(1)
+
+
 FORMATS: dict[str, Format] = {
     "int8": Int8(8),
     "int4-g32": Int4(4, 32),
@@ -254,6 +302,8 @@ FORMATS |= {
     if not isinstance(format, Mx)
 }
 FORMATS |= {"q4_1": Int4(4, 32, torch.float16, center=0), "q8_0": Int8Groups(8, 32)}  # GGUF's
+FORMATS |= {"fp8-g128": Fp8Groups(8, 128, torch.bfloat16), "fp8-g128-float32": Fp8Groups(8, 128, torch.float32)}
+FORMATS |= {"nvfp4": NvFp4(4, 16, mantissa=1, bias=1, largest=6.0)}
 
 # --------------------------------------------------------------------------------------------- tensors
 
@@ -268,7 +318,7 @@ def format_of(scheme: str) -> Format:
 def check_columns(scheme: str, columns: int, what: str) -> None:
     """ValueError for rows whose inputs are not whole groups."""
     group = format_of(scheme).group
-    if group and columns % group:
+    if group and columns % group and not FORMATS[scheme].ragged:
         raise ValueError(f"{what}: {columns} inputs are no multiple of the {group} that share a scale in {scheme}")
 
 

@@ -3,6 +3,7 @@ weights in their stored form. For a library they would be unpacked to 16 bits, w
 
     row_sums        terms (out, in) and rows (M, in) -> (M, out)
     grouped_sums    the same for groups of codes that share a scale
+    paired_sums     the same where each row has a matrix of its own: a chosen expert's
     pack_words      stored codes -> 32-bit words, of which a thread unpacks whole ones
     unpack_words    words -> codes;  in_order  codes -> the order of the inputs
 
@@ -70,3 +71,20 @@ def grouped_sums(
             y = y + sum(parts) * zero[..., None]
         found.append(y.sum((1, 2)).to(x.dtype))
     return torch.stack(found) if len(found) > 1 else found[0][None]
+
+
+def paired_sums(
+    values: list[Tensor], x: Tensor, group: int, scale: Tensor | None = None, *, factor: float = 1.0,
+    zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x (n, in) -> (n, out), row i times the weights values * factor * scale + zero of its own matrix. values: P x (n,
+    out, in / P) float32 in the order of `unpack_words`; scale and zero (n, out, in / g) apply to the sum over a
+    group."""
+    P = len(values)
+    n = group // P  # words' worth of codes that share a scale
+    parts = x.float().view(x.size(0), 1, -1, P, n).unbind(3)  # P x (n, 1, in / g, n)
+    y = sum(value.unflatten(2, (-1, n)) * part for value, part in zip(values, parts))  # (n, out, in / g, n)
+    y = y if scale is None else y * (factor * scale[..., None])
+    if zero is not None:
+        y = y + sum(parts) * zero[..., None]
+    return y.sum((2, 3)).to(x.dtype)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from weights import cpu, formats, gpu
 from weights.compiling import known_few
 from weights.cpu import PackedInt8, PackedWeights, in_widths
+from weights.experts import pack_experts
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release, row_chunks
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
@@ -342,16 +343,21 @@ class PackedLinear(nn.Module):
 # ---------------------------------------------------------------------------------------------- models
 
 
-def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
-    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head"."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)]
+def matrices(model: nn.Module, routers: bool = False) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
+    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". Routers of experts,
+    which nothing quantizes, only where asked for."""
+    kinds = nn.Linear | QuantizedLinear
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    names = [name for name, module in found if routers or not getattr(module, "is_router", False)]
     return ((name, model.get_submodule(name)) for name in names)
 
 
-def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+def replace_linears(
+    model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None], routers: bool = False
+) -> nn.Module:
     """Put make(name, linear) in place of each Linear, one by one; None leaves it. A quantized head then serves a tied
     embedding too. Forward hooks stay: they are tensor parallelism's sums."""
-    for name, linear in matrices(model):
+    for name, linear in matrices(model, routers):
         made = make(name, linear)
         if made is not None:
             made._forward_hooks.update(linear._forward_hooks)
@@ -363,6 +369,15 @@ def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module
 
 def quantized_linears(model: nn.Module) -> list[QuantizedLinear]:
     return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+
+
+@torch.no_grad()
+def pack_quantized(model: nn.Module) -> None:
+    """Pack a model's quantized Linears. Experts on a GPU are stacked before, of what is stored."""
+    if any(linear.codes.device.type == "cuda" for linear in quantized_linears(model)):
+        pack_experts(model)
+    for linear in quantized_linears(model):
+        linear.pack()
 
 
 def check_unpacked(module: nn.Module, wanted: str) -> None:
@@ -380,6 +395,8 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     embedding that shares its head's plain weights keeps them, to look rows up in.
     """
     made = {}  # id of a plain Linear -> what takes its place; every Linear exists from the beginning
+    for each in (model, *others):
+        pack_experts(each)
 
     def packed(name: str, linear: nn.Module) -> PackedLinear | None:
         if isinstance(linear, QuantizedLinear):
@@ -390,7 +407,7 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
         return made.get(id(linear))
 
     for each in (model, *others):
-        replace_linears(each, packed)
+        replace_linears(each, packed, routers=True)
     return model
 
 

@@ -78,7 +78,7 @@ SETTINGS = {
 def build(root: Path) -> dict[str, Path]:
     """Name -> folder."""
     makers = {"sentencepiece": _sentencepiece, "tokenizers": _tokenizers, "tiktoken": _tiktoken}
-    folders = {name: root / name for name in [*makers, "sharded", "gptq", "awq", "packed", "int8"]}
+    folders = {name: root / name for name in [*makers, "sharded", *QUANTIZED]}
     for name, folder in folders.items():
         hf = HF | ({"quantization_config": QUANTIZED[name][0]} if name in QUANTIZED else {})
         scheme = "int8" if name == "sharded" else None
@@ -202,6 +202,42 @@ def _packed(name: str, rows: int, columns: int) -> dict:
     }  # fmt: skip
 
 
+def _blocks(name: str, rows: int, columns: int) -> dict:
+    return {
+        f"{name}.weight": ("F8_E4M3", (rows, columns)), f"{name}.weight_scale_inv": ("F32", (1, 1)),
+        f"{name}.activation_scale": ("F32", ()),
+    }  # fmt: skip
+
+
+def _nvfp4(name: str, rows: int, columns: int) -> dict:
+    return {
+        f"{name}.weight_packed": ("U8", (rows, columns // 2)), f"{name}.weight_global_scale": ("F32", (1,)),
+        f"{name}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
+    }  # fmt: skip
+
+
+def _mxfp4(name: str, rows: int, columns: int) -> dict:
+    return {
+        f"{name}.weight_packed": ("U8", (rows, columns // 2)),
+        f"{name}.weight_scale": ("U8", (rows, columns // 32)),
+    }
+
+
+def _nf4(name: str, rows: int, columns: int) -> dict:
+    n = rows * columns
+    return {
+        f"{name}.weight": ("U8", (n // 2, 1)), f"{name}.weight.absmax": ("U8", (n // 64,)),
+        f"{name}.weight.quant_map": ("F32", (16,)), f"{name}.weight.nested_absmax": ("F32", (-(-n // 64 // 256),)),
+        f"{name}.weight.nested_quant_map": ("F32", (256,)),
+        f"{name}.weight.quant_state.bitsandbytes__nf4": ("U8", (len(_state(rows, columns)),)),
+    }  # fmt: skip
+
+
+def _state(rows: int, columns: int) -> bytes:
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [rows, columns]}
+    return json.dumps({**state, "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.1}).encode()
+
+
 def _int8(name: str, rows: int, columns: int) -> dict:
     return {f"{name}.weight": ("I8", (rows, columns)), f"{name}.weight_scale": ("BF16", (rows, 1))}
 
@@ -216,8 +252,15 @@ QUANTIZED: dict[str, tuple[dict, Callable]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, _awq),
     "packed": (_compressed("pack-quantized", num_bits=4, group_size=32), _packed),
     "int8": (_compressed("int-quantized", num_bits=8, strategy="channel"), _int8),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}, _blocks),
+    "nvfp4": (
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        _nvfp4,
+    ),
+    "mxfp4": (_compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), _mxfp4),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4),
 }
-SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+SIZES = {"F8_E4M3": 1, "F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
 def _requantize(folder: Path, hf: dict, parts: Callable) -> None:
@@ -245,6 +288,14 @@ def _values(part: str, dtype: str, shape: tuple, rows: int, columns: int, rng: r
         return struct.pack(f"<{count}i", *(i // 32 for i in range(columns)))
     if part.endswith("weight_shape"):
         return struct.pack("<2q", rows, columns)
+    if part.endswith("bitsandbytes__nf4"):
+        return _state(rows, columns)
+    if dtype == "F32":
+        return struct.pack(f"<{count}f", *(rng.uniform(0.01, 0.02) for _ in range(count)))
+    if dtype == "F8_E4M3":
+        return bytes(rng.randrange(0x30, 0x38) for _ in range(count))  # 0.5 to 0.9
+    if dtype == "U8" and part.endswith("weight_scale"):
+        return bytes([120]) * count  # E8M0's 2^-7
     if part.endswith(("scales", "weight_scale")):
         return (b"\x00\x20" if dtype == "F16" else b"\x00\x3c") * count  # 2^-7
     return rng.randbytes(count * SIZES[dtype])
@@ -275,6 +326,7 @@ VALUES = [
     "[[]]", '{"a": 1}', '["int8"]', '{"content": []}', '"' + "y" * 100_000 + '"', "[" * 300 + "]" * 300,
     "[" * 990 + "]" * 990, '{"a":' * 400 + "1" + "}" * 400, "[" + "1," * 30_000 + "1]", '"../x"', '"silu"', '"linear"',
     '"llama3"', '"yarn"', '"default"', '"mistral"', '"qwen2"', '"qwen3"', '"sliding_attention"', '"int8"', '"gptq"',
+    '"fp8"', '"bitsandbytes"', '"nf4"', "[128, 128]", '"mxfp8-quantized"',
 ]  # fmt: skip
 MARK = "\u2603"  # where a raw value goes, once json has written the rest
 

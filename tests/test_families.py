@@ -1,0 +1,208 @@
+"""Families whose arithmetic is Llama's but for a field: what their folders hold beside it. Logits and greedy texts of
+all of them are compared in test_model.py and test_generate.py; here are names, nested configs, ranks and compiled code.
+"""
+
+import json
+import types
+
+import pytest
+import torch
+from conftest import BASE, FAMILIES, config_json, oracle
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import quantize as quantize_program
+from checkpoint import load_config, load_model, save_model
+from generate import Engine, generate
+from model import Config, scaled
+from sampling import Sampling
+from speculative import layer_subset
+from tp import Ranks, check
+
+NEW = [
+    "smollm3", "phi-4", "phi-3", "phi-4-mini", "granite", "olmo2", "olmo3", "seed-oss", "ernie-4.5", "hunyuan",
+    "exaone-4", "exaone-4-small", "ministral-3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_save_is_the_inverse_of_load(family, folder_of, tmp_path):
+    """Tensor for tensor, by the family's own names, which transformers reads back to the same logits."""
+    from transformers import AutoModelForCausalLM
+
+    save_model(load_model(folder_of(family), dtype=torch.float32), tmp_path / "m", config_json(folder_of(family)))
+    want, got = (load_file(path / "model.safetensors") for path in (folder_of(family), tmp_path / "m"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.allclose(again(tokens).logits, oracle(family)(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["phi-4", "granite", "olmo3"])
+def test_calibration_sees_what_decoding_computes(family, folder_of, tmp_path):
+    """GPTQ runs layer by layer: with another embedding's scale, rotation or order of norms its inputs would be others,
+    and its error in the last layer's sums larger than rounding's."""
+    folder = folder_of(family)
+    model, tokens = load_model(folder, dtype=torch.float32, pack=False), torch.arange(5, 45)[None]
+    pos, states = torch.arange(40)[None], [scaled(model.embed(tokens), model.config.embed_scale)]
+    for number in range(len(model.layers)):
+        states = quantize_program.run_block(model, number, states)
+    assert torch.equal(model.norm(states[0]), model.hidden(tokens, pos))
+
+
+def test_calibration_begins_with_scaled_embeddings(folder_of, tmp_path, monkeypatch):
+    model = load_model(folder_of("granite"), dtype=torch.float32, pack=False)
+    (tmp_path / "text").write_text("x" * 60)
+    stub = types.SimpleNamespace(encode=lambda text, bos=None: [ord(char) % 131 for char in text])
+    monkeypatch.setattr(quantize_program, "load_tokenizer", lambda folder: stub)
+    args = types.SimpleNamespace(checkpoint="", calibration=tmp_path / "text", context=30, samples=2, device="cpu")
+    states = quantize_program.calibration_states(args, model)
+    assert torch.equal(states[0], model.embed(torch.full((2, 30), ord("x"))) * 3.0)
+
+
+def test_some_of_the_layers_rotate_as_they_did(folder_of):
+    """A draft of layers 1 and 3, which do not rotate: block by block, on their own."""
+    model, tokens, pos = load_model(folder_of("smollm3"), dtype=torch.float32), torch.arange(9)[None], torch.arange(9)
+    x, keys = model.embed(tokens), model.keys(pos[None], None, torch.float32)[None]
+    for number in (1, 3):
+        x = model.layers[number](x, pos[None], None, keys, None)
+    assert torch.equal(layer_subset(model, [1, 3]).hidden(tokens, pos), model.norm(x))
+
+
+def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
+    """Phi-3 stores q, k and v as one: a rank holds its heads of each, quantized on the way or not."""
+    folder, config = folder_of("phi-4"), load_config(folder_of("phi-4"))
+    stored = load_file(folder / "model.safetensors")
+    read = checkpoint.reading(checkpoint.open_shards(checkpoint.shards(folder)))
+    E, H, G = config.head_dim, config.n_heads, config.n_kv_heads
+    for scheme in (None, "int8"):
+        whole = load_model(folder, dtype=torch.float32, quantize=scheme, pack=False)
+        for rank in range(2):
+            ranks = Ranks(rank, 2)
+            model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, None, ranks), "cpu")
+            for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+                ours = {"self_attn.qkv_proj": "attention.qkv", "mlp.gate_up_proj": "ffn.gate_up"}[name]
+                sizes = (H * E, G * E, G * E) if "qkv" in name else (config.ffn_dim, config.ffn_dim)
+                want = stored[f"model.layers.1.{name}.weight"]
+                if scheme:
+                    want = whole.layers[1].get_submodule(ours).dequantized(torch.float32)
+                want = torch.cat([part.chunk(2)[rank] for part in want.split(sizes)])
+                linear = model.layers[1].get_submodule(ours)
+                if scheme:
+                    checkpoint.quantize_into(linear, f"layers.1.{ours}", config, read, ranks, None)
+                else:
+                    checkpoint.fill(model, [f"layers.1.{ours}.weight"], read, ranks)
+                assert torch.equal(linear.dequantized(torch.float32) if scheme else linear.weight, want), (name, scheme)
+
+
+@pytest.mark.parametrize("scheme, name", [("int8", "weight_scale"), ("int4-g32", "codes")])
+def test_a_quantized_folder_keeps_the_familys_names(scheme, name, folder_of, tmp_path):
+    quantize_program.main(
+        ["--checkpoint", str(folder_of("phi-4")), "--scheme", scheme, "--output", str(tmp_path / "q")]
+    )
+    names = json.loads((tmp_path / "q" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert f"model.layers.2.self_attn.qkv_proj.{name}" in names
+    got = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
+    want = load_model(folder_of("phi-4"), dtype=torch.float32, quantize=scheme, pack=False)
+    assert all(torch.equal(*pair) for pair in zip(got.parameters(), want.parameters(), strict=True))
+
+
+def test_norms_over_all_heads_are_not_divided(folder_of):
+    with pytest.raises(ValueError, match="normed over all heads at once, which 2 ranks would divide"):
+        check(load_config(folder_of("olmo2")), 2)
+
+
+# ------------------------------------------------------------------------------- text models among others
+
+
+def edited(folder, to, names, hf) -> None:
+    """A copy with tensors and config.json changed."""
+    to.mkdir()
+    save_file(names(load_file(folder / "model.safetensors")), to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps(hf(config_json(folder))))
+
+
+@pytest.mark.parametrize("text", ["mistral-v0.2", "ministral-3"])
+@pytest.mark.parametrize("lead", ["language_model.model.", "model.language_model."])
+def test_mistral_3_is_its_text_model(text, lead, folder_of, tmp_path, capsys):
+    """As the hub has it, and as transformers 5 saves it; vision tensors are left out by name, and saved again it is a
+    plain text model, which transformers reads."""
+    from transformers import AutoModelForCausalLM
+
+    def names(tensors):
+        head = "language_model.lm_head." if lead.startswith("lang") else "lm_head."
+        tower = "vision_tower." if lead.startswith("lang") else "model.vision_tower."
+        found = {n.replace("model.", lead, 1).replace("lm_head.", head): t for n, t in tensors.items()}
+        return found | {f"{tower}patch_conv.weight": torch.ones(2, 2)}
+
+    def outer(hf):
+        return {"model_type": "mistral3", "text_config": hf, "vision_config": {"model_type": "pixtral"},
+                "tie_word_embeddings": False, "dtype": "float32"}  # fmt: skip
+
+    edited(folder_of(text), tmp_path / "m", names, outer)
+    model = load_model(tmp_path / "m", dtype=torch.float32)
+    assert "1 tensors are not the text model's" in capsys.readouterr().err
+    want = load_model(folder_of(text), dtype=torch.float32)
+    assert model.config == want.config
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), want.parameters(), strict=True))
+    save_model(model, tmp_path / "again", config_json(tmp_path / "m"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.allclose(again(tokens).logits, oracle(text)(tokens).logits, atol=1e-5)
+
+
+def test_mistral_3_with_a_tensor_of_no_known_part(folder_of, tmp_path):
+    edited(
+        folder_of("mistral-v0.2"), tmp_path / "m", lambda t: t | {"audio_tower.x": torch.ones(1)},
+        lambda hf: {"model_type": "mistral3", "text_config": hf},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"unexpected: audio_tower\.x"):
+        load_model(tmp_path / "m")
+
+
+def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_path, capsys):
+    extra = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
+    edited(
+        folder_of("r1-distill-qwen"), tmp_path / "m", lambda tensors: tensors | extra,
+        lambda hf: {**hf, "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True},
+    )  # fmt: skip
+    model, tokens = load_model(tmp_path / "m", dtype=torch.float32), torch.arange(5, 45)[None]
+    assert "model.mtp_layers.0.input_proj.weight" in capsys.readouterr().err
+    with torch.no_grad():
+        assert (model(tokens, torch.arange(40)) - oracle("r1-distill-qwen")(tokens).logits).abs().max() <= 1e-4
+
+
+def test_exaones_older_pattern_is_read():
+    hf = {**BASE, **FAMILIES["exaone-4"], "sliding_window_pattern": "LLLG", "layer_types": None}
+    config = Config.from_hf(hf)
+    assert config.windows == (9, 9, 9, None, 9) and config.turns == (0, 0, 0, None, 0)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+def test_phi_3s_older_names_of_longrope(kind):
+    hf = {**BASE, **FAMILIES["phi-4-mini"]}
+    found = dict(hf["rope_parameters"])
+    found.pop("rope_type")
+    theta = found.pop("rope_theta")
+    found.pop("partial_rotary_factor")
+    found.pop("original_max_position_embeddings")
+    old = {**hf, "rope_parameters": None, "rope_scaling": {**found, "type": kind}, "rope_theta": theta}
+    assert Config.from_hf(old) == Config.from_hf(hf)
+
+
+# ------------------------------------------------------------------------------------------ compiled code
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("family", ["smollm3", "phi-4-mini", "olmo3", "ministral-3", "ernie-4.5", "hunyuan"])
+def test_compiled_steps_of_unlike_layers(family, folder_of):
+    """A block is compiled once for all layers alike: those that do not rotate, or rotate otherwise, are others."""
+    model = load_model(folder_of(family), dtype=torch.float32)
+    prompt, texts = [[40, 3, 99, 12, 7, 61, 20]], []
+    for compiled in (False, True):
+        engine = Engine(model, 1, 64, compile=compiled)
+        options = {"sampling": Sampling(0), "max_new_tokens": 40, "engine": engine}
+        texts.append([id for _, id in generate(model, prompt, **options)])
+    assert texts[0] == texts[1]
