@@ -3,6 +3,7 @@
     Job         one request, whose answers' events reach its connection in order
     Row         one answer to decode: a prompt with settings of its own, then its tokens
     Decoder     which rows run together, on which engine; what the caches hold; who has left
+    engines_of  one engine of one row and, where there may be more, one of so many
 
 Rows that wait when a batch starts are decoded together if their samplings are of one kind (greedy, plain or filtered),
 up to the last engine's rows. A batch is fixed once it has started: who comes later waits until it has ended. Each row
@@ -12,20 +13,24 @@ prompts is not computed again. This file knows no HTTP, and no flag.
 
 import asyncio
 import contextlib
+import copy
 import itertools
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import torch
 
 from generate import Engine, generate
 from program.chat import common_prefix
 from program.edge import print_error
+from program.loading import warm_up
 from program.printing import Printer, Session
 from program.report import PLAIN_TOKEN, origin, rate, speculative
-from scripts.openai_form import Ask, Event, Refusal, Token
+from sampling import FILTERED, GREEDY, PLAIN
+from scripts.openai_form import MOST_LIKELIEST, Ask, Event, Refusal, Token
 from timing import Timing
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
@@ -37,11 +42,20 @@ class Job:
     """One request: events from the decoding thread to its connection's loop. `left`: nobody waits for it any more."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self.events, self.begun, self.left = loop, asyncio.Queue(), time.perf_counter(), False
+        self.loop, self.told, self.begun, self.left = loop, asyncio.Queue(), time.perf_counter(), False
 
     def tell(self, event: Event | Refusal) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: the server ends
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.told.put_nowait, event)
+
+    async def events(self, rows: int) -> AsyncIterator[Event]:
+        """What is told until so many rows have ended. Raises the Refusal that is told."""
+        while rows:
+            event = await self.told.get()
+            if isinstance(event, Refusal):
+                raise event
+            rows -= event.ending is not None
+            yield event
 
 
 class Row:
@@ -193,3 +207,23 @@ def echoed(engine: Engine, session: Session, row: Row) -> list[Token]:
                 pairs = [(id, log_p[n, id].item()), *zip(top.indices[n].tolist(), top.values[n].tolist())]
                 likeliest[begin + 1 + n] = [(id, max(x, LOWEST)) for id, x in pairs]
     return [Token(id, stream.feed(id), likeliest=found) for id, found in zip(row.ids, likeliest)]
+
+
+def engines_of(session: Session, rows: int) -> Sequence[Engine]:
+    """The session's engine of one row, and one of `rows` where they are more: a row alone need not pay for others."""
+    first, engines = session.engine, [session.engine]
+    if rows > 1:
+        drafter = None
+        if first.drafts:  # the same model with tensors of its own
+            drafter = copy.copy(first.drafter)
+            drafter._buffers, drafter._modules = dict(drafter._buffers), dict(drafter._modules)
+        engines.append(Engine(
+            first.model, rows, first.max_seq_length, compile=first.compile, drafter=drafter,
+            speculate_k=first.speculate_k, compile_prompts=first.cached.compile_prompts, one_width=first.one_width,
+            logprobs=MOST_LIKELIEST,
+        ))  # fmt: skip
+        warm_up(engines[1], session.sampling, first.max_seq_length // 2)
+    for engine in engines if first.compile else ():
+        for kind in {GREEDY, PLAIN, FILTERED} - {session.sampling.kind}:
+            print(f"compiled the {kind} step in {engine.warm_up(kind):.1f} s", file=sys.stderr)
+    return engines

@@ -1,7 +1,6 @@
 """An OpenAI-compatible server, and a page that shows drafting as it happens: `python -m scripts.serve`.
 
     Front           /v1/models, /v1/completions, /v1/chat/completions and the page, on FastAPI and uvicorn
-    engines_of      one engine of one row and, where there may be more, one of --batch_size rows
     run, main       flags, loading, a thread for the connections, signals
 
 The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that compiled it; connections
@@ -11,10 +10,10 @@ names no path and no file. It listens on loopback, to requests under loopback's 
 
 import argparse
 import asyncio
-import copy
 import hmac
 import itertools
 import json
+import math
 import signal
 import socket
 import sys
@@ -26,19 +25,16 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from generate import Engine
 from limits import check_lengths
 from program.edge import ending_plainly, fail, use_threads
 from program.flags import Parser, check_options, positive
 from program.flags import parse_args as generate_flags
-from program.loading import pick_device, warm_up
+from program.loading import pick_device
 from program.main import open_session
-from program.printing import Session
 from program.prompts import conversation_ids, new_tokens
 from program.report import greedy_text
 from program.threads import Threads
-from sampling import FILTERED, GREEDY, PLAIN
-from scripts.batches import Decoder, Job, Row
+from scripts.batches import Decoder, Job, Row, engines_of
 from scripts.openai_form import MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
 from tp import ALONE, launched
 
@@ -50,9 +46,9 @@ try:
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")
 
-PAGE = Path(__file__).with_suffix(".html")
 MOST_BYTES = 2**22  # of a request's body
 MOST_CONNECTIONS = 512
+CHAT = "/v1/chat/completions"
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -71,7 +67,7 @@ class Front:
     def __init__(self, args: argparse.Namespace, decoder: Decoder, hosts: set[str] | None):
         self.args, self.decoder, self.session, self.hosts = args, decoder, decoder.session, hosts
         self.name, self.created = Path(args.random_weights or args.checkpoint).resolve().name, int(time.time())
-        self.pieces, self.page = self.session.tokenizer.pieces(), PAGE.read_text(encoding="utf-8")
+        self.pieces, self.page = self.session.tokenizer.pieces(), Path(__file__).with_suffix(".html").read_text("utf-8")
         self.seeds = itertools.count(args.seed)  # of requests without
         self.reader = ThreadPoolExecutor(1)  # encodes one prompt after the other: templates share a process
 
@@ -80,8 +76,8 @@ class Front:
         paths = {"/": self.shown, "/v1/models": self.models, "/v1/models/{name:path}": self.model}
         for path, get in paths.items():
             app.add_api_route(path, get, response_model=None)
-        for path, post in {"/v1/completions": self.complete, "/v1/chat/completions": self.chat}.items():
-            app.add_api_route(path, post, methods=["POST"], response_model=None)
+        for path in ("/v1/completions", CHAT):
+            app.add_api_route(path, self.answer, methods=["POST"], response_model=None)
 
         async def refused(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
@@ -124,15 +120,9 @@ class Front:
         }  # fmt: skip
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "quickdraft", "about": found}
 
-    async def complete(self, request: Request) -> Response:
-        return await self.answer(request, chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        return await self.answer(request, chat=True)
-
-    async def answer(self, request: Request, chat: bool) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Read, check, encode; hand the rows to the decoder; send what comes back."""
-        args, job = self.args, Job(asyncio.get_running_loop())
+        args, job, chat = self.args, Job(asyncio.get_running_loop()), request.url.path == CHAT
         try:
             async with asyncio.timeout(args.answer_s):
                 ask = ask_of(await body_of(request), chat, self.name, self.session.sampling, args.max_new_tokens)
@@ -152,8 +142,8 @@ class Front:
             lines = streamed(job, answer, len(rows), prompted)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         found = [Event(n, []) for n in range(len(rows))]
-        async for event in events(job, len(rows)):
-            found[event.index] = Event(event.index, found[event.index].tokens + event.tokens, event.ending)
+        async for n, tokens, ending in job.events(len(rows)):
+            found[n] = Event(n, found[n].tokens + tokens, ending)
         choices = [answer.choice(event, whole=True) for event in found]
         return said({**answer.head, "choices": choices, "usage": answer.usage(prompted, found)})
 
@@ -200,23 +190,13 @@ async def body_of(request: Request) -> object:
         raise Refusal(f"the body is no JSON: {error}") from None
 
 
-async def events(job: Job, rows: int) -> AsyncIterator[Event]:
-    """What the decoder tells until so many rows have ended. Raises the Refusal that it tells."""
-    while rows:
-        event = await job.events.get()
-        if isinstance(event, Refusal):
-            raise event
-        rows -= event.ending is not None
-        yield event
-
-
 async def streamed(job: Job, answer: Answer, rows: int, prompted: int) -> AsyncIterator[str]:
     """The answer as server-sent events. An error ends it."""
     ask, found = answer.ask, []
     for index in range(rows if ask.chat else 0):
         yield line(answer.opening(index))
     try:
-        async for event in events(job, rows):
+        async for event in job.events(rows):
             if event.tokens:
                 yield line(answer.chunk(answer.choice(event._replace(ending=None))))
             if event.ending:
@@ -232,29 +212,6 @@ async def streamed(job: Job, answer: Answer, rows: int, prompted: int) -> AsyncI
 
 def line(body: dict) -> str:
     return f"data: {json.dumps(body)}\n\n"
-
-
-# ------------------------------------------------------------------------------------------------ program
-
-
-def engines_of(session: Session, rows: int) -> Sequence[Engine]:
-    """The session's engine of one row, and one of `rows` where they are more: a row alone need not pay for others."""
-    first, engines = session.engine, [session.engine]
-    if rows > 1:
-        drafter = None
-        if first.drafts:  # the same model with tensors of its own
-            drafter = copy.copy(first.drafter)
-            drafter._buffers, drafter._modules = dict(drafter._buffers), dict(drafter._modules)
-        engines.append(Engine(
-            first.model, rows, first.max_seq_length, compile=first.compile, drafter=drafter,
-            speculate_k=first.speculate_k,
-            compile_prompts=first.cached.compile_prompts, one_width=first.one_width, logprobs=MOST_LIKELIEST,
-        ))  # fmt: skip
-        warm_up(engines[1], session.sampling, first.max_seq_length // 2)
-    for engine in engines if first.compile else ():
-        for kind in {GREEDY, PLAIN, FILTERED} - {session.sampling.kind}:
-            print(f"compiled the {kind} step in {engine.warm_up(kind):.1f} s", file=sys.stderr)
-    return engines
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -278,8 +235,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket that does not listen yet."""
-    if not 0 <= port < 2**16:
-        raise ValueError(f"--port {port} must lie between 0 and 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, socket.SOCK_STREAM)
@@ -293,10 +248,13 @@ def bound(host: str, port: int) -> socket.socket:
 def run(args: argparse.Namespace) -> bool:
     """Serve until a signal. SIGTERM: nobody new is let in, what was asked is answered; SIGINT: now. Was it SIGTERM?"""
     check_options(args)
-    if launched():
-        raise ValueError("scripts.serve is one process: start it without torchrun")
-    if not args.answer_s > 0:
-        raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
+    for wrong, message in (
+        (launched(), "scripts.serve is one process: start it without torchrun"),
+        (not 0 < args.answer_s < 1e6, f"--answer_s {args.answer_s} must be a positive number of seconds"),
+        (not 0 <= args.port < 2**16, f"--port {args.port} must lie between 0 and 65535"),
+    ):
+        if wrong:
+            raise ValueError(message)
     listener = bound(args.host, args.port)
     device, threads = pick_device(args.device), use_threads(args.threads)
     opened = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MOST_LIKELIEST})
@@ -310,6 +268,7 @@ def run(args: argparse.Namespace) -> bool:
     front = Front(args, decoder, {"localhost", "127.0.0.1", "::1", args.host} if local else None)
     server = uvicorn.Server(uvicorn.Config(
         front.app(), log_level="warning", lifespan="off", limit_concurrency=MOST_CONNECTIONS, server_header=False,
+        timeout_graceful_shutdown=math.ceil(args.answer_s),
     ))  # fmt: skip
 
     def end(number: int, frame: object) -> None:
@@ -317,27 +276,24 @@ def run(args: argparse.Namespace) -> bool:
         if number == signal.SIGINT:
             server.force_exit = decoder.stopped = True
 
-    usual = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
     connections = threading.Thread(target=server.run, args=([listener],), daemon=True)
     connections.start()
-    while not server.started and connections.is_alive():
+    while connections.is_alive() and not server.started:
         time.sleep(0.01)
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
     while connections.is_alive():
         if batch := decoder.take(seconds=0.2):
             decoder.run(batch)
-    for number, handler in usual.items():
-        signal.signal(number, handler)
     return not decoder.stopped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
     with ending_plainly():
-        drained = run(args)
-    if not drained:
-        sys.exit(130)
+        drained = run(parse_args(argv))
+    sys.exit(0 if drained else 130)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,8 @@ def test_stop_strings_end_before_themselves(server, told):
         choice = server.ask(PROMPTS[0], stop=stop).choices[0]
         assert choice.text == text[: text.index(stop if isinstance(stop, str) else stop[0])]
         assert choice.finish_reason == "stop"
+    held = server.ask(PROMPTS[0], stop=text[-3:] + "zzz").choices[0]  # what could have become one is not lost
+    assert (held.text, held.finish_reason) == (text, "length")
 
 
 def test_rows_of_a_batch_are_each_their_seed_alone(server):
@@ -158,6 +160,17 @@ def test_sixteen_clients_at_once_get_each_their_own(server, told):
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(lambda prompt: server.ask(prompt, max_tokens=12).choices[0].text, PROMPTS))
     assert texts == [told(prompt, 12)[0] for prompt in PROMPTS]
+
+
+def test_different_samplings_at_once_stay_apart(server):
+    settings = [{"temperature": 0}, {"temperature": 1.5}, {"temperature": 0.6}, {"temperature": 1, "top_p": 0.5}] * 2
+
+    def ask(number: int) -> str:
+        return server.ask(PROMPTS[number], seed=number, max_tokens=12, **settings[number]).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert together == [ask(number) for number in range(8)]
 
 
 def log_probs(model, ids: list[int]) -> torch.Tensor:
