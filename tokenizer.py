@@ -186,13 +186,17 @@ class Tokenizer:
         return ids
 
 
+class ContentError(ValueError):
+    """A part of a message that is no text."""
+
+
 def joined(content: object) -> object:
-    """A message's content as templates take it. ValueError for a part that is no text."""
+    """A message's content as templates take it. ContentError for a part that is no text."""
     if not isinstance(content, list):
         return content
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'content holds {part!r:.99}; {{"type": "text", "text": …}} can be read')
+            raise ContentError(f'content holds {part!r:.99}; {{"type": "text", "text": …}} can be read')
     return "".join(part["text"] for part in content)
 
 

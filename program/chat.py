@@ -5,7 +5,7 @@ import itertools
 import sys
 
 from program.printing import Printer, Session
-from program.prompts import conversation_ids
+from program.prompts import conversation_ids, template_names
 from program.report import RowStatistics, rate
 
 
@@ -26,7 +26,8 @@ def chat(session: Session, args: argparse.Namespace) -> None:
         if text == "/reset":
             messages = list(opening)
             continue
-        prompt = ranks.tell(conversation_ids(tokenizer, [*messages, {"role": "user", "content": text}]))
+        turns = [*messages, {"role": "user", "content": text}]
+        prompt = ranks.tell(conversation_ids(tokenizer, turns, **template_names(args)))
         known = common_prefix(prompt[:-1], cached)
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
@@ -47,7 +48,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
             if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
                 raise
             print("[interrupted]", file=sys.stderr)
-        answer = "".join(printer.pieces[0])
+        answer = args.prefill + "".join(printer.pieces[0])
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         cached = (prompt + printer.ids[0])[:-1] if printer.ids[0] else []  # the last id has not been fed
 

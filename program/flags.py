@@ -4,15 +4,16 @@ This file knows no device, file or model. Other programs take `Parser` and `posi
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from generate import DEFAULT_K
+from processors import RepetitionPenalty
 from program.edge import fail
-from program.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED
-from sampling import Sampling
+from program.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
 from tokenizer import StopStrings
 from weights.formats import SCHEMES, format_of
 
@@ -29,6 +30,27 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
+
+
+def an_object(text: str) -> dict:
+    return checked_json(text, dict, "an object")
+
+
+def a_list(text: str) -> list:
+    """JSON, or the name of a file with it."""
+    if not text.lstrip().startswith("["):
+        text = Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
+    return checked_json(text, list, "a list, or a file that holds one")
+
+
+def checked_json(text: str, kind: type, what: str) -> object:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        raise argparse.ArgumentTypeError(f"{text!r:.99} is not {what} in JSON")
+    return found
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,6 +75,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
     add("--system", metavar="TEXT", help="system message for --interactive")
+    add("--chat_template_kwargs", type=an_object, default={}, metavar="JSON", help="names for the template, such as"
+        ' \'{"enable_thinking": false}\'')  # fmt: skip
+    add("--tools", type=a_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
+    add("--prefill", default="", metavar="TEXT", help="how each answer begins")
     add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of one prompt")
     add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
 
@@ -61,6 +87,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top_k", type=int, metavar="N", help="keep the N most likely tokens")
     add("--top_p", type=float, metavar="P", help="keep the most likely tokens that together reach this mass")
     add("--min_p", type=float, metavar="P", help="keep tokens at least this likely relative to the most likely one")
+    add(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="of tokens that stood before; default: 1, none",
+    )
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
 
     add = parser.add_argument_group("when it ends").add_argument
@@ -95,6 +128,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("what is reported").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
+    add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
+        " before temperature, penalty and filters")  # fmt: skip
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.num_samples
@@ -106,9 +141,16 @@ def check_options(args: argparse.Namespace) -> None:
     drafts = args.draft or args.draft_checkpoint
     sampling_of(args)
     StopStrings(args.stop)
+    processor_of(args)
+    check_names(args.chat_template_kwargs)
+    chats = args.interactive or args.prompt_file
     for wrong, message in (
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
         (args.system and not args.interactive, "--system needs --interactive"),
+        ((args.chat_template_kwargs or args.tools is not None or args.prefill) and not chats,
+         "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive or a --prompt_file of them"),
+        (args.logprobs is not None and (args.logprobs < 0 or not args.json),
+         f"--logprobs {args.logprobs} must be a number from 0 on, and needs --json"),
         (sys.stdin is None and (args.interactive or args.prompt_file == "-"),
          "stdin is closed, which --interactive and --prompt_file - read: give --prompt or a file"),
         (args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1),
@@ -132,8 +174,8 @@ def check_options(args: argparse.Namespace) -> None:
     speculate_k(args)
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+def processor_of(args: argparse.Namespace) -> RepetitionPenalty | None:
+    return None if args.repetition_penalty == 1 else RepetitionPenalty(args.repetition_penalty)
 
 
 def speculate_k(args: argparse.Namespace) -> int | str:

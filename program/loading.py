@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -188,12 +189,12 @@ def shared_tokens(tokenizer: Tokenizer, other: Tokenizer, model: Transformer, fo
     return ids
 
 
-def warm_up(engine: Engine, sampling: Sampling, filled: int) -> None:
+def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Iterable[str] = ()) -> None:
     """Compile, where asked for; with a drafter, measure what steps cost when so many positions are filled."""
     if engine.compile:
-        seconds = engine.warm_up(sampling.kind)
-        rows = engine.state.pos.size(0)
-        print(f"compiled the {sampling.kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+        for kind in kinds or [sampling.kind]:
+            seconds, rows = engine.warm_up(kind), engine.state.pos.size(0)
+            print(f"compiled the {kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
     if engine.drafter is not None:
         with interrupts_held() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)

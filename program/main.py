@@ -6,6 +6,7 @@
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from generate import Engine
 from limits import check_lengths
 from program.chat import chat
 from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
-from program.flags import check_options, parse_args, sampling_of, speculate_k
+from program.flags import check_options, parse_args, processor_of, speculate_k
 from program.loading import compiles, load, pick_device, unused_settings, warm_up
 from program.printing import Printer, Session
-from program.prompts import Request, encoded, requests
+from program.prompts import Request, encoded, requests, sampling_of
 from program.report import report
 from program.threads import Threads
 from reading.files import write_whole
@@ -51,12 +52,15 @@ def main(args: argparse.Namespace | None = None) -> None:
             if args.interactive:
                 chat(session, args)
             timings = []
-            for begin in range(0, len(rows), args.batch_size):
-                batch = rows[begin : begin + args.batch_size]
+            for batch in batches(rows, args.batch_size):
                 texts, prompts = [row.text for row in batch], [row.ids for row in batch]
-                printer = Printer(session.tokenizer, texts, session.stop_ids, args.stop, args.json, session.coloured)
+                stops = [row.stop for row in batch]
+                printer = Printer(
+                    session.tokenizer, texts, session.stop_ids, args.stop, args.json, session.coloured, stops
+                )  # fmt: skip
                 budgets, seeds = [row.max_new_tokens for row in batch], [row.seed for row in batch]
-                timings.append(session.decode(printer, prompts, budgets, seeds))
+                samplings = [row.sampling for row in batch]
+                timings.append(session.decode(printer, prompts, budgets, seeds, sampling=samplings))
                 if args.json:
                     for row, found in zip(batch, printer.rows(prompts, timings[-1], session.engine), strict=True):
                         print(json.dumps(row.labels() | found), flush=True)
@@ -71,10 +75,17 @@ run = main.__wrapped__
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """What all ranks must have been told alike. Folders and files may lie elsewhere on another machine."""
-    files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "profile")
+    files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "profile", "tools")
     given = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **given}
+
+
+def batches(rows: list[Request], size: int) -> Iterator[list[Request]]:
+    """Neighbours whose samplings are of one kind, which steps are made for, up to `size` together."""
+    for _, group in itertools.groupby(rows, lambda row: row.sampling.kind):
+        alike = list(group)
+        yield from (alike[begin : begin + size] for begin in range(0, len(alike), size))
 
 
 def skip(broken: list[str], left: list) -> None:
@@ -107,10 +118,13 @@ def open_session(
         model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, logprobs=getattr(args, "logprobs", None),
+        one_width=args.one_width, process=processor_of(args), logprobs=args.logprobs,
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
-    warm_up(engine, sampling, filled=length // 2)
+    if (args.logprobs or 0) > model.config.vocab_size:
+        raise ValueError(f"--logprobs {args.logprobs} is more than the {model.config.vocab_size} tokens that there are")
+    kinds = dict.fromkeys(row.sampling.kind for row in rows)
+    warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
     coloured = args.show_drafts and not args.json and sys.stdout.isatty()
     return Session(engine, tokenizer, sampling, stop_ids, coloured), rows, refused
 

@@ -1,5 +1,6 @@
 """Token ids as they are decided -> text on stdout, or JSON lines. This file knows no flag, file or prompt format."""
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +17,14 @@ COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and acc
 
 class Printer:
     """Prints a batch. A single row streams; several rows are printed whole at the end, each under its prompt. With
-    `as_json` nothing is printed. `coloured`: text shows the origin of its tokens."""
+    `as_json` nothing is printed. `own_stops` are the rows' own. `coloured`: text shows the origin of its tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, texts: list[str], stop_ids: frozenset[int], stops: Sequence[str] = (),
-        as_json: bool = False, coloured: bool = False,
+        as_json: bool = False, coloured: bool = False, own_stops: Sequence[Sequence[str]] | None = None,
     ):  # fmt: skip
         self.texts, self.stop_ids, self.as_json, self.coloured = texts, stop_ids, as_json, coloured
-        self.stops = [StopStrings(stops) for _ in texts]
+        self.stops = [StopStrings(own) for own in own_stops or [stops] * len(texts)]
         self.ended: set[int] = set()  # rows whose text has met a stop string
         self.ids: list[list[int]] = [[] for _ in texts]
         self.pieces: list[list[str]] = [[] for _ in texts]
@@ -75,10 +76,22 @@ class Printer:
                 "prompt_tokens": prompt, "tokens": ids, "text": "".join(pieces),
                 "finish_reason": self.finish_reason(row),
                 "decode_tok_s": rate(len(ids) - 1, timing.row_s[row]), **common,
-                "speculative": speculative(engine, [timing], row),
+                "speculative": speculative(engine, [timing], row), **logprobs(timing, row),
             }
             for row, (prompt, ids, pieces) in enumerate(zip(prompts, self.ids, self.pieces, strict=True))
         ]  # fmt: skip
+
+
+def logprobs(timing: Timing, row: int) -> dict:
+    """The "logprobs" of the JSON contract, where they were asked for; null stands for minus infinity."""
+    if not timing.likeliest or not timing.likeliest[row]:
+        return {}
+    return {
+        "logprobs": [
+            [{"id": int(id), "logprob": log_p if log_p > -math.inf else None} for id, log_p in token]
+            for token in timing.likeliest[row]
+        ]
+    }
 
 
 @dataclass
@@ -92,14 +105,14 @@ class Session:
     coloured: bool = False
     threads: Threads | None = None  # to be chosen while decoding
 
-    def decode(self, printer: Printer, prompts, budgets: list[int], seed, cached: int = 0) -> Timing:
-        """One batch, printed as it is decided; seed is one number or one a row. Ctrl-C ends it between two tokens; what
-        was printed stays."""
+    def decode(self, printer: Printer, prompts, budgets: list[int], seed, cached: int = 0, sampling=None) -> Timing:
+        """One batch, printed as it is decided; seed and sampling are one or one a row. Ctrl-C ends it between two
+        tokens; what was printed stays."""
         timing, seen = Timing(), 0
         try:
             with interrupts_held() as interrupts:
                 for row, id in generate(
-                    self.engine.model, prompts, sampling=self.sampling, stop_ids=self.stop_ids, seed=seed,
+                    self.engine.model, prompts, sampling=sampling or self.sampling, stop_ids=self.stop_ids, seed=seed,
                     max_new_tokens=budgets, engine=self.engine, timing=timing, cached=cached, ended=printer.ended,
                 ):  # fmt: skip
                     printer.feed(row, id, origin(timing.tokens[row][-1]) if timing.tokens else PLAIN_TOKEN)

@@ -11,10 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizer import Tokenizer
+from sampling import Sampling
+from tokenizer import ContentError, Tokenizer, joined
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # Sampling's fields, which a line may have of its own
+NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
+KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SAMPLED, *NAMES}
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
 WANTED = (
     'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"};'
     ' "max_new_tokens" and "seed" are whole numbers'
@@ -25,16 +30,21 @@ class Request(NamedTuple):
     """A text, or a conversation whose last message is `text`. Results carry the `id`."""
 
     text: str
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict] | None = None
     id: object = None
     place: str | None = None  # the line of a file that it stands in
     max_new_tokens: int | None = None  # None: as the flags say
     seed: int | None = None
     sample: int = 0
     ids: list[int] | None = None  # of the prompt, once it is encoded
+    sampling: Sampling | None = None  # None, and so below: as the flags say
+    stop: list[str] | None = None
+    names: dict | None = None  # tools, prefill and template's names
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        return tokenizer.encode(self.text) if self.messages is None else conversation_ids(tokenizer, self.messages)
+    def encode(self, tokenizer: Tokenizer, names: dict | None = None) -> list[int]:
+        if self.messages is None:
+            return tokenizer.encode(self.text)
+        return conversation_ids(tokenizer, self.messages, **(self.names or names or {}))
 
     def labels(self) -> dict:
         """What tells results apart."""
@@ -67,36 +77,89 @@ def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
 
 
 def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
-    """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}, with or without "id", "max_new_tokens" and "seed".
-    ValueError for anything else, and for what holds for all lines and differs here."""
+    """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}, with or without "id", "max_new_tokens" and "seed",
+    settings of its own in place of the flags', and for the template "chat_template_kwargs", "tools" and "prefill".
+    ValueError for anything else."""
     try:
         found = json.loads(line)
         messages, id, new, seed = (found.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
-        text = found["prompt"] if messages is None else messages[-1]["content"]
-        parts = [text, *(message[key] for message in messages or () for key in ("role", "content"))]
+        contents = [joined(message["content"]) for message in messages or ()]
+        text = found["prompt"] if messages is None else contents[-1]
+        parts = [text, *contents, *(message["role"] for message in messages or ())]
         numbers = all(n is None or (type(n) is int and 0 <= n < LARGEST_SEED) for n in (new, seed))
         both = "prompt" in found and "messages" in found
         valid = numbers and not both and all(isinstance(part, str) for part in parts) and (text or messages)
+    except ContentError:
+        raise
     except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
         valid = False
     if not valid:
         raise ValueError(WANTED)
-    for key in ("temperature", "stop"):
-        if found.get(key) not in (None, getattr(args, key, None)):
-            raise ValueError(f'"{key}" cannot be a line\'s own: give --{key}, for all lines')
-    return Request(text, messages, id, place if id is None else f"{place}, id {id!s:.99}", new, seed)
+    if unknown := sorted(found.keys() - KEYS):
+        raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
+    own = {key: found[key] for key in SAMPLED if found.get(key) is not None}
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in own.values()):
+        raise ValueError(f"{own}: settings of sampling are numbers")
+    sampling = (
+        Sampling(**{key: own.get(key, getattr(args, key, getattr(Sampling(), key))) for key in SAMPLED})
+        if own
+        else None
+    )
+    stop = [found["stop"]] if isinstance(found.get("stop"), str) else found.get("stop")
+    if stop is not None and not (isinstance(stop, list) and all(isinstance(each, str) and each for each in stop)):
+        raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
+    return Request(
+        text, messages, id, place if id is None else f"{place}, id {id!s:.99}", new, seed, sampling=sampling,
+        stop=stop, names=own_names(found, args) if found.keys() & set(NAMES) else None,
+    )  # fmt: skip
 
 
-def conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """In the folder's chat format; without one, the messages' texts, a line each."""
+def own_names(found: dict, args: argparse.Namespace) -> dict:
+    """What a line asks of the template, in place of the flags'."""
+    if "messages" not in found:
+        raise ValueError(f"{', '.join(key for key in NAMES if key in found)}: only conversations have a template")
+    kinds = {"chat_template_kwargs": dict, "tools": list, "prefill": str}
+    said = {dict: "objects", list: "lists", str: "strings"}
+    for key, kind in kinds.items():
+        if found.get(key) is not None and not isinstance(found[key], kind):
+            raise ValueError(f'"{key}": {found[key]!r:.99} must be of JSON\'s {said[kind]}')
+    given = {key: found[key] if found.get(key) is not None else getattr(args, key, None) for key in NAMES}
+    check_names(given["chat_template_kwargs"] or {})
+    return template_names(argparse.Namespace(**given))
+
+
+def template_names(args: argparse.Namespace) -> dict:
+    """tools, prefill and the template's own names, as Tokenizer.chat takes them."""
+    return {"tools": args.tools, "prefill": args.prefill or "", **(args.chat_template_kwargs or {})}
+
+
+def check_names(names: dict) -> None:
+    """ValueError for a name that is not the user's to give."""
+    if wrong := [name for name in RESERVED if name in names]:
+        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
+
+
+def conversation_ids(
+    tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
+) -> list[int]:
+    """In the folder's chat format; without one, the messages' texts and the prefill, a line each. ValueError where
+    there is no template that tools or names could be for."""
     if tokenizer.template is not None:
-        return tokenizer.chat(messages)
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+        return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
+    if tools is not None or names:
+        raise ValueError(f"this folder has no chat template for {', '.join(names) or 'tools'}")
+    return tokenizer.encode(
+        "\n".join([*(joined(message["content"]) for message in messages), *[prefill] * bool(prefill)])
+    )
 
 
 def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
     """--max_new_tokens as it stands (whether it fits is checked later), or as many as fit up to DEFAULT_NEW_TOKENS."""
     return asked if asked is not None else max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
 
 
 def encoded(
@@ -109,8 +172,9 @@ def encoded(
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
         try:
-            ids = request.encode(tokenizer)
-            whole = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit))
+            ids = request.encode(tokenizer, template_names(args))
+            own = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
+            whole = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **own)
             check([ids], [whole.max_new_tokens])
             rows += [whole._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]
         except ValueError as error:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import copy
 import itertools
-import sys
 import threading
 import time
 import traceback
@@ -220,10 +219,8 @@ def engines_of(session: Session, rows: int) -> Sequence[Engine]:
         engines.append(Engine(
             first.model, rows, first.max_seq_length, compile=first.compile, drafter=drafter,
             speculate_k=first.speculate_k, compile_prompts=first.cached.compile_prompts, one_width=first.one_width,
-            logprobs=MOST_LIKELIEST,
+            process=first.state.process, logprobs=MOST_LIKELIEST,
         ))  # fmt: skip
-        warm_up(engines[1], session.sampling, first.max_seq_length // 2)
-    for engine in engines if first.compile else ():
-        for kind in {GREEDY, PLAIN, FILTERED} - {session.sampling.kind}:
-            print(f"compiled the {kind} step in {engine.warm_up(kind):.1f} s", file=sys.stderr)
+    for engine in engines if rows > 1 or first.compile else ():
+        warm_up(engine, session.sampling, first.max_seq_length // 2, (GREEDY, PLAIN, FILTERED))
     return engines

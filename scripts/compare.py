@@ -32,11 +32,11 @@ from limits import check_lengths
 from model import Transformer
 from program.chat import common_prefix
 from program.edge import cpu_share, ending_plainly
-from program.flags import Parser, check_options, positive, sampling_of, speculate_k
+from program.flags import Parser, check_options, positive, speculate_k
 from program.flags import parse_args as generate_args
 from program.loading import check_same_tokens, compiles, load_drafter, load_target, pick_device, warm_up
 from program.printing import Printer, Session
-from program.prompts import Request, new_tokens, requests
+from program.prompts import Request, new_tokens, requests, sampling_of
 from program.report import rate
 from speculative import Drafter, ModelDraft
 from tokenizer import Tokenizer
@@ -279,6 +279,8 @@ def run(args: argparse.Namespace) -> dict:
     """Load, decode, compare: the object that --json prints."""
     flags_a, flags_b = side_args("a", args.a), side_args("b", args.b)
     asked, broken = requests(args)
+    if own := next((request for request in asked if request.sampling or request.stop), None):
+        raise ValueError(f"{own.place}: settings of its own; here both sides' flags say how to sample and stop")
     if broken:
         raise ValueError(broken[0])
     a, b = load_sides(flags_a, flags_b, asked)

@@ -5,8 +5,9 @@
     Token, Event    what one step decided for one answer
     Answer          one request's objects: chunks of a stream, or the whole
 
-Keys of this project's own: `top_k` and `min_p`; `draft` false decodes plainly; `tokens` true lists in every choice what
-each token was: its text, origin, round, p, q and the second at which it came. This file knows no HTTP, queue or model.
+Keys of this project's own: `top_k`, `min_p` and `chat_template_kwargs`; `draft` false decodes plainly; `tokens` true
+lists in every choice what each token was: its text, origin, round, p, q and the second at which it came. This file
+knows no HTTP, queue or model.
 """
 
 import json
@@ -15,8 +16,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from program.prompts import LARGEST_SEED
+from program.prompts import LARGEST_SEED, check_names
 from sampling import Sampling
+from tokenizer import joined
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in program/report.py's order
 MOST_STOPS, MOST_LIKELIEST = 16, 20
@@ -56,6 +58,7 @@ class Ask(NamedTuple):
     usage: bool  # in a stream
     tokens: bool
     draft: bool
+    names: dict  # of the chat template's own, such as enable_thinking
 
 
 class Fields:
@@ -118,6 +121,7 @@ def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | Non
         prompts, chat, n, next((x for x in longest if x is not None), new),
         [stops] if isinstance(stops, str) else stops, fields.whole("seed", None, 0, LARGEST_SEED - 1), sampling,
         likeliest, echo, stream, wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
+        names_of(fields) if chat else {},
     )  # fmt: skip
     if fields.left:
         key = min(fields.left)
@@ -146,6 +150,15 @@ def prompts_of(fields: Fields) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
 
 
+def names_of(fields: Fields) -> dict:
+    names = fields.take("chat_template_kwargs", {}, "an object", lambda x: isinstance(x, dict))
+    try:
+        check_names(names)
+    except ValueError as error:
+        raise Refusal(str(error), "chat_template_kwargs") from None
+    return names
+
+
 def messages_of(fields: Fields) -> list[dict]:
     """{"role", "content"} objects whose content is a text, or a list of {"type": "text", "text"} parts."""
     messages = fields.take("messages", [], "a list of messages", lambda x: isinstance(x, list))
@@ -154,8 +167,10 @@ def messages_of(fields: Fields) -> list[dict]:
     found = []
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
-            content = "".join(x["text"] if isinstance(x.get("text"), str) else "" for x in content)
+        try:
+            content = joined(content)
+        except ValueError as error:
+            raise Refusal(f"messages[{i}]: {error}", f"messages[{i}]") from None
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise Refusal(f'messages[{i}] must have a "role" and a "content" that is a text', f"messages[{i}]")
         if other := [key for key in message if key not in ("role", "content", "name", "refusal") and message[key]]:

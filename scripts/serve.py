@@ -53,7 +53,8 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-ELSEWHERE = ("prompt", "prompt_file", "interactive", "system", "num_samples", "json", "profile", "show_drafts")
+ELSEWHERE = ("prompt", "prompt_file", "interactive", "system", "num_samples", "json", "profile", "show_drafts",
+             "logprobs", "tools", "prefill", "chat_template_kwargs")  # fmt: skip
 
 
 def said(body: dict, status: int = 200) -> Response:
@@ -163,7 +164,7 @@ class Front:
         try:
             for prompt in ask.prompts:
                 if not isinstance(ids := prompt, list) or ask.chat:
-                    ids = conversation_ids(tokenizer, prompt) if ask.chat else tokenizer.encode(prompt)
+                    ids = conversation_ids(tokenizer, prompt, **ask.names) if ask.chat else tokenizer.encode(prompt)
                 room = max(1, engine.max_seq_length - len(ids))
                 new = room if ask.chat and ask.new is None else new_tokens(ask.new, ids, engine.max_seq_length)
                 check_lengths(engine.model, [ids], [max(1, new)], engine.max_seq_length, engine.drafter)

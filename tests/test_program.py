@@ -179,7 +179,7 @@ def test_a_line_that_does_not_fit_is_named_and_the_rest_decoded(chat_folder, cap
 def test_samples_of_a_prompt_are_one_batch(text_folder, capsys, monkeypatch, tmp_path):
     """Each as it would be alone with its seed, which the JSON names; --batch_size takes fewer at a time."""
     sizes, decode = [], Session.decode
-    monkeypatch.setattr(Session, "decode", lambda *given: sizes.append(len(given[2])) or decode(*given))
+    monkeypatch.setattr(Session, "decode", lambda *given, **own: sizes.append(len(given[2])) or decode(*given, **own))
     file = tmp_path / "two.txt"
     file.write_text("the cat\na dog\n")
     common = ("--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 9, "--dtype", "float32")
@@ -279,15 +279,6 @@ def test_a_line_that_is_no_request_is_named(wrong, tmp_path):
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(wrong))
     asked, problems = requests(parse_args(["--prompt_file", str(file)]))
     assert [request.text for request in asked] == ["a"] and len(problems) == 1 and "line 2" in problems[0]
-
-
-@pytest.mark.parametrize("key, value, flag", [("temperature", 0.2, "0.7"), ("stop", ["."], "!")])
-def test_what_holds_for_all_lines_is_no_lines_own(key, value, flag, tmp_path):
-    """Temperature and stop strings: refused by name where they differ from the flag's, not ignored."""
-    file, usual = tmp_path / "objects.jsonl", float(flag) if key == "temperature" else [flag]
-    file.write_text("\n".join(json.dumps({"prompt": "a", key: given}) for given in (usual, value)))
-    asked, problems = requests(parse_args(["--prompt_file", str(file), f"--{key}", flag]))
-    assert len(asked) == len(problems) == 1 and f'line 2: "{key}"' in problems[0] and f"--{key}" in problems[0]
 
 
 def test_stdin_batches_and_plain_text(text_folder):
@@ -503,7 +494,7 @@ def remember_ids(monkeypatch) -> None:
     random model's does not."""
     history, decode = [], Session.decode
 
-    def conversation_ids(tokenizer, messages):
+    def conversation_ids(tokenizer, messages, **names):
         return [*(history if len(messages) > 1 else ()), *tokenizer.encode(messages[-1]["content"])]
 
     def remember(session, printer, prompts, *others):

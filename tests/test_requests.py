@@ -1,0 +1,316 @@
+"""What a request may ask for beside its text: settings of a line's own, names for the template, log-probabilities and
+a penalty. Oracles are the same request alone, transformers' renderer and generator, and a pass over the whole text."""
+
+import json
+
+import pytest
+import torch
+from conftest import oracle
+
+from checkpoint import load_model
+from generate import Engine, generate
+from processors import RepetitionPenalty, log_likeliest
+from program.flags import check_options, parse_args
+from program.main import run as run_args
+from program.prompts import requests
+from reading.templates import ChatTemplate
+from sampling import Sampling
+from speculative import ModelDraft, NgramDraft, layer_subset
+from tokenizer import load_tokenizer
+
+
+def run(capsys, *arguments) -> list[dict]:
+    run_args(parse_args([*map(str, arguments), "--json", "--device", "cpu"]))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def jsonl(file, *lines: dict):
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+# ------------------------------------------------------------------------------------------- lines' settings
+
+ASKED = [  # a line's own keys, and the flags that mean the same
+    ({"temperature": 0.5}, ["--temperature", 0.5]),
+    ({"temperature": 1.5, "seed": 9}, ["--temperature", 1.5, "--seed", 9]),
+    ({"top_k": 3}, ["--top_k", 3]),
+    ({"top_p": 0.5, "temperature": 2.0}, ["--top_p", 0.5, "--temperature", 2.0]),
+    ({"min_p": 0.2, "max_new_tokens": 5}, ["--min_p", 0.2, "--max_new_tokens", 5]),
+    ({"temperature": 0}, ["--temperature", 0]),
+    ({}, []),
+]
+
+
+@pytest.mark.parametrize("draft", [[], ["--draft", "ngram:1"]], ids=["plain", "drafted"])
+def test_a_line_gets_what_its_settings_get_alone(draft, text_folder, capsys, tmp_path):
+    """In one batch where kinds agree, and in the file's order where they do not."""
+    common = ["--checkpoint", text_folder, "--dtype", "float32", "--seed", 4, "--ignore_eos", *draft]
+    file = jsonl(tmp_path / "f.jsonl", *({"id": i, "prompt": "the cat", **own} for i, (own, _) in enumerate(ASKED)))
+    rows = run(capsys, *common, "--max_new_tokens", 12, "--prompt_file", file, "--batch_size", 4)
+    assert [row["id"] for row in rows] == [*range(len(ASKED))]
+    for row, (_, flags) in zip(rows, ASKED, strict=True):
+        (alone,) = run(capsys, *common, "--max_new_tokens", 12, "--prompt", "the cat", *flags)
+        assert row["tokens"] == alone["tokens"], flags
+    assert len({tuple(row["tokens"]) for row in rows}) > 5, "the settings make no difference"
+
+
+def test_stop_strings_of_a_lines_own(text_folder, capsys, tmp_path):
+    common = ["--checkpoint", text_folder, "--dtype", "float32", "--temperature", 0, "--ignore_eos"]
+    (whole,) = run(capsys, *common, "--prompt", "the cat", "--max_new_tokens", 30)
+    text = whole["text"]
+    first, second = text[4], text[9:12]
+    lines = [{"prompt": "the cat", "stop": first}, {"prompt": "the cat", "stop": [second]}, {"prompt": "the cat"}]
+    file = jsonl(tmp_path / "f.jsonl", *lines)
+    rows = run(capsys, *common, "--max_new_tokens", 30, "--prompt_file", file, "--batch_size", 3, "--stop", "\0")
+    assert [row["text"] for row in rows] == [text.split(first)[0], text.split(second)[0], text]
+    assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
+
+
+USER, WANTED = [{"role": "user", "content": "a"}], "expected a JSON object"
+BAD = [
+    ({"topp": 0.5}, "'topp': no such key; there are chat_template_kwargs, id"),
+    ({"temperature": "0.5"}, "settings of sampling are numbers"),
+    ({"temperature": True}, "settings of sampling are numbers"),
+    ({"temperature": -1}, "temperature = -1"),
+    ({"top_p": 2}, "top_p = 2"),
+    ({"stop": ""}, '"stop"'),
+    ({"stop": [1]}, '"stop"'),
+    ({"prefill": "x"}, "prefill: only conversations have a template"),
+    ({"messages": USER, "prompt": None}, WANTED),
+    ({"messages": USER, "prefill": 3}, '"prefill": 3 must be of JSON\'s strings'),
+    ({"messages": USER, "tools": {}}, '"tools": {} must be of JSON\'s lists'),
+    ({"messages": USER, "chat_template_kwargs": []}, "must be of JSON's objects"),
+    ({"messages": USER, "chat_template_kwargs": {"messages": []}},
+     "chat_template_kwargs: messages cannot be given there"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "content holds {'type': 'image'"),
+    ({"messages": [{"role": "user", "content": 3}]}, WANTED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own, named", BAD, ids=[str(own)[:60] for own, _ in BAD])
+def test_a_line_that_cannot_be_meant_is_named(own, named, tmp_path):
+    line = own if "messages" in own else {"prompt": "a", **own}
+    asked, broken = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"prompt": "b"}, line))]))
+    assert [request.text for request in asked] == ["b"]
+    assert len(broken) == 1 and "line 2: " in broken[0] and named in broken[0], broken
+
+
+FLAGS = [
+    (["--logprobs", "2"], "--logprobs 2 must be a number from 0 on, and needs --json"),
+    (["--logprobs", "-1", "--json"], "--logprobs -1"),
+    (["--prefill", "x"], "need a conversation"),
+    (["--repetition_penalty", "0"], "repetition_penalty = 0.0"),
+    (["--interactive", "--chat_template_kwargs", '{"tools": []}'], "tools cannot be given there"),
+]
+
+
+@pytest.mark.parametrize("flags, named", FLAGS, ids=[named for _, named in FLAGS])
+def test_flags_that_cannot_be_meant(flags, named):
+    with pytest.raises(ValueError, match=named.replace("(", r"\(")):
+        check_options(parse_args(flags))
+
+
+@pytest.mark.parametrize("flags", [["--chat_template_kwargs", "[]"], ["--tools", "{}"], ["--tools", "no/such/file"]])
+def test_flags_that_are_no_json(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert "in JSON" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- templates
+
+SOURCE = (
+    "{{ bos_token }}{% if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}{% for m in messages %}"
+    "[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": {"in": "Oslo"}}]},
+    {"role": "tool", "content": "rain", "tool_call_id": "1"},
+]
+GIVEN = [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": TOOLS}, {"tools": TOOLS, "other": 3}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_templates_are_given_what_transformers_gives_them(given):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (want,), _ = render_jinja_template(
+        [TALK], chat_template=SOURCE, add_generation_prompt=True, bos_token="<s>", eos_token="</s>", **given
+    )
+    got = ChatTemplate(SOURCE, {"bos_token": "<s>", "eos_token": "</s>"}).render(TALK, True, **given)
+    assert got == want
+
+
+@pytest.fixture(scope="module")
+def chat_folder(text_folder, tmp_path_factory):
+    import shutil
+
+    folder = shutil.copytree(text_folder, tmp_path_factory.mktemp("chat") / "m")
+    (folder / "chat_template.jinja").write_text(SOURCE)
+    settings = {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_special_tokens_in_a_users_json_stay_text(chat_folder):
+    """Nothing that a request brings may end a turn; neither may a prefill, nor a part of a list."""
+    tokenizer = load_tokenizer(chat_folder)
+    end = tokenizer.specials["</s>"]
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a</s>"}, {"type": "text", "text": "b"}]}]
+    plain = tokenizer.chat([{"role": "user", "content": "x"}], tools=TOOLS)
+    spelled = json.loads(json.dumps(TOOLS).replace("weather", "</s>"))
+    ids = tokenizer.chat(talk, tools=spelled, prefill="</s>", other="</s>")
+    assert ids.count(end) == plain.count(end) == 1
+    assert tokenizer.decode(ids).endswith("[assistant]</s>") and "[user]a</s>b" in tokenizer.decode(ids)
+
+
+def test_requests_reach_the_template(chat_folder, capsys, tmp_path):
+    """Flags for every line, and a line's own in their place."""
+    talk, tokenizer = [{"role": "user", "content": "hi"}], load_tokenizer(chat_folder)
+    lines = [
+        {"messages": talk}, {"messages": talk, "chat_template_kwargs": {"enable_thinking": True}},
+        {"messages": talk, "tools": TOOLS, "prefill": "No"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "prefill": ""},
+    ]  # fmt: skip
+    flags = ["--chat_template_kwargs", '{"enable_thinking": false}', "--prefill", "Yes", "--max_new_tokens", 2]
+    file = jsonl(tmp_path / "f.jsonl", *lines)
+    rows = run(capsys, "--checkpoint", chat_folder, "--prompt_file", file, *flags)
+    want = [
+        tokenizer.chat(talk, prefill="Yes", enable_thinking=False),
+        tokenizer.chat(talk, prefill="Yes", enable_thinking=True),
+        tokenizer.chat(talk, prefill="No", tools=TOOLS, enable_thinking=False),
+        tokenizer.chat(talk, enable_thinking=False),
+    ]
+    assert [row["prompt_tokens"] for row in rows] == want
+    assert "<think></think>Yes" in tokenizer.decode(want[0]) and "<think>" not in tokenizer.decode(want[1])
+
+
+def test_names_without_a_template_are_refused(text_folder, tmp_path, capsys):
+    file = jsonl(tmp_path / "f.jsonl", {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
+    with pytest.raises(SystemExit):
+        run(capsys, "--checkpoint", text_folder, "--prompt_file", file)
+    assert "this folder has no chat template for tools" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- log-probabilities
+
+PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20]]
+DRAFTS = {
+    "none": lambda model: None, "ngram": lambda model: NgramDraft(1),
+    "layers": lambda model: ModelDraft(layer_subset(model, [0, 1]), on_layers=[0, 1]),
+}  # fmt: skip
+
+
+def decoded(model, sampling, **options):
+    """Tokens of each row, and what was noted beside them."""
+    from timing import Timing
+
+    engine, timing = Engine(model, 2, 80, speculate_k=3, **options), Timing()
+    rows = [[], []]
+    for row, id in generate(
+        model, PROMPTS, sampling=sampling, max_new_tokens=[40, 25], seed=[3, 4], engine=engine, timing=timing
+    ):
+        rows[row].append(id)
+    return rows, timing.likeliest
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.7, top_k=20, min_p=0.01)], ids=["greedy", "filtered"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_log_probabilities_are_those_of_one_pass_over_the_text(draft, sampling, folder_of):
+    """Before temperature, penalty and filters, at every token of every row: the first, drafted ones and the rest."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"drafter": DRAFTS[draft](model), "process": RepetitionPenalty(1.3)}
+    rows, noted = decoded(model, sampling, logprobs=4, **options)
+    for prompt, row, found in zip(PROMPTS, rows, noted, strict=True):
+        text = torch.tensor([prompt + row])
+        log_p = model(text, torch.arange(text.size(1)))[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        assert len(found) == len(row)
+        for token, (chosen, *likeliest), want in zip(row, found, log_p, strict=True):
+            assert chosen[0] == token and abs(chosen[1] - want[token]) < 1e-4
+            top = want.topk(4)
+            assert [id for id, _ in likeliest] == top.indices.tolist()
+            assert all(abs(value - exact) < 1e-4 for (_, value), exact in zip(likeliest, top.values))
+
+
+def test_nothing_is_noted_where_nobody_asks(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    rows, noted = decoded(model, Sampling(0))
+    assert noted == [[], []] and Engine(model, 1, 8).state.likeliest is None
+    assert decoded(model, Sampling(0), logprobs=0)[0] == rows
+
+
+def test_ids_are_exact_and_impossible_tokens_have_no_number(text_folder, capsys):
+    logits = torch.full((1, 1, 2**17), -torch.inf)
+    logits[..., 2**17 - 1] = 0
+    found = log_likeliest(logits, torch.tensor([[2**17 - 1]]), 2)
+    assert found[0, 0, :2].tolist() == [[2**17 - 1, 0.0]] * 2
+    flags = ("--checkpoint", text_folder, "--prompt", "the cat", "--max_new_tokens", 3)
+    (row,) = run(capsys, *flags, "--logprobs", 2)
+    assert [token[0]["id"] for token in row["logprobs"]] == row["tokens"]
+    assert all(len(token) == 3 for token in row["logprobs"])
+    (row,) = run(capsys, *flags)
+    assert "logprobs" not in row
+    with pytest.raises(ValueError, match="--logprobs 9999 is more than the 384 tokens"):
+        run(capsys, *flags, "--logprobs", 9999)
+
+
+# ------------------------------------------------------------------------------------------------- penalty
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_penalised_text_is_transformers(draft, folder_of):
+    """64 greedy tokens: what stands before counts position by position, drafted or not."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    prompt = torch.tensor([PROMPTS[1]])
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        want = oracle("llama-3").generate(prompt, repetition_penalty=1.5, **options)[0, 7:].tolist()
+        other = oracle("llama-3").generate(prompt, **options)[0, 7:].tolist()
+    engine = Engine(model, 1, 80, drafter=DRAFTS[draft](model), speculate_k=4, process=RepetitionPenalty(1.5))
+    got = [id for _, id in generate(
+        model, [PROMPTS[1]], sampling=Sampling(0), max_new_tokens=64, engine=engine)]  # fmt: skip
+    assert got == want != other
+
+
+def test_each_position_of_a_round_has_its_own_penalty():
+    """By definition, token by token; what stands behind a position, scratch of an earlier round, does not count."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 12, (2, 9), generator=generator)
+    logits, pos = torch.randn(2, 3, 12, generator=generator), torch.tensor([[2, 3, 4], [5, 6, 7]])
+    want = logits.clone()
+    for row in range(2):
+        for i in range(3):
+            for id in {*tokens[row, : pos[row, i] + 1].tolist()}:
+                x = want[row, i, id]
+                want[row, i, id] = x / 1.4 if x > 0 else x * 1.4
+    assert torch.equal(RepetitionPenalty(1.4)(logits, tokens, pos), want)
+
+
+def test_any_function_may_process_logits(folder_of):
+    """A ban of the token two places before: with drafts the same text as without, and never that token."""
+
+    def ban(logits, tokens, pos):
+        return logits.scatter(2, tokens.gather(1, (pos - 1).clamp(min=0))[..., None], -torch.inf)
+
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    texts = [decoded(model, Sampling(0), process=ban, drafter=DRAFTS[draft](model))[0] for draft in DRAFTS]
+    assert texts[0] == texts[1] == texts[2] != decoded(model, Sampling(0))[0]
+    for prompt, row in zip(PROMPTS, texts[0], strict=True):
+        text = prompt + row
+        assert all(text[i] != text[i - 2] for i in range(len(prompt), len(text)))
+
+
+@pytest.mark.compiled
+def test_compiled_steps_penalise_and_note_alike(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"logprobs": 2, "process": RepetitionPenalty(1.3)}
+    for draft in ("none", "layers"):
+        found = [decoded(model, Sampling(0), compile=c, drafter=DRAFTS[draft](model), **options) for c in (False, True)]
+        assert found[0][0] == found[1][0]
+        notes = [torch.tensor(noted[0]) for _, noted in found]
+        assert torch.equal(notes[0][..., 0], notes[1][..., 0]) and torch.allclose(*notes, atol=1e-4)
