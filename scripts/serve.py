@@ -193,7 +193,7 @@ async def body_of(request: Request) -> object:
 
 async def streamed(job: Job, answer: Answer, rows: int, prompted: int) -> AsyncIterator[str]:
     """The answer as server-sent events. An error ends it."""
-    ask, found = answer.ask, []
+    ask, found, line = answer.ask, [], lambda body: f"data: {json.dumps(body)}\n\n"
     for index in range(rows if ask.chat else 0):
         yield line(answer.opening(index))
     try:
@@ -209,10 +209,6 @@ async def streamed(job: Job, answer: Answer, rows: int, prompted: int) -> AsyncI
     if ask.usage:
         yield line(answer.chunk(usage=answer.usage(prompted, found)))
     yield "data: [DONE]\n\n"
-
-
-def line(body: dict) -> str:
-    return f"data: {json.dumps(body)}\n\n"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -261,7 +261,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, case):
 
 
 def test_bodies_and_paths_that_mean_nothing(server):
-    path, fine = "/v1/completions", b'{"prompt": "a", "max_tokens": 1}'
+    path, chat, fine = "/v1/completions", "/v1/chat/completions", b'{"prompt": "a", "max_tokens": 1}'
     for status, found in (
         (400, server.raw(path, b"{")),
         (400, server.raw(path, b"[" * 100_000)),
@@ -269,9 +269,10 @@ def test_bodies_and_paths_that_mean_nothing(server):
         (400, server.raw(path, rb'{"prompt": "a", "\ud800": 1}')),
         (
             400,
-            server.raw("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'),
+            server.raw(chat, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'),
         ),
-        (400, server.raw("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}')),
+        (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}')),
+        (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}')),
         (413, server.raw(path, b" " * (serve.MOST_BYTES + 1))),
         (415, server.raw(path, fine, Content_Type="text/plain")),
         (403, server.raw(path, fine, Host="rebound.example")),
