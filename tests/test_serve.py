@@ -77,6 +77,20 @@ def server(tmp_path_factory):
     assert "Traceback" not in running.log.read_text()
 
 
+@pytest.fixture
+def serving(tmp_path):
+    """Starts servers of a test's own, of which none outlives it."""
+    made = []
+
+    def start(*flags: str) -> Running:
+        made.append(Running(tmp_path, *flags))
+        return made[-1]
+
+    yield start
+    for running in made:
+        running.end(signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(DEMO)
@@ -293,9 +307,9 @@ def test_the_page_fetches_nothing_from_elsewhere(server):
     assert "http://" not in page and "https://" not in page and " src=" not in page and "@import" not in page
 
 
-def test_key_queue_and_time_are_bounded(tmp_path, tokenizer):
+def test_key_queue_and_time_are_bounded(serving):
     limits = ("--api_key", "k", "--queue", "2", "--answer_s", "0.3", "--stop", "zebra")
-    running = Running(tmp_path, *limits)
+    running = serving(*limits)
     with pytest.raises(openai.AuthenticationError):
         running.ask("a")
     running.client = running.client.with_options(api_key="k")
@@ -315,8 +329,8 @@ def test_key_queue_and_time_are_bounded(tmp_path, tokenizer):
     assert "Traceback" not in running.log.read_text()
 
 
-def test_sigterm_answers_what_was_asked_and_lets_nobody_in(tmp_path, told):
-    running = Running(tmp_path)
+def test_sigterm_answers_what_was_asked_and_lets_nobody_in(serving, told):
+    running = serving()
     text = told("Once there was a", 90)[0]
     stream = iter(running.ask("Once there was a", max_tokens=90, stream=True))
     begun = next(stream).choices[0].text
@@ -351,7 +365,7 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
 
 
 @pytest.mark.long
-def test_the_evaluation_harness_gets_eval_lms_figures(tmp_path):
+def test_the_evaluation_harness_gets_eval_lms_figures(serving):
     """Through the server's echoed log-probabilities, in float32: other shapes, the same figures."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -360,7 +374,7 @@ def test_the_evaluation_harness_gets_eval_lms_figures(tmp_path):
 
     flags = ["--checkpoint", str(DEMO), "--tasks", "stories", "--include_path", "benchmarks/tasks", "--limit", "4"]
     manager = TaskManager(include_path=str(ROOT / "benchmarks" / "tasks"))
-    running = Running(tmp_path, "--dtype", "float32")
+    running = serving("--dtype", "float32")
     about = {"model": "demo", "base_url": f"{running.url}/v1/completions", "tokenizer": str(DEMO)}
     asked = {"tasks": ["stories"], "limit": 4, "task_manager": manager}
     served = simple_evaluate("local-completions", model_args=about, **asked)["results"]["stories"]
