@@ -308,7 +308,7 @@ def test_the_page_fetches_nothing_from_elsewhere(server):
 
 
 def test_key_queue_and_time_are_bounded(serving):
-    limits = ("--api_key", "k", "--queue", "2", "--answer_s", "0.3", "--stop", "zebra")
+    limits = ("--api_key", "k", "--queue", "2", "--answer_s", "0.6", "--stop", "zebra")
     running = serving(*limits)
     with pytest.raises(openai.AuthenticationError):
         running.ask("a")
