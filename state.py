@@ -35,6 +35,7 @@ class State(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.process, self.n_likeliest, self.noting = process, logprobs, logprobs is not None
+        self.likeliest = self.weighed = None
         self.kind, self.broadcast = GREEDY, ranks.broadcast
         self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
 
