@@ -29,6 +29,12 @@ class Linear(nn.Linear):
         return F.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) in float32, with the same bits wherever in a tensor x stands: those of torch.sigmoid differ
+    between the lanes of a vector and the rest, and so between passes over one row and over several."""
+    return 1 / (1 + (-x.float()).exp())
+
+
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix; gpt-oss clamps both and adds 1 to up."""
 
@@ -47,7 +53,7 @@ class FeedForward(nn.Module):
         if self.limit is None:
             return F.silu(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        return (gate * sigmoid(self.alpha * gate)).to(gate.dtype) * (up + 1)
 
 
 # --------------------------------------------------------------------------------------------- experts
@@ -93,17 +99,19 @@ class Mixture(nn.ModuleList):
 
 
 class Experts(nn.Module):
-    """The feed-forward of a sparse layer. Qwen2-MoE adds an expert that every token takes, times a gate of its own."""
+    """The feed-forward of a sparse layer. Qwen2-MoE adds an expert that every token takes, times a gate of its own: the
+    router's last row."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.n_experts, self.n_chosen = config.n_experts, config.n_chosen
-        self.router = Router(config.dim, config.n_experts, bias=config.router_bias)
+        self.router = Router(config.dim, config.n_experts + bool(config.shared_dim), bias=config.router_bias)
         self.experts = Mixture(config)
         self.shared = FeedForward(config, config.shared_dim, False) if config.shared_dim else None
-        self.shared_gate = Router(config.dim, 1, bias=False) if config.shared_dim else None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # (B, T, D) -> (N, D)
-        y = self.experts(flat, self.router(flat)).view(x.shape)
-        return y if self.shared is None else y + self.shared_gate(x).sigmoid() * self.shared(x)
+        logits, gate = self.router(flat).tensor_split((self.n_experts,), dim=1)  # (N, experts), (N, 1 or 0)
+        y = self.experts(flat, logits)
+        y = y if self.shared is None else y + (sigmoid(gate) * self.shared(flat)).to(y.dtype)
+        return y.view(x.shape)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
-from feedforward import Experts, FeedForward, Linear
+from feedforward import Experts, FeedForward, Linear, sigmoid
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 
 KERNEL_WITH_SUMS = "cpu"  # the device whose kernel says what its softmax divided by
@@ -87,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
         return y[:, :, : H // G * T].reshape(B, H, T, E)
     y, total = attend_with_sums(q, k, v, bias)
     y, total = (x[:, :, : H // G * T].reshape(B, H, T, -1) for x in (y, total))
-    return (y * torch.sigmoid(total - sinks.float()[:, None, None])).to(q.dtype)  # e^total / (e^total + e^sink)
+    return (y * sigmoid(total - sinks.float()[:, None, None])).to(q.dtype)  # e^total / (e^total + e^sink)
 
 
 def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

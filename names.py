@@ -27,7 +27,6 @@ INNER = {
     "ffn.router": ["mlp.gate"],
     "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
     "ffn.shared.down": ["mlp.shared_expert.down_proj"],
-    "ffn.shared_gate": ["mlp.shared_expert_gate"],
 }
 AFTER = {"attention_norm": ["post_attention_layernorm"], "ffn_norm": ["post_feedforward_layernorm"]}
 FAMILIES = {  # what differs from INNER
@@ -42,7 +41,11 @@ FAMILIES = {  # what differs from INNER
 }
 EXPERT = {"gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"], "down": ["mlp.experts.{}.down_proj"]}
 # Families with names of their own. gpt-oss stores all experts in one tensor, which reading/merged.py takes apart.
-ROUTERS = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}
+ROUTERS = {
+    "mixtral": ["block_sparse_moe.gate"],
+    "gpt_oss": ["mlp.router"],
+    "qwen2_moe": ["mlp.gate", "mlp.shared_expert_gate"],
+}
 EXPERTS = {
     "mixtral": {
         "gate_up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
@@ -61,15 +64,18 @@ def sources(family: str, name: str) -> list[str]:
         _, _, number, module = module.split(".")
         found = [source.format(number) for source in EXPERTS.get(family, EXPERT)[module]]
     else:
-        found = {**INNER, **FAMILIES.get(family, {})}[module]
-        found = [ROUTERS[family]] if module == "ffn.router" and family in ROUTERS else found
+        inner = {**INNER, **FAMILIES.get(family, {})}[module]
+        found = ROUTERS.get(family, inner) if module == "ffn.router" else inner
     return [f"model.layers.{layer}.{source}.{kind}" for source in found]
 
 
 def pieces(config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
     what belongs to one of the ranks."""
-    names, parts = sources(config.family, name), [parameter]
+    module, names, parts = name.rsplit(".", 1)[0], sources(config.family, name), [parameter]
     if len(names) > 1:
-        parts = parameter.split(stack(cut_of(name.rsplit(".", 1)[0]), len(parameter), config, ranks))
+        sizes = stack(cut_of(module), len(parameter), config, ranks)
+        if module.endswith("ffn.router") and config.shared_dim:
+            sizes = [config.n_experts, 1]
+        parts = parameter.split(sizes)
     yield from zip(names, parts, strict=True)

@@ -17,6 +17,8 @@ into a results file with the commit, the hardware and the command; a later run o
     quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each while loading, time per step
+    moe           decode and verify of a sparse 1B shape (moe-1b.json: 4 of 32 experts), with --peers against llama.cpp;
+                  bytes are those of the experts that a token takes
     first_token   start of `python generate.py` on the demo until its first byte of text
 
 `--plot` draws every results file in benchmarks/, a PNG beside each, and makes the tables of the READMEs anew; by itself
@@ -65,6 +67,7 @@ TINYLLAMA = {  # the 1.1B shape that CPU figures are quoted for
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 SMALL = {**TINYLLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
+MOE = json.loads((ROOT / "benchmarks" / "shapes" / "moe-1b.json").read_text())
 SHORT_NAME = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 WAIT_S = 1200  # for a worker to load and compile
 
@@ -329,47 +332,66 @@ def measure_decode(args) -> list[dict]:
     return rows + compare_decode(args, workers, {}, "others")
 
 
-def compare_decode(args, workers: dict[str, Worker], others: dict[str, Worker], group: str) -> list[dict]:
+def compare_decode(
+    args, workers: dict[str, Worker], others: dict[str, Worker], group: str, shape: str = "1b"
+) -> list[dict]:
     """Rates of our workers and shares of the read bandwidth; ratios of the faster one to the others."""
     request = {"what": "decode", "steps": args.steps, "filled": 100}
     answers, bandwidth = interleave(workers | others, args.rounds, request)
     close(workers | others)
     times = {name: seconds_of(found) for name, found in answers.items()}
     note = f"read bandwidth {statistics.median(bandwidth) / 1e9:.1f} GB/s in the same run"
-    rows = [row(f"1b.{group}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidth], "GB/s", READ)]
+    rows = [row(f"{shape}.{group}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidth], "GB/s", READ)]
     for name, seconds in times.items():
         batch, id = 4 if name.endswith("batch4") else 1, name if name in workers else f"{group}.{name}"
-        rows.append(row(f"1b.{id}.tok_s", [batch / s for s in seconds], "tok/s", note))
+        rows.append(row(f"{shape}.{id}.tok_s", [batch / s for s in seconds], "tok/s", note))
     best = min(workers, key=lambda name: statistics.median(times[name]))
     for name in workers:
         share = [a["bytes"] / a["seconds"] / b for a, b in zip(answers[name], bandwidth, strict=True)]
-        rows.append(row(f"1b.{name}.of_read_bandwidth", share, "ratio", note))
+        rows.append(row(f"{shape}.{name}.of_read_bandwidth", share, "ratio", note))
         if name == best and group in workers:
-            rows.append(row(f"1b.{group}.of_read_bandwidth", share, "ratio", f"{best}; {note}"))
+            rows.append(row(f"{shape}.{group}.of_read_bandwidth", share, "ratio", f"{best}; {note}"))
     for peer in others:
         ratio = [other / own for own, other in zip(times[best], times[peer], strict=True)]
-        rows.append(row(f"1b.{group}.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
+        rows.append(row(f"{shape}.{group}.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
     return list({r["id"]: r for r in rows}.values())
 
 
 def measure_verify(args) -> list[dict]:
     """What verifying 5 drafted tokens costs, over a plain step, by format; 100 tokens filled."""
-    rows = []
-    for format in LLAMACPP_KIND:
-        workers = {
-            kind: ours(hf=TINYLLAMA, quantize=None if format == "bf16" else format, compile=bool(kind))
-            for kind in ("", ".compiled")
-        }
-        answers, bandwidth = interleave(workers, args.rounds, {"what": "verify", "filled": 100})
-        close(workers)
-        best = min(answers, key=lambda kind: statistics.median(a["seconds"] for a in answers[kind]))
-        note = f"6 rows over 1, 100 filled; read bandwidth {statistics.median(bandwidth) / 1e9:.1f} GB/s"
-        for kind, found in answers.items():
-            ratio = [answer["seconds"] / answer["plain"] for answer in found]
-            rows.append(row(f"1b.{format}{kind}.verify6_over_1", ratio, "ratio", note))
-            if kind == best:
-                rows.append(row(f"1b.{format}.verify6_over_1", ratio, "ratio", f"{kind.strip('.') or 'eager'}: {note}"))
+    return [found for format in LLAMACPP_KIND for found in compare_verify(args, TINYLLAMA, format, f"1b.{format}")]
+
+
+def compare_verify(args, hf: dict, format: str, id: str) -> list[dict]:
+    """Eager, compiled, and the better of both under the bare id."""
+    rows, quantize = [], None if format == "bf16" else format
+    workers = {kind: ours(hf=hf, quantize=quantize, compile=bool(kind)) for kind in ("", ".compiled")}
+    answers, bandwidth = interleave(workers, args.rounds, {"what": "verify", "filled": 100})
+    close(workers)
+    best = min(answers, key=lambda kind: statistics.median(a["seconds"] for a in answers[kind]))
+    note = f"6 rows over 1, 100 filled; read bandwidth {statistics.median(bandwidth) / 1e9:.1f} GB/s"
+    for kind, found in answers.items():
+        ratio = [answer["seconds"] / answer["plain"] for answer in found]
+        rows.append(row(f"{id}{kind}.verify6_over_1", ratio, "ratio", note))
+        if kind == best:
+            rows.append(row(f"{id}.verify6_over_1", ratio, "ratio", f"{kind.strip('.') or 'eager'}: {note}"))
     return list({r["id"]: r for r in rows}.values())
+
+
+def measure_moe(args) -> list[dict]:
+    """A sparse shape: 0.92 billion weights, of which a token takes 0.18 (moe-1b.json). 100 tokens filled."""
+    rows = []
+    for format in ("bf16", "int8"):
+        quantize = None if format == "bf16" else format
+        workers = {
+            name: ours(hf=MOE, quantize=quantize, compile=name != format) for name in (format, f"{format}.compiled")
+        }
+        peer = ("benchmarks.peers", "llamacpp", json.dumps(MOE), LLAMACPP_KIND[format])
+        rows += compare_decode(args, workers, {"llamacpp": Worker(*peer)} if args.peers else {}, format, "moe")
+    for format in ("bf16", "int8"):
+        rows += compare_verify(args, MOE, format, f"moe.{format}")
+    usual = next(found for found in rows if found["id"] == "moe.bf16.verify6_over_1")
+    return [*rows, {**usual, "id": "moe.verify6_over_1"}]
 
 
 def measure_prefill(args) -> list[dict]:
@@ -717,6 +739,7 @@ MEASUREMENTS = {
     "quality": measure_quality,
     "load": measure_load,
     "tp": measure_tp,
+    "moe": measure_moe,
     "first_token": measure_first_token,
 }
 

@@ -221,25 +221,33 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
     writer.add_head_count_kv(G)
     writer.add_rope_dimension_count(D // H)
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    E = hf.get("num_local_experts", 0)  # Mixtral is an architecture of this name too
+    if E:
+        writer.add_expert_count(E)
+        writer.add_expert_used_count(hf["num_experts_per_tok"])
     writer.add_vocab_size(V)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([b"<unk>", b"<s>", b"</s>"] + [f"t{i}".encode() for i in range(3, V)])
     writer.add_token_scores([0.0] * V)
     writer.add_token_types([2, 3, 3] + [1] * (V - 3))
 
-    def matrix(name: str, rows: int, columns: int) -> None:
-        weight = (rng.standard_normal((rows, columns), dtype=np.float32) * 0.02).astype(np.float32)
+    def matrix(name: str, *shape: int) -> None:
+        weight = (rng.standard_normal(shape, dtype=np.float32) * 0.02).astype(np.float32)
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, quantization), raw_dtype=quantization)
 
     matrix("token_embd", V, D)
     writer.add_tensor("output_norm.weight", np.ones(D, dtype=np.float32))
     matrix("output", V, D)
     for i in range(L):
-        for name, rows, columns in (
+        dense = [("ffn_gate", F, D), ("ffn_up", F, D), ("ffn_down", D, F)]
+        for name, *shape in (
             ("attn_q", D, D), ("attn_k", kv, D), ("attn_v", kv, D), ("attn_output", D, D),
-            ("ffn_gate", F, D), ("ffn_up", F, D), ("ffn_down", D, F),
+            *([(f"{name}_exps", E, *shape) for name, *shape in dense] if E else dense),
         ):  # fmt: skip
-            matrix(f"blk.{i}.{name}", rows, columns)
+            matrix(f"blk.{i}.{name}", *shape)
+        if E:
+            router = rng.standard_normal((E, D), dtype=np.float32) * np.float32(0.02)
+            writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{name}.weight", np.ones(D, dtype=np.float32))
     writer.write_header_to_file()

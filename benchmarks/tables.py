@@ -54,8 +54,17 @@ REAL = {
     "prompt lookup where there is a text to copy, over plain": "smollm2.spec.ngram.speedup",
     "llama.cpp's prompt lookup on the same prompts, over its plain": "smollm2.spec.ngram.llamacpp.speedup",
     "its int4-g32 self drafts for the BF16 file, over plain": "smollm2.spec.quantized.speedup",
-    "a model distilled in half an hour drafts, over plain": "smollm2.spec.distilled.speedup",
+    "a PARD draft of six layers drafts 5 for the BF16 file, over plain": "smollm2.spec.pard.speedup",
+    "an EAGLE-3 draft of 8,192 tokens drafts 5 for it, over plain": "smollm2.spec.eagle3.speedup",
+    "a model of the PARD draft's size drafts 5 for it, over plain": "smollm2.spec.distilled.speedup",
     "all layers but some draft, over plain": "smollm2.spec.layers.speedup",
+}
+MOE = {
+    "over llama.cpp 0.3.36 (BF16, Q8_0)": "moe.{}.vs_llamacpp",
+    "of the read bandwidth, experts that were read": "moe.{}.of_read_bandwidth",
+    "quickdraft, compiled, tok/s": "moe.{}.compiled.tok_s",
+    "quickdraft, eager, tok/s": "moe.{}.tok_s",
+    "verifying 6 rows, in steps of one": "moe.{}.verify6_over_1",
 }
 FILLED = (100, 1000, 4000, 16_000)
 
@@ -70,6 +79,11 @@ def others(found: dict[str, dict]) -> list[list[str]]:
 
 def real(found: dict[str, dict]) -> list[list[str]]:
     return [["SmolLM2-135M-Instruct", "median (min–max)"], *([label, cell(found, id)] for label, id in REAL.items())]
+
+
+def moe(found: dict[str, dict]) -> list[list[str]]:
+    kinds = ("bf16", "int8")
+    return [["", *kinds], *([label, *(cell(found, id.format(kind)) for kind in kinds)] for label, id in MOE.items())]
 
 
 def context(found: dict[str, dict]) -> list[list[str]]:
@@ -104,7 +118,10 @@ def quality(found: dict[str, dict]) -> list[list[str]]:
     return [["", "bits a weight", "perplexity", "KL, nats a token", "same likeliest token"], *lines]
 
 
-TABLES = {"rates": rates, "others": others, "real": real, "context": context, "drafts": drafts, "quality": quality}
+TABLES = {
+    "rates": rates, "others": others, "real": real, "moe": moe, "context": context, "drafts": drafts,
+    "quality": quality,
+}  # fmt: skip
 
 
 def cell(found: dict[str, dict], id: str) -> str:

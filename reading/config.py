@@ -337,11 +337,12 @@ def rope_fields(hf: Section, family: str, head_dim: int) -> dict:
         return fields | {"rope_type": "default", "rope_theta": stretched}
     if family == "phi3":
         share = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
-        fields["rope_dim"] = int(head_dim * share)
-        if share > 1 or fields["rope_dim"] % 2 or not fields["rope_dim"]:
-            raise hf.refused("partial_rotary_factor", f"rotates {fields['rope_dim']} of {head_dim} dimensions")
+        turned = int(head_dim * share)
+        if share > 1 or turned % 2 or not turned:
+            raise hf.refused("partial_rotary_factor", f"rotates {turned} of {head_dim} dimensions")
+        fields["rope_dim"] = turned if turned < head_dim else 0
     if kind == "longrope":
-        return fields | longrope_fields(hf, rope, fields["rope_dim"] if family == "phi3" else head_dim)
+        return fields | longrope_fields(hf, rope, fields.get("rope_dim") or head_dim)
     if kind != "default":
         fields["rope_factor"] = rope.number("factor")
     if kind == "llama3":

@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reading.templates import one_line
@@ -35,6 +35,19 @@ LLAMA3_PATTERN = (
 LLAMA30_NAMES = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 LLAMA31_NAMES = {**LLAMA30_NAMES, 4: "finetune_right_pad_id", 5: "step_id", 8: "eom_id", 10: "python_tag"}
 
+# Mistral's split pattern, as all its tekken.json have it, and its special tokens where a file of before version 11 does
+# not name them.
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_NAMES = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+
 # GPT-2's printable stand-ins for bytes. Printable Latin-1 stands for itself, the other 68 follow from 256 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_CHAR = {chr(byte): byte for byte in PRINTABLE}
@@ -52,9 +65,11 @@ def token_fields(folder: Path, settings: dict) -> dict:
     """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, told apart by content) or tokenizer.json.
     Where both are there, tokenizer.json is taken if it has tokens that the other has not: transformers adds tokens to
     it and leaves tokenizer.model as it was."""
-    model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
+    model, fast, tekken = (folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json"))
     if not model.exists() and not fast.exists():
-        raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json")
+        if tekken.exists():
+            return read_tekken(tekken, settings)
+        raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
     if not model.exists():
         return read_tokenizers(plain_file(fast, LARGEST_FILE), settings)
     with plain_file(model, LARGEST_FILE).open("rb") as stream:
@@ -192,17 +207,63 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     }
 
 
-def read_tiktoken(file: Path, settings: dict) -> dict:
+def splitter(file: Path, pairs: list[tuple[bytes, int]], pattern: str) -> Callable[[str], list[int]]:
+    """What gives tiktoken's ranks of a text. ValueError for ranks that it would panic over."""
     import tiktoken
 
-    with library(file, "not a list of tiktoken ranks"):
-        pairs = [line.split() for line in file.read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    ranks = dict(pairs)
     if sorted(ranks.values()) != list(range(len(pairs))):
         raise ValueError(f"{file}: its ranks are not the numbers from 0 to {len(pairs) - 1}, each once")
     lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if lacking:
         raise ValueError(f"{file}: no rank for the byte {lacking[0]}; every byte needs one for all text to have ids")
+    encoding = tiktoken.Encoding(file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    def to_ranks(text: str) -> list[int]:
+        parts = re.split(r"(\s{50000})", text)  # tiktoken's regular expression overflows on a million spaces
+        return [id for part in parts for id in encoding.encode_ordinary(part)]
+
+    return to_ranks
+
+
+def read_tekken(file: Path, settings: dict) -> dict:
+    """Mistral's tekken.json: ranks in base64 and a pattern for tiktoken; special tokens take the first ids. Source:
+    mistral-common, tokens/tokenizers/tekken.py (Tekkenizer)."""
+    with library(file, "not a tekken vocabulary"):
+        stored = read_json(file, LARGEST_FILE)
+        config, named = stored["config"], stored.get("special_tokens")
+        size, n = config["default_vocab_size"], config["default_num_special_tokens"]
+        if config["pattern"] != TEKKEN_PATTERN:  # a stranger's could take for ever
+            raise ValueError("its pattern is not the one that Mistral publishes")
+        if not (type(size) is type(n) is int and 3 <= n < size < LARGEST_ID):
+            raise ValueError(f"{n} special tokens of {size}")
+        pairs = [(base64.b64decode(e["token_bytes"], validate=True), e["rank"]) for e in stored["vocab"][: size - n]]
+        specials = {f"<SPECIAL_{id}>": id for id in range(n)}
+        if named is None:
+            named = [{"rank": id, "token_str": name} for id, name in enumerate(TEKKEN_NAMES)]
+        ids = {token["token_str"]: token["rank"] for token in named}
+        if not all(isinstance(name, str) and type(id) is int and name and 0 <= id < n for name, id in ids.items()):
+            raise ValueError("a special token without a name, or beyond their number")
+        specials = {name: id for name, id in specials.items() if id not in ids.values()} | ids
+    to_ranks, texts = splitter(file, pairs, TEKKEN_PATTERN), {rank + n: token for token, rank in pairs}
+    names = {key: name for key, name in (("bos_token", "<s>"), ("eos_token", "</s>")) if name in specials}
+    return {
+        "to_ids": lambda text: [rank + n for rank in to_ranks(text)],
+        "to_bytes": lambda id: texts.get(id, b""),
+        "vocab_size": n + len(pairs),
+        "bos_id": specials.get("<s>"),
+        "add_bos": bool(settings.get("add_bos_token", True)),
+        "stop_ids": stop_ids(specials, specials.get("</s>")),
+        "specials": specials,
+        "names": names,
+    }
+
+
+def read_tiktoken(file: Path, settings: dict) -> dict:
+    with library(file, "not a list of tiktoken ranks"):
+        stored = [line.split() for line in file.read_bytes().splitlines() if line]
+        pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in stored]
+    to_ids, ranks = splitter(file, pairs, LLAMA3_PATTERN), dict(pairs)
     specials = {name: len(ranks) + i for i, name in enumerate(llama3_specials(file.parent))}
     literals = {}
     for id, (name, special) in added_tokens(file.parent, settings).items():
@@ -210,12 +271,6 @@ def read_tiktoken(file: Path, settings: dict) -> dict:
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     bos, eos = (specials.get(settings.get(key) or name) for key, name in names.items())
     texts = {rank: token for token, rank in ranks.items()} | {id: name.encode() for name, id in literals.items()}
-    encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
-
-    def to_ids(text: str) -> list[int]:
-        parts = re.split(r"(\s{50000})", text)  # tiktoken's regular expression overflows on a million spaces
-        return [id for part in parts for id in encoding.encode_ordinary(part)]
-
     return {
         "ids": lambda: (
             {token.decode("latin-1").translate(PRINTED): id for token, id in ranks.items()} | specials | literals

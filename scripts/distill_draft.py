@@ -44,6 +44,7 @@ from program.edge import ending_plainly, interrupts_held, use_threads
 from program.flags import DTYPES, Parser, positive
 from program.loading import compiles, pick_device, pick_dtype
 from program.prompts import conversation_ids
+from reading.config import text_part
 from reading.files import open_shards, read_json, shards, whole_folder, write_whole
 from sampling import Sampling
 from scripts.draft_kinds import KINDS, Model, by_position, deployed
@@ -62,15 +63,21 @@ SHARED = (
     "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta",
     "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # which a Llama's config.json cannot say
 
 # ----------------------------------------------------------------------------------------------- shape
 
 
 def draft_config(hf: dict, args: argparse.Namespace) -> dict:
-    """config.json of the draft, from the target's. ValueError for sizes that do not divide."""
+    """config.json of the draft, from the target's: a Llama that rotates as the target does, or where none can, by
+    its theta alone. ValueError for sizes that do not divide."""
     if args.from_layers:
         return layers_config(hf, args.from_layers)
-    D = args.dim
+    D, hf = args.dim, text_part(hf)
+    if hf.get("model_type") in OWN_ROPES:
+        theta = Config.from_hf({**hf, "quantization_config": None}).rope_theta
+        ropes = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
+        hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}
     if D % 2:
         raise ValueError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
     heads = args.heads or D // max(E for E in range(2, 65, 2) if D % E == 0)
@@ -106,6 +113,9 @@ def layers_config(hf: dict, kept: Sequence[int]) -> dict:
     found = {key: value for key, value in hf.items() if key != "quantization_config"}
     if found.get("layer_types"):
         found["layer_types"] = [found["layer_types"][i] for i in kept]
+    if found.get("model_type") == "smollm3":
+        turns = Config.from_hf({**hf, "quantization_config": None}).turns
+        found["no_rope_layers"] = [int(turns[i] is not None) for i in kept]
     return found | {"num_hidden_layers": len(kept), "dtype": "bfloat16"}
 
 
@@ -591,6 +601,8 @@ def check_request(args: argparse.Namespace) -> Config:
     elif args.draft_vocab:
         raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
     if args.from_layers:
+        if any(config.sparse):
+            raise ValueError("--from_layers: layers of experts make no quick draft; give --layers and --dim")
         args.from_layers = parse_layers(args.from_layers)
         if any((args.layers, args.dim, args.heads, args.kv_heads, args.ffn, args.project)):
             raise ValueError("--from_layers takes sizes and embedding from the target: give no sizes, and no --project")

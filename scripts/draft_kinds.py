@@ -157,8 +157,8 @@ class Grown:
         old = self.k is not None
         self.k, self.v = (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)) if old else (k, v)
 
-    def attend(self, q: Tensor, keys: Keys) -> Tensor:
-        return attend(q, self.k.to(q.dtype), self.v.to(q.dtype), keys.mask.to(q.dtype))
+    def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
+        return attend(q, self.k.to(q.dtype), self.v.to(q.dtype), keys.mask.to(q.dtype), sinks)
 
 
 class Steps:

@@ -36,18 +36,19 @@ def plan(
     check(config, world, FORMATS[scheme].group if scheme else 0)
     model = empty_model(config, dtype, scheme, head, Ranks(0, world))
     blocks = held(model.layers)
-    norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
+    whole = sum(x.nbytes for name, x in model.named_parameters() if cut_of(name.rpartition(".")[0]) is None)
     kv_heads = model.layers[0].attention.heads()[1]
     cuts = [cut_of(name) for name, _ in model.named_modules()]
     sums = sum(cut is not None and cut.after == SUM for cut in cuts)
     return {
         "ranks": world,
+        "sparse": bool(config.sparse),
         "weights": held(model),
         "blocks": blocks,
         "head": held(model.lm_head),
         "embedding": held(model.embed),
         "read_per_token": weight_bytes(model),
-        "replicated": norms if world > 1 else 0,
+        "replicated": whole if world > 1 else 0,
         "kv_copies": world * kv_heads / config.n_kv_heads,
         "kv_per_token": 2 * kv_heads * config.head_dim * config.n_layers * dtype.itemsize,
         "all_reduces": sums if world > 1 else 0,
@@ -90,7 +91,11 @@ def show(rows: list[dict], args: argparse.Namespace) -> None:
         )
     largest = rows[-1]
     if "refused" not in largest:
-        whole = f"norms on every rank, {largest['replicated'] / 1e6:.1f} MB" if largest["replicated"] else "nothing"
+        whole = (
+            f"norms{' and routers' if largest['sparse'] else ''} on every rank, {largest['replicated'] / 1e6:.1f} MB"
+            if largest["replicated"]
+            else "nothing"
+        )
         print(f"replicated: {whole}; everything else is divided, embedding and head by the vocabulary")
 
 

@@ -82,7 +82,7 @@ FAMILIES = {
         "moe_intermediate_size": 32, "norm_topk_prob": True, **rope(1000000.0),
     },
     "qwen3-moe-mixed": {  # a dense layer among sparse ones, and weights that do not sum to 1
-        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "norm_topk_prob": False, "mlp_only_layers": [1], **rope(10000.0),
     },
     "smollm3": {

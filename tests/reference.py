@@ -112,7 +112,7 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
     for x in h:
         scores = w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
         order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[: hf["num_experts_per_tok"]]
-        shares = scores.exp() / scores.exp().sum()
+        shares = scores.softmax(0)
         if kind != "qwen" or hf["norm_topk_prob"]:
             shares = shares / shares[order].sum()
         y = torch.zeros_like(x)
@@ -189,9 +189,9 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
             for i in range(n):
                 first = 0 if window is None else max(0, i - window + 1)
                 scores = kh[first : i + 1] @ qh[i] * root
-                sink = w.get(p + "self_attn.sinks")  # one score more, which brings no value
-                total = scores.exp().sum() + (0 if sink is None else sink[head].exp())
-                rows.append(scores.exp() / total @ vh[first : i + 1])
+                sinks = w.get(p + "self_attn.sinks", torch.empty(0))  # a score more, which brings no value
+                shares = torch.cat((scores, sinks[head : head + 1])).softmax(0)[: len(scores)]
+                rows.append(shares @ vh[first : i + 1])
             heads.append(torch.stack(rows))
         y = linear(torch.cat(heads, dim=-1), f"{p}self_attn.o_proj")
         x = x + (norm(y, w[p + "post_attention_layernorm.weight"], eps) if after else y * residual)

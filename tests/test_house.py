@@ -72,7 +72,7 @@ def test_sizes():
     assert lines("model", "sampling", "state", "generate") <= 1000
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 9300
+    assert lines(*NAMES) <= 9400
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 

@@ -207,6 +207,11 @@ SHAPE = Config(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, ffn_dim=96, vocab_size=131, max_seq_length=2100,
     norm_eps=1e-5,
 )  # fmt: skip
+EXPERTS = {
+    "sparse": (True, True), "n_experts": 6, "n_chosen": 2, "expert_dim": 64, "expert_bias": True, "router_bias": True,
+    "gate_limit": 7.0, "gate_alpha": 1.702, "sinks": True, "shared_dim": 32,
+    "family": "qwen2_moe",
+}  # fmt: skip
 WIDTHS = (1, 2, 3, 6, 9)
 # Where passes begin: before a block of 512 keys ends; where a window is gathered by passes over one position and not
 # over nine, and where those of both have more keys than the window's blocks; and in a window's own first block.
@@ -234,13 +239,13 @@ def logits(engine: Engine, tokens: Tensor, begins: Tensor, n: int, width: int) -
     return torch.cat(found, dim=1)
 
 
-def filled(model, tokens: Tensor, upto: int) -> Engine:
+def filled(model, tokens: Tensor, upto: int, chunk: int = 512) -> Engine:
     """An engine whose caches hold these tokens, up to a position."""
     engine = Engine(model, len(tokens), tokens.size(1))
     with torch.inference_mode():
-        for begin in range(0, upto, 512):
-            pos = torch.arange(begin, min(begin + 512, upto))
-            model.hidden(tokens[:, pos], pos, engine.cached.upto(begin + 512))
+        for begin in range(0, upto, chunk):
+            pos = torch.arange(begin, min(begin + chunk, upto))
+            model.hidden(tokens[:, pos], pos, engine.cached.upto(begin + chunk))
     return engine
 
 
@@ -252,16 +257,21 @@ SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
     [
         *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
         *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1))),
+        *((scheme, 600, "experts") for scheme in ("bfloat16", "float32", "int8")),
     ],
 )
 def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     """Whatever is summed in another order in a wider pass, a longer one, or beside other rows, would show."""
     dtype, quantize = (getattr(torch, scheme), None) if "float" in scheme else (torch.bfloat16, scheme)
-    config = dataclasses.replace(SHAPE, n_kv_heads=4 // R, windows=(None, window))
+    config = dataclasses.replace(SHAPE, n_kv_heads=2 if R == "experts" else 4 // R, windows=(None, window))
+    if R == "experts":  # rows of a pass go different ways, and meet others there
+        config = dataclasses.replace(config, **EXPERTS)
     model = large_numbers(config, dtype=dtype, quantize=quantize)
     tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
     n = 20
-    engine, alone = filled(model, tokens, max(PLACES[window])), filled(model, tokens[2:], max(PLACES[window]))
+    # An expert's share of a prompt may lie on either side of the number of rows from which another kernel is faster.
+    upto, chunk = max(PLACES[window]), 64 if R == "experts" else 512
+    engine, alone = filled(model, tokens, upto, chunk), filled(model, tokens[2:], upto, chunk)
     assert engine.identical and alone.identical
     for begin in PLACES[window]:
         begins = begin - torch.tensor([0, 1, 7])

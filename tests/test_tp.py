@@ -297,13 +297,14 @@ def launch(*arguments, nproc: int = 2, timeout: float = 1200, env: dict | None =
     )
 
 
-STRUCTURES = ("llama-2", "llama-3.2", "llama-biased", "tinyllama", "mistral-v0.1", "qwen2", "qwen3")
+SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "gpt-oss")
+STRUCTURES = ("llama-2", "llama-3.2", "llama-biased", "tinyllama", "mistral-v0.1", "qwen2", "qwen3", *SPARSE)
 # A launch of all cases takes minutes: -m long has it. Four ranks share two cores, and try fewer still.
 ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")), *(f"scheme {scheme}" for scheme in SCHEMES),
     "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
     "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled", "noisy draft sharded 0.9",
-    "noisy draft auto", "plain sampled", "stops",
+    "noisy draft auto", "plain sampled", "stops", "experts int4-g32",
 )  # fmt: skip
 ON_FOUR = (
     "family llama-3.2", "family llama-biased", "family qwen2", "scheme int4-g32", "draft sharded 0",
@@ -316,6 +317,7 @@ def cases(folder_of, wide):
     """Every family; every scheme; every drafter, greedy and sampled; by name."""
     found = {f"family {name}": {"folder": str(folder_of(name))} for name in FAMILIES}
     draft = str(wide["draft"])
+    found["experts int4-g32"] = {"folder": str(folder_of("gpt-oss")), "quantize": "int4-g32", "tokens": 24}
     for scheme in SCHEMES:
         found[f"scheme {scheme}"] = {"folder": str(wide["untied"]), "quantize": scheme, "tokens": 24}
         found[f"scheme and head {scheme}"] = {"folder": str(wide["tied"]), "quantize": scheme, "head": scheme}
