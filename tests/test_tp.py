@@ -94,6 +94,15 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
                 held.setdefault(source, []).append(part)
     found = {}
     for source, parts in held.items():
+        if "qkv_proj" in source or "gate_up_proj" in source:  # fused as published: each rank has some of every part
+            H, G, E = config.n_heads // world, max(1, config.n_kv_heads // world), config.head_dim
+            sizes = [H * E, G * E, G * E] if "qkv_proj" in source else [len(parts[0]) // 2] * 2
+            copies = max(1, world // config.n_kv_heads)  # of a KV head, where there are fewer than ranks
+            each = [[part.split(sizes)[i] for part in parts] for i in range(len(sizes))]
+            found[source] = torch.cat(
+                [torch.cat(rows[:: copies if i and "qkv" in source else 1]) for i, rows in enumerate(each)]
+            )
+            continue
         by_inputs = any(name in source for name in ("o_proj", "down_proj", ".w2."))
         routes = any(name in source for name in (".gate.", ".router.", "shared_expert_gate."))
         whole_everywhere = "norm" in source or routes or (by_inputs and parts[0].dim() == 1)
