@@ -33,7 +33,7 @@ from scripts.openai_form import MOST_LIKELIEST, Ask, Event, Refusal, Token
 from timing import Timing
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
-FRAME_S = 1 / 60  # tokens that come within it travel together: each event costs the decoding thread time
+FRAME_S = 1 / 30  # tokens that come within it travel together: each event costs the decoding thread time
 LOWEST = -9999.0  # stands for a log-probability of minus infinity, which JSON has not
 
 
@@ -171,7 +171,9 @@ class Decoder:
         ):  # fmt: skip
             row = batch[i]
             if row.feed(id, timing, i):
-                row.send(self.ending(engine, timing, i, row, begun, known) if row.over else None)
+                row.send()
+            if row.over:
+                row.send(self.ending(engine, timing, i, row, begun, known))
             ended |= {j for j, row in enumerate(batch) if row.over or row.job.left}
             if session.threads and timing.steps > seen:
                 seen = timing.steps
