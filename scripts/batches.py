@@ -108,7 +108,8 @@ class Decoder:
         self.session, self.engines, self.most_waiting = session, engines, most_waiting
         self.speculate_k, self.waiting, self.news = session.engine.speculate_k, [], threading.Condition()
         self.stopped = False  # answers are given up
-        self.held = {engine: [] for engine in engines}  # by row, the ids that its caches hold, one a position
+        # By row, the ids that its caches hold, one a position, and whether as a long text's (longrope).
+        self.held = {engine: [] for engine in engines}
 
     def put(self, rows: list[Row]) -> None:
         with self.news:
@@ -148,8 +149,9 @@ class Decoder:
     def placed(self, engine: Engine, batch: list[Row]) -> tuple[list[Row], int]:
         """The batch in an order that finds much of its prompts in the caches, and how much of every row they hold."""
         rows, rest, known = [], list(batch), []
-        for held in itertools.islice(itertools.chain(self.held[engine], itertools.repeat([])), len(batch)):
-            shared = [common_prefix(row.ids[:-1], held) for row in rest]
+        nothing = itertools.repeat(([], False))
+        for held, long in itertools.islice(itertools.chain(self.held[engine], nothing), len(batch)):
+            shared = [common_prefix(row.ids[:-1], held) if self.long(row) == long else 0 for row in rest]
             known.append(max(shared))
             rows.append(rest.pop(shared.index(known[-1])))
         return rows, min(known)
@@ -180,7 +182,13 @@ class Decoder:
                 session.threads.observe((engine.batch_size, timing.records[-1].k), timing.records[-1].seconds)
             if self.stopped:
                 break
-        self.held[engine] = [(row.ids + row.printer.ids[0])[:-1] for row in batch]  # the last id has not been fed
+        # The last id has not been fed.
+        self.held[engine] = [((row.ids + row.printer.ids[0])[:-1], self.long(row)) for row in batch]
+
+    def long(self, row: Row) -> bool:
+        """Are its positions rotated as a long text's?"""
+        config = self.session.engine.model.config
+        return bool(config.rope_long) and len(row.ids) + max(1, row.new) > config.rope_original_length
 
     def ending(self, engine: Engine, timing: Timing, i: int, row: Row, begun: float, known: int) -> dict:
         """What the last event of row i tells."""
