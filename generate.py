@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch is imported: program/ decides what Ct
     raise SystemExit
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
 from model import Caches, Transformer, attend, attend_beside_sinks
-from rounding import same_attention
+from rounding import in_blocks, same_attention
 from sampling import INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from state import NO_TOKEN, State
@@ -80,7 +79,7 @@ class CachedModel:
         kernel = attend_beside_sinks if model.config.sinks else attend
         self.tile = same_attention(kernel, B, H, G, E, model.norm.weight)
         rows, self.unit = self.tile or (1, 16)
-        self.S = math.ceil(S / self.unit) * self.unit
+        self.S = in_blocks(S, self.unit)
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
         self.caches = model.make_caches(B if layers is None else 0, self.S + 1)._replace(rows=rows)
         if layers is not None:
@@ -101,7 +100,7 @@ class CachedModel:
         round alike."""
         if self.replayed:
             length = max(256, 1 << (length - 1).bit_length())
-        return min(math.ceil(length / self.unit) * self.unit, self.S)
+        return min(in_blocks(length, self.unit), self.S)
 
     def upto(self, length: int) -> Caches:
         """The caches, for steps after which `length` positions are filled."""
@@ -242,7 +241,7 @@ class Engine:
             for T in sorted({2, 2 if replayed else min(PREFILL_CHUNK, S)}):
                 for begin in sorted({0, min(1, S - T), S - T}):
                     cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + T))
-        lengths = {self.cached.attended(1 << i) for i in range(self.cached.S.bit_length() + 1)} if replayed else {2, S}
+        lengths = {min(1 << i, self.cached.S) for i in range(8, self.cached.S.bit_length() + 8)} if replayed else {2, S}
         for length, k in itertools.product(sorted(lengths), (0, *self.ks)):
             for _ in range(3 if replayed else 1):  # CUDA graphs: warm up, record, replay
                 self.missed = 1

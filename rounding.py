@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KEYS = 512  # that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 TRIES = 4  # sums that are compared: two orders of adding leave the same bits in about one of a hundred
 Classes = list[tuple[Tensor, list]]
 
@@ -77,15 +78,22 @@ def same_widths(
     return max(found, key=lambda members: (members[-1], len(members)), default=[])
 
 
+def in_blocks(length: int, unit: int) -> int:
+    """`length` positions or a few more: whole blocks of KEYS, and of the last block a multiple of `unit` or all."""
+    before = (length - 1) // KEYS * KEYS
+    return before + min(math.ceil((length - before) / unit) * unit, KEYS)
+
+
 def same_attention(
     attend: Callable[..., Tensor], B: int, H: int, G: int, E: int, like: Tensor
 ) -> tuple[int, int] | None:
-    """(rows, keys): attention whose R * T query rows are padded to a multiple of `rows`, over a multiple of `keys`
-    positions of a cache, gives each query the same bits in every pass; None where no such numbers are known.
+    """(rows, unit): attention whose R * T query rows are padded to a multiple of `rows`, over as many positions of a
+    cache as `in_blocks` says, gives each query the same bits in every pass; None where no such numbers are known.
 
     attend(q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S)) -> (B, H, T, E), in the dtype and on the device
     of `like`. Passes over few positions and many are tried, for one row of a batch and for B, with the query first and
-    last in them, around the blocks of 512 keys in which a CPU's kernel works.
+    last in them, around the blocks of keys in which a CPU's kernel works, and inside: some halve a block of less than
+    384 keys, and cut a longer one at 192.
     """
     if like.device.type != "cpu":
         return None
@@ -96,7 +104,7 @@ def same_attention(
 def first_tile(
     attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, threads: int
 ) -> tuple[int, int] | None:
-    tiles = itertools.product((16, 32, 512), (1, 2, 8, 32))
+    tiles = itertools.product((16, 32, 192, KEYS), (1, 2, 8, 32))
     return next(((rows, unit) for unit, rows in tiles if attends_alike(attend, B, G, R, E, dtype, rows, unit)), None)
 
 
@@ -109,8 +117,8 @@ def attends_alike(
     passes = [(1, G, T, T - 1) for T in (1, 9)] + [(B, G, T, 0) for T in (1, 9)] + [(1, 1, long, 0)]
     more = [(1, G, T, at) for T in (9, 6, 3, 2) for at in (0, T - 1)]
     more += [(1, 1, T, at) for T in (17, 64, long) for at in (0, T - 1)]
-    for filled, cancels in itertools.product((904, 512, 40), "vk"):
-        most = math.ceil((filled + long) / unit) * unit
+    for filled, cancels in itertools.product((904, 812, 512, 300, 40), "vk"):
+        most = in_blocks(filled + long, unit)
         size = 2.0 ** (10 if dtype == torch.float16 else 0)  # of q: float16's keys are smaller
         q = torch.full((B, G * R, 1, E), size * (cancels == "k"), dtype=dtype)
         k = cancelling(most, E, dtype).expand(B, G, most, E)
@@ -123,7 +131,7 @@ def attends_alike(
         for (b, g, T, at), _ in tried:
             begin = filled - 1 - at
             if begin >= 0:
-                S = math.ceil((begin + T) / unit) * unit
+                S = in_blocks(begin + T, unit)
                 seen = torch.arange(begin, begin + T)[:, None] >= torch.arange(S)  # (T, S)
                 bias = torch.zeros((), dtype=dtype).where(seen, -math.inf).repeat(R, 1)  # (R * T, S)
                 bias = F.pad(bias, (0, 0, 0, -R * T % rows)).expand(b, 1, -1, -1)

@@ -3,7 +3,6 @@ and nothing may compile after warm-up."""
 
 import itertools
 import json
-import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -18,6 +17,7 @@ from generate import NO_TOKEN, CachedModel, Engine, State, decide, generate
 from model import visible_keys
 from program.flags import parse_args
 from program.main import run
+from rounding import in_blocks
 from sampling import GREEDY, Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset, verify_step
 from weights import linears
@@ -202,7 +202,7 @@ def test_attention_runs_over_what_is_filled(folder_of):
     rows_of(model, [[5] * 700], engine=engine, max_new_tokens=2)
     unit = engine.cached.unit
     assert unit <= 512
-    assert seen == [math.ceil(n / unit) * unit for n in (8, 4, 5, 6, 512, 704, 701)]
+    assert seen == [in_blocks(n, unit) for n in (8, 4, 5, 6, 512, 704, 701)]
 
 
 def test_a_window_bounds_what_is_read(folder_of):

@@ -269,8 +269,8 @@ def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     model = large_numbers(config, dtype=dtype, quantize=quantize)
     tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
     n = 20
-    # An expert's share of a prompt may lie on either side of the number of rows from which another kernel is faster.
-    upto, chunk = max(PLACES[window]), 64 if R == "experts" else 512
+    # From 65 rows on another kernel of int8 is faster: no expert's share of a chunk of 3 * 16 has so many.
+    upto, chunk = max(PLACES[window]), 16 if R == "experts" else 512
     engine, alone = filled(model, tokens, upto, chunk), filled(model, tokens[2:], upto, chunk)
     assert engine.identical and alone.identical
     for begin in PLACES[window]:
@@ -436,15 +436,20 @@ def test_a_kept_conversation_is_a_fresh_one(k):
     assert torch.equal(bits(here), bits(there))
 
 
-def test_prompts_in_chunks_are_prompts_in_one_pass(monkeypatch):
+@pytest.mark.parametrize("length", [110, 330])
+def test_prompts_in_chunks_are_prompts_in_one_pass(length, monkeypatch):
+    """Where products of so many rows round alike: up to 256 on any processor, more where all kernels do."""
     model = demo()
-    ids = torch.randint(3, 2048, (2, 330), generator=torch.Generator().manual_seed(0))
-    prompts = [ids[0].tolist(), ids[1, :290].tolist()]
+    if same_rows(model) < 2 * length:
+        assert length > 128
+        pytest.skip(f"on this processor products of more than {same_rows(model)} rows round in another way")
+    ids = torch.randint(3, 2048, (2, length), generator=torch.Generator().manual_seed(0))
+    prompts = [ids[0].tolist(), ids[1, : length - 40].tolist()]
     whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
     text = texts(whole, prompts, 40)
     monkeypatch.setattr(engines, "PREFILL_CHUNK", 64)
     assert texts(cut, prompts, 40) == text
-    assert same_held(whole, cut, 290 + 39)
+    assert same_held(whole, cut, length - 40 + 39)
 
 
 # ------------------------------------------------------------------------------------------- what is vouched for
