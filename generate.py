@@ -42,11 +42,11 @@ DEFAULT_K = 5  # tokens drafted a round
 
 def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    own = state.processed(logits[:, None], state.pos[:, None])[:, 0]  # (B, V)
-    token = sample(own, state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
+    own = state.processed(logits[:, None], state.pos[:, None])  # (B, 1, V)
+    token = sample(own[:, 0], state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
-    state.note(logits[:, None], token)
+    state.note(logits[:, None], own, token)
     state.commit(token)
 
 
@@ -224,7 +224,8 @@ class Engine:
         if self.drafter is not None:
             self.drafter.look(self.state)
         state, end = self.state, (mark(self.device),) if times else ()
-        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, state.likeliest)
+        told = (state.likeliest, state.weighed) if state.noting else ()
+        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *told)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
@@ -327,7 +328,7 @@ def generate(
     timing, ended, stop_ids = timing or Timing(), set() if ended is None else ended, frozenset(stop_ids)
     timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
     timing.tokens = [[] for _ in prompts] if engine.drafter is not None else []
-    timing.likeliest = [[] for _ in prompts]
+    timing.likeliest, timing.weighed = ([[] for _ in prompts] for _ in range(2))
     live, can_draft = list(range(len(prompts))), True
 
     begun = time.perf_counter()

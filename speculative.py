@@ -99,14 +99,14 @@ def verify_step(
 
     The pass writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
     """
-    K = draft_tokens.size(1)
-    draft_tokens = state.broadcast(draft_tokens)
+    K, draft_tokens = draft_tokens.size(1), state.broadcast(draft_tokens)
 
     # VERIFY: the target's distribution at K + 1 positions.
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    p = sampling.distribution(state.processed(logits, pos, tokens), state.kind, state.values)  # (B, K + 1, V)
+    own = state.processed(logits, pos, tokens)  # (B, K + 1, V)
+    p = sampling.distribution(own, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
     seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
@@ -120,7 +120,7 @@ def verify_step(
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
     n = state.accepted.copy_(n).clamp(min=0)
     decided = torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token)  # (B, K + 1)
-    state.note(logits, decided)
+    state.note(logits, own, decided, draft_probs)
     state.commit(decided, n)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from limits import one_kind
 from processors import log_likeliest
-from sampling import GREEDY, INVALID, Sampling
+from sampling import GREEDY, INVALID, Sampling, distribution
 from tp import ALONE, Ranks
 
 NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in finished rows
@@ -25,7 +25,8 @@ class State(nn.Module):
 
     `kind` is the sampling's, a choice of code; everything else may change without compiling. With several ranks, what
     rank 0 decides goes into every rank's state. `process`: what logits (B, T, V) go through, as
-    processors.RepetitionPenalty. `logprobs`: so many of the likeliest tokens are noted beside each decided one.
+    processors.RepetitionPenalty. `logprobs`: so many of the likeliest tokens are noted beside each decided one while
+    `noting`, a choice of code as `kind` is.
     """
 
     def __init__(
@@ -33,7 +34,8 @@ class State(nn.Module):
         process: Callable | None = None, logprobs: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.process, self.n_likeliest, self.likeliest = process, logprobs, None
+        self.process, self.n_likeliest, self.noting = process, logprobs, logprobs is not None
+        self.likeliest = self.weighed = None
         self.kind, self.broadcast = GREEDY, ranks.broadcast
         self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
 
@@ -53,8 +55,9 @@ class State(nn.Module):
         fixed("accepted", B, fill=-1)
         fixed("overlap", B, K, dtype=torch.float32)
         fixed("has_match", B, fill=True, dtype=torch.bool)
-        if logprobs is not None:
+        if self.noting:
             self.likeliest = torch.zeros(B, K + 1, 1 + logprobs, 2, device=device)  # as processors.log_likeliest
+            self.weighed = torch.zeros(B, K + 1, 2, device=device)  # p of the target, q of the draft or 0
 
     def start(
         self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seeds: Sequence[int],
@@ -87,10 +90,17 @@ class State(nn.Module):
             return logits
         return self.process(logits, self.tokens if tokens is None else self.tokens.scatter(1, pos, tokens), pos)
 
-    def note(self, logits: Tensor, tokens: Tensor) -> None:
-        """What the model alone thought of these tokens (B, T)."""
-        if self.likeliest is not None:
-            self.likeliest[:, : tokens.size(1)] = log_likeliest(logits, tokens, self.n_likeliest)
+    def note(self, logits: Tensor, own: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
+        """What the model alone thought of these tokens (B, T); and the probabilities that decided: the target's, of the
+        logits as they are drawn from, own (B, T, V), and the draft's, q (B, T - 1, V)."""
+        if not self.noting:
+            return
+        T, at = tokens.size(1), tokens.clamp(min=0)[..., None]  # (B, T, 1)
+        self.likeliest[:, :T] = log_likeliest(logits, tokens, self.n_likeliest)
+        self.weighed.zero_()
+        self.weighed[:, :T, 0] = distribution(own, self.kind, self.values).gather(2, at)[..., 0]
+        if q is not None:
+            self.weighed[:, : T - 1, 1] = q.gather(2, at[:, :-1])[..., 0]
 
     def commit(self, tokens: Tensor, n_accepted: Tensor | None = None) -> None:
         """Append tokens (B, T), as many as were accepted (B,) and one more, to the rows that are not done, each up to

@@ -36,6 +36,7 @@ class StepResult(NamedTuple):
     overlap: list[list[float]] | Tensor
     has_match: list[bool] | Tensor
     likeliest: list | Tensor | None = None  # (B, K + 1, 1 + n, 2) of ids and log-probabilities, where asked for
+    weighed: list | Tensor | None = None  # (B, K + 1, 2) p and q of what was decided, where asked for
 
 
 def mark(device: torch.device):
@@ -93,6 +94,7 @@ class Timing:
     records: list[StepRecord] = field(default_factory=list)
     tokens: list[list[TokenRecord]] = field(default_factory=list)  # per row, with a drafter
     likeliest: list[list[list]] = field(default_factory=list)  # per row and token, where asked for
+    weighed: list[list[list[float]]] = field(default_factory=list)  # p and q of each
     decode_s: float = 0.0  # from the first tokens to the last ones; on a CPU without the consumer's time
 
     steps = property(lambda self: len(self.records))
@@ -108,6 +110,7 @@ class Timing:
         self.row_s[row] = self.decode_s
         if step.likeliest is not None:
             self.likeliest[row].append(step.likeliest[row][index])
+            self.weighed[row].append(step.weighed[row][index])
         if self.tokens:
             k = step.k if step.accepted[row] >= 0 else 0
             overlap = step.overlap[row][index] if index < k else 0.0

@@ -18,6 +18,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     opening = [{"role": "system", "content": args.system}] if args.system else []
     messages, cached = list(opening), []  # ids that the caches hold, one per position
     print(f"context of {limit} positions; /reset starts anew, an empty line or end of file ends", file=sys.stderr)
+    was_long, config = None, session.engine.model.config
     for turn in itertools.count():
         print("> ", end="", file=sys.stderr, flush=True)
         text = ranks.tell(sys.stdin.readline().strip("\ufeff\r\n") if ranks.rank == 0 else "")
@@ -29,6 +30,9 @@ def chat(session: Session, args: argparse.Namespace) -> None:
         turns = [*messages, {"role": "user", "content": text}]
         prompt = ranks.tell(conversation_ids(tokenizer, turns, **template_names(args)))
         known = common_prefix(prompt[:-1], cached)
+        end = limit if args.max_new_tokens is None else len(prompt) + args.max_new_tokens
+        if was_long != (was_long := config.rope_long and end > config.rope_original_length):
+            known = 0  # its positions are rotated otherwise now: as a long text's
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; /reset starts anew", file=sys.stderr)

@@ -8,7 +8,7 @@ told what steps took.
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -24,10 +24,10 @@ class Threads:
         self.most, self.use = most, use
         self.chosen = self.number = most  # the other number is tried while they differ
         self.steps, self.patience = 0, PATIENCE  # steps since the number was set
-        self.recent: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=TRY))  # (number, k) ->
-        self.fastest: dict[int, float] = {}  # k -> seconds of a step with all threads when nobody disturbs them
+        self.recent: dict[tuple[int, Hashable], deque[float]] = defaultdict(lambda: deque(maxlen=TRY))  # (number, k) ->
+        self.fastest: dict[Hashable, float] = {}  # k -> seconds of a step with all threads when nobody disturbs them
 
-    def observe(self, k: int, seconds: float) -> None:
+    def observe(self, k: Hashable, seconds: float) -> None:
         """A step that drafted k tokens took so long; sets the number of threads for the next one."""
         recent, usual = self.recent[self.number, k], self.recent[self.chosen, k]
         recent.append(seconds)
@@ -48,7 +48,7 @@ class Threads:
             for key in [key for key in self.recent if key[0] == self.number]:
                 del self.recent[key]
 
-    def due(self, k: int, typical: float) -> bool:
+    def due(self, k: Hashable, typical: float) -> bool:
         """Is it time to try the other number?"""
         if self.chosen == 1:
             return self.steps >= self.patience

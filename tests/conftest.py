@@ -169,6 +169,15 @@ def folder_of(tmp_path_factory):
 def forked(run: Callable[[], object], stderr: Path | int) -> int:
     """The exit status, negative for a signal, of a copy of this process that runs this alone, its stderr in a file or a
     pipe: what signals and rights do to a program, without the seconds that a new process takes to import torch."""
+    return status_of(started(run, stderr))
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def started(run: Callable[[], object], stderr: Path | int) -> int:
+    """The copy's process id."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -188,7 +197,7 @@ def forked(run: Callable[[], object], stderr: Path | int) -> int:
             traceback.print_exc()
         finally:
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
 
 
 def config_json(folder: Path) -> dict:

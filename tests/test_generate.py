@@ -9,7 +9,8 @@ import timing
 from checkpoint import load_model
 from generate import Engine, generate
 from sampling import Sampling
-from speculative import NgramDraft
+from speculative import ModelDraft, NgramDraft, layer_subset
+from timing import Timing
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
 SAMPLED = Sampling(1.1, top_k=50, top_p=0.95)
@@ -64,6 +65,31 @@ def test_a_row_equals_its_prompt_alone(family, sampling, folder_of):
     cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), len(row))] for row in alone]
     assert len({len(row) for row in cut}) > 1
     assert rows_of(model, PROMPTS, sampling=sampling, seed=3, stop_ids=stop) == cut
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
+    """p, q and log-probabilities of every token, by passes over the whole text."""
+    model, sampling, told = load_model(folder_of("llama-3"), dtype=torch.float32), Sampling(1.1), Timing()
+    draft = layer_subset(model, [0, 1])
+    engine = Engine(model, 4, 40, drafter=ModelDraft(draft) if drafted else None, speculate_k=3, logprobs=2)
+    options = {"sampling": sampling, "seed": 3, "engine": engine}
+    rows = rows_of(model, PROMPTS, timing=told, **options)
+    for row, (prompt, ids, facts) in enumerate(zip(PROMPTS, rows, told.tokens or [None] * 4)):
+        text, pos = torch.tensor([prompt + ids]), torch.arange(len(prompt + ids))
+        logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
+        log_p = logits.log_softmax(-1)
+        p, q = (sampling.probs(each) for each in (logits, draft_logits))
+        assert len(told.likeliest[row]) == len(told.weighed[row]) == len(ids)
+        for i, id in enumerate(ids):
+            judged = drafted and facts[i].index < facts[i].k
+            values, top = log_p[i].topk(2)
+            weighed = [p[i, id].item(), q[i, id].item() if judged else 0.0]
+            assert told.weighed[row][i] == pytest.approx(weighed, abs=1e-4)
+            likeliest = [[id, log_p[i, id].item()], *([n.item(), x.item()] for n, x in zip(top, values))]
+            assert told.likeliest[row][i] == [pytest.approx(pair, abs=1e-4) for pair in likeliest]
+    engine.state.noting, again = False, Timing()
+    assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.weighed == [[], [], [], []]
 
 
 def test_a_batch_after_a_larger_batch(folder_of):

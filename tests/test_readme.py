@@ -1,6 +1,7 @@
 """README.md promises commands: each shell block that needs neither a download nor hours runs here as it stands."""
 
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -26,7 +27,9 @@ ELSEWHERE = (
     "TinyLlama",
     ".gguf",
     "pip download",
-)  # network, hours
+    "scripts.serve",
+    "127.0.0.1:8000",
+)  # network, hours, a server, which has a test of its own
 FIRST = 2  # commands and snippets of the default run
 
 
@@ -65,6 +68,27 @@ def test_readme_snippet_runs(code):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it printed nothing"
+
+
+@pytest.mark.readme
+def test_readme_server_answers_its_clients():
+    """The block's first command runs until the others have."""
+    (block,) = (block for block in BLOCKS if "scripts.serve" in block)
+    start, *clients = (line for line in block.splitlines() if not line.startswith("#"))
+    command = start.split("&& ")[1].split()
+    server = subprocess.Popen(
+        [sys.executable, *command[1:], "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        address = next(line.split("http://")[1].strip() for line in server.stderr if "listening on" in line)
+        assert clients
+        for client in clients:
+            line = client.replace("127.0.0.1:8000", address)
+            done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 and json.loads(done.stdout)["choices"][0]["text"], done
+    finally:
+        server.terminate()
+    assert server.wait(60) == 0
 
 
 def test_forks_take_as_many_lines_as_it_states():

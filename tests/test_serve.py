@@ -1,0 +1,500 @@
+"""The server as its clients see it: the real `openai` package against a running one, with the demo pair.
+
+What the model should have said comes from `generate` on the same model, one prompt at a time without a draft. Servers
+are copies of this process, so that none takes the seconds of importing torch.
+"""
+
+import concurrent.futures
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from conftest import ROOT, started, status_of
+
+from checkpoint import load_model
+from generate import generate
+from sampling import Sampling
+from scripts import serve
+from scripts.openai_form import Answer, Event, Refusal, Token, ask_of
+from tokenizer import load_tokenizer
+
+DEMO = ROOT / "checkpoints" / "demo"
+DRAFT = ["--draft_checkpoint", str(ROOT / "checkpoints" / "demo-draft"), "--speculate_k", "3"]
+PROMPTS = [f"{who} {did}" for who in ("Once upon a time", "One day, Tom", "The dog", "Lily and Sam") for did in (
+    "saw", "went to the park and", "was sad. ", "had a big red ball")]  # fmt: skip
+
+
+class Running:
+    """A server of its own, and clients of it."""
+
+    def __init__(self, folder: Path, *flags: str):
+        self.log = folder / f"log{len(list(folder.iterdir()))}"
+        argv = ["--checkpoint", str(DEMO), "--device", "cpu", "--threads", "1", "--no-compile", "--port", "0", *flags]
+        self.pid, self.status = started(lambda: serve.main(argv), self.log), None
+        end = time.monotonic() + 120
+        while "listening on" not in (text := self.log.read_text() if self.log.exists() else ""):
+            assert time.monotonic() < end and os.waitpid(self.pid, os.WNOHANG) == (0, 0), text
+            time.sleep(0.02)
+        self.url = text.split("listening on ")[1].split()[0]
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(self, prompt, **others):
+        usual = {"model": "demo", "max_tokens": 40, "temperature": 0}
+        return self.client.completions.create(prompt=prompt, **usual | others)
+
+    def raw(self, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
+        """Status and body of a request as no client of OpenAI's would make it."""
+        named = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, named), timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        if self.status is None:
+            os.kill(self.pid, number)
+            self.status = status_of(self.pid)
+        return self.status
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    running = Running(tmp_path_factory.mktemp("serve"), *DRAFT, "--batch_size", "4")
+    yield running
+    assert running.end() == 0, running.log.read_text()
+    assert "Traceback" not in running.log.read_text()
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """Starts servers of a test's own, of which none outlives it."""
+    made = []
+
+    def start(*flags: str) -> Running:
+        made.append(Running(tmp_path, *flags))
+        return made[-1]
+
+    yield start
+    for running in made:
+        running.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(DEMO)
+
+
+@pytest.fixture(scope="module")
+def told(model, tokenizer):
+    """(text, ids) of a prompt alone, decoded plainly."""
+
+    def tell(prompt: str, new: int = 40) -> tuple[str, list[int]]:
+        options = {"sampling": Sampling(0.0), "max_new_tokens": new, "stop_ids": tokenizer.stop_ids}
+        ids = [id for _, id in generate(model, [tokenizer.encode(prompt)], **options)]
+        stream = tokenizer.stream(continues=True)
+        return "".join(stream.feed(id) for id in ids) + stream.flush(), ids
+
+    return tell
+
+
+def test_completion_whole_and_streamed_is_what_the_prompt_alone_gives(server, told, tokenizer):
+    text, ids = told(PROMPTS[0])
+    whole = server.ask(PROMPTS[0])
+    chunks = list(server.ask(PROMPTS[0], stream=True, stream_options={"include_usage": True}))
+    parts = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert whole.choices[0].text == "".join(part.text for part in parts) == text
+    assert whole.choices[0].finish_reason == parts[-1].finish_reason == "length"
+    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+    for usage in (whole.usage, chunks[-1].usage):
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(tokenizer.encode(PROMPTS[0])), len(ids))
+    for timings in (whole.choices[0].timings, parts[-1].timings):
+        assert timings["ttft_s"] > 0 and timings["decode_tok_s"] > 0 and timings["speculative"]["accepted"] > 0
+    assert server.ask(tokenizer.encode(PROMPTS[0])).choices[0].text == text  # ids for a prompt
+
+
+def test_a_chat_goes_on_where_its_caches_end(server, told):
+    """Without a template a conversation is its texts, a line each, so the second turn's prompt is known here."""
+    turns = [{"role": "user", "content": "One day, Lily found"}]
+    asked = {"model": "demo", "temperature": 0, "max_completion_tokens": 20}
+    first = server.client.chat.completions.create(messages=turns, **asked).choices[0].message
+    assert first.role == "assistant" and first.content == told(turns[0]["content"], 20)[0]
+    turns += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "text", "text": "Then"}]},
+    ]
+    stream = list(server.client.chat.completions.create(messages=turns, stream=True, **asked))
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert said == told("\n".join(["One day, Lily found", first.content, "Then"]), 20)[0]
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert stream[-1].choices[0].timings["cached_tokens"] >= 4
+
+
+def test_stop_strings_end_before_themselves(server, told):
+    text = told(PROMPTS[0])[0]
+    for stop in (text[20:25], [text[30:34], "never"]):
+        choice = server.ask(PROMPTS[0], stop=stop).choices[0]
+        assert choice.text == text[: text.index(stop if isinstance(stop, str) else stop[0])]
+        assert choice.finish_reason == "stop"
+    held = server.ask(PROMPTS[0], stop=text[-3:] + "zzz").choices[0]  # what could have become one is not lost
+    assert (held.text, held.finish_reason) == (text, "length")
+
+
+def test_rows_of_a_batch_are_each_their_seed_alone(server):
+    settings = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 16}
+    three = server.ask(PROMPTS[1], n=3, seed=5, **settings).choices
+    assert [choice.timings["rows"] for choice in three] == [3, 3, 3]
+    alone = [server.ask(PROMPTS[1], seed=seed, **settings).choices[0] for seed in (5, 6, 7)]
+    assert [choice.text for choice in three] == [choice.text for choice in alone] and len({c.text for c in three}) == 3
+    assert alone[0].timings["rows"] == 1
+    both = server.ask([PROMPTS[2], PROMPTS[3]], n=2, seed=5, **settings).choices
+    assert [choice.index for choice in both] == [0, 1, 2, 3]
+    assert both[3].text == server.ask(PROMPTS[3], seed=6, **settings).choices[0].text
+    unseeded = server.ask(PROMPTS[1], **settings).choices[0]
+    assert server.ask(PROMPTS[1], seed=unseeded.timings["seed"], **settings).choices[0].text == unseeded.text
+
+
+def test_sixteen_clients_at_once_get_each_their_own(server, told):
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda prompt: server.ask(prompt, max_tokens=12).choices[0].text, PROMPTS))
+    assert texts == [told(prompt, 12)[0] for prompt in PROMPTS]
+
+
+def test_different_samplings_at_once_stay_apart(server):
+    settings = [{"temperature": 0}, {"temperature": 1.5}, {"temperature": 0.6}, {"temperature": 1, "top_p": 0.5}] * 2
+
+    def ask(number: int) -> str:
+        return server.ask(PROMPTS[number], seed=number, max_tokens=12, **settings[number]).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert together == [ask(number) for number in range(8)]
+
+
+def log_probs(model, ids: list[int]) -> torch.Tensor:
+    """(T, V) of the next token after each."""
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), torch.arange(len(ids)))[0].log_softmax(-1)
+
+
+def test_log_probabilities_are_the_models(server, model, tokenizer, told):
+    prompt, ids = tokenizer.encode(PROMPTS[0]), told(PROMPTS[0], 12)[1]
+    expected = log_probs(model, prompt + ids)
+    logprobs = server.ask(PROMPTS[0], max_tokens=12, logprobs=2, echo=True).choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+    assert logprobs.tokens[len(prompt) :] == [tokenizer.pieces()[id].decode() for id in ids]
+    close = [expected[i, id].item() for i, id in enumerate((prompt + ids)[1:])]
+    assert logprobs.token_logprobs[1:] == pytest.approx(close, abs=0.05)  # bfloat16: other shapes, other rounding
+    for i, top in enumerate(logprobs.top_logprobs[1:]):
+        assert max(top.values()) == pytest.approx(expected[i].max().item(), abs=0.05)
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    chat = server.client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3, stream=True
+    )
+    entries = [entry for chunk in chat if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert [entry.logprob for entry in entries] == pytest.approx(close[len(prompt) - 1 :], abs=0.05)
+    assert [len(entry.top_logprobs) for entry in entries] == [3] * 12
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == told(PROMPTS[0], 12)[0]
+    scored = server.ask(PROMPTS[0], max_tokens=0, logprobs=0, echo=True).choices[0]
+    assert scored.text == PROMPTS[0] and len(scored.logprobs.tokens) == len(prompt)
+
+
+def test_tokens_say_where_they_came_from(server, told):
+    asked = {"extra_body": {"tokens": True}, "temperature": 0.8, "seed": 3}
+    choice = server.ask(PROMPTS[1], **asked).choices[0]
+    tokens, found = choice.tokens, choice.timings["speculative"]
+    assert "".join(token["text"] for token in tokens) == choice.text
+    counts = Counter(token["origin"] for token in tokens)
+    assert counts["plain"] == 1 and counts["accepted"] == found["accepted"] and counts["corrected"] > 0
+    assert max(token["round"] for token in tokens) == found["rounds"] + 1
+    for token in tokens:
+        assert 0 < token["p"] <= 1 and (token["q"] is None) == (token["origin"] in ("bonus", "plain"))
+    judged = [token["overlap"] for token in tokens if token["q"] is not None]
+    assert sum(judged) / len(judged) == pytest.approx(found["alpha"])
+    plain = server.ask(PROMPTS[1], extra_body={"tokens": True, "draft": False}).choices[0]
+    assert {token["origin"] for token in plain.tokens} == {"plain"} and plain.timings["speculative"] is None
+    assert plain.text == told(PROMPTS[1])[0]
+
+
+def test_a_client_that_leaves_frees_its_row(server, told, tokenizer):
+    """What the caches hold afterwards says how far the row came: not to its end."""
+    ids = told("Once there was a", 300)[1]
+    stream = server.ask("Once there was a", max_tokens=300, stream=True)
+    next(iter(stream))
+    stream.close()
+    whole = tokenizer.encode("Once there was a") + ids
+    after = server.ask(whole, max_tokens=1).choices[0]
+    assert len(tokenizer.encode("Once there was a")) <= after.timings["cached_tokens"] < len(whole) - 20
+    waiting = [server.ask(prompt, max_tokens=300, stream=True) for prompt in PROMPTS[:8]]
+    for stream in waiting:
+        stream.close()
+    assert server.ask("Once there was a", max_tokens=10).choices[0].text == told("Once there was a", 10)[0]
+
+
+REFUSED = {
+    "a sampling setting": ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    "a bias": ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    "no whole number": ({"n": 1.5}, 400, "n"),
+    "an impossible temperature": ({"temperature": -1}, 400, "temperature"),
+    "an impossible mass": ({"top_p": 1.5}, 400, "top_p"),
+    "an empty stop string": ({"stop": ""}, 400, "stop"),
+    "too long": ({"max_tokens": 5000}, 400, "prompt"),
+    "an id that there is not": ({"prompt": [5, 99999]}, 400, "prompt"),
+    "no prompt": ({"prompt": None}, 400, "prompt"),
+    "another model": ({"model": "gpt-4"}, 404, "model"),
+    "an unknown key": ({"extra_body": {"mirostat": 2}}, 400, "mirostat"),
+    "options of a stream": ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    "both lengths": ({"extra_body": {"max_completion_tokens": 3}}, 400, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(server, case):
+    asked, status, param = REFUSED[case]
+    with pytest.raises(openai.APIStatusError) as caught:
+        server.ask(**{"prompt": "a"} | asked)
+    body = caught.value.body
+    assert caught.value.status_code == status and set(body) == {"message", "type", "param", "code"}
+    assert body["param"] == param and body["type"] == "invalid_request_error", body
+
+
+def test_bodies_and_paths_that_mean_nothing(server):
+    path, chat, fine = "/v1/completions", "/v1/chat/completions", b'{"prompt": "a", "max_tokens": 1}'
+    for status, found in (
+        (400, server.raw(path, b"{")),
+        (400, server.raw(path, b"[" * 100_000)),
+        (400, server.raw(path, b'"text"')),
+        (400, server.raw(path, rb'{"prompt": "a", "\ud800": 1}')),
+        (
+            400,
+            server.raw(chat, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'),
+        ),
+        (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}')),
+        (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}')),
+        (413, server.raw(path, b" " * (serve.MOST_BYTES + 1))),
+        (415, server.raw(path, fine, Content_Type="text/plain")),
+        (403, server.raw(path, fine, Host="rebound.example")),
+        (404, server.raw("/v1/embeddings", fine)),
+        (404, server.raw("/v1/models/../../etc/passwd")),
+        (405, server.raw(path)),
+    ):
+        assert found[0] == status and set(found[1]["error"]) == {"message", "type", "param", "code"}, found
+        assert "Traceback" not in found[1]["error"]["message"]
+    assert server.raw(path, fine, Host="localhost")[0] == 200
+    assert server.raw("/v1/models")[1]["data"][0]["id"] == "demo"
+
+
+def test_the_page_fetches_nothing_from_elsewhere(server):
+    with urllib.request.urlopen(server.url) as answer:
+        page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    assert "connect-src 'self'" in policy and "default-src 'none'" in policy
+    assert "http://" not in page and "https://" not in page and " src=" not in page and "@import" not in page
+
+
+def test_key_queue_and_time_are_bounded(serving):
+    limits = ("--api_key", "k", "--queue", "2", "--answer_s", "0.6", "--stop", "zebra")
+    running = serving(*limits)
+    with pytest.raises(openai.AuthenticationError):
+        running.ask("a")
+    running.client = running.client.with_options(api_key="k")
+    with pytest.raises(openai.BadRequestError, match="may wait"):
+        running.ask("a", n=3)
+    assert running.ask("One", max_tokens=2).choices[0].finish_reason == "length"
+    with pytest.raises(openai.APIStatusError, match="answer_s") as caught:  # sampled nearly evenly: no end comes early
+        running.ask("a", max_tokens=500, temperature=30, n=2)
+    assert caught.value.status_code == 504
+    running.client = running.client.with_options(timeout=5)
+    codes = []
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(running.ask, "a", max_tokens=500, temperature=30) for _ in range(8)]:
+            codes.append(getattr(done.exception(), "status_code", 200))
+    assert codes.count(429) >= 4 and set(codes) <= {429, 504}, codes
+    assert running.end(signal.SIGINT) == 130
+    assert "Traceback" not in running.log.read_text()
+
+
+def test_sigterm_answers_what_was_asked_and_lets_nobody_in(serving, told):
+    running = serving()
+    text = told("Once there was a", 90)[0]
+    stream = iter(running.ask("Once there was a", max_tokens=90, stream=True))
+    begun = next(stream).choices[0].text
+    os.kill(running.pid, signal.SIGTERM)
+    assert begun + "".join(chunk.choices[0].text for chunk in stream) == text
+    running.status = status_of(running.pid)
+    assert running.status == 0, running.log.read_text()
+    with pytest.raises(openai.APIConnectionError):
+        running.ask("a")
+
+
+def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
+    for flags, named in ((["--prompt", "a"], "--prompt"), (["--json"], "--json"), (["--port", "70000"], "--port")):
+        with pytest.raises(SystemExit) as ended:
+            serve.main([*flags, "--device", "cpu"])
+        assert ended.value.code == 2 and named in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+        serve.main(["--port", str(taken.getsockname()[1]), "--device", "cpu"])
+    assert "cannot listen there" in capsys.readouterr().err
+
+
+def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
+    neutral = {"presence_penalty": 0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "user": "me"}
+    ask = ask_of({"messages": [{"role": "user", "content": "a"}], **neutral}, True, "m", Sampling(0.5), None)
+    assert ask.sampling == Sampling(0.5) and ask.prompts == [[{"role": "user", "content": "a"}]]
+    with pytest.raises(Refusal):
+        ask_of({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, True, "m", Sampling(), None)
+    with pytest.raises(Refusal):
+        ask_of({"prompt": "a", "temperature": math.nan}, False, "m", Sampling(), None)
+    choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None), whole=True)
+    assert choice["message"]["content"] == "é" and serve.said(choice).body.isascii()
+
+
+@pytest.mark.long
+def test_the_evaluation_harness_gets_eval_lms_figures(serving):
+    """Through the server's echoed log-probabilities, in float32: other shapes, the same figures."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from scripts import eval_lm
+
+    flags = ["--checkpoint", str(DEMO), "--tasks", "stories", "--include_path", "benchmarks/tasks", "--limit", "4"]
+    manager = TaskManager(include_path=str(ROOT / "benchmarks" / "tasks"))
+    running = serving("--dtype", "float32")
+    about = {"model": "demo", "base_url": f"{running.url}/v1/completions", "tokenizer": str(DEMO)}
+    asked = {"tasks": ["stories"], "limit": 4, "task_manager": manager}
+    served = simple_evaluate("local-completions", model_args=about, **asked)["results"]["stories"]
+    assert running.end() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["eval_lm", *flags, "--dtype", "float32"])
+        patch.chdir(ROOT)
+        direct = eval_lm.run(eval_lm.parse_args())["results"]["stories"]
+    for metric in ("word_perplexity,none", "bits_per_byte,none"):
+        assert served[metric] == pytest.approx(direct[metric], rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    """The page in a headless Chromium of the system's."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    playwright.expect.set_options(timeout=60_000)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1000, "height": 720})
+        opened.wrong = []
+        opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
+        opened.on("request", lambda request: request.url.startswith(server.url) or opened.wrong.append(request.url))
+        opened.goto(server.url)
+        yield opened
+        assert opened.wrong == []
+        browser.close()
+
+
+@pytest.mark.browser
+def test_page_streams_what_is_typed_and_colours_it(page, told):
+    from playwright.sync_api import expect
+
+    expect(page.locator("#about")).to_contain_text("drafted by demo-draft, K = 3")
+    page.fill("#temperature", "0")
+    page.fill("#most", "60")
+    page.locator("#prompt").focus()
+    seen = page.evaluate_handle("new Set()")
+    page.evaluate(
+        """seen => new MutationObserver(() => {
+            const text = document.querySelector("article.assistant")?.textContent;
+            if (text) seen.add(text);
+        }).observe(document.getElementById("log"), {childList: true, subtree: true})""",
+        seen,
+    )
+    page.keyboard.type(PROMPTS[0])
+    page.keyboard.press("Enter")
+    expect(page.locator("#send")).to_have_text("Stop")
+    expect(page.locator("#send")).to_have_text("Send")
+    text = told(PROMPTS[0], 60)[0]
+    assert page.text_content("article.assistant") == text
+    grown = page.evaluate("seen => [...seen]", seen)
+    assert len(grown) > 2 and all(text.startswith(part) for part in grown)  # it came piece by piece
+    blue, red = (page.evaluate(
+        "name => getComputedStyle(document.querySelector(`article.assistant .${name}`)).color", name
+    ) for name in ("accepted", "corrected"))  # fmt: skip
+    plain = page.evaluate("getComputedStyle(document.querySelector('article.assistant')).color")
+    assert len({blue, red, plain}) == 3
+    page.uncheck("#colours")
+    assert page.evaluate("getComputedStyle(document.querySelector('article.assistant .accepted')).color") == plain
+    page.check("#colours")
+    for fact in ("tok/s", "α 0.", "tokens a round", "plain decoding"):
+        assert fact in page.text_content("#live")
+
+
+@pytest.mark.browser
+def test_page_tells_p_and_q_by_mouse_and_by_keys(page):
+    page.hover("article.assistant .corrected >> nth=0")
+    tip = page.text_content("#tip")
+    assert tip.startswith("corrected") and "p 1.0000 of the target, q 0.0000 of the draft" in tip  # greedy: 0 or 1
+    page.locator("#log").focus()
+    page.mouse.move(0, 0)
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(200)
+    assert page.text_content("#tip").startswith("plain\np ") and page.is_visible("#tip")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(200)
+    assert not page.text_content("#tip").startswith("plain")
+
+
+@pytest.mark.browser
+def test_page_races_plain_against_drafted(page, told):
+    from playwright.sync_api import expect
+
+    page.click("#reset")
+    page.fill("#prompt", PROMPTS[1])
+    page.locator("#race").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".race p")).to_contain_text("the same text")
+    plain, drafted = page.locator(".race section > div").all()
+    assert plain.text_content() == drafted.text_content() == told(PROMPTS[1], 60)[0]
+    assert plain.locator(".accepted").count() == 0 < drafted.locator(".accepted").count()
+    assert page.locator(".race h2").all_text_contents()[1].startswith("drafted by demo-draft: ")
+
+
+@pytest.mark.browser
+def test_page_stops_shows_errors_and_fits_a_phone(page, told):
+    from playwright.sync_api import expect
+
+    page.click("#reset")
+    page.fill("#most", "300")
+    page.fill("#prompt", "Once there was a")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.assistant [data-origin]").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert page.locator("article.assistant [data-origin]").count() < len(told("Once there was a", 300)[1]) - 5
+    page.fill("#most", "99999")
+    page.fill("#prompt", "a")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.error")).to_contain_text("positions")
+    for width, scheme in ((390, "dark"), (1000, "light")):
+        page.set_viewport_size({"width": width, "height": 760})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (int(ground.split("(")[1].split(",")[0]) < 80) == (scheme == "dark")
