@@ -29,6 +29,8 @@ from scripts import serve
 from scripts.openai_form import Answer, Event, Refusal, Token, ask_of
 from tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.attack  # half a minute on two cores
+
 DEMO = ROOT / "checkpoints" / "demo"
 DRAFT = ["--draft_checkpoint", str(ROOT / "checkpoints" / "demo-draft"), "--speculate_k", "3"]
 PROMPTS = [f"{who} {did}" for who in ("Once upon a time", "One day, Tom", "The dog", "Lily and Sam") for did in (
