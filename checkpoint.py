@@ -331,7 +331,7 @@ def quantize_into(
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
         row_max = None
-        if cut.dim == 1 and ranks.world > 1 and not linear.format.group:
+        if cut.dim == 1 and ranks.world > 1 and linear.format.whole_rows:
             row_max = ranks.largest(weight.abs().amax(1).float())  # a row's scale is that of the whole row
         with led_by(source):
             parts = formats.quantize_tensor(weight, linear.scheme, row_max)

@@ -657,8 +657,8 @@ def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
     ranks, copied, take = tp.join(torch.device("cpu"), 300), [], checkpoint.take
     torch.set_num_threads(threads)
 
-    def counted(*args) -> torch.Tensor:
-        copied.append(take(*args))
+    def counted(*args, **others) -> torch.Tensor:
+        copied.append(take(*args, **others))
         return copied[-1]
 
     checkpoint.take = counted

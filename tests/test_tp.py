@@ -282,7 +282,7 @@ class Asking(Listening):
 said: list[list[torch.Tensor]] = [[], []]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "nvfp4"])
 def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
     """A row's scale is that of the whole row, whatever part of it a rank reads: else its codes would be others."""
     whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False).layers[1].ffn.down.parts()
@@ -291,8 +291,10 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
         said[rank].clear()
         model = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, tp=Asking(rank, 2), pack=False)
         found = model.layers[1].ffn.down.parts()
-    assert len(said[1]) == 4 and torch.equal(found["scale"], whole["scale"])
-    assert torch.equal(bits(found["codes"]), bits(whole["codes"][:, :256]))
+    assert len(said[1]) == 4
+    for name, part in whole.items():
+        mine = part[:, : part.size(1) // 2] if part.dim() == 2 else part
+        assert torch.equal(bits(found[name]), bits(mine)), name
 
 
 # ---------------------------------------------------------------------------------------- processes

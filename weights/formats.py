@@ -77,6 +77,7 @@ class Format:
     bits: int
     group: int = 0
     ragged: ClassVar[bool] = False  # may a row end inside a group?
+    whole_rows: ClassVar[bool] = False  # does a scale follow from the whole row, of which a rank may hold a part?
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Part -> (shape, dtype). The first dimension of every part is the weight's rows; one part is "codes"."""
@@ -100,6 +101,8 @@ class Format:
 @dataclass(frozen=True)
 class PerRow(Format):
     """Codes of type `kind` up to `largest`, times one scale a row."""
+
+    whole_rows = True
 
     stored: torch.dtype = torch.bfloat16  # of scales
     kind: ClassVar[torch.dtype]
@@ -267,13 +270,16 @@ class NvFp4(Mx):
     stored once a matrix there and once a row here, so that matrices can be stacked. Source: NVIDIA's Transformer Engine
     and compressed-tensors, compressors/nvfp4 and quantization/lifecycle/forward_helpers.py (_dequantize)."""
 
+    whole_rows = True
+
     def shapes(self, rows, columns):
         scales = {"scale": ((rows, columns // self.group), torch.float8_e4m3fn), "whole": ((rows,), torch.float32)}
         return {"codes": ((rows, columns // 2), torch.uint8), **scales}
 
-    def quantize(self, w):
+    def quantize(self, w, row_max: Tensor | None = None):
+        """`row_max` as in PerRow."""
         w = w.unflatten(1, (-1, self.group))  # (out, in) -> (out, in / 16, 16)
-        row_max, largest_scale = w.abs().amax((1, 2)), Fp8.largest
+        row_max, largest_scale = w.abs().amax((1, 2)) if row_max is None else row_max, Fp8.largest
         whole = torch.where(row_max > SMALLEST_ROW, self.largest * largest_scale / row_max, 1.0)  # (out,)
         scale = (w.abs().amax(-1) * whole[:, None] / self.largest).clamp(max=largest_scale).to(torch.float8_e4m3fn)
         codes = self.encode(w / divisor(scale.float() / whole[:, None])[..., None])
@@ -338,7 +344,7 @@ def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) 
     ValueError for an unknown scheme, inputs that do not divide, and weights that are not finite.
     """
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
-    if row_max is not None and not isinstance(FORMATS[scheme], PerRow):
+    if row_max is not None and not FORMATS[scheme].whole_rows:
         raise ValueError(f"{scheme} takes whole rows only: write the folder with quantize.py, then divide that one")
     shapes = FORMATS[scheme].shapes(*weight.shape)
     found = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
