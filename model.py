@@ -22,9 +22,9 @@ from torch import Tensor, compiler, nn
 from config import Config
 from feedforward import Experts, FeedForward, Linear, sigmoid
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
+from rounding import KEY_BLOCK
 
 KERNEL_WITH_SUMS = "cpu"  # the device whose kernel says what its softmax divided by
-KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 
 
 # ------------------------------------------------------------------------------------------- Attention

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KEYS = 512  # that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
+KEY_BLOCK = 512  # that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 TRIES = 4  # sums that are compared: two orders of adding leave the same bits in about one of a hundred
 Classes = list[tuple[Tensor, list]]
 
@@ -79,9 +79,9 @@ def same_widths(
 
 
 def in_blocks(length: int, unit: int) -> int:
-    """`length` positions or a few more: whole blocks of KEYS, and of the last block a multiple of `unit` or all."""
-    before = (length - 1) // KEYS * KEYS
-    return before + min(math.ceil((length - before) / unit) * unit, KEYS)
+    """`length` positions or a few more: whole blocks of KEY_BLOCK, and of the last one a multiple of `unit` or all."""
+    before = (length - 1) // KEY_BLOCK * KEY_BLOCK
+    return before + min(math.ceil((length - before) / unit) * unit, KEY_BLOCK)
 
 
 def same_attention(
@@ -104,7 +104,7 @@ def same_attention(
 def first_tile(
     attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, threads: int
 ) -> tuple[int, int] | None:
-    tiles = itertools.product((16, 32, 192, KEYS), (1, 2, 8, 32))
+    tiles = itertools.product((16, 32, 192, KEY_BLOCK), (1, 2, 8, 32))
     return next(((rows, unit) for unit, rows in tiles if attends_alike(attend, B, G, R, E, dtype, rows, unit)), None)
 
 

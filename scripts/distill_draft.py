@@ -323,12 +323,12 @@ def weights_of_layers(draft: Transformer, target: Transformer, kept: Sequence[in
     """What the draft begins with: the weights of some of the target's layers, its norm and its embedding, in float32.
     A mask's row of the embedding is the mean of all rows. ValueError for a packed target."""
     check_unpacked(target, "copied")
-    part = layer_subset(target, kept)
-    if (part.windows, part.turns) != (draft.windows, draft.turns):
+    chosen = layer_subset(target, kept)
+    if (chosen.windows, chosen.turns) != (draft.windows, draft.turns):
         raise ValueError(
             f"--from_layers {list(kept)}: config.json cannot say what these layers attend to and rotate by"
         )
-    source, found = dict(part.named_modules()), {}
+    source, found = dict(chosen.named_modules()), {}
     for name, parameter in draft.named_parameters():
         module, _, kind = name.rpartition(".")
         part = source[module]

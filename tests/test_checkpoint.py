@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import config_json, oracle
 from safetensors.torch import load_file, save_file
+from test_families import NEW
 
 from checkpoint import load_config, load_model, random_model, save_model, shards
 from model import Config
@@ -39,7 +40,7 @@ def test_sharded_equals_single(folder_of, tmp_path):
     assert same_weights(single, load_model(tmp_path / "sharded", dtype=torch.float32))
 
 
-@pytest.mark.parametrize("family", ["llama-3", "llama-3.2", "qwen2", "qwen3", "llama-biased"])
+@pytest.mark.parametrize("family", ["llama-3", "llama-3.2", "qwen2", "qwen3", "llama-biased", *NEW])
 def test_save_is_the_inverse_of_load(family, folder_of, tmp_path):
     """Tensor for tensor what transformers wrote, and transformers reads it back to the same logits."""
     from transformers import AutoModelForCausalLM

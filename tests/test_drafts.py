@@ -28,6 +28,7 @@ from program.main import run as run_args
 from reading.drafts import Eagle, eagle_of, kind_of, pard_token
 from sampling import Sampling
 from speculative import ModelDraft
+from tests.attacks.law import IgnoresIds, WrongPosition
 from tokenizer import load_tokenizer
 
 PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
@@ -326,22 +327,6 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     model = tiny(3)
     counts = sequences(model, tiny_drafter(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) > 1e-6
-
-
-class WrongPosition(PardDraft):
-    """q of the position before."""
-
-    def propose(self, state):
-        tokens, probs = super().propose(state)
-        return tokens, probs.roll(1, dims=1)
-
-
-class IgnoresIds(EagleDraft):
-    """Tokens by the target's ids, q by the draft's."""
-
-    def propose(self, state):
-        tokens, probs = super().propose(state)
-        return tokens, torch.cat((probs[..., self.model.ids >= 0], probs[..., self.model.ids < 0]), dim=-1)
 
 
 @pytest.mark.parametrize("broken", [WrongPosition, pytest.param(IgnoresIds, marks=pytest.mark.attack)])

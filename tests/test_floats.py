@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import BASE, config_json, rope
 from safetensors.torch import load_file, save_file
+from test_foreign import FUSED, shapes
 
 import checkpoint
 from checkpoint import load_config, save_model
@@ -29,15 +30,7 @@ HF = {
     **BASE, "model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 1,
     "num_attention_heads": H, "num_key_value_heads": G, "vocab_size": 96, "dtype": "bfloat16", **rope(10000.0),
 }  # fmt: skip
-SHAPES = {  # (out, in)
-    "self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D),
-    "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
-}  # fmt: skip
-FUSED = {
-    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.out": ["self_attn.o_proj"],
-    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"], "ffn.down": ["mlp.down_proj"],
-}  # fmt: skip
+SHAPES = shapes(D, F)
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 # ---------------------------------------------------------------------------- matrices, and what they stand for

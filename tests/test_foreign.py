@@ -32,10 +32,17 @@ HF = {
     **BASE, "model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2,
     "num_attention_heads": H, "num_key_value_heads": G, "vocab_size": 96, "dtype": "float16", **rope(10000.0),
 }  # fmt: skip
-SHAPES = {  # (out, in)
-    "self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D),
-    "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
-}  # fmt: skip
+
+
+def shapes(D: int, F: int) -> dict[str, tuple[int, int]]:
+    """(out, in) of a block's matrices, with half as many KV heads as heads."""
+    return {
+        "self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D),
+        "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
+    }  # fmt: skip
+
+
+SHAPES = shapes(D, F)
 FUSED = {
     "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "attention.out": ["self_attn.o_proj"],

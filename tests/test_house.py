@@ -24,7 +24,7 @@ KNOWS = {
     "config": {"reading.config"},
     "rope": {"config"},
     "feedforward": {"config"},
-    "model": {"config", "rope", "feedforward"},
+    "model": {"config", "rope", "feedforward", "rounding"},
     "names": {"tp"},
     "sampling": set(),
     "processors": set(),
