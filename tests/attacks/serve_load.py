@@ -23,16 +23,17 @@ from pathlib import Path
 import openai
 
 ROOT = Path(__file__).parent.parent.parent
-PAIR = ["--draft_checkpoint", "checkpoints/demo-draft", "--speculate_k", "3", "--device", "cpu", "--no-compile"]
+ALONE = ["--device", "cpu", "--no-compile"]
+PAIR = ["--draft_checkpoint", "checkpoints/demo-draft", "--speculate_k", "3", *ALONE]
 WHO = ("Once upon a time", "One day, Tom", "The little dog", "Lily and Sam", "A bird", "In the park,")
 DID = (" saw a", " went home.", ", who was very sad,", "", " had a big red ball and")
 NEW, SEEDS, WARM = 48, 3, {"temperature": 0.9, "top_p": 0.95}
 GROWTH = 1.05  # of resident memory that passes for none
 
 
-def decoded(flags: list[str], rows: list[dict]) -> list[dict]:
+def decoded(flags: list[str], rows: list[dict], models: list[str] = PAIR) -> list[dict]:
     """What generate.py makes of JSONL rows, one at a time."""
-    command = [sys.executable, "generate.py", *PAIR, "--json", "--prompt_file", "-", *flags]
+    command = [sys.executable, "generate.py", *models, "--json", "--prompt_file", "-", *flags]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -41,8 +42,8 @@ def decoded(flags: list[str], rows: list[dict]) -> list[dict]:
 class Server:
     """A running server, and its log."""
 
-    def __init__(self, *flags: str):
-        command = [sys.executable, "-m", "scripts.serve", *PAIR, "--port", "0", *flags]
+    def __init__(self, *flags: str, models: list[str] = PAIR):
+        command = [sys.executable, "-m", "scripts.serve", *models, "--port", "0", *flags]
         self.process, self.log = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), []
         self.ready = threading.Event()
         threading.Thread(target=self.read, daemon=True).start()
@@ -172,26 +173,19 @@ def load(args: argparse.Namespace) -> dict:
 
 def overhead(args: argparse.Namespace) -> dict:
     """Rates of greedy decoding of one row, by rounds of generate.py, the server's own clock, and one client's."""
-    new, prompt, ratios = 400, "Once upon a time", {"server's clock": [], "client's clock": []}
-    server = Server("--ignore_eos")
+    new, prompt, ratios = args.new, "Once upon a time", {"server's clock": [], "client's clock": []}
+    models = ["--checkpoint", args.checkpoint, *ALONE] if args.checkpoint else PAIR
+    server = Server("--ignore_eos", models=models)
     client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-    samples = [
-        "--temperature",
-        "0",
-        "--ignore_eos",
-        "--max_new_tokens",
-        str(new),
-        "--num_samples",
-        "5",
-        "--batch_size",
-        "1",
-    ]
+    name = client.models.list().data[0].id
+    greedy = ["--temperature", "0", "--ignore_eos", "--max_new_tokens", str(new)]
+    samples = [*greedy, "--num_samples", "5", "--batch_size", "1"]
     for _ in range(args.rounds):
-        alone = statistics.median(row["decode_tok_s"] for row in decoded(samples, [{"prompt": prompt}]))
+        alone = statistics.median(row["decode_tok_s"] for row in decoded(samples, [{"prompt": prompt}], models))
         own, received = [], []
         for _ in range(5):
             usage = {"stream": True, "stream_options": {"include_usage": True}}
-            chunks = client.completions.create(model="demo", prompt=prompt, max_tokens=new, temperature=0, **usage)
+            chunks = client.completions.create(model=name, prompt=prompt, max_tokens=new, temperature=0, **usage)
             moments = [(time.perf_counter(), chunk) for chunk in chunks]
             texts = [moment for moment, chunk in moments if chunk.choices and not chunk.choices[0].finish_reason]
             timings = next(c.choices[0].timings for _, c in moments if c.choices and c.choices[0].finish_reason)
@@ -211,6 +205,8 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--overhead", action="store_true", help="rates of one row instead of load")
     parser.add_argument("--rounds", type=int, default=5, help="of --overhead")
+    parser.add_argument("--checkpoint", help="of --overhead, decoded without a draft; default: the demo pair")
+    parser.add_argument("--new", type=int, default=400, help="tokens of an answer, of --overhead")
     args = parser.parse_args()
     found = overhead(args) if args.overhead else load(args)
     print(json.dumps(found, indent=1))
