@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
-from model import Caches, Transformer, attend, attend_beside_sinks
+from model import Caches, KVCache, Transformer
 from rounding import in_blocks, same_attention
 from sampling import INVALID, Sampling, sample, uniform
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
@@ -72,16 +72,16 @@ class CachedModel:
 
     def __init__(
         self, model: Transformer, B: int, S: int, compile: bool, compile_prompts: bool = False,
-        layers: Sequence[nn.Module] | None = None, ends: Tensor | None = None,
+        layers: Sequence[nn.Module] | None = None, ends: Tensor | None = None, kind: type[KVCache] = KVCache,
     ):  # fmt: skip
-        self.model, self.B, self.compile, self.compile_prompts = model, B, compile, compile_prompts
+        self.model, self.B, self.compile, self.compile_prompts, self.kind = model, B, compile, compile_prompts, kind
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
-        kernel = attend_beside_sinks if model.config.sinks else attend
-        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight)
+        kernel, self.most = kind.kernel(model.config.sinks, model.norm.weight)
+        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight, self.most)
         rows, self.unit = self.tile or (1, 16)
         self.S = in_blocks(S, self.unit)
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
-        self.caches = model.make_caches(B if layers is None else 0, self.S + 1)._replace(rows=rows)
+        self.caches = model.make_caches(B if layers is None else 0, self.S + 1, kind)._replace(rows=rows)
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
         if ends is not None:
@@ -93,7 +93,9 @@ class CachedModel:
     def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
         """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
-        return CachedModel(model, self.B, self.S, self.compile, self.compile_prompts, layers, self.caches.ends)
+        return CachedModel(
+            model, self.B, self.S, self.compile, self.compile_prompts, layers, self.caches.ends, self.kind
+        )
 
     def attended(self, length: int) -> int:
         """How far attention runs when `length` positions are filled: to the next of a few lengths, or of those that
@@ -145,13 +147,14 @@ class Engine:
     With a drafter it runs rounds: the drafter proposes K tokens, one pass of the model verifies them. speculate_k is K,
     or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. With `one_width`
     every step is a pass over K + 1 positions, drafted or not. Keep an engine while shapes stay the same: `warm_up`
-    compiles once. Any number of engines may share a model; a drafter belongs to the engine that was made last.
+    compiles once. Any number of engines may share a model; a drafter belongs to the engine that was made last. `kind`:
+    of its caches, KVCache or one of caches.py.
     """
 
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
         speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None, one_width: bool = False,
-        process: Callable | None = None, logprobs: int | None = None,
+        process: Callable | None = None, logprobs: int | None = None, kind: type[KVCache] = KVCache,
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
@@ -163,9 +166,10 @@ class Engine:
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
         K = max(self.ks, default=0)  # a round at the context's end writes K positions too many
         compile_prompts = compile if compile_prompts is None else compile_prompts
-        self.cached = CachedModel(model, batch_size, max_seq_length + K, compile, compile_prompts)
+        self.cached = CachedModel(model, batch_size, max_seq_length + K, compile, compile_prompts, kind=kind)
         # Is greedy text the same with any drafter, bit for bit?
-        self.identical = bool(self.cached.tile) and batch_size * (K + 1) <= same_rows(model) and self.ranks.world == 1
+        self.identical = bool(self.cached.tile) and self.ranks.world == 1 and self.cached.most > K
+        self.identical = self.identical and batch_size * (K + 1) <= same_rows(model)
         with torch.inference_mode(False):
             self.state = State(batch_size, self.cached.S, self.device, K, self.ranks, process, logprobs)
         self.cached.caches = self.cached.caches._replace(ends=self.state.end)

@@ -13,6 +13,7 @@ G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabula
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -117,6 +118,20 @@ class KVCache(nn.Module):
         self.register_buffer("k", torch.zeros(B, G, S, E, dtype=dtype, device=device), persistent=False)
         self.register_buffer("v", torch.zeros(B, G, S, E, dtype=dtype, device=device), persistent=False)
 
+    @staticmethod
+    def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
+        """Of one layer."""
+        return 2 * G * E * dtype.itemsize
+
+    @classmethod
+    def kernel(cls, sinks: bool, like: Tensor) -> tuple[Callable, float]:
+        """What attends, as `attend` does, for a model of this device and type, and to how many queries at most."""
+        return attend_beside_sinks if sinks else attend, math.inf
+
+    def clear(self, begin: int, end: int) -> None:
+        """Zeros at positions [begin, end)."""
+        self.k[:, :, begin:end].zero_(), self.v[:, :, begin:end].zero_()
+
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
         if pos.size(0) == self.k.size(0) == 1:  # a third of the time that indexing by two tensors takes
@@ -128,12 +143,15 @@ class KVCache(nn.Module):
 
     def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
         """q (B, H, T, E) over the positions in `keys` -> (B, H, T, E). B may be smaller than the cache's."""
-        B, S = q.size(0), keys.mask.size(-1)
-        if keys.index is None:
-            return attend(q, self.k[:B, :, :S], self.v[:B, :, :S], keys.mask, sinks)
-        row = torch.arange(B, device=q.device)[:, None]  # (B, 1)
-        k, v = (x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
+        k, v = self.read(q.size(0), keys)
         return attend(q, k, v, keys.mask, sinks)
+
+    def read(self, B: int, keys: Keys) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, G, S, E) of the first B rows."""
+        if keys.index is None:
+            return tuple(x[:B, :, : keys.mask.size(-1)] for x in (self.k, self.v))
+        row = torch.arange(B, device=self.k.device)[:, None]  # (B, 1)
+        return tuple(x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
 
 
 class Caches(NamedTuple):
@@ -152,7 +170,7 @@ class Caches(NamedTuple):
     def clear(self, begin: int, end: int) -> None:
         """Zeros at positions [begin, end): NaN that an earlier batch left would reach a later one, though masked."""
         for cache in self.layers:
-            cache.k[:, :, begin:end].zero_(), cache.v[:, :, begin:end].zero_()
+            cache.clear(begin, end)
 
 
 # --------------------------------------------------------------------------------------------- modules
@@ -270,13 +288,13 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed.weight
         self.rope = Rope(config)
 
-    def make_caches(self, batch_size: int, max_seq_length: int) -> Caches:
-        """Empty caches of (batch_size, G, max_seq_length, E) a layer in the norms' dtype. Any number of them may be in
-        use at once."""
+    def make_caches(self, batch_size: int, max_seq_length: int, kind: type[KVCache] = KVCache) -> Caches:
+        """Empty caches of (batch_size, G, max_seq_length, E) a layer in the norms' dtype, or as their kind holds it.
+        Any number of them may be in use at once."""
         weight, E = self.norm.weight, self.config.head_dim
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
             layers = [
-                KVCache(batch_size, layer.attention.heads()[1], max_seq_length, E, weight.dtype, weight.device)
+                kind(batch_size, layer.attention.heads()[1], max_seq_length, E, weight.dtype, weight.device)
                 for layer in self.layers
             ]
             ends = torch.full((batch_size,), max_seq_length - 1, device=weight.device)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from caches import KINDS
 from generate import DEFAULT_K
 from processors import RepetitionPenalty
 from program.edge import fail
@@ -119,6 +120,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
     add("--threads", type=positive, metavar="N", help="of a CPU; default: all it may use or one, as measured")
+    add("--kv_cache_dtype", choices=[*KINDS], default="model", help="of keys and values; int8 and fp8 take half the"
+        " bytes; default: the model's")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
 
     add = parser.add_argument_group("under torchrun").add_argument

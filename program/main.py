@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from caches import KINDS
 from generate import Engine
 from limits import check_lengths
 from program.chat import chat
@@ -119,6 +120,7 @@ def open_session(
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
         one_width=args.one_width, process=processor_of(args), logprobs=args.logprobs,
+        kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     if (args.logprobs or 0) > model.config.vocab_size:

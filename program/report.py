@@ -14,7 +14,7 @@ import torch
 
 from feedforward import Experts
 from generate import Engine
-from model import Transformer
+from model import KVCache, Transformer
 from speculative import Costs, expected_tokens
 from timing import StepRecord, Timing, TokenRecord
 from weights.linears import quantized_linears
@@ -50,9 +50,9 @@ def expanded(module: torch.nn.Module) -> int:
     return sum(linear.expanded_bytes for linear in quantized_linears(module))
 
 
-def position_bytes(model: Transformer) -> Counter:
+def position_bytes(model: Transformer, kind: type[KVCache] = KVCache) -> Counter:
     """Bytes of keys and values that one position takes in all layers with the same window: {window or None: bytes}."""
-    size = 2 * model.layers[0].attention.heads()[1] * model.config.head_dim * model.norm.weight.itemsize
+    size = kind.position_bytes(model.layers[0].attention.heads()[1], model.config.head_dim, model.norm.weight.dtype)
     return Counter({window: layers * size for window, layers in Counter(model.windows).items()})
 
 
@@ -64,7 +64,7 @@ def attended_bytes(per_position: Counter, length: int) -> int:
 def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as stored, keys and values attended."""
     weights, read = functools.cache(weight_bytes), 0
-    (target, per), *draft = [(model, position_bytes(model)) for model in engine.models]
+    (target, per), *draft = [(model, position_bytes(model, engine.cached.kind)) for model in engine.models]
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)

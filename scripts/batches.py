@@ -229,7 +229,7 @@ def engines_of(session: Session, rows: int) -> Sequence[Engine]:
         engines.append(Engine(
             first.model, rows, first.max_seq_length, compile=first.compile, drafter=drafter,
             speculate_k=first.speculate_k, compile_prompts=first.cached.compile_prompts, one_width=first.one_width,
-            process=first.state.process, logprobs=MOST_LIKELIEST,
+            process=first.state.process, logprobs=MOST_LIKELIEST, kind=first.cached.kind,
         ))  # fmt: skip
     for engine in engines if rows > 1 or first.compile else ():
         warm_up(engine, session.sampling, first.max_seq_length // 2, (GREEDY, PLAIN, FILTERED))

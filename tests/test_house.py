@@ -25,6 +25,7 @@ KNOWS = {
     "rope": {"config"},
     "feedforward": {"config"},
     "model": {"config", "rope", "feedforward", "rounding"},
+    "caches": {"model", "weights.compiling"},
     "names": {"tp"},
     "sampling": set(),
     "processors": set(),

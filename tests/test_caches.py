@@ -1,0 +1,301 @@
+"""caches.py: what 8-bit caches hold, what attention makes of it, and that drafting stays lossless on them.
+
+The oracle is written here, in float64, from the formats' definitions: a code is a number of its type times its
+position's scale, and attention is a softmax over rotated keys.
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import ROOT
+from test_generate import PROMPTS, rows_of
+
+import caches
+import generate as engines
+from caches import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, hadamard
+from checkpoint import load_model
+from generate import Engine
+from model import Keys, KVCache
+from program.report import position_bytes
+from rounding import attends_alike, same_attention
+from sampling import Sampling
+from speculative import ModelDraft, NgramDraft, layer_subset
+from weights.linears import pack_model
+
+CODED = [Int8Cache, Fp8Cache]
+CPU = torch.device("cpu")
+# Half a step of 127 to the largest number; of E4M3, three bits behind the first one, or half of the smallest, 2^-9.
+ERROR = {Int8Cache: lambda x, top: top / 254, Fp8Cache: lambda x, top: torch.maximum(x.abs() / 16, top / 448 / 1024)}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(kind: type[KVCache], B: int, G: int, S: int, E: int, dtype=torch.float32):
+    """(a cache of so many positions and one more, its keys and values (B, G, S, E))."""
+    cache = kind(B, G, S + 1, E, dtype, CPU)
+    k, v = (normal(B, G, S, E, seed=seed).to(dtype) for seed in (1, 2))
+    k[..., 3] *= 40  # a channel of large keys
+    cache.update(k, v, torch.arange(S).expand(B, S))
+    return cache, k, v
+
+
+def every(S: int, B: int = 1, rows: int = 1, dtype=torch.float32) -> Keys:
+    return Keys(torch.zeros(B, 1, rows, S, dtype=dtype), None)
+
+
+@pytest.mark.parametrize("E", [1, 2, 12, 64, 80, 96, 128])
+def test_a_rotation_changes_no_product(E):
+    matrix = hadamard(E, CPU)
+    norm = matrix[0].square().sum()
+    assert torch.equal(matrix @ matrix, norm * torch.eye(E, dtype=matrix.dtype))
+    q, k = normal(5, E, seed=3).double(), normal(7, E, seed=4).double()
+    assert torch.allclose((q @ matrix) @ (k @ matrix).T / norm, q @ k.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("kind", CODED)
+def test_what_is_held_is_within_half_a_step(kind, B):
+    """Written at once, or token by token in rows that stand elsewhere: the same codes."""
+    G, S, E = 2, 24, 64
+    cache, k, v = filled(kind, B, G, S, E)
+    rotation = hadamard(E, CPU) / math.sqrt(E)
+    for got, want in zip(cache.read(B, every(S)), ((k.double() @ rotation), v.double()), strict=True):
+        bound = ERROR[kind](want, want.abs().amax(-1, keepdim=True))
+        assert (got - want).abs().div(bound).max() < 1 + 1e-4
+        assert (got - want).abs().div(bound).max() > 0.5, "the bound is far from what is seen: nothing is shown"
+    apart = kind(B, G, S + 1, E, torch.float32, CPU)
+    for step in range(S + B - 1):  # row b stands b positions behind, and begins at its position 0 again and again
+        pos = torch.tensor([max(0, min(step - b, S - 1)) for b in range(B)])
+        at = torch.arange(B), slice(None), pos
+        apart.update(k[at][:, :, None], v[at][:, :, None], pos[:, None])
+    for mine, other in zip(cache.read(B, every(S)), apart.read(B, every(S)), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_clearing_reaches_its_positions_alone(kind):
+    """A NaN that an earlier batch left behind is gone; what stands before stays, bit for bit."""
+    cache, _, _ = filled(kind, 2, 2, 20, 16)
+    before = cache.read(2, every(20))
+    cache.update(
+        torch.full((2, 2, 4, 16), math.nan), torch.full((2, 2, 4, 16), math.inf), torch.arange(12, 16).expand(2, 4)
+    )
+    assert not all(x.isfinite().all() for x in cache.read(2, every(20))), "no NaN was left: nothing is shown"
+    cache.clear(12, 21)
+    for got, want in zip(cache.read(2, every(20)), before, strict=True):
+        assert torch.equal(got[:, :, :12], want[:, :, :12]) and not got[:, :, 12:].any()
+
+
+# ------------------------------------------------------------------------------------------ whole numbers
+
+
+def attention(q, k, v, bias):
+    """Float64. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, R*T, S) -> (B, H, T, E)."""
+    B, H, T, E = q.shape
+    x = q.double().view(B, k.size(1), -1, E)
+    p = (x @ k.double().mT / math.sqrt(E) + bias.double()).softmax(-1)
+    return (p @ v.double()).view(B, H, T, E)
+
+
+def held_codes(B: int, G: int, S: int, E: int):
+    cache, *_ = filled(Int8Cache, B, G, S, E, torch.bfloat16)
+    keys = every(S)
+    return cache.held(B, keys), cache.read(B, Keys(keys.mask.double(), None))
+
+
+@pytest.mark.parametrize("B, T, S, E", [(1, 1, 48, 64), (1, 6, 407, 64), (3, 4, 65, 80), (1, 6, 9000, 32)])
+def test_attention_over_codes_is_attention(B, T, S, E):
+    """Against float64 attention of the queries' own codes over the dequantized keys and values, of any number of
+    positions. What is left: weights and results rounded to bfloat16, 2^-9 of sum p |v| and of the result. All heads at
+    once, head by head, rows apart."""
+    G, R = 2, 4
+    codes, (k, v) = held_codes(B, G, S, E)
+    q = normal(B, G * R, T, E, seed=5).bfloat16()
+    step = q.float().abs().amax(-1, keepdim=True) / 127
+    whole = (q.float() / step).round() * step
+    seen = torch.arange(S - T, S)[:, None] >= torch.arange(S)
+    bias = torch.zeros(()).where(seen, -math.inf).bfloat16().repeat(R, 1).expand(B, 1, -1, -1)  # (B, 1, R*T, S)
+    want = attention(whole, k, v, bias)
+    mass = attention(whole, k, v.abs(), bias)  # sum of p |v|
+    for cached in (caches.CACHED, 1, S * 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(caches, "CACHED", cached)
+            got = attend_codes(q, *codes, bias)
+        assert ((got.double() - want).abs() <= 2**-8 * (mass + want.abs()) + 1e-6).all(), cached
+    wrong = attention(whole, k.roll(1, 2), v, bias)
+    assert ((wrong - want).abs() > 2**-8 * (mass + want.abs())).any(), "the bound passes everything"
+
+
+def test_scores_are_exact_sums():
+    """Any order of the products of a query and a key has the same bits: channels permuted alike change nothing."""
+    (k, k_scale, v, v_scale), _ = held_codes(1, 2, 64, 64)
+    q, order = normal(1, 8, 3, 64, seed=6).bfloat16(), torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    bias = torch.zeros(1, 1, 12, 64)
+    one = attend_codes(q, k, k_scale, v, v_scale, bias)
+    assert torch.equal(
+        one, attend_codes(q[..., order].contiguous(), k[..., order].contiguous(), k_scale, v, v_scale, bias)
+    )
+
+
+def test_the_self_check_sees_how_codes_are_added(monkeypatch):
+    """Whole passes round alike here; a product over positions in halves, where there are several queries, is seen."""
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    assert same_attention(attend_as_codes, 1, 8, 2, 32, like, caches.FEW) is not None
+    product = torch._weight_int8pack_mm
+
+    def in_halves(p, codes, ones):
+        if len(p) <= 4 or p.size(1) < 32:
+            return product(p, codes, ones)
+        n = p.size(1) // 32 * 16
+        halves = (
+            product(p[:, part].contiguous(), codes[:, part].contiguous(), ones) for part in (slice(n), slice(n, None))
+        )
+        return sum(halves)
+
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", in_halves)
+    for rows, unit in ((1, 16), (8, 512)):
+        assert not attends_alike(attend_as_codes, 1, 2, 4, 32, torch.bfloat16, caches.FEW, rows, unit)
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+@functools.cache
+def demo():
+    return pack_model(load_model(ROOT / "checkpoints" / "demo", device="cpu"))
+
+
+def drafters() -> dict:
+    draft = load_model(ROOT / "checkpoints" / "demo-draft", device="cpu")
+    return {
+        "ngram": NgramDraft, "layers": lambda: ModelDraft(layer_subset(demo(), [0, 1, 5]), on_layers=[0, 1, 5]),
+        "model": lambda: ModelDraft(draft),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_drafted_greedy_text_is_plain_greedy_text(kind):
+    """On caches of the target's kind, every drafter, one row and three, up to the draft length that the check spans."""
+    prompts = [[1, 428, 437, 261, 399], [1, 540, 261, 300], [1, 333] * 9]
+    for rows in (1, 3):
+        plain = rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=Engine(demo(), rows, 100, kind=kind))
+        for (name, make), k in itertools.product(drafters().items(), (1, 5) if rows == 3 else (15,)):
+            engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, kind=kind)
+            assert engine.identical
+            assert rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=engine) == plain, (name, k)
+            assert {type(layer) for layer in engine.prompted[-1].caches.layers} == {kind}
+    assert plain[0] == rows_of(demo(), prompts[:1], max_new_tokens=60, engine=Engine(demo(), 1, 100, kind=kind))[0]
+
+
+def test_more_queries_than_the_check_spans_are_not_vouched_for():
+    options = {"drafter": NgramDraft(), "kind": Int8Cache}
+    assert not Engine(demo(), 1, 100, speculate_k=caches.FEW, **options).identical
+    assert Engine(demo(), 1, 100, speculate_k=caches.FEW - 1, **options).identical
+
+
+class Dequantized(KVCache):
+    """What 8-bit caches mean, written down in float64: numbers of a type times a position's scale, keys rotated."""
+
+    kind: type[KVCache]
+
+    def update(self, k, v, pos):
+        E = k.size(-1)
+        rotation = functools.reduce(
+            torch.kron, [torch.tensor([[1.0, 1], [1, -1]])] * int(math.log2(E)), torch.ones(1, 1)
+        )
+        rotation = rotation.double() / math.sqrt(E)
+
+        def rounded(x):
+            top = x.abs().amax(-1, keepdim=True)
+            if self.kind is Int8Cache:
+                return (x / top * 127).round() * top / 127
+            return (x / top * 448).to(torch.float8_e4m3fn).double() * top / 448
+
+        super().update((rounded(k.double() @ rotation) @ rotation.T).to(k.dtype), rounded(v.double()).to(v.dtype), pos)
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "olmo3"])
+def test_logits_are_those_of_dequantized_caches(family, kind, folder_of):
+    """Windows, sinks and norms, a prompt at once and then token by token, in float32. Half of the logits within 1e-5; a
+    number between two codes may fall to either side, which moves later ones, but all are nearer than whole caches'."""
+    model = load_model(folder_of(family), dtype=torch.float32)
+    oracle = type("Oracle", (Dequantized,), {"kind": kind})
+    tokens, found = torch.tensor([[*range(3, 43)]] * 2), []
+    for each in (oracle, kind, KVCache):
+        held = model.make_caches(2, 41, each)
+        parts = [range(30), *([i] for i in range(30, 40))]
+        with torch.no_grad():
+            parts = [model(tokens[:, [*part]], torch.tensor(part), held.upto(part[-1] + 1)) for part in parts]
+        found.append(torch.cat(parts, dim=1))
+    want, got, whole = found
+    assert (got - want).abs().median() < 1e-5 < (whole - want).abs().median() / 10
+    assert (got - want).abs().max() < (whole - want).abs().max() / 3
+
+
+@pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "qwen3-moe-mixed"])
+def test_rows_and_drafts_have_their_own_text(family, folder_of):
+    """Rows of a batch, drafted or not, are what they are alone, with windows, sinks and experts."""
+    model = pack_model(load_model(folder_of(family), dtype=torch.bfloat16))
+    alone = [rows_of(model, [p], engine=Engine(model, 1, 60, kind=Int8Cache))[0] for p in PROMPTS]
+    for drafter in (None, NgramDraft(1)):
+        engine = Engine(model, 4, 60, kind=Int8Cache, drafter=drafter, speculate_k=3)
+        assert engine.identical
+        assert rows_of(model, PROMPTS, engine=engine) == alone
+
+
+def test_16_bit_windows_meet_codes_too(folder_of):
+    """Gathered positions of a window, in bfloat16: attention over codes gives what dequantized ones do, up to the
+    rounding of queries to 8 bits."""
+    model = load_model(folder_of("mistral-v0.1"), dtype=torch.bfloat16)
+    tokens, pos = torch.tensor([[*range(3, 63)]]), torch.arange(60)
+    found = []
+    for whole in (True, False):
+        held = model.make_caches(1, 61, Int8Cache)
+        for layer in held.layers:
+            assert layer.whole == caches.in_whole_numbers(torch.bfloat16, CPU)
+            layer.whole = layer.whole and whole
+        with torch.no_grad():
+            parts = [model(tokens[:, i : i + 6], pos[i : i + 6], held.upto(i + 6)) for i in range(0, 60, 6)]
+        found.append(torch.cat(parts, dim=1))
+    assert (found[0] - found[1]).square().mean().sqrt() / found[1].std() < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_held(kind, folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.bfloat16)
+
+    def held(n: int) -> int:
+        parts = [layer.named_buffers() for layer in model.make_caches(1, n, KINDS[kind]).layers]
+        return sum(x.nbytes for name, x in itertools.chain(*parts) if name != "rotation")
+
+    assert sum(position_bytes(model, KINDS[kind]).values()) == held(8) - held(7)
+    E = 64
+    ratio = KINDS[kind].position_bytes(4, E, torch.bfloat16) / KVCache.position_bytes(4, E, torch.bfloat16)
+    assert ratio == (1 if kind == "model" else (E + 4) / (2 * E))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", CODED)
+def test_compiled_steps(kind):
+    """Compiled steps neither compile anew after warm-up nor draft another text than they decode plainly."""
+    prompts, found = [[1, 428, 437, 261, 399], [1, 333] * 9], []
+    for drafter in (None, NgramDraft()):
+        engine = Engine(demo(), 2, 100, compile=True, drafter=drafter, speculate_k=3, kind=kind)
+        engine.warm_up("greedy")
+        with torch.compiler.set_stance("fail_on_recompile"):
+            found.append(rows_of(demo(), prompts, max_new_tokens=50, engine=engine))
+    assert found[0] == found[1]
+
+
+def test_sampling_is_lossless_on_its_own_caches():
+    """A draft that is the target is always accepted only if both passes have the same bits."""
+    engine = Engine(demo(), 1, 160, drafter=ModelDraft(demo()), speculate_k=4, kind=Int8Cache)
+    timing = engines.Timing()
+    rows_of(demo(), [[1, 428, 437, 261, 399]], sampling=Sampling(1.0), max_new_tokens=120, engine=engine, timing=timing)
+    assert timing.steps <= 120 // 5 + 1
