@@ -191,16 +191,23 @@ class LlamaCppFile:
 
 
 class LlamaCpp:
-    def __init__(self, hf: dict, kind: str = "BF16"):
+    def __init__(self, hf: dict, kind: str = "BF16", context: str = "1024"):
         self.folder = tempfile.TemporaryDirectory()  # gone when the worker is
         self.file = Path(self.folder.name) / "model.gguf"
         write_gguf(hf, self.file, kind)
-        self.llm, _ = load_llama(self.file, n_ctx=1024)
+        self.llm, _ = load_llama(self.file, n_ctx=int(context))
 
     def decode(self, steps: int, filled: int) -> dict:
         self.llm.reset()
         self.llm.eval([7] * (filled - 1))
         return median_seconds(lambda: self.llm.eval([7]), steps)
+
+    def prefill(self, length: int) -> dict:
+        def run() -> None:
+            self.llm.reset()
+            self.llm.eval([7] * length)
+
+        return median_seconds(run, 1)
 
 
 def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
