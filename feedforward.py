@@ -1,5 +1,6 @@
 """What a block does with each token alone: one feed-forward, or a few experts of many.
 
+    Embedding     rows of a table
     Linear        y = x W^T + b
     FeedForward   gate, up, down
     Experts       the feed-forward of a sparse layer: a Router, a Mixture of FeedForwards, perhaps one that all share
@@ -13,6 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table, left uninitialised on the meta device."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Linear(nn.Linear):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
-from feedforward import Experts, FeedForward, Linear, sigmoid
+from feedforward import Embedding, Experts, FeedForward, Linear, sigmoid
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 from rounding import KEY_BLOCK
 
@@ -92,9 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
 
 def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
-    if (
-        q.device.type == KERNEL_WITH_SUMS
-    ):  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
+    if q.device.type == KERNEL_WITH_SUMS:  # the kernel behind scaled_dot_product_attention, which tells no sums
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
@@ -135,6 +133,10 @@ class KVCache(nn.Module):
         k, v = (x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
         return attend(q, k, v, keys.mask, sinks)
 
+    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+        """What positions [begin, end) of these rows left behind, by name: views, but copies where rows are listed."""
+        return {name: x[rows, :, begin:end] for name, x in self.named_buffers()}
+
 
 class Caches(NamedTuple):
     """A KVCache for every layer, and the positions that attention runs over: their number is what attention costs."""
@@ -156,14 +158,6 @@ class Caches(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------- modules
-
-
-class Embedding(nn.Embedding):
-    """Rows of a table, left uninitialised on the meta device."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
 
 
 class RMSNorm(nn.Module):

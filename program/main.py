@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from generate import Engine
+from kept import common_prefix
 from limits import check_lengths
 from program.chat import chat
 from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
@@ -114,6 +115,7 @@ def open_session(
     skip(refused, rows)
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
     prompted = sum(len(row.ids) for row in rows)
+    prompted -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
     engine = Engine(
         model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
