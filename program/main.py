@@ -22,6 +22,7 @@ from program.edge import end_with_launcher, ending_plainly, print_error, silent,
 from program.flags import check_options, parse_args, processor_of, speculate_k
 from program.loading import compiles, load, pick_device, unused_settings, warm_up
 from program.printing import Printer, Session
+from program.prompt_cache import PromptCache
 from program.prompts import Request, encoded, requests, sampling_of
 from program.report import report
 from program.threads import Threads
@@ -46,10 +47,12 @@ def main(args: argparse.Namespace | None = None) -> None:
         ranks.check_same(lambda: settings(args))
         asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
         skip(broken, asked)
+        cache = PromptCache(args)
         session, rows, refused = open_session(args, asked, device, ranks)
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
             session.threads = Threads(threads)
-        with profiled(args.profile if ranks.rank == 0 else None):
+        kept = cache.around(session.kept, [row.ids for row in rows])
+        with kept, profiled(args.profile if ranks.rank == 0 else None):
             if args.interactive:
                 chat(session, args)
             timings = []
