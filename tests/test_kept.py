@@ -164,18 +164,17 @@ def test_long_and_short_texts_share_nothing():
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("vouched", [True, False])
-def test_compiled_prompts(vouched):
+def test_compiled_prompts():
     """Eager positions would round otherwise than compiled ones: shared only where nobody vouches for the bits."""
-    engine, timing = engine_of("model"), Timing()
+    engine = engine_of("plain")
     want = rows_of(engine.model, PROMPTS, engine=engine)
-    target, draft = pair()
-    compiled = Engine(target, 3, 96, drafter=ModelDraft(draft), speculate_k=3, compile=True)
-    compiled.identical = vouched
+    compiled = Engine(engine.model, 3, 96, compile=True)
     compiled.warm_up("greedy")
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert rows_of(target, PROMPTS, engine=compiled, timing=timing) == want
-    assert timing.cached == ([0, 0, 0] if vouched else [0, 40, 40])
+    for compiled.identical, shared in ((True, 0), (False, 40)):
+        timing = Timing()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert rows_of(engine.model, PROMPTS, engine=compiled, timing=timing) == want
+        assert timing.cached == [0, shared, shared]
 
 
 # ----------------------------------------------------------------------------------- from batch to batch
@@ -308,7 +307,7 @@ def test_the_file_grows_and_does_not_shrink(ran, tmp_path):
     file = tmp_path / "cache"
     for prompt, grows in ((TEXT, True), (TEXT[:30], False), (MORE, True), (MORE, False), ("a big dog", False)):
         before = file.read_bytes() if file.exists() else None
-        (row,), err = ran("--prompt", prompt, "--prompt_cache", file)
+        (row,), err = ran("--prompt", prompt, "--prompt_cache", file, "--max_new_tokens", 2)  # less room than it holds
         assert (file.read_bytes() != before) == grows == ("tokens written" in err)
         assert not grows or load_file(file)["ids"].tolist() == row["prompt_tokens"]
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
@@ -360,6 +359,28 @@ def test_a_chat_goes_into_the_file(draft, text_folder, tmp_path, capsys, monkeyp
     reads = [[int(n) for n in re.findall(r"(\d+) tokens read, (\d+) kept", err)[0]] for _, err in said]
     assert reads[0][1] == reads[1][1] == 0 and reads[2][0] == 1 and sum(reads[2]) == reads[0][0]
     assert len(load_file(file)["ids"]) > reads[0][0] + 10
+
+
+@pytest.mark.parametrize("plain", [0, 7])
+@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle"])
+def test_a_conversation_is_written_as_far_as_all_models_know_it(kind, plain, text_folder, tmp_path):
+    """A draft's caches are behind by a round, and by steps that nobody drafted."""
+    engine = engine_of(kind, rows=1)
+    held, args = Kept(engine), parse_args(["--checkpoint", str(text_folder), "--prompt_cache", str(tmp_path / "cache")])
+    with PromptCache(args).around(held, []):
+        prompt = COMMON
+        for engine.speculate_k, new in ((3 * (kind != "plain"), 20), (0, plain)):
+            if new:
+                held.take([prompt], [new])
+                got = rows_of(engine.model, [prompt], engine=engine, max_new_tokens=new)
+                held.hold(got)
+                prompt = prompt + got[0]
+    ids, fresh, later = load_file(tmp_path / "cache")["ids"].tolist(), engine_of(kind, rows=1), engine_of(kind, rows=1)
+    assert ids == prompt[: len(ids)] and len(prompt) - 4 - plain <= len(ids) < len(prompt)
+    rows_of(fresh.model, [ids], engine=fresh, max_new_tokens=1)
+    with PromptCache(args).around(Kept(later), []):
+        here, there = stands(later, 0, len(ids)), stands(fresh, 0, len(ids))
+    assert all(torch.allclose(here[name], there[name], atol=1e-4) for name in there)
 
 
 # ------------------------------------------------------------------------------------------------ refusals
