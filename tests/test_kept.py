@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_drafts import SAFEAI, any_drafter, eagle_tensors, pard_folder, written
 from test_rounding import SHAPE, bits, large_numbers
 from test_speculative import pair, rows_of
+from test_tp import launch
 
 import kept
 import program.flags
@@ -289,6 +290,24 @@ def test_lines_that_begin_alike_compute_that_once_for_all_batches(ran, tmp_path)
     assert len(load_file(file)["ids"]) == common, "of several prompts what all have in common"
     found, _ = ran("--prompt_file", lines, "--batch_size", 2, "--prompt_cache", file)
     assert [a["tokens"] for a in found] == [a["tokens"] for a in alone] and found[0]["cached_tokens"] == common
+
+
+@pytest.mark.ranks
+def test_ranks_share_and_keep_the_same(ran, text_folder, tmp_path):
+    """Two of them, the target divided and the draft too: what one process computes once, they do."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(
+        "".join(json.dumps({"prompt": f"{TEXT} {TEXT} and {word}"}) + "\n" for word in ["the", "a", "went", "play"])
+    )
+    flags = ["--prompt_file", lines, "--batch_size", 3, "--draft_checkpoint", text_folder, "--speculate_k", 2]
+    flags += ["--temperature", 0]
+    one, _ = ran(*flags)
+    usual = ["--checkpoint", text_folder, "--dtype", "float32", "--max_new_tokens", 24, "--ignore_eos", "--json"]
+    done = launch("generate.py", *usual, "--device", "cpu", "--draft_tp", *flags)
+    two = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["tokens"] for row in two] == [row["tokens"] for row in one], done.stderr
+    cached = [row["cached_tokens"] for row in two]
+    assert cached == [row["cached_tokens"] for row in one] and cached[0] == 0 < min(cached[1:])
 
 
 def test_samples_are_kept_too(ran, tmp_path):
