@@ -169,9 +169,9 @@ class CodedCache(KVCache):
         v = v.transpose(2, 3).contiguous().view(self.codes).float() * v_scale[..., None]  # kernels want rows
         return k.to(keys.mask.dtype), v.to(keys.mask.dtype)
 
-    def clear(self, begin: int, end: int) -> None:
-        for x in (self.k.transpose(2, 3), self.v, self.k_scale, self.v_scale):
-            x[..., begin:end].zero_()
+    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+        found = {name: getattr(self, name)[rows, :, begin:end] for name in ("k", "k_scale", "v_scale")}
+        return found | {"v": self.v[rows, :, :, begin:end]}
 
 
 class Int8Cache(CodedCache):

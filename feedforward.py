@@ -1,6 +1,8 @@
 """What a block does with each token alone: one feed-forward, or a few experts of many.
 
+    Embedding     rows of a table
     Linear        y = x W^T + b
+    RMSNorm       x / rms(x) * weight
     FeedForward   gate, up, down
     Experts       the feed-forward of a sparse layer: a Router, a Mixture of FeedForwards, perhaps one that all share
 
@@ -13,6 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table, left uninitialised on the meta device."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Linear(nn.Linear):
@@ -33,6 +43,18 @@ def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x) in float32, with the same bits wherever in a tensor x stands: those of torch.sigmoid differ
     between the lanes of a vector and the rest, and so between passes over one row and over several."""
     return 1 / (1 + (-x.float()).exp())
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; `F.rms_norm` accumulates 16-bit input in float32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class FeedForward(nn.Module):

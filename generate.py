@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from kept import copy_rows, parts, shared_prefix
 from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
 from model import Caches, KVCache, Transformer
 from rounding import in_blocks, same_attention
@@ -120,9 +121,9 @@ class CachedModel:
             leave_open(tokens, 1), leave_open(pos, 0)
         return tokens, pos, self.upto(end)
 
-    def run_prompts(self, state: State, lengths: Sequence[int], cached: int) -> Tensor:
+    def run_prompts(self, state: State, lengths: Sequence[int], cached: int, shared: int = 0) -> Tensor:
         """Run the prompts of these lengths from position `cached` on, in chunks; hidden states (B, D) at each row's
-        last token.
+        last token. Up to position `shared` all rows are the same: there row 0 runs for all, eagerly.
 
         Rows are padded on the right. Padding writes keys and values beyond its row's end, where decoding overwrites
         each position before any query may see it. Compiled code takes all rows, and never one position alone, which
@@ -131,7 +132,12 @@ class CachedModel:
         B, longest = state.pos.size(0), max(lengths)
         rows = B if self.compile_prompts else len(lengths)
         last = torch.zeros(B, self.model.config.dim, dtype=self.model.norm.weight.dtype, device=self.device)  # (B, D)
-        for begin in range(cached, longest, PREFILL_CHUNK):
+        for begin in range(cached, shared, PREFILL_CHUNK):
+            end = begin + rounded_up(min(PREFILL_CHUNK, shared - begin))
+            self.model.hidden(*self.chunk(state, 1, begin, min(end, self.S)))
+        if shared > cached:
+            copy_rows(parts(self.caches), len(lengths), [0], cached, shared)
+        for begin in range(max(cached, shared), longest, PREFILL_CHUNK):
             end = min(begin + PREFILL_CHUNK, longest)
             padded = min(begin + rounded_up(end - begin), self.S)
             h = self.hidden(*self.chunk(state, rows, begin, padded))  # (rows, T, D)
@@ -196,15 +202,15 @@ class Engine:
             self.steps[key] = compiled(function, self.device)
         return self.steps[key]
 
-    def prefill(self, lengths: Sequence[int], cached: int = 0, longest: int | None = None) -> StepResult:
+    def prefill(self, lengths: Sequence[int], cached: int = 0, longest: int = 0, shared: int = 0) -> StepResult:
         """Run the prompts in the state, from position `cached` on, through all models, and decide the token after each.
-        `longest`: positions that the batch may come to fill."""
+        `longest`: positions that the batch may come to fill. `shared`: as run_prompts has it."""
         end = self.cached.attended((longest or self.max_seq_length) + max(self.ks, default=0))
         for prompted in self.prompted:
             prompted.caches.clear(cached, end)
-        last = self.cached.run_prompts(self.state, lengths, cached)
+        last = self.cached.run_prompts(self.state, lengths, cached, shared)
         for draft in self.prompted[1:]:  # its cache may be behind: by the last round's tokens, and by plain steps
-            draft.run_prompts(self.state, lengths, max(0, cached + 1 - self.drafter.fed - self.missed))
+            draft.run_prompts(self.state, lengths, max(0, cached + 1 - self.drafter.fed - self.missed), shared)
         self.missed = 0
         decide(self.state, self.model.head(last))
         return self.result(0, ())
@@ -305,7 +311,8 @@ def generate(
     Row i gets what its prompt alone would get with this seed and sampling (one, or one a row: of one kind). It ends
     after a stop id (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to
     `ended`. Of every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an
-    earlier call. All ranks of a divided model call this with the same arguments, and each yields the same tokens.
+    earlier call; what all prompts begin with is computed once. All ranks of a divided model call this with the same
+    arguments, and each yields the same tokens.
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
     the same, sampled output is distributed the same. An `engine` brings its own; without one, an eager one is made.
@@ -336,8 +343,10 @@ def generate(
     live, can_draft = list(range(len(prompts))), True
 
     begun = time.perf_counter()
+    shared = shared_prefix(engine, prompts, budgets, cached)
+    timing.cached = [cached] + [max(cached, shared)] * (len(prompts) - 1)
     state.start(prompts, budgets, stop_ids, seeds, sampling)
-    readback.send(engine.prefill(lengths, cached, longest))
+    readback.send(engine.prefill(lengths, cached, longest, shared))
     while live:
         decided = [lengths[row] + timing.decoded[row] for row in live]
         # Launch steps while some row would still want their tokens; on a GPU a few before the first is read.
@@ -349,7 +358,7 @@ def generate(
         if step.times:
             timing.add_step(now - begun, step, decided)
         else:
-            timing.prompt_tokens, timing.prefill_s = sum(lengths) - cached * len(prompts), now - begun
+            timing.prompt_tokens, timing.prefill_s = sum(lengths) - sum(timing.cached), now - begun
         begun, can_draft = now, any(step.has_match)
         if step.k:
             draft_length.drafted(sum(step.accepted[row] >= 0 for row in live), len(live))

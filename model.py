@@ -1,12 +1,12 @@
 """The Llama-architecture decoder: KV cache, attention, block, Transformer.
 
     KVCache, Caches         static, position-indexed keys and values; how far attention runs over them
-    RMSNorm, Attention, Block, Transformer
+    Attention, Block, Transformer
 
 A forward pass depends on its arguments alone: `model(tokens, pos, caches)`. This file does not know sampling,
 quantization, ranks, compilation, checkpoints or text. It sees token ids, their absolute positions, and weights that
-someone else filled in. Its numbers stand in config.py, rotary positions in rope.py, feed-forwards and their experts in
-feedforward.py.
+someone else filled in. Its numbers stand in config.py, rotary positions in rope.py, norms, feed-forwards and
+their experts in feedforward.py.
 
 Dimension letters, here and everywhere: B batch, T query length, S cache length, D model dim, H query heads,
 G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K draft length.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 from config import Config
-from feedforward import Experts, FeedForward, Linear, sigmoid
+from feedforward import Embedding, Experts, FeedForward, Linear, RMSNorm, sigmoid
 from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
 from rounding import KEY_BLOCK
 
@@ -93,9 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
 
 def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
-    if (
-        q.device.type == KERNEL_WITH_SUMS
-    ):  # the kernel behind scaled_dot_product_attention, which keeps the sums to itself
+    if q.device.type == KERNEL_WITH_SUMS:  # the kernel behind scaled_dot_product_attention, which tells no sums
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
@@ -130,7 +128,8 @@ class KVCache(nn.Module):
 
     def clear(self, begin: int, end: int) -> None:
         """Zeros at positions [begin, end)."""
-        self.k[:, :, begin:end].zero_(), self.v[:, :, begin:end].zero_()
+        for x in self.at(slice(None), begin, end).values():
+            x.zero_()
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
@@ -153,6 +152,10 @@ class KVCache(nn.Module):
         row = torch.arange(B, device=self.k.device)[:, None]  # (B, 1)
         return tuple(x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
 
+    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+        """What positions [begin, end) of these rows left behind, by name: views, but copies where rows are listed."""
+        return {name: x[rows, :, begin:end] for name, x in self.named_buffers()}
+
 
 class Caches(NamedTuple):
     """A KVCache for every layer, and the positions that attention runs over: their number is what attention costs."""
@@ -174,26 +177,6 @@ class Caches(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------- modules
-
-
-class Embedding(nn.Embedding):
-    """Rows of a table, left uninitialised on the meta device."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; `F.rms_norm` accumulates 16-bit input in float32."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:

@@ -87,7 +87,8 @@ class TokenRecord(NamedTuple):
 class Timing:
     """What one batch cost, filled in by `generate`: facts, which program/report.py interprets. Seconds."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # that ran: without those that were cached, or shared with row 0
+    cached: list[int] = field(default_factory=list)  # tokens per row that did not run
     prefill_s: float = 0.0  # until the first tokens are decided
     row_s: list[float] = field(default_factory=list)  # decode_s when each row ended
     decoded: list[int] = field(default_factory=list)  # tokens per row, the first one included

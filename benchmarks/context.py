@@ -34,7 +34,7 @@ NAMES = {"model": "bf16", "int8": "kv_int8"}
 
 
 def steps(args) -> list[dict]:
-    """One query and six over 1,000, 4,000 and 16,000 positions; bf16 weights, then int8 ones, whose caches weigh more."""
+    """One query and six over 1,000, 4,000 and 16,000 positions; bf16 weights, then int8 ones: caches weigh more."""
     hf, rows = TINYLLAMA | {"max_position_embeddings": 16_200}, []
     for weights in (None, "int8"):
         model = pack_model(

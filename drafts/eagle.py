@@ -41,6 +41,10 @@ class Tap(nn.Module):
         """(B, T, D) at pos (B, T)."""
         return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos]
 
+    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+        """As KVCache.at."""
+        return {"x": self.x[rows, begin:end]}
+
 
 class EagleModel(Transformer):
     """One block whose attention reads a token's embedding beside a state (B, T, D): the target's, or its own."""

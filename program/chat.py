@@ -16,9 +16,8 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     if tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
     opening = [{"role": "system", "content": args.system}] if args.system else []
-    messages, cached = list(opening), []  # ids that the caches hold, one per position
+    messages = list(opening)
     print(f"context of {limit} positions; /reset starts anew, an empty line or end of file ends", file=sys.stderr)
-    was_long, config = None, session.engine.model.config
     for turn in itertools.count():
         print("> ", end="", file=sys.stderr, flush=True)
         text = ranks.tell(sys.stdin.readline().strip("\ufeff\r\n") if ranks.rank == 0 else "")
@@ -29,10 +28,6 @@ def chat(session: Session, args: argparse.Namespace) -> None:
             continue
         turns = [*messages, {"role": "user", "content": text}]
         prompt = ranks.tell(conversation_ids(tokenizer, turns, **template_names(args)))
-        known = common_prefix(prompt[:-1], cached)
-        end = limit if args.max_new_tokens is None else len(prompt) + args.max_new_tokens
-        if was_long != (was_long := config.rope_long and end > config.rope_original_length):
-            known = 0  # its positions are rotated otherwise now: as a long text's
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; /reset starts anew", file=sys.stderr)
@@ -40,23 +35,18 @@ def chat(session: Session, args: argparse.Namespace) -> None:
         printer = Printer(tokenizer, [""], session.stop_ids, args.stop, coloured=session.coloured)
         budget = limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
         try:
-            timing = session.decode(printer, [prompt], [budget], args.seed + turn, known)
+            timing = session.decode(printer, [prompt], [budget], args.seed + turn)
             rates = f"{rate(timing.decoded[0] - 1, timing.decode_s):.1f} tok/s"
             if timing.tokens:
                 rates += f", {rate(RowStatistics(timing.tokens[0]).tokens, timing.steps):.2f} tokens a round"
             by = "--max_new_tokens" if args.max_new_tokens else "the context's end"
             if printer.finish_reason(0) == "stop":
                 by = "--stop" if printer.ended else "the model"
-            print(f"[{timing.prompt_tokens} tokens read, {known} kept, ended by {by}, {rates}]", file=sys.stderr)
+            read = f"{timing.prompt_tokens} tokens read, {timing.cached[0]} kept"
+            print(f"[{read}, ended by {by}, {rates}]", file=sys.stderr)
         except KeyboardInterrupt:
             if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
                 raise
             print("[interrupted]", file=sys.stderr)
         answer = args.prefill + "".join(printer.pieces[0])
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        cached = (prompt + printer.ids[0])[:-1] if printer.ids[0] else []  # the last id has not been fed
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading ids agree."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -16,6 +16,7 @@ from processors import RepetitionPenalty
 from program.edge import fail
 from program.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
 from tokenizer import StopStrings
+from tp import launched
 from weights.formats import SCHEMES, format_of
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -80,6 +81,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ' \'{"enable_thinking": false}\'')  # fmt: skip
     add("--tools", type=a_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
     add("--prefill", default="", metavar="TEXT", help="how each answer begins")
+    add("--prompt_cache", metavar="FILE", help="what was computed of a prompt, read from and written to this file")
     add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of one prompt")
     add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
 
@@ -166,8 +168,10 @@ def check_options(args: argparse.Namespace) -> None:
         (not drafts and (args.show_drafts or (args.speculate_k is not None and not args.one_width)),
          "--speculate_k and --show_drafts need --draft_checkpoint or --draft"),
         (args.one_width and args.speculate_k == "auto", "--one_width needs a --speculate_k that is a number"),
-        (args.profile and not os.access(Path(args.profile).resolve().parent, os.W_OK),
-         f"--profile {args.profile}: its folder does not exist or cannot be written to"),
+        (args.prompt_cache and launched(), "--prompt_cache is one process's: start it without torchrun"),
+        *((file and not os.access(Path(file).resolve().parent, os.W_OK),
+           f"--{name} {file}: its folder does not exist or cannot be written to")
+          for name, file in (("profile", args.profile), ("prompt_cache", args.prompt_cache))),
     ):  # fmt: skip
         if wrong:
             raise ValueError(message)

@@ -16,12 +16,14 @@ import torch
 
 from caches import KINDS
 from generate import Engine
+from kept import common_prefix
 from limits import check_lengths
 from program.chat import chat
 from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
 from program.flags import check_options, parse_args, processor_of, speculate_k
 from program.loading import compiles, load, pick_device, unused_settings, warm_up
 from program.printing import Printer, Session
+from program.prompt_cache import PromptCache
 from program.prompts import Request, encoded, requests, sampling_of
 from program.report import report
 from program.threads import Threads
@@ -46,10 +48,12 @@ def main(args: argparse.Namespace | None = None) -> None:
         ranks.check_same(lambda: settings(args))
         asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
         skip(broken, asked)
+        cache = PromptCache(args)
         session, rows, refused = open_session(args, asked, device, ranks)
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
             session.threads = Threads(threads)
-        with profiled(args.profile if ranks.rank == 0 else None):
+        kept = cache.around(session.kept, [row.ids for row in rows])
+        with kept, profiled(args.profile if ranks.rank == 0 else None):
             if args.interactive:
                 chat(session, args)
             timings = []
@@ -115,6 +119,7 @@ def open_session(
     skip(refused, rows)
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
     prompted = sum(len(row.ids) for row in rows)
+    prompted -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
     engine = Engine(
         model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),

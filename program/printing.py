@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from generate import Engine, Timing, generate
+from kept import Kept
 from program.edge import interrupts_held
 from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, origin, peak_memory_gb, rate, speculative
 from program.threads import Threads
@@ -75,7 +76,7 @@ class Printer:
             {
                 "prompt_tokens": prompt, "tokens": ids, "text": "".join(pieces),
                 "finish_reason": self.finish_reason(row),
-                "decode_tok_s": rate(len(ids) - 1, timing.row_s[row]), **common,
+                "cached_tokens": timing.cached[row], "decode_tok_s": rate(len(ids) - 1, timing.row_s[row]), **common,
                 "speculative": speculative(engine, [timing], row), **logprobs(timing, row),
             }
             for row, (prompt, ids, pieces) in enumerate(zip(prompts, self.ids, self.pieces, strict=True))
@@ -105,10 +106,13 @@ class Session:
     coloured: bool = False
     threads: Threads | None = None  # to be chosen while decoding
 
-    def decode(self, printer: Printer, prompts, budgets: list[int], seed, cached: int = 0, sampling=None) -> Timing:
-        """One batch, printed as it is decided; seed and sampling are one or one a row. Ctrl-C ends it between two
-        tokens; what was printed stays."""
-        timing, seen = Timing(), 0
+    def __post_init__(self):
+        self.kept = Kept(self.engine)
+
+    def decode(self, printer: Printer, prompts, budgets: list[int], seed, sampling=None) -> Timing:
+        """One batch, printed as it is decided; seed and sampling are one or one a row. What earlier batches left of its
+        prompts is not computed again. Ctrl-C ends it between two tokens; what was printed stays."""
+        timing, seen, cached = Timing(), 0, self.kept.take(prompts, budgets)
         try:
             with interrupts_held() as interrupts:
                 for row, id in generate(
@@ -121,6 +125,7 @@ class Session:
                         self.threads.observe(timing.records[-1].k, timing.records[-1].seconds)
                     if interrupts:
                         break
+                self.kept.hold(printer.ids)
         finally:
             printer.close()
         return timing

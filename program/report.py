@@ -202,7 +202,9 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
 
     ttft = spread([1e3 * timing.prefill_s for timing in timings])
     prefill = spread([rate(timing.prompt_tokens, timing.prefill_s) for timing in timings])
-    lines = [f"prefill {prefill} tok/s, first token after {ttft} ms"]
+    kept = sum(sum(timing.cached) for timing in timings)
+    kept = f", {kept} of {kept + sum(timing.prompt_tokens for timing in timings)} tokens kept" if kept else ""
+    lines = [f"prefill {prefill} tok/s, first token after {ttft} ms{kept}"]
     if stepped := [timing for timing in timings if timing.steps]:
         tokens = spread([rate(sum(timing.decoded) - len(timing.decoded), timing.decode_s) for timing in stepped])
         bandwidth = spread([rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in stepped])

@@ -14,7 +14,6 @@ prompts is not computed again. This file knows no HTTP, and no flag.
 import asyncio
 import contextlib
 import copy
-import itertools
 import threading
 import time
 import traceback
@@ -23,7 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 import torch
 
 from generate import Engine, generate
-from program.chat import common_prefix
+from kept import Kept
 from program.edge import print_error
 from program.loading import warm_up
 from program.printing import Printer, Session
@@ -108,8 +107,7 @@ class Decoder:
         self.session, self.engines, self.most_waiting = session, engines, most_waiting
         self.speculate_k, self.waiting, self.news = session.engine.speculate_k, [], threading.Condition()
         self.stopped = False  # answers are given up
-        # By row, the ids that its caches hold, one a position, and whether as a long text's (longrope).
-        self.held = {engine: [] for engine in engines}
+        self.kept = {engine: Kept(engine) for engine in engines}
 
     def put(self, rows: list[Row]) -> None:
         with self.news:
@@ -139,24 +137,14 @@ class Decoder:
         """Decode a batch. What goes wrong is told to its clients in a line; a bug keeps its traceback, on stderr."""
         engine = self.engines[0 if len(batch) == 1 else -1]
         try:
-            self.decode(engine, *self.placed(engine, batch))
+            self.decode(engine, batch)
         except Exception as error:
             expected = isinstance(error, ValueError)
             print_error(error) if expected else traceback.print_exc()
             for row in batch:
                 row.job.tell(Refusal(f"decoding failed: {error}" if expected else "decoding failed", status=500))
 
-    def placed(self, engine: Engine, batch: list[Row]) -> tuple[list[Row], int]:
-        """The batch in an order that finds much of its prompts in the caches, and how much of every row they hold."""
-        rows, rest, known = [], list(batch), []
-        nothing = itertools.repeat(([], False))
-        for held, long in itertools.islice(itertools.chain(self.held[engine], nothing), len(batch)):
-            shared = [common_prefix(row.ids[:-1], held) if self.long(row) == long else 0 for row in rest]
-            known.append(max(shared))
-            rows.append(rest.pop(shared.index(known[-1])))
-        return rows, min(known)
-
-    def decode(self, engine: Engine, batch: list[Row], known: int) -> None:
+    def decode(self, engine: Engine, batch: list[Row]) -> None:
         session, ask, begun, seen = self.session, batch[0].ask, time.perf_counter(), 0
         for row in batch:
             if row.ask.echo:
@@ -164,38 +152,33 @@ class Decoder:
                 row.send()
         # Compiled steps are compiled noting: not to do so would compile them anew.
         engine.state.noting = engine.compile or any(row.ask.tokens or row.ask.likeliest is not None for row in batch)
-        timing, ended, self.held[engine] = Timing(), set(), []
+        prompts, budgets = [row.ids for row in batch], [max(1, row.new) for row in batch]
+        timing, ended = Timing(), set()
         engine.speculate_k = self.speculate_k if ask.draft else 0
         for i, id in generate(
-            engine.model, [row.ids for row in batch], stop_ids=session.stop_ids, engine=engine,
-            max_new_tokens=[max(1, row.new) for row in batch], seed=[row.seed for row in batch], timing=timing,
-            cached=known, ended=ended, sampling=[row.ask.sampling for row in batch],
+            engine.model, prompts, stop_ids=session.stop_ids, engine=engine, max_new_tokens=budgets, timing=timing,
+            seed=[row.seed for row in batch], cached=self.kept[engine].take(prompts, budgets), ended=ended,
+            sampling=[row.ask.sampling for row in batch],
         ):  # fmt: skip
             row = batch[i]
             if row.feed(id, timing, i):
                 row.send()
             if row.over:
-                row.send(self.ending(engine, timing, i, row, begun, known))
+                row.send(self.ending(engine, timing, i, row, begun))
             ended |= {j for j, row in enumerate(batch) if row.over or row.job.left}
             if session.threads and timing.steps > seen:
                 seen = timing.steps
                 session.threads.observe((engine.batch_size, timing.records[-1].k), timing.records[-1].seconds)
             if self.stopped:
                 break
-        # The last id has not been fed.
-        self.held[engine] = [((row.ids + row.printer.ids[0])[:-1], self.long(row)) for row in batch]
+        self.kept[engine].hold([row.printer.ids[0] for row in batch])
 
-    def long(self, row: Row) -> bool:
-        """Are its positions rotated as a long text's?"""
-        config = self.session.engine.model.config
-        return bool(config.rope_long) and len(row.ids) + max(1, row.new) > config.rope_original_length
-
-    def ending(self, engine: Engine, timing: Timing, i: int, row: Row, begun: float, known: int) -> dict:
+    def ending(self, engine: Engine, timing: Timing, i: int, row: Row, begun: float) -> dict:
         """What the last event of row i tells."""
         waited = begun - row.job.begun
         return {"finish_reason": row.printer.finish_reason(0), "timings": {
             "queue_s": waited, "ttft_s": waited + timing.prefill_s, "tokens": timing.decoded[i] if row.new else 0,
-            "rows": len(timing.decoded), "seed": row.seed, "cached_tokens": known,
+            "rows": len(timing.decoded), "seed": row.seed, "cached_tokens": timing.cached[i],
             "prefill_tok_s": rate(timing.prompt_tokens, timing.prefill_s),
             "decode_tok_s": rate(timing.decoded[i] - 1, timing.row_s[i]),
             "speculative": speculative(engine, [timing], i) if row.ask.draft else None,

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 
 from generate import Engine
+from kept import common_prefix
 from limits import check_lengths
 from model import Transformer
-from program.chat import common_prefix
 from program.edge import cpu_share, ending_plainly
 from program.flags import Parser, check_options, positive, speculate_k
 from program.flags import parse_args as generate_args
@@ -43,7 +43,8 @@ from tokenizer import Tokenizer
 from tp import ALONE
 from weights.linears import pack_model
 
-REFUSED = ("interactive", "system", "json", "prompt", "prompt_file", "num_samples", "profile", "show_drafts")
+REFUSED = ("interactive", "system", "json", "prompt", "prompt_file", "num_samples", "profile", "show_drafts",
+           "prompt_cache")  # fmt: skip
 WEIGHTS = ("checkpoint", "random_weights", "quantize", "quantize_head", "dtype", "device")  # flags that name a target
 DRAFTS = ("draft_checkpoint", "draft_quantize", "dtype", "device")  # and a draft of its own
 REHEARSED = 8  # tokens that each side decodes first, uncounted
@@ -80,6 +81,7 @@ class Side:
             prompts, budgets = self.prompts[part], [min(n, most or n) for n in self.budgets[part]]
             session, names = self.session, [""] * len(prompts)
             printer = Printer(session.tokenizer, names, session.stop_ids, self.args.stop, as_json=True)
+            session.kept.rows = []  # every run from nothing
             timing = session.decode(printer, prompts, budgets, self.args.seed)
             rows += printer.ids
             tokens, seconds = tokens + sum(timing.decoded) - len(prompts), seconds + timing.decode_s

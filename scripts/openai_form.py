@@ -217,11 +217,11 @@ class Answer:
         self.offset: dict[int, int] = {}  # characters of each answer so far, where a completion's tokens are listed
 
     def usage(self, prompted: int, events: Sequence[Event]) -> dict:
-        """So many tokens were read; what the caches held of them already is said by the endings."""
+        """So many tokens were read; what the caches held of them already is said by the endings, for every answer."""
         ended = [event.ending["timings"] for event in events if event.ending]
         decoded, kept = (sum(timings[key] for timings in ended) for key in ("tokens", "cached_tokens"))
         return {"prompt_tokens": prompted, "completion_tokens": decoded, "total_tokens": prompted + decoded,
-                "prompt_tokens_details": {"cached_tokens": kept}}  # fmt: skip
+                "prompt_tokens_details": {"cached_tokens": min(kept, prompted)}}  # fmt: skip
 
     def opening(self, index: int) -> dict:
         """A chat's first chunk."""

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from generate import Engine, generate
+from kept import common_prefix
 from limits import check_lengths
-from program.chat import common_prefix
 from program.edge import ending_plainly, fail, interrupts_held, use_threads
 from program.flags import DTYPES, Parser, check_options, positive, speculate_k
 from program.flags import parse_args as generate_flags

@@ -54,7 +54,7 @@ POLICY = (
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 ELSEWHERE = ("prompt", "prompt_file", "interactive", "system", "num_samples", "json", "profile", "show_drafts",
-             "logprobs", "tools", "prefill", "chat_template_kwargs")  # fmt: skip
+             "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache")  # fmt: skip
 
 
 def said(body: dict, status: int = 200) -> Response:

@@ -6,6 +6,7 @@ position's scale, and attention is a softmax over rotated keys.
 
 import functools
 import itertools
+import json
 import math
 
 import pytest
@@ -19,6 +20,8 @@ from caches import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, ha
 from checkpoint import load_model
 from generate import Engine
 from model import Keys, KVCache
+from program.flags import parse_args
+from program.main import run
 from program.report import position_bytes
 from rounding import attends_alike, same_attention
 from sampling import Sampling
@@ -299,3 +302,40 @@ def test_sampling_is_lossless_on_its_own_caches():
     timing = engines.Timing()
     rows_of(demo(), [[1, 428, 437, 261, 399]], sampling=Sampling(1.0), max_new_tokens=120, engine=engine, timing=timing)
     assert timing.steps <= 120 // 5 + 1
+
+
+# ------------------------------------------------------------------------------------------- what is kept
+
+
+def test_rows_take_what_one_row_computed():
+    """Codes and scales of a common prefix, every part of them, in the row that computed them and in the others."""
+    common = [1, *range(300, 340)]
+    engine = Engine(demo(), 3, 100, kind=Int8Cache)
+    rows_of(demo(), [[*common, 7], [*common, 9, 8], [*common, 5]], engine=engine, max_new_tokens=3)
+    for layer in engine.cached.caches.layers:
+        first, *others = (layer.at(row, 0, len(common)) for row in range(3))
+        assert set(first) == {"k", "v", "k_scale", "v_scale"} and all(x.any() for x in first.values())
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_a_prompt_is_kept_in_codes(tmp_path, capsys):
+    flags = [
+        "--prompt",
+        "Once upon a time " * 12,
+        "--prompt_cache",
+        str(tmp_path / "kept"),
+        "--json",
+        "--device",
+        "cpu",
+    ]
+    flags += ["--max_new_tokens", "8", "--temperature", "0"]
+    found = []
+    for _ in range(2):
+        run(parse_args([*flags, "--kv_cache_dtype", "int8"]))
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["cached_tokens"] == 0 and found[1]["cached_tokens"] == len(found[0]["prompt_tokens"]) - 1
+    assert found[0]["tokens"] == found[1]["tokens"]
+    held = len(found[0]["prompt_tokens"]) * position_bytes(demo(), Int8Cache)[None]
+    assert held < (tmp_path / "kept").stat().st_size < 1.2 * held
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        run(parse_args(flags))

@@ -35,7 +35,8 @@ KNOWS = {
     "tp": set(),
     "tokenizer": {"reading"},
     "speculative": {"model", "sampling", "timing"},
-    "generate": {"limits", "model", "sampling", "timing", "speculative", "state", "tp", "rounding", "weights"},
+    "kept": set(),
+    "generate": {"kept", "limits", "model", "sampling", "timing", "speculative", "state", "tp", "rounding", "weights"},
     "checkpoint": {"model", "names", "reading", "weights", "tp"},
     "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
     "drafts": {"drafts", "model", "speculative", "checkpoint", "reading"},
@@ -73,7 +74,7 @@ def test_sizes():
     assert lines("model", "sampling", "state", "generate") <= 1000
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 9400
+    assert lines(*NAMES) <= 9860
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 

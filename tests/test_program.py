@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
+import kept as caches
 import program.chat
 from checkpoint import load_model
 from generate import Engine, generate
@@ -518,7 +519,7 @@ def test_chat_equals_the_conversation_without_kept_caches(chat_folder, capsys, m
     answers = []
     for keep in (True, False):
         if not keep:
-            monkeypatch.setattr(program.chat, "common_prefix", lambda a, b: 0)
+            monkeypatch.setattr(caches, "common_prefix", lambda *texts: 0)
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(turns) + "\n"))
         run_args(parse_args(arguments))
         out, err = capsys.readouterr()

@@ -51,16 +51,19 @@ def later(cases: list[str]) -> list:
 
 @pytest.mark.parametrize("command", later(commands()))
 def test_readme_command_runs(command):
-    written = [ROOT / name for name in re.findall(r"--output (\S+)", command)]
-    for folder in written:
-        shutil.rmtree(folder, ignore_errors=True)
+    written = [ROOT / name for name in re.findall(r"--(?:output|prompt_cache) (\S+)", command)]
+    remove(written)
     names = f'python() {{ {sys.executable} "$@"; }}; torchrun() {{ python -m torch.distributed.run "$@"; }}'
     script = f"{names}; {command}"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    for folder in written:
-        shutil.rmtree(folder, ignore_errors=True)
+    remove(written)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "it printed nothing"
+
+
+def remove(paths: list) -> None:
+    for path in paths:
+        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.mark.parametrize("code", later(SNIPPETS))

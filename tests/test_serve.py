@@ -165,6 +165,8 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     alone = [server.ask(PROMPTS[1], seed=seed, **settings).choices[0] for seed in (5, 6, 7)]
     assert [choice.text for choice in three] == [choice.text for choice in alone] and len({c.text for c in three}) == 3
     assert alone[0].timings["rows"] == 1
+    usage = server.ask(PROMPTS[1], n=3, **settings).usage  # of a prompt that is counted once, and was kept three times
+    assert usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens
     both = server.ask([PROMPTS[2], PROMPTS[3]], n=2, seed=5, **settings).choices
     assert [choice.index for choice in both] == [0, 1, 2, 3]
     assert both[3].text == server.ask(PROMPTS[3], seed=6, **settings).choices[0].text

@@ -180,7 +180,7 @@ class Recorded(Session):
         if self.armed:
             raise KeyboardInterrupt
 
-    def decode(self, printer: Printer, prompts, budgets: list[int], seed: int, cached: int = 0) -> Timing:
+    def decode(self, printer: Printer, prompts, budgets: list[int], seed: int) -> Timing:
         number, answer = len(self.answers), Answer([], [])
         self.answers.append(answer)
         once = self.before[number] if self.before is not None and number < len(self.before) else None
@@ -191,7 +191,7 @@ class Recorded(Session):
                 if self.before is None and self.interrupts[number] is not None:
                     self.armed = True
                     signal.setitimer(signal.ITIMER_REAL, self.interrupts[number])
-                return super().decode(printer, prompts, budgets, seed, cached)
+                return super().decode(printer, prompts, budgets, seed)
             finally:
                 self.armed = False
         except KeyboardInterrupt:

@@ -1,0 +1,135 @@
+"""--prompt_cache FILE: what an engine's caches hold of a prompt, from one run to the next, as safetensors.
+
+The file has the prompt's ids and, by the names of kept.parts, what their positions left behind; as metadata, what this
+was computed with, and a checksum, which safetensors lacks. What another model left, or what is not as it was written,
+is refused. This file does not know what the tensors mean.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoint import config_of, fingerprints
+from kept import Kept, common_prefix
+from reading.files import open_shards, shards, write_whole
+from reading.vocabularies import plain_file
+
+FORMAT = "a prompt cache of quickdraft, 1"
+SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that decide about keys and values
+
+
+class PromptCache:
+    """The file of --prompt_cache; without the flag nothing happens. ValueError where it does not belong to these flags,
+    found before a model is loaded, or to the models that they load."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.file = None if args.prompt_cache is None else Path(args.prompt_cache)
+        self.said, self.tensors, self.held = {}, {}, ([], [])  # held: ids, and whether as a long text's
+        self.origin = {} if self.file is None else origin(args)
+        if self.file and self.file.exists():
+            with self.refusing():
+                readers = open_shards([plain_file(self.file, sys.maxsize)])
+                reader = next((reader for _, reader in readers.values() if hasattr(reader, "metadata")), None)
+                self.said = (reader and reader.metadata()) or {}
+                self.check(self.origin)
+                self.tensors = {name: reader.get_tensor(name) for name in readers}  # mapped, not read
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            reason = str(error).removeprefix(f"{self.file}: ")
+            raise ValueError(f"--prompt_cache {self.file}: {reason}; delete it, or name another file") from None
+
+    def check(self, ours: dict[str, str]) -> None:
+        compare({name: self.said.get(name) for name in ours}, ours)
+
+    @contextlib.contextmanager
+    def around(self, kept: Kept, prompts: list[list[int]]) -> Iterator[None]:
+        """Fill the caches from the file; after the block, however it ends, write what reaches further than the file: of
+        prompts what all have in common, of a chat, which has none beforehand, what was said."""
+        if self.tensors:
+            self.load(kept)
+        try:
+            yield
+        finally:
+            if self.file and kept.rows:
+                engine, (ids, long) = kept.engine, kept.rows[0]
+                # A draft's own caches may be behind by what a round and plain steps decide, but not on prompts.
+                behind = engine.drafter.fed - 1 + engine.missed if len(engine.prompted) > 1 else 0
+                n = common_prefix(ids, *prompts) if prompts else max(0, len(ids) - behind)
+                if n > len(self.held[0]) or (n and long != self.held[1]):
+                    self.save(kept, ids[:n], long)
+
+    def load(self, kept: Kept) -> None:
+        """Into row 0, all of the file or as much as there is room for."""
+        begun, empty = time.perf_counter(), contents(kept, [], [])
+        with self.refusing():
+            self.check(dtypes(kept))
+            N = self.tensors.get("ids", torch.empty(0)).numel()
+            shapes = {name: (x.dtype, [size or N for size in x.shape]) for name, x in empty.items()}  # 0: of positions
+            compare({name: (x.dtype, list(x.shape)) for name, x in self.tensors.items()}, shapes)
+            self.check(checksum(self.tensors))
+        self.held, n = (self.tensors.pop("ids").tolist(), self.tensors.pop("long").tolist()), kept.engine.max_seq_length
+        kept.rows = [(self.held[0][:n], self.held[1])]
+        rows = contents(kept, *kept.rows[0])
+        for name, x in self.tensors.items():
+            rows[name].copy_(x.narrow(list(empty[name].shape).index(0), 0, min(n, N)))
+        self.tensors = {}
+        print(f"{self.file}: {min(n, N)} tokens read in {time.perf_counter() - begun:.2f} s", file=sys.stderr)
+
+    def save(self, kept: Kept, ids: list[int], long: list[bool]) -> None:
+        tensors = contents(kept, ids, long)
+        tensors = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        metadata = self.origin | dtypes(kept) | checksum(tensors)
+        write_whole(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
+        print(f"{self.file}: {len(ids)} tokens written", file=sys.stderr)
+
+
+def compare(theirs: dict, ours: dict) -> None:
+    """ValueError names what is another thing in the file."""
+    for name in ours | theirs:
+        there, here = theirs.get(name), ours.get(name)
+        if there != here:
+            both = f"{there} there, {here} here"
+            raise ValueError(f"{name}: {both if len(both) < 120 else 'another one there than here'}")
+
+
+def origin(args: argparse.Namespace) -> dict[str, str]:
+    """What keys and values follow from, as far as flags and files tell: not where the files are."""
+    config_of(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
+    found, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
+    for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
+        found[flag] = json.dumps(path and fingerprints(Path(path), open_shards(shards(Path(path)))))
+    shape = args.random_weights and hashlib.sha256(Path(args.random_weights).read_bytes()).hexdigest()
+    return found | {"--random_weights": str(shape)} | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}
+
+
+def dtypes(kept: Kept) -> dict[str, str]:
+    return {"--dtype": ", ".join(str(prompted.model.norm.weight.dtype) for prompted in kept.engine.prompted)}
+
+
+def contents(kept: Kept, ids: list[int], long: list[bool]) -> dict[str, Tensor]:
+    """What stands in the file of these ids: views of row 0."""
+    found = {f"{part}.{x}": y for part, each in kept.parts().items() for x, y in each.at(0, 0, len(ids)).items()}
+    long = torch.tensor(long or [False] * len(kept.engine.prompted))
+    return found | {"ids": torch.tensor(ids, dtype=torch.int64), "long": long}
+
+
+def checksum(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """CRC-32 of the bytes: a twentieth of a second for 8,192 positions of 1.1B."""
+    crc = 0
+    for _, x in sorted(tensors.items()):
+        crc = zlib.crc32(x.reshape(-1).view(torch.uint8).numpy(), crc)
+    return {"checksum": str(crc)}

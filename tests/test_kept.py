@@ -1,0 +1,576 @@
+"""What caches hold is not computed again, within a batch, from batch to batch and from run to run; and nobody can tell
+but by the time: tokens, keys and values are those of prompts alone and of fresh runs."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shutil
+import signal
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_drafts import SAFEAI, any_drafter, eagle_tensors, pard_folder, written
+from test_rounding import SHAPE, bits, large_numbers
+from test_speculative import pair, rows_of
+from test_tp import launch
+
+import kept
+import program.flags
+import program.printing
+from checkpoint import load_model
+from generate import Engine
+from kept import Kept, parts
+from model import Block
+from program.flags import check_options, parse_args
+from program.main import run
+from program.prompt_cache import PromptCache
+from sampling import Sampling
+from scripts.serve import parse_args as server_flags
+from speculative import ModelDraft, NgramDraft
+from timing import Timing
+
+COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]
+
+
+@contextlib.contextmanager
+def positions_run():
+    """{id of a block: positions that passed through it}."""
+    seen = Counter()
+
+    def count(module, args) -> None:
+        if isinstance(module, Block):
+            seen[id(module)] += args[0].size(0) * args[0].size(1)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def drafter_of(kind: str, target, draft):
+    if kind in ("plain", "ngram"):
+        return NgramDraft(2) if kind == "ngram" else None
+    return ModelDraft(draft) if kind == "model" else any_drafter(kind, target, draft)
+
+
+def engine_of(kind: str, windows=(), rows: int = 3) -> Engine:
+    target, draft = pair(windows)
+    return Engine(target, rows, 96, drafter=drafter_of(kind, target, draft), speculate_k=3)
+
+
+def stands(engine: Engine, row: int, n: int) -> dict[str, torch.Tensor]:
+    """What n positions of a row left in all caches and taps."""
+    each = parts(*(prompted.caches for prompted in engine.prompted))
+    return {f"{name} {x}": y.clone() for name, part in each.items() for x, y in part.at(row, 0, n).items()}
+
+
+KINDS = ["plain", "ngram", "model", "pard", "eagle", "shared"]
+
+# ------------------------------------------------------------------------------------------ within a batch
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.8, top_k=20)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_begin_alike_are_the_prompts_alone(kind, sampling):
+    options, single, timing = {"sampling": sampling, "seed": 4}, engine_of(kind, rows=1), Timing()
+    alone = [rows_of(single.model, [prompt], engine=single, **options)[0] for prompt in PROMPTS]
+    engine = engine_of(kind)
+    assert rows_of(engine.model, PROMPTS, engine=engine, timing=timing, **options) == alone
+    assert timing.cached == [0, 40, 40] and timing.prompt_tokens == 41 + 10 + 3
+    with positions_run() as seen:
+        rows_of(engine.model, PROMPTS, engine=engine, max_new_tokens=1)
+    # 40 of one row, then the 16 that the longest rest is padded to of each. EAGLE-3 calls the parts of its block.
+    models = engine.prompted[: 1 if kind == "eagle" else 2]
+    assert len(seen) == sum(len(each.model.layers) for each in models) and set(seen.values()) == {40 + 3 * 16}
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 24)], ids=["all", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shared_positions_are_the_same_bits(dtype, windows):
+    """Where the engine says that greedy text is identical, keys, values and tokens of a row are the prompt's alone."""
+    model = large_numbers(dataclasses.replace(SHAPE, windows=windows), dtype=dtype)
+    options = {"max_new_tokens": 20, "seed": 1}
+    engine = Engine(model, 3, 96)
+    assert engine.identical
+    got = rows_of(model, PROMPTS, engine=engine, **options)
+    for row, prompt in enumerate(PROMPTS):
+        single = Engine(model, 1, 96)
+        assert rows_of(model, [prompt], engine=single, **options) == [got[row]]
+        here, there = stands(engine, row, len(prompt) + 19), stands(single, 0, len(prompt) + 19)
+        assert len(here) == 4 and all(torch.equal(bits(here[name]), bits(there[name])) for name in here)
+
+
+def test_samples_of_one_prompt_run_it_once():
+    engine, prompt, options = engine_of("model"), PROMPTS[1], {"sampling": Sampling(0.9), "seed": [5, 6, 7]}
+    with positions_run() as seen:
+        rows_of(engine.model, [prompt] * 3, engine=engine, max_new_tokens=1)
+    got = rows_of(engine.model, [prompt] * 3, engine=engine, **options)
+    assert set(seen.values()) == {56 + 3 * 8}, "49 positions padded to 56 of one row, and the last token of each"
+    assert len({tuple(row) for row in got}) == 3
+    single = engine_of("model", rows=1)
+    assert got == [rows_of(single.model, [prompt], engine=single, sampling=Sampling(0.9), seed=n)[0] for n in (5, 6, 7)]
+
+
+def test_where_sharing_would_save_little_rows_run_together():
+    """A pass of its own reads all weights once more."""
+    for prompts, cached, saved in (
+        ([[*COMMON[:33]], [*COMMON[:32], 5], [*COMMON[:32], 6]], 0, 64),
+        ([[*COMMON[:32]], [*COMMON[:31], 5], [*COMMON[:31], 6]], 0, 0),
+        ([[*COMMON[:38]], [*COMMON[:38], 5], [*COMMON[:38], 6]], 6, 0),
+        ([[*COMMON], [9, *COMMON[1:]], [*COMMON]], 0, 0),
+    ):
+        engine, timing = engine_of("plain"), Timing()
+        rows_of(engine.model, [[*prompt[:-1], 1] for prompt in prompts], engine=engine, max_new_tokens=1)
+        rows_of(engine.model, prompts, engine=engine, cached=cached, max_new_tokens=1, timing=timing)
+        assert sum(timing.cached) - 3 * cached == saved
+
+
+def longrope() -> tuple:
+    stretched = {
+        "rope_type": "longrope", "rope_original_length": 48, "rope_long": (9.0, 5.0), "rope_short": (1.0, 1.5),
+    }  # fmt: skip
+    (target, draft), changes = pair(), stretched | {"rope_dim": 4}
+    found = []
+    for model in (target, draft):
+        other = type(model)(dataclasses.replace(model.config, **changes)).eval().requires_grad_(False)
+        other.load_state_dict(model.state_dict())
+        found.append(other)
+    return tuple(found)
+
+
+def test_long_and_short_texts_share_nothing():
+    """longrope: 48 positions are the original context. The rows' prompts are one, their ends are not."""
+    target, draft = longrope()
+    budgets, want = [8, 40, 40], {}
+    for n in {*budgets}:
+        (want[n],) = rows_of(target, [COMMON], max_new_tokens=n)
+    assert want[40][:8] != want[8], "the two kinds do not differ: nothing is shown"
+    for drafter in (None, ModelDraft(draft)):
+        engine = Engine(target, 3, 96, drafter=drafter, speculate_k=3)
+        timing, held = Timing(), Kept(engine)
+        got = rows_of(target, [COMMON] * 3, engine=engine, max_new_tokens=budgets, timing=timing)
+        assert got == [want[n] for n in budgets] and timing.cached == [0, 0, 0]
+        held.take([COMMON] * 3, budgets), held.hold(got)
+        assert held.take([COMMON] * 2, [40, 8]) == 39
+        assert rows_of(target, [COMMON] * 2, engine=engine, max_new_tokens=[40, 8], cached=39) == [want[40], want[8]]
+        held.take([COMMON], [8]), held.hold([want[8]])
+        assert held.take([COMMON], [40]) == 0
+
+
+@pytest.mark.compiled
+def test_compiled_prompts():
+    """Eager positions would round otherwise than compiled ones: shared only where nobody vouches for the bits."""
+    engine = engine_of("plain")
+    want = rows_of(engine.model, PROMPTS, engine=engine)
+    compiled = Engine(engine.model, 3, 96, compile=True)
+    compiled.warm_up("greedy")
+    for compiled.identical, shared in ((True, 0), (False, 40)):
+        timing = Timing()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert rows_of(engine.model, PROMPTS, engine=compiled, timing=timing) == want
+        assert timing.cached == [0, shared, shared]
+
+
+# ----------------------------------------------------------------------------------- from batch to batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_change_places(kind):
+    """Each prompt takes what it needs from whichever row has it: in a later batch of other rows and other numbers."""
+    engine = engine_of(kind)
+    held, turns = Kept(engine), [PROMPTS, [PROMPTS[2] + [3, 4], PROMPTS[0]], [PROMPTS[2] + [3], PROMPTS[1], PROMPTS[2]]]
+    for prompts, expected in zip(turns, (0, 40, 42)):
+        n = held.take(prompts, [20] * len(prompts))
+        assert n == expected and held.rows == []
+        got = rows_of(engine.model, prompts, engine=engine, cached=n, max_new_tokens=20)
+        single = engine_of(kind, rows=1)
+        assert got == [rows_of(single.model, [prompt], engine=single, max_new_tokens=20)[0] for prompt in prompts]
+        held.hold(got)
+        assert [ids for ids, _ in held.rows] == [(prompt + row)[:-1] for prompt, row in zip(prompts, got)]
+
+
+def test_swapped_rows_are_swapped_whole():
+    """Two rows that need each other's: neither is overwritten before it is read. Taps are one for target and draft."""
+    engine = engine_of("eagle", rows=2)
+    prompts = [[*COMMON], [5, *COMMON[:30]]]
+    got = rows_of(engine.model, prompts, engine=engine, max_new_tokens=5)
+    held = Kept(engine)
+    held.take(prompts, [5, 5]), held.hold(got)
+    before = [stands(engine, row, 30) for row in (0, 1)]
+    assert held.take([prompts[1], prompts[0]], [5, 5]) == 30
+    for row in (0, 1):
+        after = stands(engine, row, 30)
+        assert "tap.1 x" in after and all(torch.equal(after[name], before[1 - row][name]) for name in after)
+    assert not torch.equal(before[0]["tap.1 x"], before[1]["tap.1 x"])
+
+
+# ---------------------------------------------------------------------------------------- from run to run
+
+TEXT = "the little dog went to play with a big red ball and the little cat"
+MORE = f"{TEXT} that was happy"
+
+
+@pytest.fixture
+def ran(text_folder, capsys, monkeypatch):
+    """run(flags) -> (JSON objects, stderr); `ran.engines` are those of all runs."""
+    engines, hold = [], Kept.hold
+    monkeypatch.setattr(Kept, "hold", lambda self, *given: (engines.append(self.engine), hold(self, *given))[1])
+
+    def decode(*flags) -> tuple[list[dict], str]:
+        usual = ("--checkpoint", text_folder, "--dtype", "float32", "--max_new_tokens", 24, "--ignore_eos")
+        run(parse_args([str(flag) for flag in (*usual, "--json", "--device", "cpu", *flags)]))
+        out, err = capsys.readouterr()
+        return [json.loads(line) for line in out.splitlines()], err
+
+    decode.engines = engines
+    return decode
+
+
+def draft_folder(kind: str, target, folder):
+    if kind == "pard":
+        return pard_folder(target, folder)
+    if kind == "model":
+        return shutil.copytree(target, folder)
+    tensors = eagle_tensors("midlayer", 3 * 64)
+    tensors["t2d"] = torch.zeros(384, dtype=torch.bool)
+    return written(folder, {**SAFEAI, "vocab_size": 384}, tensors)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle"])
+def test_a_resumed_run_is_a_fresh_one(kind, temperature, ran, text_folder, tmp_path):
+    file, flags = tmp_path / "cache", ["--temperature", temperature]
+    if kind != "plain":
+        flags += ["--draft_checkpoint", draft_folder(kind, text_folder, tmp_path / "draft"), "--speculate_k", 3]
+    (first,), _ = ran("--prompt", TEXT, "--prompt_cache", file, *flags)
+    n = len(first["prompt_tokens"])
+    assert first["cached_tokens"] == 0 and load_file(file)["ids"].tolist() == first["prompt_tokens"]
+    (fresh,), _ = ran("--prompt", MORE, *flags)
+    written_at = file.stat().st_mtime_ns
+    (resumed,), err = ran("--prompt", MORE, "--prompt_cache", file, *flags)
+    same = n - (fresh["prompt_tokens"][:n] != first["prompt_tokens"])  # the last may be another with more behind it
+    assert resumed["tokens"] == fresh["tokens"] and resumed["cached_tokens"] == same > 15
+    assert f"{same} of {len(fresh['prompt_tokens'])} tokens kept" in err
+    if kind != "plain":
+        assert resumed["speculative"]["accepted_by_position"] == fresh["speculative"]["accepted_by_position"]
+    here, there = (stands(engine, 0, len(fresh["prompt_tokens"])) for engine in ran.engines[-2:])
+    assert here.keys() == there.keys() and len(here) == {"plain": 6, "model": 12, "pard": 12, "eagle": 11}[kind]
+    assert all(torch.allclose(here[name], there[name], atol=1e-4) for name in here)
+    assert file.stat().st_mtime_ns > written_at and len(load_file(file)["ids"]) == len(fresh["prompt_tokens"])
+
+
+def test_lines_that_begin_alike_compute_that_once_for_all_batches(ran, tmp_path):
+    """Five lines by twos, then by ones; then from a file, which holds what all of them have in common."""
+    texts = [f"{TEXT} and {word}" for word in ("the little cat went", "went", "was happy", "a", "big red")]
+    lines, file = tmp_path / "lines.jsonl", tmp_path / "cache"
+    lines.write_text("".join(json.dumps({"prompt": text, "seed": n}) + "\n" for n, text in enumerate(texts)))
+    alone = [ran("--prompt", text, "--seed", n)[0][0] for n, text in enumerate(texts)]
+    prompts = [row["prompt_tokens"] for row in alone]
+    common = kept.common_prefix(*prompts)
+    assert 15 < common < min(map(len, prompts))
+    common_run = common + -common % 8  # padded
+    for size, flags in ((2, ()), (1, ("--prompt_cache", file)), (2, ("--prompt_cache", file)), (5, ())):
+        with positions_run() as seen, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kept, "LEAST_SAVED", 8)
+            found, err = ran("--prompt_file", lines, "--batch_size", size, "--max_new_tokens", 1, *flags)
+        most = 8 * 6 * 2 + (0 if file.exists() and size == 2 and flags else common_run)  # rests take one or two eights
+        assert max(seen.values()) <= most < sum(map(len, prompts)), "what they begin with ran more than once"
+        assert all(a["cached_tokens"] >= common for a in found[1:]) and [a["tokens"] for a in found] == [
+            a["tokens"][:1] for a in alone
+        ]
+        kept_tokens = sum(a["cached_tokens"] for a in found)
+        assert f"{kept_tokens} of {sum(map(len, prompts))} tokens kept" in err
+    assert len(load_file(file)["ids"]) == common, "of several prompts what all have in common"
+    found, _ = ran("--prompt_file", lines, "--batch_size", 2, "--prompt_cache", file)
+    assert [a["tokens"] for a in found] == [a["tokens"] for a in alone] and found[0]["cached_tokens"] == common
+
+
+@pytest.mark.ranks
+def test_ranks_share_and_keep_the_same(ran, text_folder, tmp_path):
+    """Two of them, the target divided and the draft too: what one process computes once, they do."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(
+        "".join(json.dumps({"prompt": f"{TEXT} {TEXT} and {word}"}) + "\n" for word in ["the", "a", "went", "play"])
+    )
+    flags = ["--prompt_file", lines, "--batch_size", 3, "--draft_checkpoint", text_folder, "--speculate_k", 2]
+    flags += ["--temperature", 0]
+    one, _ = ran(*flags)
+    usual = ["--checkpoint", text_folder, "--dtype", "float32", "--max_new_tokens", 24, "--ignore_eos", "--json"]
+    done = launch("generate.py", *usual, "--device", "cpu", "--draft_tp", *flags)
+    two = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["tokens"] for row in two] == [row["tokens"] for row in one], done.stderr
+    cached = [row["cached_tokens"] for row in two]
+    assert cached == [row["cached_tokens"] for row in one] and cached[0] == 0 < min(cached[1:])
+
+
+def test_samples_are_kept_too(ran, tmp_path):
+    flags = ("--prompt", TEXT, "--num_samples", 3, "--prompt_cache", tmp_path / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "LEAST_SAVED", 8)
+        first, _ = ran(*flags)
+        again, _ = ran(*flags, "--batch_size", 1)
+    n = len(first[0]["prompt_tokens"]) - 1
+    assert [row["cached_tokens"] for row in first] == [0, n, n] and [row["cached_tokens"] for row in again] == [n] * 3
+    assert [row["tokens"] for row in first] == [row["tokens"] for row in again]
+    assert len({tuple(row["tokens"]) for row in first}) == 3
+
+
+def test_the_file_grows_and_does_not_shrink(ran, tmp_path):
+    file = tmp_path / "cache"
+    for prompt, grows in ((TEXT, True), (TEXT[:30], False), (MORE, True), (MORE, False), ("a big dog", False)):
+        before = file.read_bytes() if file.exists() else None
+        (row,), err = ran("--prompt", prompt, "--prompt_cache", file, "--max_new_tokens", 2)  # less room than it holds
+        assert (file.read_bytes() != before) == grows == ("tokens written" in err)
+        assert not grows or load_file(file)["ids"].tolist() == row["prompt_tokens"]
+    assert [each.name for each in tmp_path.iterdir()] == ["cache"]
+
+
+def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder, tmp_path, monkeypatch):
+    """Ctrl-C between two tokens keeps the prompt; an error keeps nothing."""
+    file, feed, count = tmp_path / "cache", program.printing.Printer.feed, []
+
+    def interrupting(self, *given):
+        feed(self, *given)
+        count.append(given)
+        if len(count) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program.printing.Printer, "feed", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            ran("--prompt", TEXT, "--prompt_cache", file)
+    assert len(count) == 3
+    stored = file.read_bytes()
+    assert ran("--prompt", TEXT, "--prompt_cache", file)[0][0]["tokens"] == ran("--prompt", TEXT)[0][0]["tokens"]
+
+    def failing(self, *given):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(program.printing.Printer, "feed", failing)
+    with pytest.raises(ValueError, match="no room"):
+        ran("--prompt", MORE, "--prompt_cache", file)
+    assert file.read_bytes() == stored and ran.engines
+    with pytest.raises(ValueError, match="no room"):
+        ran("--prompt", MORE, "--prompt_cache", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_chat_goes_into_the_file(draft, text_folder, tmp_path, capsys, monkeypatch):
+    """What was said so far, at its end; the next chat with the same system message and first question begins there."""
+    file, turns = tmp_path / "cache", ["the little cat", "a big dog"]
+    flags = ["--interactive", "--checkpoint", text_folder, "--temperature", 0, "--dtype", "float32", "--device", "cpu"]
+    flags += ["--max_new_tokens", 10, "--ignore_eos", "--system", "the big red ball"]
+    flags += ["--draft_checkpoint", text_folder, "--speculate_k", 3] * draft
+    said = []
+    for cache in ([], ["--prompt_cache", file], ["--prompt_cache", file]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(turns) + "\n"))
+        run(parse_args([str(flag) for flag in (*flags, *cache)]))
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out == said[2].out and said[0].out.strip()
+    reads = [[int(n) for n in re.findall(r"(\d+) tokens read, (\d+) kept", err)[0]] for _, err in said]
+    assert reads[0][1] == reads[1][1] == 0 and reads[2][0] == 1 and sum(reads[2]) == reads[0][0]
+    assert len(load_file(file)["ids"]) > reads[0][0] + 10
+
+
+@pytest.mark.parametrize("plain", [0, 7])
+@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle"])
+def test_a_conversation_is_written_as_far_as_all_models_know_it(kind, plain, text_folder, tmp_path):
+    """A draft's caches are behind by a round, and by steps that nobody drafted."""
+    engine = engine_of(kind, rows=1)
+    held, args = Kept(engine), parse_args(["--checkpoint", str(text_folder), "--prompt_cache", str(tmp_path / "cache")])
+    with PromptCache(args).around(held, []):
+        prompt = COMMON
+        for engine.speculate_k, new in ((3 * (kind != "plain"), 20), (0, plain)):
+            if new:
+                held.take([prompt], [new])
+                got = rows_of(engine.model, [prompt], engine=engine, max_new_tokens=new)
+                held.hold(got)
+                prompt = prompt + got[0]
+    ids, fresh, later = load_file(tmp_path / "cache")["ids"].tolist(), engine_of(kind, rows=1), engine_of(kind, rows=1)
+    assert ids == prompt[: len(ids)] and len(prompt) - 4 - plain <= len(ids) < len(prompt)
+    rows_of(fresh.model, [ids], engine=fresh, max_new_tokens=1)
+    with PromptCache(args).around(Kept(later), []):
+        here, there = stands(later, 0, len(ids)), stands(fresh, 0, len(ids))
+    assert all(torch.allclose(here[name], there[name], atol=1e-4) for name in there)
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.fixture(scope="module")
+def stored(text_folder, tmp_path_factory):
+    """A file of TEXT with a draft, and the flags that made it."""
+    folder = tmp_path_factory.mktemp("stored")
+    draft = shutil.copytree(text_folder, folder / "draft")
+    flags = ["--checkpoint", text_folder, "--draft_checkpoint", draft, "--device", "cpu", "--max_new_tokens", 3]
+    flags = [str(flag) for flag in (*flags, "--prompt", TEXT, "--speculate_k", 2, "--prompt_cache", folder / "cache")]
+    run(parse_args(flags))
+    return folder / "cache", flags
+
+
+def refused(flags: list[str], file, match: str, capsys) -> None:
+    """By name and with what helps, before anything is decoded; the file stays as it was, and nothing lies beside it."""
+    before = file.read_bytes() if file.is_file() else None
+    beside = sorted(file.parent.iterdir())
+    with pytest.raises(ValueError, match=match) as error:
+        run(parse_args([*flags, "--prompt_cache", str(file)]))
+    assert str(file) in str(error.value) and "delete it, or name another file" in str(error.value)
+    assert not capsys.readouterr().out
+    assert sorted(file.parent.iterdir()) == beside and (before is None or file.read_bytes() == before)
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        (["--quantize", "int8"], "--quantize: None there, int8 here"),
+        (["--quantize", "int8", "--quantize_head", "int8"], "--quantize: None there"),
+        (["--draft_quantize", "int8"], "--draft_quantize: None there, int8 here"),
+        (["--dtype", "bfloat16"], "--dtype: torch.float32, torch.float32 there, torch.bfloat16, torch.bfloat16 here"),
+        (["--checkpoint", "OTHER"], "--checkpoint: another one there than here"),
+        (["--draft_checkpoint", "OTHER"], "--draft_checkpoint: another one there than here"),
+        (["--random_weights", "OTHER/config.json"], "--checkpoint: another one"),
+    ],
+)
+def test_what_another_run_computed_otherwise_is_refused(changes, match, stored, text_folder, tmp_path, capsys):
+    file, flags = stored
+    other = shutil.copytree(text_folder, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 5] += 1  # of a few numbers one is another
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    changes = [change.replace("OTHER", str(other)) for change in changes]
+    refused([*flags, *changes], file, match, capsys)
+
+
+def test_a_file_without_its_draft_is_refused(stored, text_folder, capsys):
+    file, _ = stored
+    refused(["--checkpoint", str(text_folder), "--device", "cpu"], file, "--draft_checkpoint: another", capsys)
+
+
+def test_a_folder_may_have_moved(stored, text_folder, tmp_path, capsys):
+    """Not the path counts, but what lies there; and other positions, lengths of drafts and samplings are the user's."""
+    _, flags = stored
+    moved = shutil.copytree(text_folder, tmp_path / "moved")
+    run(parse_args([*flags, "--checkpoint", str(moved), "--speculate_k", "4", "--max_seq_length", "90", "--json"]))
+    assert json.loads(capsys.readouterr().out)["cached_tokens"] > 15
+
+
+def rewritten(file, there, change) -> None:
+    """The file with other tensors and metadata."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as reader:
+        tensors, metadata = {name: reader.get_tensor(name).clone() for name in reader.keys()}, reader.metadata()  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, there, metadata=metadata)
+
+
+def with_bytes(at: int, value: bytes):
+    return lambda data: data[:at] + value + data[at + len(value) :] if at >= 0 else data[:at] + value
+
+
+BROKEN = {
+    "no safetensors": (lambda data: b"not a cache", "not a readable safetensors file"),
+    "empty": (lambda data: b"", "not a readable safetensors file"),
+    "header too long": (lambda data: b"\xff" * 8 + data[8:], "not a readable safetensors file"),
+    "one byte short": (lambda data: data[:-1], "not a readable safetensors file"),
+    "one byte more": (lambda data: data + b"x", "not a readable safetensors file"),
+    "another last byte": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum: "),
+    "another byte in the middle": (
+        lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 64]) + data[len(data) // 2 + 1 :],
+        "checksum: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_file_is_refused(how, stored, tmp_path, capsys):
+    file, flags = stored
+    change, match = BROKEN[how]
+    (tmp_path / "cache").write_bytes(change(file.read_bytes()))
+    refused(flags, tmp_path / "cache", match, capsys)
+
+
+def swap(tensors, metadata):
+    tensors["0.0.k"], tensors["0.0.v"] = tensors["0.0.v"], tensors["0.0.k"]
+
+
+WRONG = {
+    "another version": (lambda t, m: m.update(format="a prompt cache of quickdraft, 99"), "format: .* 99 there, "),
+    "no metadata of ours": (lambda t, m: m.clear(), "format: None there"),
+    "no checksum": (lambda t, m: m.pop("checksum"), "checksum: None there"),
+    "a layer less": (lambda t, m: t.pop("0.2.v"), r"0.2.v: None there, \(torch.float32, \[2, "),
+    "a tensor more": (lambda t, m: t.update(more=torch.zeros(2)), "more: .* there, None here"),
+    "fewer positions in one": (lambda t, m: t.update({"1.0.k": t["1.0.k"][:, 1:].clone()}), "1.0.k: .* there, .* here"),
+    "another type": (
+        lambda t, m: t.update({"0.1.k": t["0.1.k"].half()}),
+        r"0.1.k: \(torch.float16, .* there, \(torch.float32",
+    ),
+    "no ids": (lambda t, m: t.pop("ids"), " there, .* here"),
+    "ids of another shape": (lambda t, m: t.update(ids=t["ids"][None].clone()), "ids: "),
+    "one number for ids": (lambda t, m: t.update(ids=t["ids"][0].clone()), " there, .* here"),
+    "other ids": (lambda t, m: t["ids"].add_(1), "checksum: "),
+    "as a long text": (lambda t, m: t["long"].fill_(True), "checksum: "),
+    "keys and values in each other's place": (swap, "checksum: "),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_wrong_file_is_refused(how, stored, tmp_path, capsys):
+    file, flags = stored
+    change, match = WRONG[how]
+    rewritten(file, tmp_path / "cache", change)
+    refused(flags, tmp_path / "cache", match, capsys)
+
+
+def test_any_cut_and_any_changed_byte_is_refused(stored, tmp_path, text_folder):
+    """Of the file: metadata is JSON with names, where a changed letter may say the same to safetensors."""
+    file, flags = stored
+    data, generator = file.read_bytes(), torch.Generator().manual_seed(0)
+    header = 8 + int.from_bytes(data[:8], "little")
+    target, draft = (load_model(text_folder, dtype=torch.float32) for _ in range(2))
+    engine = Engine(target, 1, 160, drafter=ModelDraft(draft), speculate_k=2)
+    args, broken = parse_args([*flags, "--prompt_cache", str(tmp_path / "cache")]), tmp_path / "cache"
+
+    def fate() -> str | None:
+        held = Kept(engine)
+        try:
+            PromptCache(args).load(held)
+        except ValueError as error:
+            assert held.rows == [] and str(broken) in str(error)
+            return str(error)
+        return None
+
+    broken.write_bytes(data)
+    assert fate() is None
+    for at in torch.randint(len(data), (40,), generator=generator).tolist():
+        broken.write_bytes(data[:at])
+        assert fate(), f"cut to {at} bytes of {len(data)}"
+    for at in torch.randint(header, len(data), (40,), generator=generator).tolist():
+        broken.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+        assert "checksum" in fate(), f"byte {at} of {len(data)}"
+    for at in torch.randint(header, (40,), generator=generator).tolist():
+        broken.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert fate() or engine, f"byte {at} of the header raises something else than ValueError"
+
+
+def test_where_no_file_can_be(ran, text_folder, stored, tmp_path, capsys, monkeypatch):
+    _, flags = stored
+    (tmp_path / "folder").mkdir()
+    refused(flags, tmp_path / "folder", "not a plain file", capsys)
+    args = parse_args(["--prompt_cache", str(tmp_path / "none" / "cache")])
+    with pytest.raises(ValueError, match=r"--prompt_cache .*none/cache: its folder does not exist or cannot be"):
+        check_options(args)
+    monkeypatch.setattr(program.flags, "launched", lambda: True)
+    with pytest.raises(ValueError, match="--prompt_cache is one process's: start it without torchrun"):
+        check_options(parse_args(["--prompt_cache", str(tmp_path / "cache")]))
+    with pytest.raises(SystemExit):
+        server_flags(["--prompt_cache", "x"])
+    assert "--prompt_cache is about generate.py's own prompts" in capsys.readouterr().err
