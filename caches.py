@@ -40,11 +40,8 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
     """
     if extra := -k.size(2) % LANES:
         k, v = F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, extra))
-        k_scale, v_scale, bias = (
-            F.pad(k_scale, (0, extra)),
-            F.pad(v_scale, (0, extra)),
-            F.pad(bias, (0, extra), value=-math.inf),
-        )
+        k_scale, v_scale = F.pad(k_scale, (0, extra)), F.pad(v_scale, (0, extra))
+        bias = F.pad(bias, (0, extra), value=-math.inf)
     B, H, T, E = q.shape
     G, S, rows = k.size(1), k.size(2), H // k.size(1) * T
     numbers, step = coded(q.reshape(B, G, rows, E), 127)  # (B, H, T, E) -> (B, G, R*T, E)

@@ -187,7 +187,8 @@ def test_drafted_greedy_text_is_plain_greedy_text(kind):
     prompts = [[1, 428, 437, 261, 399], [1, 540, 261, 300], [1, 333] * 9]
     for rows in (1, 3):
         plain = rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=Engine(demo(), rows, 100, kind=kind))
-        for (name, make), k in itertools.product(drafters().items(), (1, 5) if rows == 3 else (15,)):
+        for name, make in drafters().items():
+            k = 5 if rows == 3 else 15
             engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, kind=kind)
             assert engine.identical
             assert rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=engine) == plain, (name, k)

@@ -302,6 +302,7 @@ def test_interrupted_runs_end_with_the_same_bits(text, tmp_path, monkeypatch, ca
     assert draft["evaluations"] == whole["evaluations"]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_killed_run_leaves_no_folder_and_goes_on(number, text, tmp_path, monkeypatch, capsys, uninterrupted):
     """SIGTERM ends a run at once, between two evaluations too: what is kept is the last one's state."""

@@ -32,6 +32,7 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
     return engine
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
     """20 prompt lengths, every kind with changing values, full and partly filled batches: a recompile raises."""
@@ -290,7 +291,7 @@ def test_what_an_engine_cannot_do_is_refused_by_number(folder_of):
     )
 
 
-@pytest.mark.parametrize("k", [None, 5])
+@pytest.mark.parametrize("k", [None, pytest.param(5, marks=pytest.mark.compiled)])
 def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypatch):
     """Under CUDA graphs each step is recorded for each length that it attends: a length that warm-up misses is recorded
     inside the first prompt's time. Lengths are multiples of 16, which a GPU's kernels want."""

@@ -315,7 +315,7 @@ ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")), *(f"scheme {scheme}" for scheme in SCHEMES),
     "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
     "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled", "noisy draft sharded 0.9",
-    "noisy draft auto", "plain sampled", "stops", "experts int4-g32",
+    "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8", "cache fp8",
 )  # fmt: skip
 ON_FOUR = (
     "family llama-3.2", "family llama-biased", "family qwen2", "scheme int4-g32", "draft sharded 0",
@@ -329,6 +329,8 @@ def cases(folder_of, wide):
     found = {f"family {name}": {"folder": str(folder_of(name))} for name in FAMILIES}
     draft = str(wide["draft"])
     found["experts int4-g32"] = {"folder": str(folder_of("gpt-oss")), "quantize": "int4-g32", "tokens": 24}
+    for kind in ("int8", "fp8"):  # few tokens: where ranks round otherwise, a number may get the next code
+        found[f"cache {kind}"] = {"folder": str(wide["tied"]), "cache": kind, "tokens": 12, "drafter": "ngram"}
     for scheme in SCHEMES:
         found[f"scheme {scheme}"] = {"folder": str(wide["untied"]), "quantize": scheme, "tokens": 24}
         found[f"scheme and head {scheme}"] = {"folder": str(wide["tied"]), "quantize": scheme, "head": scheme}

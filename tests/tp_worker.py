@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
+from caches import KINDS
 from checkpoint import load_model
 from generate import Engine, Timing, generate
 from program.report import RowStatistics
@@ -66,7 +67,8 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
             one.lm_head.register_forward_hook(lambda _, args, y: y + case.get("noise", 0) * torch.randn_like(y))
     n, sampling = case.get("tokens", 64), Sampling(**case.get("sampling", {"temperature": 0}))
     compile, k = case.get("compile", False), case.get("k", 3)
-    engine = Engine(model, 2, 96, compile=compile, drafter=drafter, speculate_k=k)
+    kind = KINDS[case.get("cache", "model")]
+    engine = Engine(model, 2, 96, compile=compile, drafter=drafter, speculate_k=k, kind=kind)
     if compile:
         engine.warm_up(sampling.kind)
     if k == "auto":
