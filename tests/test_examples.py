@@ -59,6 +59,7 @@ def fork(tmp_path_factory):
     return folder
 
 
+@pytest.mark.readme
 def test_gemma_3_is_a_diff_of_sixty_lines(fork, tmp_path):
     """Logits in chunks and 64 greedy tokens, over windows, both rotations, norms around and GELU."""
     lines = (ROOT / "examples" / "gemma3.diff").read_text().splitlines()

@@ -547,6 +547,7 @@ def alone_tokens(text_folder):
 STDIN = "the little cat\nand a big dog went\n"
 
 
+@pytest.mark.ranks
 def test_the_program_on_two_ranks(text_folder, alone_tokens):
     """Rank 0 alone reads stdin, prints JSON and shows progress."""
     arguments = ["generate.py", "--checkpoint", text_folder, *GREEDY, "--json", "--prompt_file", "-"]
