@@ -23,7 +23,7 @@ from weights.compiling import known_few
 
 FEW = 16  # queries of a pass that attend in whole numbers; more are a prompt's
 CACHED = 2**18  # scores that stay in a processor's inner caches
-LANES = 16  # positions: torch's product with int8 codes reads beyond the end of other numbers
+LANES = 16  # torch's product with int8 codes reads so many positions at once, also beyond their end
 TINY = 1e-30  # of a scale: a head of zeros has one too
 
 _library = torch.library.Library("quickdraft", "FRAGMENT")
@@ -44,8 +44,8 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
         bias = F.pad(bias, (0, extra), value=-math.inf)
     B, H, T, E = q.shape
     G, S, rows = k.size(1), k.size(2), H // k.size(1) * T
-    numbers, step = coded(q.reshape(B, G, rows, E), 127)  # (B, H, T, E) -> (B, G, R*T, E)
-    x, step = numbers.round().to(torch.int8), step / math.sqrt(E)
+    x, step = coded(q.reshape(B, G, rows, E))  # (B, H, T, E) -> (B, G, R*T, E)
+    step = step / math.sqrt(E)
     y, ones, bias = q.new_empty(B, G, rows, E), q.new_ones(E), bias[:, :, :rows].float()
     # Operations on all heads at once where scores stay in the inner caches, else on as many rows of a head as do.
     n, width = (G, rows) if G * rows * S <= CACHED else (1, max(1, CACHED // S))
@@ -74,9 +74,8 @@ def _like_q(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, b
 def attend_as_codes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """`attend_codes` for keys and values (B, G, S, E) as `attend` takes them: what shows how its kernels round. All
     channels have the values of the first, so that values which cancel have codes which cancel."""
-    k, v = (coded(x, 127.0) for x in (k, v[..., :1].expand_as(v)))
-    (k, k_scale), (v, v_scale) = ((codes.round().to(torch.int8), scale[..., 0]) for codes, scale in (k, v))
-    return attend_codes(q, k, k_scale, v.mT, v_scale, bias.expand(q.size(0), -1, -1, -1))
+    (k, k_scale), (v, v_scale) = coded(k), coded(v[..., :1].expand_as(v))
+    return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias.expand(q.size(0), -1, -1, -1))
 
 
 @functools.cache
@@ -92,11 +91,14 @@ def in_whole_numbers(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def coded(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """x (..., E) as (numbers of at most `largest`, their scales (..., 1)), float32."""
+def coded(x: Tensor, kind: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x (..., E) as codes, whole numbers or the bytes of another kind of 8 bits, and their scales (..., 1) float32."""
+    whole = not kind.is_floating_point
+    largest = (torch.iinfo if whole else torch.finfo)(kind).max
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
-    return x / scale, scale
+    numbers = (x / scale).round() if whole else x / scale
+    return numbers.to(kind).view(torch.int8), scale
 
 
 @functools.cache
@@ -114,7 +116,6 @@ class CodedCache(KVCache):
     """A KVCache of 8-bit codes (B, G, S, E), values (B, G, E, S), each position of a head with a scale of its own."""
 
     codes: torch.dtype
-    largest: float  # what a scale maps the largest number of a head to
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         nn.Module.__init__(self)
@@ -134,8 +135,7 @@ class CodedCache(KVCache):
         return (x.to(self.rotation.dtype) @ self.rotation).float() / norm
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        numbers, scale = coded(torch.stack((self.rotated(k), v.float())), self.largest)  # (2, B, G, T, E)
-        codes = (numbers.round() if self.codes == torch.int8 else numbers).to(self.codes).view(torch.int8)
+        codes, scale = coded(torch.stack((self.rotated(k), v.float())), self.codes)  # (2, B, G, T, E), (2, B, G, T, 1)
         (k, v), (k_scale, v_scale) = codes, scale[..., 0]  # (B, G, T, E), (B, G, T)
         if pos.size(0) == self.k.size(0) == 1:
             self.k.index_copy_(2, pos[0], k), self.v.index_copy_(3, pos[0], v.transpose(2, 3))
@@ -172,7 +172,7 @@ class CodedCache(KVCache):
 
 
 class Int8Cache(CodedCache):
-    codes, largest = torch.int8, 127.0
+    codes = torch.int8
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__(B, G, S, E, dtype, device)
@@ -192,7 +192,7 @@ class Int8Cache(CodedCache):
 
 
 class Fp8Cache(CodedCache):
-    codes, largest = torch.float8_e4m3fn, 448.0
+    codes = torch.float8_e4m3fn
 
 
 KINDS = {"model": KVCache, "int8": Int8Cache, "fp8": Fp8Cache}
