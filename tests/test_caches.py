@@ -23,7 +23,7 @@ from model import Keys, KVCache
 from program.flags import parse_args
 from program.main import run
 from program.report import position_bytes
-from rounding import attends_alike, same_attention
+from rounding import attends_alike, cancelling, same_attention
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from weights.linears import pack_model
@@ -58,6 +58,16 @@ def test_a_rotation_changes_no_product(E):
     assert torch.equal(matrix @ matrix, norm * torch.eye(E, dtype=matrix.dtype))
     q, k = normal(5, E, seed=3).double(), normal(7, E, seed=4).double()
     assert torch.allclose((q @ matrix) @ (k @ matrix).T / norm, q @ k.T, rtol=1e-12)
+
+
+def test_a_rotation_rounds_alike_in_any_order():
+    """Sums of bfloat16 numbers that a float32 sum cannot hold: channels in another order leave the same bits."""
+    x, matrix = cancelling(8, 64, torch.bfloat16), hadamard(64, CPU)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for exact in (True, False):
+        kind = matrix.dtype if exact else torch.float32
+        one, other = x.to(kind) @ matrix.to(kind), x[:, order].to(kind) @ matrix[order].to(kind)
+        assert torch.equal(one, other) == exact
 
 
 @pytest.mark.parametrize("B", [1, 3])
