@@ -111,9 +111,16 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
     config_of(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
     found, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
-        found[flag] = json.dumps(path and fingerprints(Path(path), open_shards(shards(Path(path)))))
+        found[flag] = json.dumps(path and checkpoint_identity(Path(path)))
     shape = args.random_weights and hashlib.sha256(Path(args.random_weights).read_bytes()).hexdigest()
     return found | {"--random_weights": str(shape)} | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}
+
+
+def checkpoint_identity(folder: Path) -> dict[str, object]:
+    """Fingerprints, which read a sample of each tensor; sizes and dates of files, which change with the rest."""
+    files = shards(folder)
+    stats = [file.stat() for file in files]
+    return fingerprints(folder, open_shards(files)) | {"its files": [[s.st_size, s.st_mtime_ns] for s in stats]}
 
 
 def dtypes(kept: Kept) -> dict[str, str]:

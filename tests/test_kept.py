@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -22,13 +23,14 @@ from test_tp import launch
 import kept
 import program.flags
 import program.printing
-from checkpoint import load_model
+from checkpoint import fingerprints, load_model
 from generate import Engine
 from kept import Kept, parts
 from model import Block
 from program.flags import check_options, parse_args
 from program.main import run
 from program.prompt_cache import PromptCache
+from reading.files import open_shards, shards
 from sampling import Sampling
 from scripts.serve import parse_args as server_flags
 from speculative import ModelDraft, NgramDraft
@@ -447,6 +449,40 @@ def test_what_another_run_computed_otherwise_is_refused(changes, match, stored, 
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     changes = [change.replace("OTHER", str(other)) for change in changes]
     refused([*flags, *changes], file, match, capsys)
+
+
+@pytest.mark.parametrize("keep_date", [True, False], ids=["date kept", "date changed"])
+def test_a_change_deep_inside_a_large_tensor_is_refused(keep_date, text_folder, tmp_path, capsys):
+    """Samples of a tensor reach its last row, whatever the file's date; the date shows a change between the samples."""
+    folder = shutil.copytree(text_folder, tmp_path / "wide")
+    hf = json.loads((folder / "config.json").read_text())
+    vocab, dim = 2048, hf["hidden_size"]
+    (folder / "config.json").write_text(json.dumps({**hf, "vocab_size": vocab, "tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    tensors["model.embed_tokens.weight"] = torch.randn(vocab, dim, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, folder / "model.safetensors")
+    flags = ["--checkpoint", str(folder), "--device", "cpu", "--max_new_tokens", "2", "--prompt", TEXT]
+    run(parse_args([*flags, "--prompt_cache", str(tmp_path / "cache")]))
+    capsys.readouterr()
+    before = (folder / "model.safetensors").stat()
+    tensors["model.embed_tokens.weight"][-1 if keep_date else 100, 7] += 1
+    save_file(tensors, folder / "model.safetensors")
+    date = before.st_mtime_ns + (0 if keep_date else 10**9)
+    os.utime(folder / "model.safetensors", ns=(date, date))
+    refused(flags, tmp_path / "cache", "--checkpoint: another one there than here", capsys)
+
+
+def test_ranks_compare_copies_whatever_their_dates(text_folder, tmp_path):
+    """Two machines have copies of other dates; another number anywhere in a small tensor is another model."""
+    copy = shutil.copytree(text_folder, tmp_path / "copy")
+    os.utime(copy / "model.safetensors", (1, 1))
+    here, there = (fingerprints(folder, open_shards(shards(folder))) for folder in (text_folder, copy))
+    assert here == there
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] += 1
+    save_file(tensors, copy / "model.safetensors")
+    assert fingerprints(copy, open_shards(shards(copy))) != here
 
 
 def test_a_file_without_its_draft_is_refused(stored, text_folder, capsys):
