@@ -12,12 +12,11 @@ place of weights; reading/foreign.py reads one whose "quantization_config" is an
 file. This file does not know tokenizers, decoding or devices' habits.
 """
 
-import hashlib
 import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from reading import foreign, gguf, merged
 from reading.config import text_part
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
+    fingerprints,
     one_line,
     open_shards,
     read_json,
@@ -46,7 +46,7 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_whole,
 )  # fmt: skip
 from reading.vocabularies import led_by, plain_file
-from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
+from tp import ALONE, Cut, Ranks, check, connect, cut_of, shrink, stack, take
 from weights import formats, linears
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear, matrices, quantized_linears
@@ -137,9 +137,18 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
         cut = cut_of(name.rsplit(".", 1)[0])
         found = list(pieces(model.config, name, model.get_parameter(name), ranks))
         for number, (source, part) in enumerate(found):
-            stored = take(read(source), cut, number, model.config, ranks, alone=len(found) == 1)
-            part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
-            part[len(stored) :].zero_()  # a vocabulary's padding
+            fill_share(part, read(source), cut, number, model.config, ranks, len(found) == 1)
+
+
+def fill_share(
+    part: Tensor, stored: Tensor, cut: Cut | None, number: int, config: Config, ranks: Ranks, alone: bool
+) -> None:
+    """Copy this rank's share of a stored tensor into place. What has nothing for each input is not cut by inputs: a
+    codebook."""
+    has_inputs = cut is not None and (cut.dim == 0 or stored.shape[1:] != part.shape[1:])
+    stored = take(stored, cut if has_inputs else None, number, config, ranks, alone)
+    part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
+    part[len(stored) :].zero_()  # a vocabulary's padding
 
 
 class Stored(NamedTuple):
@@ -304,36 +313,6 @@ def filled(
     return connect(model, ranks)
 
 
-SAMPLE_RUNS, SAMPLE_BYTES = 16, 4096  # of a tensor's rows: so many runs, evenly spread, of at least so many bytes
-
-
-def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
-    """Hashes that tell one folder from another: of config.json; and of every tensor's name, shape, type and a sample of
-    its bytes, all of them up to 64 KB. That takes 18 ms for a GGUF file of 135 million parameters. Sizes and dates of
-    files are left out: ranks compare these hashes, and two machines hold copies with other dates."""
-    tensors = hashlib.sha256()
-    for name in sorted(readers):
-        header = readers[name][1].get_slice(name)
-        tensors.update(f"{name} {header.get_shape()} {header.get_dtype()}".encode())
-        for run in sample(header):
-            tensors.update(run.contiguous().view(torch.uint8).numpy())
-    config = hashlib.sha256(json.dumps(read_json(folder / "config.json")).encode())
-    return {"its config.json": config.hexdigest(), "its tensors": tensors.hexdigest()}
-
-
-def sample(header) -> Iterator[Tensor]:
-    """Runs of a stored tensor's rows, first and last ones too, flattened; of a GGUF file's as they are stored."""
-    rows = getattr(header, "bytes", header)
-    num_rows = (header.get_shape() or [0])[0] if rows is header else len(rows)
-    if not num_rows:  # a number alone cannot be cut
-        yield header[...].reshape(-1)
-        return
-    size = max(1, SAMPLE_BYTES // max(1, rows[:1].nbytes))
-    starts = {(num_rows - size) * i // (SAMPLE_RUNS - 1) for i in range(SAMPLE_RUNS)}
-    runs = [slice(None)] if num_rows <= size * SAMPLE_RUNS else [slice(at, at + size) for at in sorted(starts)]
-    yield from (rows[run].reshape(-1) for run in runs)
-
-
 def quantize_into(
     linear: QuantizedLinear, name: str, config: Config, read: Callable[[str], Tensor], ranks: Ranks,
     squares: list[float] | None,
@@ -341,14 +320,24 @@ def quantize_into(
     """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to. `squares`
     sums up the change's and the weights' squares."""
     tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
-    rows = stack(cut, linear.out_features, config, ranks)
+    rows, format = stack(cut, linear.out_features, config, ranks), linear.format
     begin, names = 0, sources(config.family, "embed.weight" if tied else f"{name}.weight")
+    divides_rows = cut.dim == 1 and ranks.world > 1
+    if format.scope == "matrix" or (divides_rows and format.scope == "rows" and not format.takes_row_max):
+        weight = torch.cat([read(source) for source in names]).to(linear.codes.device)  # (out, in) of all ranks
+        with led_by(names[0]):
+            parts = formats.quantize_tensor(weight, linear.scheme)
+        for kind, part in parts.items():
+            fill_share(getattr(linear, kind), part, cut, 0, config, ranks, alone=True)
+        if squares:
+            formats.add_squares(squares, formats.dequantize_tensor(parts, linear.scheme), weight)
+        return formats.release()
     for number, source in enumerate(names):
         weight = take(read(source), cut, number, config, ranks, alone=len(names) == 1).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
         row_max = None
-        if cut.dim == 1 and ranks.world > 1 and linear.format.whole_rows:
+        if divides_rows and format.takes_row_max:
             row_max = ranks.largest(weight.abs().amax(1).float())  # a row's scale is that of the whole row
         with led_by(source):
             parts = formats.quantize_tensor(weight, linear.scheme, row_max)

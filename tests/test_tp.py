@@ -19,7 +19,7 @@ from conftest import BASE, FAMILIES, ROOT, rope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tp_worker import run_case
+from tp_worker import FORKS, run_case
 
 import checkpoint
 import quantize
@@ -297,6 +297,33 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
         assert torch.equal(bits(found[name]), bits(mine)), name
 
 
+@pytest.mark.parametrize("scheme", FORKS)
+def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
+    """Whatever it must see of a weight, a row or all, a rank holds its share of what one process has: from a folder in
+    full precision, from a quantized one, and of a Linear in memory."""
+    monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
+    monkeypatch.setattr(quantize.formats, "CHUNK", 4096)
+    options = {"dtype": torch.float32, "quantize": scheme, "head": scheme, "pack": False}
+    one = load_model(wide["untied"], **options)
+    in_memory = quantize.quantize_model(load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one.parameters(), in_memory.parameters(), strict=True))
+    save_model(one, tmp_path / "q", json.loads((wide["untied"] / "config.json").read_text()))
+    for rank in range(2):
+        fresh = load_model(wide["untied"], tp=Asking(rank, 2), **options)
+        stored = part_of(tmp_path / "q", rank, 2, scheme, scheme)
+        for name in ("layers.1.attention.out", "layers.1.ffn.down", "layers.0.ffn.gate_up", "lm_head"):
+            linear = one.get_submodule(name)
+            if name.endswith("gate_up"):
+                share = torch.cat([part.chunk(2)[rank] for part in linear.dequantized(torch.float32).chunk(2)])
+            elif name == "lm_head":
+                share = linear.dequantized(torch.float32)[66 * rank : 66 * rank + 66]
+            else:
+                share = linear.dequantized(torch.float32).chunk(2, 1)[rank]
+                assert torch.equal(linear.shard(1, rank, 2).dequantized(torch.float32), share), name
+            for model in (fresh, stored):
+                assert torch.equal(model.get_submodule(name).dequantized(torch.float32)[: len(share)], share), name
+
+
 # ---------------------------------------------------------------------------------------- processes
 
 
@@ -313,6 +340,7 @@ STRUCTURES = ("llama-2", "llama-3.2", "llama-biased", "tinyllama", "mistral-v0.1
 # A launch of all cases takes minutes: -m long has it. Four ranks share two cores, and try fewer still.
 ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")), *(f"scheme {scheme}" for scheme in SCHEMES),
+    *(f"fork {scheme}" for scheme in FORKS),
     "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
     "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled", "noisy draft sharded 0.9",
     "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8", "cache fp8",
@@ -334,6 +362,7 @@ def cases(folder_of, wide):
     for scheme in SCHEMES:
         found[f"scheme {scheme}"] = {"folder": str(wide["untied"]), "quantize": scheme, "tokens": 24}
         found[f"scheme and head {scheme}"] = {"folder": str(wide["tied"]), "quantize": scheme, "head": scheme}
+    found |= {f"fork {name}": {"folder": str(wide["untied"]), "quantize": name, "tokens": 24} for name in FORKS}
     for drafter in ("sharded", "replicated", "ngram", "layers", "int8", "mxfp4", "unequal"):
         for temperature in (0, 0.9):
             found[f"draft {drafter} {temperature}"] = {

@@ -103,7 +103,8 @@ class QuantizedLinear(nn.Module):
         options = {"bias": bias, "device": self.codes.device, "dtype": self.dtype}
         found = self.empty(sizes[1], sizes[0], self.scheme, **options)
         for name, part in (self.parts() | ({"bias": self.bias} if bias else {})).items():
-            found.fill(slice(None), {name: part.chunk(world, dim)[rank] if dim < part.dim() else part})
+            is_full = part.shape[dim : dim + 1] == getattr(found, name).shape[dim : dim + 1]  # () of a row's scales
+            found.fill(slice(None), {name: part if is_full else part.chunk(world, dim)[rank]})
         return found
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
