@@ -17,6 +17,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from reading.config import text_part
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
     fingerprints,
+    has_own_head,
     one_line,
     open_shards,
     read_json,
@@ -46,7 +48,7 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_whole,
 )  # fmt: skip
 from reading.vocabularies import led_by, plain_file
-from tp import ALONE, Cut, Ranks, check, connect, cut_of, shrink, stack, take
+from tp import ALONE, Ranks, check, connect, cut_of, fill_share, shrink, stack, take
 from weights import formats, linears
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear, matrices, quantized_linears
@@ -140,17 +142,6 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
             fill_share(part, read(source), cut, number, model.config, ranks, len(found) == 1)
 
 
-def fill_share(
-    part: Tensor, stored: Tensor, cut: Cut | None, number: int, config: Config, ranks: Ranks, alone: bool
-) -> None:
-    """Copy this rank's share of a stored tensor into place. What has nothing for each input is not cut by inputs: a
-    codebook."""
-    has_inputs = cut is not None and (cut.dim == 0 or stored.shape[1:] != part.shape[1:])
-    stored = take(stored, cut if has_inputs else None, number, config, ranks, alone)
-    part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
-    part[len(stored) :].zero_()  # a vocabulary's padding
-
-
 class Stored(NamedTuple):
     """What a folder's matrices are stored in: a scheme, and that of the head; None for full precision. `given` are the
     schemes of single matrices in place of these, by our names: all that a GGUF file has."""
@@ -160,6 +151,7 @@ class Stored(NamedTuple):
     given: Mapping[str, str | None] = MappingProxyType({})
     again: str | None = None  # the scheme to quantize to where no scheme holds another program's weights
     notes: tuple[str, ...] = ()  # what a user should hear
+    tied: bool = False  # does the head share the embedding's weights?
 
 
 def stored_quantization(file: Path) -> Stored:
@@ -185,9 +177,19 @@ def stored_in(file: Path) -> str | None:
 
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
-    """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
+    """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used. A head
+    that differs from the embedding is not tied to it, whatever config.json says: as in transformers."""
+    hf = read_json(folder / "config.json")
+    readers, notes = text_only(merged.unmerged(open_shards(shards(folder))), hf.get("model_type"))
+    if config.tie_embeddings and has_own_head(readers):
+        config = replace(config, tie_embeddings=False)
+        notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
+    stored, read = open_tensors(folder, config, readers)
+    return stored._replace(notes=notes + stored.notes, tied=config.tie_embeddings), read
+
+
+def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[Stored, Callable[[str], Tensor]]:
     file = folder / "config.json"
-    readers, said = text_only(merged.unmerged(open_shards(shards(folder))), read_json(file).get("model_type"))
     if gguf.is_gguf(folder):
         return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
@@ -197,7 +199,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
             stored, read = Stored(given=experts_given(config, readers)), merged.reading(readers)
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
-        return stored._replace(notes=said), read
+        return stored, read
     plain = empty_model(config, torch.float32)
     shapes = {
         name: {
@@ -212,7 +214,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
         check_headers(folder, foreign.needed(found, needed(config, plain), readers), readers, config.tie_embeddings)
         found = foreign.checked(found)
     scheme, reason = foreign.scheme_of(found)
-    notes = said + found.layout.notes + ((reason,) if reason else ())
+    notes = found.layout.notes + ((reason,) if reason else ())
     head, kept = scheme if "lm_head" in found.matrices else None, dict.fromkeys(found.kept)
     stored = Stored(None, None, kept, scheme, notes) if reason else Stored(scheme, head, kept, None, notes)
     return stored, foreign.reading(found, scheme, reading(readers))
@@ -266,7 +268,7 @@ def load_model(
     folder, ranks = Path(checkpoint_dir), tp or ALONE
     config = load_config(folder)
     form, read = open_folder(folder, config)
-    stored = form.scheme
+    config, stored = replace(config, tie_embeddings=form.tied), form.scheme
     if stored and quantize not in (None, stored):
         raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
     if stored and head not in (None, form.head):
@@ -415,7 +417,7 @@ def stored_as(model: Transformer) -> dict:
 def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False) -> None:
     """A config.json that says what this model's matrices are stored in, whatever folder it was of. Other programs are
     told how to read them if they are stored `plain`, all in one scheme, and to refuse them if not."""
-    hf, before = dict(text_part(hf)), hf.get("quantization") or {}
+    hf, before = {**text_part(hf), "tie_word_embeddings": model.config.tie_embeddings}, hf.get("quantization") or {}
     for key in ("quantization", "quantization_config"):
         hf.pop(key, None)
     found = stored_as(model)

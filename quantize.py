@@ -19,6 +19,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -209,7 +210,10 @@ def run(args: argparse.Namespace) -> None:
     config = checkpoint.load_config(folder)
     check_request(args, checkpoint.stored_in(folder / "config.json"))
     dtype = getattr(torch, args.dtype or config.dtype or "", torch.bfloat16)
-    _, read = checkpoint.open_folder(folder, config)
+    stored, read = checkpoint.open_folder(folder, config)
+    config = replace(config, tie_embeddings=stored.tied)
+    for note in () if is_gguf(folder) else stored.notes:
+        print(f"{folder}: {note}", file=sys.stderr)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
     exact = args.method == "gptq" or is_gguf(folder)  # codes stand for more than 16 bits of a weight
     model = checkpoint.empty_model(config, torch.float32 if exact else dtype)

@@ -132,6 +132,15 @@ def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks", a
     return stored.narrow(cut.dim, begin, end - begin)
 
 
+def fill_share(part: Tensor, stored: Tensor, cut: Cut | None, number: int, config, ranks: "Ranks", alone: bool) -> None:
+    """Copy this rank's share of a stored tensor into place. What has nothing for each input is not cut by inputs: a
+    codebook."""
+    has_inputs = cut is not None and (cut.dim == 0 or stored.shape[1:] != part.shape[1:])
+    stored = take(stored, cut if has_inputs else None, number, config, ranks, alone)
+    part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
+    part[len(stored) :].zero_()  # a vocabulary's padding
+
+
 def stack(cut: Cut | None, rows: int, config, ranks: "Ranks") -> list[int]:
     """How many of a local matrix's `rows` each of its sources fills, in order."""
     if cut is None or len(cut.units) == 1:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from reading import gguf, gguf_folder, vocabularies
 from reading.templates import one_line
+from weights.formats import row_chunks
 
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
 SAMPLE_RUNS, SAMPLE_BYTES = 16, 4096  # of a tensor's rows: so many runs, evenly spread, of at least so many bytes
@@ -155,6 +156,18 @@ def sample(header) -> Iterator[Tensor]:
     yield from (rows[run].reshape(-1) for run in runs)
 
 
+def has_own_head(readers: dict) -> bool:
+    """Does the head differ from an embedding that is stored too?"""
+    names = "lm_head.weight", "model.embed_tokens.weight"
+    if not readers.keys() >= {*names}:
+        return False
+    head, embedding = (readers[name][1].get_slice(name) for name in names)
+    shape = embedding.get_shape()
+    if head.get_shape() != shape or len(shape) != 2:
+        return True
+    return not all(torch.equal(head[rows].float(), embedding[rows].float()) for rows in row_chunks(*shape))
+
+
 def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied: bool) -> None:
     """Every expected tensor is there, with its shape and one of its types, and no other. ValueError lists the rest."""
     missing = [name for name in expected if name not in readers]
@@ -175,7 +188,10 @@ def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied:
     problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
     found = [f"{what}: {_some(names)}" for what, names in problems if names]
     if missing == ["lm_head.weight"]:
-        found.append("if the head shares the embedding's weights, config.json should say tie_word_embeddings: true")
+        found.append(
+            "if the head shares the embedding's weights, config.json should say tie_word_embeddings: true"
+            " (at its top, where it has a text_config)"
+        )
     bare = {name.removeprefix("model.") for name in missing} - {"lm_head.weight"}
     if bare and bare <= {*extra}:
         found.append("names without 'model.' are a bare model's, saved without its head: save its AutoModelForCausalLM")
