@@ -1,5 +1,6 @@
 """Config.from_hf: both spellings of every family agree, and no key that changes the arithmetic is passed over."""
 
+import copy
 import dataclasses
 import json
 
@@ -204,7 +205,7 @@ def test_yarns_frequencies_are_transformers(changes):
 
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 400}
     hf = {**LLAMA, "head_dim": 32, "rope_parameters": {**rope, **changes}}
-    want, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**hf), "cpu")
+    want, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**copy.deepcopy(hf)), "cpu")
     assert torch.allclose(rope_frequencies(Config.from_hf(hf)), want, rtol=1e-5)
 
 
@@ -217,7 +218,7 @@ def test_ministral_3_without_rope_parameters_is_transformers(rope):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     hf = {**BASE, "model_type": "ministral3", "head_dim": 32, "max_position_embeddings": 262144, **rope}
-    own = AutoConfig.for_model(**hf)
+    own = AutoConfig.for_model(**copy.deepcopy(hf))  # which writes into dictionaries
     want, factor = ROPE_INIT_FUNCTIONS["yarn"](own, "cpu")
     config = Config.from_hf(hf)
     assert config.rope_theta == own.rope_parameters["rope_theta"] and config.rope_attention_factor == factor
