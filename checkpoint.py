@@ -139,7 +139,10 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
         cut = cut_of(name.rsplit(".", 1)[0])
         found = list(pieces(model.config, name, model.get_parameter(name), ranks))
         for number, (source, part) in enumerate(found):
-            fill_share(part, read(source), cut, number, model.config, ranks, len(found) == 1)
+            stored = read(source)
+            if not is_whole(name):
+                model.get_submodule(name.rpartition(".")[0]).check_part(source, stored)
+            fill_share(part, stored, cut, number, model.config, ranks, len(found) == 1)
 
 
 class Stored(NamedTuple):

@@ -32,13 +32,18 @@ SAMPLE_RUNS, SAMPLE_BYTES = 16, 4096  # of a tensor's rows: so many runs, evenly
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file that must be there, or that a GGUF file stands for."""
+    """A JSON object from a file that must be there, or that a GGUF file stands for. A config.json comes with what a
+    folder of ModelOpt may say in hf_quant_config.json alone."""
     if gguf.is_gguf(file.parent):
         return gguf_folder.read_json(file.parent, file.name)
     if not file.exists():
         others = sorted(file.parent.glob("*.gguf"))
         raise ValueError(f"{file}: no such file" + (f"; give {others[0].name} itself" if others else ""))
-    return vocabularies.read_json(file)
+    found = vocabularies.read_json(file)
+    if file.name == "config.json" and found.get("quantization_config") is None:
+        beside = vocabularies.read_json(file.with_name("hf_quant_config.json")).get("quantization")
+        found |= {"quantization_config": {"quant_method": "modelopt", **beside}} if isinstance(beside, dict) else {}
+    return found
 
 
 def shards(folder: Path) -> list[Path]:
@@ -227,8 +232,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    os.rename(partial, folder)
+    try:
+        yield partial
+        os.rename(partial, folder)
+    except OSError as error:
+        raise OSError(f"{error}; what was written lies in {partial}, which may be deleted") from None
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:

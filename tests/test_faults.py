@@ -144,7 +144,8 @@ def test_ctrl_c_says_nothing_and_exits_130(module, monkeypatch):
 def test_a_full_disk_is_one_line(writer, sources, tmp_path, monkeypatch, capsys):
     module, *arguments = sources[writer]
     with full_disk():
-        assert "safetensors" in main_of(monkeypatch, capsys, module, *arguments, "--output", tmp_path / "q")
+        line = main_of(monkeypatch, capsys, module, *arguments, "--output", tmp_path / "q")
+    assert "safetensors" in line and f"lies in {tmp_path / 'q'}.partial, which may be deleted" in line
     assert not (tmp_path / "q").exists() and refused(tmp_path / "q.partial")
 
 

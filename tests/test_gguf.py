@@ -104,7 +104,8 @@ def write(file: Path, family: str = "llama-3", types=None, permute=permuted, key
         named = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         asked = (types(named) if callable(types) else types) if tensor.dim() > 1 else None
         kind = TYPES[asked or "F32"]
-        data = gguf.quants.quantize(numpy.ascontiguousarray(tensor.numpy()), kind)
+        data = numpy.ascontiguousarray(tensor.numpy())
+        data = data.astype(numpy.float64) if kind == TYPES.F64 else gguf.quants.quantize(data, kind)
         writer.add_tensor(named, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -246,6 +247,34 @@ def test_types_keep_their_bits(kind, family, tmp_path, capsys):
     else:
         assert LOOSE not in err
     assert load_config(file).dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "bfloat16")
+
+
+def test_float64_is_read_as_what_it_holds(tmp_path, story_tokenizer):
+    """Weights of float32 in the wider type are the same model, and a folder made of them is no wider than others."""
+    with changed("llama-3", vocab_size=384) as family:
+        wide, narrow = (
+            write(
+                tmp_path / f"{kind}.gguf", family, kind, keys=lambda writer: from_sentencepiece(writer, story_tokenizer)
+            )
+            for kind in ("F64", "F32")
+        )
+    assert same(*(load_model(file, dtype=torch.float32) for file in (wide, narrow)))
+    quantize(["--checkpoint", str(wide), "--output", str(tmp_path / "plain")])
+    assert load_config(wide).dtype == "float64" and load_config(tmp_path / "plain").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_scales_that_are_no_numbers_are_refused_by_name(kind, quantize, tmp_path):
+    """float16's NaN in the first two bytes of a block, E8M0's in the first one."""
+    file = write(tmp_path / "m.gguf", "mixtral" if kind == "MXFP4" else "llama-3", kind)
+    name = "blk.1.ffn_down_exps.weight" if kind == "MXFP4" else "blk.1.ffn_down.weight"
+    tensor = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == name)
+    data = bytearray(file.read_bytes())
+    data[tensor.data_offset : tensor.data_offset + 2] = b"\xff\x7f"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"m\.gguf: .*(down_proj|w2)\S*: .*NaN or infinity"):
+        load_model(file, quantize=quantize)
 
 
 def mixed(name: str) -> str:
@@ -735,10 +764,14 @@ def test_quantize_makes_a_folder(model_file, tmp_path, capsys):
     import transformers
 
     quantize(["--checkpoint", str(model_file), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    assert "other types are rounded to bfloat16; --dtype float32 keeps" in capsys.readouterr().err
     got = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
     want = load_model(model_file, dtype=torch.float32, quantize="int8", pack=False)
     assert torch.equal(got.layers[1].ffn.gate_up.codes, want.layers[1].ffn.gate_up.codes)
     quantize(["--checkpoint", str(model_file), "--dtype", "float32", "--output", str(tmp_path / "plain")])
+    err, sizes = capsys.readouterr().err, [model_file.stat().st_size]
+    sizes.append(sum(file.stat().st_size for file in (tmp_path / "plain").glob("*.safetensors")))
+    assert f"{sizes[1] / sizes[0]:.2f} times larger" in err and "rounded" not in err and "refuse" not in err
     exact = load_model(model_file, dtype=torch.float32)
     plain = load_model(tmp_path / "plain", dtype=torch.float32)
     assert torch.allclose(plain(*TOKENS), exact(*TOKENS), rtol=1e-4, atol=1e-4)

@@ -622,6 +622,18 @@ def test_gptq_with_inputs_that_never_occur():
     assert dequantize_tensor(parts, "int4-g32").isfinite().all()
 
 
+@pytest.mark.parametrize("size", [2.0**-14, 1.0, 2.0**14])
+def test_gptq_does_not_depend_on_the_size_of_inputs(size):
+    """Codes follow from what inputs are to each other, with ones that never occur too; and beat rounding on them."""
+    x, w = correlated(600, 192), weights(8, 192)[:, :192]
+    x[:, [3, 40, 41]] = 0
+    format = FORMATS["int4-g64"]
+    parts, want = (gptq(w, hessian, format) for hessian in ((x * size).T @ (x * size), x.T @ x))
+    assert all(torch.equal(parts[name], want[name]) for name in want)
+    loss = [((format.dequantize(p) - w) @ x.T).square().sum() for p in (parts, quantize_tensor(w, "int4-g64"))]
+    assert loss[0] < 0.5 * loss[1]
+
+
 def test_a_searched_range_never_loses():
     w, format = weights().unflatten(1, (-1, 32)), FORMATS["int4-g32"]
 
@@ -712,8 +724,9 @@ def test_command_errors(text_folder, tmp_path):
         (["--scheme", "int8", "--device", "foo"], "--device foo: not available here"),
         (["--scheme", "int8", "--device", "meta"], "--device meta: not available here"),
         (["--scheme", "int8", "--device", "cuda:99"], "--device cuda:99: not available here"),
-        ([*gptq, "--context", 0], "--samples 128 and --context 0 must be at least 1"),
-        ([*gptq, "--samples", -1], "--samples -1 and --context 512 must be at least 1"),
+        ([*gptq, "--context", 0], "--samples 128 must be at least 1, --context 0 between 1 and 159"),
+        ([*gptq, "--context", 160], "--context 160 between 1 and 159"),
+        ([*gptq, "--samples", -1], "--samples -1 must be at least 1, --context 159 between 1 and 159"),
         (["--scheme", "int8", "--context", "x"], "invalid int value: 'x'"),
     ]:
         done = quantize("--checkpoint", text_folder, *output, *arguments)

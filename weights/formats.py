@@ -45,6 +45,9 @@ def _regroup(x: Tensor, n: int, m: int, have: int, want: int) -> Tensor:
     return torch.stack([word >> want * i & 2**want - 1 for i in range(m)], dim=-1).flatten(-2)
 
 
+E8M0_NAN = 255
+
+
 def power_of_two(code: Tensor) -> Tensor:
     """E8M0 uint8 -> float32 2^(code - 127), by placing the exponent. 0 is 2^-127, a subnormal number."""
     code = code.to(torch.int32)

@@ -91,6 +91,14 @@ class QuantizedLinear(nn.Module):
         for name, part in parts.items():
             getattr(self, name)[rows] = part.to(getattr(self, name).device)
 
+    def check_part(self, name: str, part: Tensor) -> None:
+        """ValueError for a stored scale or zero that is no finite number. Codes are other parts."""
+        if name.endswith(".codes"):
+            return
+        is_exponent = isinstance(self.format, formats.Mx) and part.dtype == torch.uint8
+        if (part == formats.E8M0_NAN).any() if is_exponent else not part.float().isfinite().all():
+            raise ValueError(f"{name}: holds NaN or infinity, of which no weights follow")
+
     def shard(self, dim: int, rank: int, world: int) -> "QuantizedLinear":
         """The part of rank `rank` of `world`: of the output rows (dim 0) or of the inputs (dim 1, whole groups; bias
         with rank 0 alone). Rows' scales stay those of the whole row. ValueError for what cannot be cut."""
