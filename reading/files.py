@@ -40,9 +40,13 @@ def read_json(file: Path) -> dict:
         others = sorted(file.parent.glob("*.gguf"))
         raise ValueError(f"{file}: no such file" + (f"; give {others[0].name} itself" if others else ""))
     found = vocabularies.read_json(file)
-    if file.name == "config.json" and found.get("quantization_config") is None:
-        beside = vocabularies.read_json(file.with_name("hf_quant_config.json")).get("quantization")
-        found |= {"quantization_config": {"quant_method": "modelopt", **beside}} if isinstance(beside, dict) else {}
+    if file.name == "config.json":
+        stored = found.get("quantization_config")
+        if stored is None:
+            stored = vocabularies.read_json(file.with_name("hf_quant_config.json")).get("quantization")
+            found |= {"quantization_config": {"quant_method": "modelopt", **stored}} if isinstance(stored, dict) else {}
+        elif isinstance(stored, dict) and stored.get("quant_library") == "modelopt":  # as its version 0.29 writes it
+            stored["quant_method"] = "modelopt"
     return found
 
 
@@ -163,10 +167,12 @@ def sample(header) -> Iterator[Tensor]:
 
 def has_own_head(readers: dict) -> bool:
     """Does the head differ from an embedding that is stored too?"""
-    names = "lm_head.weight", "model.embed_tokens.weight"
-    if not readers.keys() >= {*names}:
+    names = [name for name in readers if name.startswith("lm_head.")]
+    if not names or "model.embed_tokens.weight" not in readers:
         return False
-    head, embedding = (readers[name][1].get_slice(name) for name in names)
+    if names != ["lm_head.weight"]:  # quantized
+        return True
+    head, embedding = (readers[name][1].get_slice(name) for name in (*names, "model.embed_tokens.weight"))
     shape = embedding.get_shape()
     if head.get_shape() != shape or len(shape) != 2:
         return True

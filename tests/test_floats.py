@@ -253,13 +253,13 @@ def test_weights_are_the_published_ones(name, written, capsys):
     assert said in err if said else not err
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["in hf_quant_config.json", "in config.json"])
-def test_modelopts_nvfp4_is_read(beside, tmp_path, capsys):
+@pytest.mark.parametrize("where", ["hf_quant_config.json", "quant_method", "quant_library"])
+def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
     """Its factor is a reciprocal here: three roundings of float32, and the same bits in bfloat16. Scales of keys and
     values lie within the projections."""
     caches = [f"model.layers.0.self_attn.{x}_proj.{x}_scale" for x in "kv"]
-    weights = build(tmp_path, {"quant_method": "modelopt", **MODELOPT}, modelopt_nvfp4, more=caches)
-    if beside:
+    weights = build(tmp_path, {where: "modelopt", **MODELOPT}, modelopt_nvfp4, more=caches)
+    if where == "hf_quant_config.json":
         hf = config_json(tmp_path)
         del hf["quantization_config"]
         (tmp_path / "config.json").write_text(json.dumps(hf))

@@ -285,6 +285,14 @@ def test_weights_are_the_published_ones(name, written):
             assert not isinstance(model.lm_head, QuantizedLinear)
 
 
+def test_a_quantized_head_is_not_tied(written, tmp_path):
+    """Whatever config.json says, as it is not the embedding."""
+    folder, weights = written("gptq head")
+    folder = shutil.copytree(folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config_json(folder) | {"tie_word_embeddings": True}))
+    assert torch.equal(load_model(folder).lm_head.dequantized(torch.float32), weights["lm_head"])
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_logits_are_those_of_the_published_weights(name, written):
     """Against a plain folder of them. In float32 only the order of sums differs: at most 512 terms, each rounded once,
