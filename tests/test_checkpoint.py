@@ -86,18 +86,18 @@ def test_a_stored_head_that_differs_from_the_embedding_is_the_head(quantized, fo
 
     folder = shutil.copytree(folder_of("llama-3.2"), tmp_path / "m")
     rewrite(folder, put("lm_head.weight", 0.1 * torch.randn(131, 64, generator=torch.Generator().manual_seed(0))))
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if quantized:
         quantize.main(["--checkpoint", str(folder), "--scheme", "int8-float32", "--output", str(tmp_path / "q")])
         folder = tmp_path / "q"
     model, tokens = load_model(folder, dtype=torch.float32), torch.arange(5, 25)[None]
     assert "lm_head.weight differs from the embedding" in capsys.readouterr().err
     with torch.no_grad():
-        want = own(tokens).logits
+        want = theirs(tokens).logits
     assert (model(tokens, torch.arange(20)) - want).abs().max() < (0.05 * want.abs().max() if quantized else 1e-4)
-    assert torch.equal(model.lm_head.weight, own.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
     save_model(load_model(folder, dtype=torch.float32, pack=False), tmp_path / "again", config_json(folder))
-    assert torch.equal(load_model(tmp_path / "again", dtype=torch.float32).lm_head.weight, own.lm_head.weight)
+    assert torch.equal(load_model(tmp_path / "again", dtype=torch.float32).lm_head.weight, theirs.lm_head.weight)
 
 
 def drop(name):

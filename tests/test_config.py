@@ -218,12 +218,12 @@ def test_ministral_3_without_rope_parameters_is_transformers(rope):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     hf = {**BASE, "model_type": "ministral3", "head_dim": 32, "max_position_embeddings": 262144, **rope}
-    own = AutoConfig.for_model(**copy.deepcopy(hf))  # which writes into dictionaries
-    want, factor = ROPE_INIT_FUNCTIONS["yarn"](own, "cpu")
+    theirs = AutoConfig.for_model(**copy.deepcopy(hf))  # which writes into dictionaries
+    want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     config = Config.from_hf(hf)
-    assert config.rope_theta == own.rope_parameters["rope_theta"] and config.rope_attention_factor == factor
-    assert config.query_growth == own.rope_parameters.get("llama_4_scaling_beta", 0)
-    assert config.rope_original_length == own.rope_parameters["original_max_position_embeddings"]
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_attention_factor == factor
+    assert config.query_growth == theirs.rope_parameters.get("llama_4_scaling_beta", 0)
+    assert config.rope_original_length == theirs.rope_parameters["original_max_position_embeddings"]
     assert torch.allclose(rope_frequencies(config), want, rtol=1e-5)
 
 
