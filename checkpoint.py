@@ -184,7 +184,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
     that differs from the embedding is not tied to it, whatever config.json says: as in transformers."""
     hf = read_json(folder / "config.json")
     readers, notes = text_only(merged.unmerged(open_shards(shards(folder))), hf.get("model_type"))
-    if config.tie_embeddings and has_own_head(readers):
+    if config.tie_embeddings and has_own_head(readers, [config.vocab_size, config.dim]):
         config = replace(config, tie_embeddings=False)
         notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
     stored, read = open_tensors(folder, config, readers)

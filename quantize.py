@@ -193,7 +193,7 @@ def check_request(args: argparse.Namespace, config: Config, stored: str | None) 
         raise ValueError(f"--method {args.method} chooses int4 codes; {args.scheme} takes --method rtn")
     if (args.method == "gptq") != (args.calibration is not None):
         raise ValueError("--method gptq and --calibration FILE need each other")
-    limit = config.max_seq_length - 1  # BOS may lead a window
+    limit = max(1, config.max_seq_length - 1)  # BOS may lead a window
     args.context = min(512, limit) if args.context is None else args.context
     if args.samples < 1 or not 1 <= args.context <= limit:
         raise ValueError(f"--samples {args.samples} must be at least 1, --context {args.context} between 1 and {limit}")

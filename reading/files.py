@@ -28,7 +28,8 @@ from reading.templates import one_line
 from weights.formats import row_chunks
 
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
-SAMPLE_RUNS, SAMPLE_BYTES = 16, 4096  # of a tensor's rows: so many runs, evenly spread, of at least so many bytes
+# Samples of a tensor: so many runs of rows, evenly spread, of at least so many bytes; fewer where tensors are many.
+SAMPLE_RUNS, SAMPLE_BYTES, ALL_RUNS = 16, 4096, 2**14
 
 
 def read_json(file: Path) -> dict:
@@ -142,39 +143,45 @@ def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
     """Hashes that tell one folder from another: of config.json; and of every tensor's name, shape, type and a sample of
     its bytes, all of them up to 64 KB. That takes 18 ms for a GGUF file of 135 million parameters. Sizes and dates of
     files are left out: ranks compare these hashes, and two machines hold copies with other dates."""
-    tensors = hashlib.sha256()
+    tensors, num_runs = hashlib.sha256(), min(SAMPLE_RUNS, max(2, ALL_RUNS // max(1, len(readers))))
     for name in sorted(readers):
         header = readers[name][1].get_slice(name)
         tensors.update(f"{name} {header.get_shape()} {header.get_dtype()}".encode())
-        for run in sample(header):
+        for run in sample(header, num_runs):
             tensors.update(run.contiguous().view(torch.uint8).numpy())
     config = hashlib.sha256(json.dumps(read_json(folder / "config.json")).encode())
     return {"its config.json": config.hexdigest(), "its tensors": tensors.hexdigest()}
 
 
-def sample(header) -> Iterator[Tensor]:
-    """Runs of a stored tensor's rows, first and last ones too, flattened; of a GGUF file's as they are stored."""
-    rows = getattr(header, "bytes", header)
-    num_rows = (header.get_shape() or [0])[0] if rows is header else len(rows)
-    if not num_rows:  # a number alone cannot be cut
+def sample(header, num_runs: int) -> Iterator[Tensor]:
+    """Runs of a stored tensor's rows, first and last ones too, flattened; of long rows, such as matrices in a stack,
+    parts. A GGUF file's tensors as they are stored."""
+    stored = getattr(header, "bytes", header)
+    shape = header.get_shape() if stored is header else [*stored.shape]
+    if not shape or 0 in shape:  # cannot be cut
         yield header[...].reshape(-1)
         return
-    size = max(1, SAMPLE_BYTES // max(1, rows[:1].nbytes))
-    starts = {(num_rows - size) * i // (SAMPLE_RUNS - 1) for i in range(SAMPLE_RUNS)}
-    runs = [slice(None)] if num_rows <= size * SAMPLE_RUNS else [slice(at, at + size) for at in sorted(starts)]
-    yield from (rows[run].reshape(-1) for run in runs)
+    rows, columns = [*shape, 1][:2]
+    num_bytes = stored[(slice(1), slice(1))[: len(shape)]].nbytes  # of a row and a column, with what lies deeper
+    width = columns if columns * num_bytes <= SAMPLE_RUNS * SAMPLE_BYTES else max(1, SAMPLE_BYTES // num_bytes)
+    height = min(rows, max(1, SAMPLE_BYTES // (width * num_bytes)))
+    if width == columns and rows <= height * num_runs:
+        yield stored[:].reshape(-1)
+        return
+    for i in range(num_runs):
+        top, left = ((n - size) * i // (num_runs - 1) for n, size in ((rows, height), (columns, width)))
+        yield stored[(slice(top, top + height), slice(left, left + width))[: len(shape)]].reshape(-1)
 
 
-def has_own_head(readers: dict) -> bool:
-    """Does the head differ from an embedding that is stored too?"""
-    names = [name for name in readers if name.startswith("lm_head.")]
-    if not names or "model.embed_tokens.weight" not in readers:
+def has_own_head(readers: dict, shape: list[int]) -> bool:
+    """Is there a head that differs from an embedding of this shape (V, D) that is stored too?"""
+    embedding, names = "model.embed_tokens.weight", [name for name in readers if name.startswith("lm_head.")]
+    if not names or embedding not in readers or readers[embedding][1].get_slice(embedding).get_shape() != shape:
         return False
     if names != ["lm_head.weight"]:  # quantized
         return True
-    head, embedding = (readers[name][1].get_slice(name) for name in (*names, "model.embed_tokens.weight"))
-    shape = embedding.get_shape()
-    if head.get_shape() != shape or len(shape) != 2:
+    head, embedding = (readers[name][1].get_slice(name) for name in (*names, embedding))
+    if head.get_shape() != shape:
         return True
     return not all(torch.equal(head[rows].float(), embedding[rows].float()) for rows in row_chunks(*shape))
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from model import Block
 from program.flags import check_options, parse_args
 from program.main import run
 from program.prompt_cache import PromptCache
-from reading.files import open_shards, shards
+from reading.files import open_shards, sample, shards
 from sampling import Sampling
 from scripts.serve import parse_args as server_flags
 from speculative import ModelDraft, NgramDraft
@@ -483,6 +484,20 @@ def test_ranks_compare_copies_whatever_their_dates(text_folder, tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] += 1
     save_file(tensors, copy / "model.safetensors")
     assert fingerprints(copy, open_shards(shards(copy))) != here
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (100_000,), (3, 100_000), (3000, 5), (6, 500, 90, 16)], ids=str)
+def test_samples_are_small_and_reach_both_ends(shape, tmp_path):
+    """64 KB of each tensor at most, or 16 rows of up to 64 KB."""
+    tensor = torch.arange(math.prod(shape)).to(torch.uint8).view(shape)
+    save_file({"x": tensor}, tmp_path / "x.safetensors")
+    header = open_shards([tmp_path / "x.safetensors"])["x"][1].get_slice("x")
+    runs = list(sample(header, 16))
+    assert sum(run.nbytes for run in runs) <= 2**16 + 2**10 and all(run.dim() == 1 for run in runs)
+    if tensor.numel():
+        assert runs[0][0] == tensor.flatten()[0] and runs[-1][-1] == tensor.flatten()[-1]
+    if tensor.numel() < 2**16:
+        assert sum(run.nbytes for run in runs) == tensor.nbytes
 
 
 def test_a_file_without_its_draft_is_refused(stored, text_folder, capsys):
