@@ -231,6 +231,26 @@ def open_gguf(file: Path, config: Config, readers: dict) -> tuple[Stored, Callab
     return Stored(given=schemes, notes=notes), gguf.reading(readers)
 
 
+def schemes_of(
+    form: Stored, folder: Path, quantize: str | None, head: str | None
+) -> tuple[str | None, str | None, dict]:
+    """(scheme, head, given) as `empty_model` takes them, of a folder that is stored so and is to be quantized so.
+    ValueError where it is stored in another scheme."""
+    stored = form.scheme
+    if stored and quantize not in (None, stored):
+        raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
+    if stored and head not in (None, form.head):
+        raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
+    scheme, head = stored or quantize or form.again, form.head or head
+    asked = dict.fromkeys(form.given, quantize) | {"lm_head": head}
+    return scheme, head, {name: own for name, own in form.given.items() if own is None or asked[name] in (None, own)}
+
+
+def largest_group(scheme: str | None, given: Mapping[str, str | None] = MappingProxyType({})) -> int:
+    """Inputs that share a scale, 0 where a row does: no rank may cut one."""
+    return max((FORMATS[name].group for name in (scheme, *given.values()) if name in FORMATS), default=0)
+
+
 @torch.no_grad()
 def load_model(
     checkpoint_dir: str | Path,
@@ -257,21 +277,13 @@ def load_model(
     folder, ranks = Path(checkpoint_dir), tp or ALONE
     config = load_config(folder)
     form, read = open_folder(folder, config)
-    stored = form.scheme
-    if stored and quantize not in (None, stored):
-        raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
-    if stored and head not in (None, form.head):
-        raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
-    scheme, head = stored or quantize or form.again, form.head or head
-    asked = dict.fromkeys(form.given, quantize) | {"lm_head": head}
-    given = {name: own for name, own in form.given.items() if own is None or asked[name] in (None, own)}
+    scheme, head, given = schemes_of(form, folder, quantize, head)
     lost = len(form.given) - len(given)  # matrices of a GGUF file that another scheme is asked for
-    groups = [FORMATS[each].group for each in (scheme, *given.values()) if each in FORMATS]
     with led_by(folder):
-        check(config, ranks.world, max(groups, default=0))
+        check(config, ranks.world, largest_group(scheme, given))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
     model = allocate(empty_model(config, dtype, scheme, head, ranks, given), device)
-    held = {name for name, _ in matrices(model)} if stored else given
+    held = {name for name, _ in matrices(model)} if form.scheme else given
     squares, total = [0.0, 0.0], sum(parameter.nbytes for parameter in model.parameters())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress)
     with bar, led_by(folder):
@@ -350,7 +362,7 @@ def random_model(
     """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, drawn on the device, quantized
     one by one. Every rank draws all numbers and keeps its own."""
     ranks = tp or ALONE
-    check(config, ranks.world, FORMATS[quantize].group if quantize in FORMATS else 0)
+    check(config, ranks.world, largest_group(quantize))
     shapes, generator = needed(config, empty_model(config, dtype)), torch.Generator(device=device).manual_seed(seed)
 
     def draw(name: str) -> Tensor:

@@ -779,4 +779,6 @@ def test_other_programs_take_a_file(model_file, tmp_path):
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)
+        result = json.loads(done.stdout)
+    num_bytes = sum(parameter.nbytes for parameter in load_model(model_file, pack=False).parameters())
+    assert result["weights"] == num_bytes

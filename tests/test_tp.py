@@ -515,6 +515,55 @@ def test_plan_on_the_command_line(capsys):
         assert exit.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
+def plans(capsys, path, *flags: str) -> list[dict]:
+    tp_plan.main([str(path), "--json", "--latency", "0", "--link", "1e9", *flags])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("scheme, head", [("int8", None), ("int4-g32", "int8")])
+def test_plan_of_what_is_quantized_already(scheme, head, wide, tmp_path, capsys):
+    """Of a folder and of its config.json alone: the bytes that loading holds."""
+    model = load_model(wide["untied"], quantize=scheme, head=head, pack=False)
+    save_model(model, tmp_path / "q", json.loads((wide["untied"] / "config.json").read_text()))
+    parts = [part_of(tmp_path / "q", 0, world, scheme, head) for world in (1, 2)]
+    sizes = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]
+    for path in (tmp_path / "q", tmp_path / "q" / "config.json"):
+        rows = plans(capsys, path, "--ranks", "1,2", "--dtype", "float32")
+        assert [row["weights"] for row in rows] == sizes
+    with pytest.raises(SystemExit):
+        tp_plan.main([str(tmp_path / "q"), "--quantize", "mxfp8"])
+    assert f"is stored in {scheme} and cannot be quantized to mxfp8" in capsys.readouterr().err
+
+
+def test_plan_of_other_programs_config(tmp_path, capsys):
+    """gpt-oss as published has its experts in MXFP4. Which scheme holds GPTQ's matrices is not in a config.json."""
+    shape = json.loads((ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json").read_text())
+    file = tmp_path / "oss.json"
+    file.write_text(json.dumps(shape | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (row,) = plans(capsys, file, "--ranks", "1")
+    experts = 24 * 32 * 3 * 2880 * 2880
+    (plain,) = plans(capsys, ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json", "--ranks", "1")
+    assert plain["weights"] - row["weights"] == experts * 2 - experts * 17 // 32
+    demo = json.loads((ROOT / "checkpoints" / "demo" / "config.json").read_text())
+    file.write_text(json.dumps(demo | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}))
+    with pytest.raises(SystemExit):
+        tp_plan.main([str(file)])
+    assert "quant_method = 'gptq'" in capsys.readouterr().err
+    assert plans(capsys, file, "--quantize", "int8", "--ranks", "1")
+
+
+def test_plan_reads_windows_and_not_beyond_the_model(capsys):
+    """Half of gpt-oss's layers read 128 positions, however many are filled; none reads more than the model has."""
+    shape = ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json"
+    (row,) = plans(capsys, shape, "--ranks", "1", "--context", "131072")
+    per_layer = 2 * 8 * 64 * 2
+    assert row["kv_read"] == 12 * per_layer * (131072 + 128) and row["kv_per_token"] == 24 * per_layer
+    assert row["tok_s"] == pytest.approx(3350e9 / (row["read_per_token"] + row["kv_read"]))
+    with pytest.raises(SystemExit) as exit:
+        tp_plan.main([str(shape), "--context", "131073"])
+    assert exit.value.code == 2 and "--context 131073 is over the model's 131072 positions" in capsys.readouterr().err
+
+
 @pytest.mark.ranks
 def test_a_rank_reads_and_holds_its_share(wide):
     """What `benchmarks.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
