@@ -793,6 +793,57 @@ def test_perplexity_on_the_command_line():
     assert done.returncode == 2 and "nowhere.txt" in done.stderr and "Traceback" not in done.stderr
 
 
+class Peaked(torch.nn.Module):
+    """Thinks one token likeliest, by so much."""
+
+    def __init__(self, logit: float):
+        super().__init__()
+        self.config = types.SimpleNamespace(vocab_size=8)
+        self.norm, self.logit = torch.nn.LayerNorm(1), logit
+
+    def hidden(self, tokens, pos):
+        return torch.zeros(*tokens.shape, 1)
+
+    def head(self, h):
+        return torch.tensor([self.logit] + [0.0] * 7).expand(len(h), 8)
+
+
+def test_perplexity_of_weights_that_say_nothing(capsys):
+    """NaN is refused by the folder that has it; a loss whose exponential is no float is still a loss."""
+    rows = torch.ones(3, 5, dtype=torch.long)
+    for pair, name in (((math.nan, None), "the model"), ((1.0, math.nan), "the reference")):
+        model, other = (Peaked(logit) if logit is not None else None for logit in pair)
+        with pytest.raises(ValueError, match=f"the logits of {name} are not finite in 3 of 3 windows"):
+            measure(model, rows, 2, other)
+    result = measure(Peaked(800.0), rows, 2)
+    assert result["nll"] == pytest.approx(800) and result["perplexity"] is None
+    assert measure(Peaked(700.0), rows, 2)["perplexity"] == pytest.approx(math.exp(700), rel=1e-3)
+
+
+def test_perplexity_compares_models_of_the_same_tokens_alone(text_folder, tmp_path, monkeypatch):
+    """A vocabulary of the same size in another order is another one. One token without BOS has nothing to score."""
+    other, text = shutil.copytree(text_folder, tmp_path / "other"), tmp_path / "text.txt"
+    text.write_text("the little cat and a big dog went to play in the park. " * 9)
+    file = other / "tokenizer.model"
+    a, b, c = b"\x01a\x15", b"\x01b\x15", b"\x01\0\x15"  # the pieces "a" and "b", a length before each
+    data = file.read_bytes()
+    assert data.count(a) == data.count(b) == 1
+    file.write_bytes(data.replace(a, c).replace(b, a).replace(c, b))
+
+    def run(*flags):
+        command = ["perplexity", "--checkpoint", text_folder, "--text", text, "--device", "cpu", *flags]
+        monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
+        return perplexity.run(perplexity.parse_args())
+
+    assert run("--context", 20, "--reference", text_folder)["kl"] == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ValueError, match="its tokenizer differs"):
+        run("--context", 20, "--reference", other)
+    bare = shutil.copytree(text_folder, tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    with pytest.raises(ValueError, match="--context 1 leaves nothing to score"):
+        run("--context", 1, "--checkpoint", bare)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
 def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkeypatch):
     """However it was quantized: else every token would unpack the whole vocabulary."""
