@@ -158,10 +158,11 @@ class Column:
     def weights_read(self) -> float:
         """Bytes of weights that a step read, drafting included; the mean over its rounds where their K varied."""
         target, *draft = self.engine.models
-        drafted = [step.k for step in self.timing.records] or [0]
-        own = {k: weight_bytes(target, k + 1) for k in {*drafted}}
-        read = sum(own[k] for k in drafted) + sum(weight_bytes(model) for model in draft) * sum(drafted)
-        return read / len(drafted)
+        lengths = [step.k for step in self.timing.records] or [0]
+        by_length = {k: weight_bytes(target, k + 1) for k in {*lengths}}
+        passes = sum(self.engine.drafter.passes(k) for k in lengths if k) if draft else 0
+        read = sum(by_length[k] for k in lengths) + sum(weight_bytes(model) for model in draft) * passes
+        return read / len(lengths)
 
 
 def runs_ahead(engine: Engine) -> bool:
@@ -306,7 +307,8 @@ def verdict(first: Column, column: Column, sampled: bool) -> str:
         return "sampled"
     a, b = first.ids, column.ids
     same = common_prefix(a, b)
-    if same == min(len(a), len(b)) and (len(a) == len(b) or not (first.ended and column.ended)):
+    shorter = min((first, column), key=lambda one: len(one.ids))
+    if same == len(shorter.ids) and (len(a) == len(b) or not shorter.ended):
         return "equal" if first.ended and column.ended else f"equal in {same} tokens"
     said = [repr(column.tokenizer.stream(continues=True).feed(ids[same])) if same < len(ids) else "the end"
             for ids in (b, a)]  # fmt: skip

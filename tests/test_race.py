@@ -327,6 +327,7 @@ def column_of_ids(name, ids, ended=True):
         (([5, 6, 7], True), ([5, 6], True), "token 2: the end for '<7>'"),
         (([5, 6, 7], True), ([5, 6], False), "equal in 2 tokens"),
         (([5, 6], False), ([5, 6], False), "equal in 2 tokens"),
+        (([5, 6], True), ([5, 6, 7], False), "token 2: '<7>' for the end"),
         (([], False), ([5], False), "equal in 0 tokens"),
         (([5, 6], False), ([4, 6], False), "token 0: '<4>' for '<5>'"),
     ],
@@ -348,6 +349,9 @@ def test_weights_read_by_a_step():
     rounds = RowStatistics(auto.timing.tokens[0]).rounds
     drafted = sum(k * n for k, n in rounds.items()) / sum(rounds.values())
     assert auto.weights_read() == pytest.approx(target + drafted * draft)
+    (pard,) = columns_of(["draft"], "--speculate_k", "3", "--draft_checkpoint", str(ROOT / "checkpoints" / "demo-pard"))
+    list(take_turns([pard]))
+    assert pard.weights_read() == target + weight_bytes(pard.engine.models[1]), "it drafts all three in one pass"
 
 
 # ------------------------------------------------------------------------------------------ the program
