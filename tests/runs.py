@@ -38,25 +38,43 @@ def families() -> str:
     return "\n".join(textwrap.wrap(f"It runs {', '.join(names[:-1])} and {names[-1]}.", 118))
 
 
+AGAIN = "quantized again to {}"
+
+
+def one_scale_a_row(weights: dict) -> str:
+    """The restriction of 8-bit integers: int8 has no groups."""
+    if weights["num_bits"] != 8 or weights.get("type", "int") != "int":
+        return ""
+    is_row = weights.get("strategy", "channel") == "channel" and weights.get("group_size") in (None, -1)
+    return ", one scale a row" * is_row or ", scales of groups"
+
+
 def folders() -> str:
     found: dict[str, set[str]] = {}
     cases = [(config, scheme) for scheme, config, *_ in test_foreign.EXACT.values()]
     cases += [(config, scheme) for scheme, config, *_ in test_floats.FOLDERS.values()]
     cases += [(config, "plain weights, and said so") for config, *_ in test_floats.PLAIN.values()]
+    cases += [(config, AGAIN.format(scheme)) for scheme, config, *_ in test_foreign.INEXACT.values()]
     for config, scheme in cases:
         what = config["quant_method"]
         if what == "compressed-tensors":
             weights = config["config_groups"]["group_0"]["weights"]
             strategy = f", {weights['strategy']}" if config["format"] == "float-quantized" else ""
-            what += f": {config['format']}{strategy}"
+            bits = f", {weights['num_bits']} bits" if config["format"] == "pack-quantized" else ""
+            what += f": {config['format']}{strategy}{bits}{one_scale_a_row(weights)}"
         elif what == "fp8":
             what += ": blocks of [128, 128]" if config.get("weight_block_size") else ": one scale a matrix"
         elif what == "bitsandbytes":
             what += f": {config['bnb_4bit_quant_type']}"
         else:
-            what += f": {config['bits']} bits"
+            what += f": {config['bits']} bits{one_scale_a_row(config | {'num_bits': config['bits']})}"
         found.setdefault(what, set()).add(scheme.removesuffix("-float32"))
-    lines = [f"| {what} | {', '.join(sorted(schemes))} |" for what, schemes in sorted(found.items())]
+    lines = []
+    for what, schemes in sorted(found.items()):
+        exact, again = (
+            sorted(s for s in schemes if s.startswith("quantized") == is_again) for is_again in (False, True)
+        )
+        lines.append(f"| {what} | {'; else '.join(filter(None, (', '.join(exact), ', '.join(again))))} |")
     return "\n".join(["| folders | held in |", "|---|---|", *lines])
 
 
