@@ -422,11 +422,11 @@ def chat_folder(text_folder, tmp_path):
 class Terminal:
     """generate.py --interactive behind a pseudo-terminal."""
 
-    def __init__(self, folder, *arguments: str):
+    def __init__(self, folder, *arguments: str, stdout=None):
         self.master, slave = pty.openpty()
         command = [sys.executable, ROOT / "generate.py", "--checkpoint", folder, "--interactive", "--device", "cpu"]
         self.process = subprocess.Popen(
-            [*command, *arguments], stdin=slave, stdout=slave, stderr=slave, close_fds=True,
+            [*command, *arguments], stdin=slave, stdout=stdout or slave, stderr=slave, close_fds=True,
             preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
         )  # fmt: skip
         os.close(slave)
@@ -556,11 +556,62 @@ def test_an_answer_goes_on_to_the_contexts_end_and_says_why_it_ended(chat_folder
 
 
 def test_a_chats_lines_may_end_as_in_windows(chat_folder, capsys, monkeypatch):
-    """The carriage return is no part of a message, and a line of nothing else ends the chat."""
+    """The carriage return is no part of a message, and a line of nothing else is skipped."""
     options = ("--max_new_tokens", 9, "--ignore_eos")
     want = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
-    got = chatted(capsys, monkeypatch, chat_folder, "\ufeffthe cat\r\na dog\r\n\r\nnever read\r\n", *options)
+    typed = "\ufeffthe cat\r\n\r\n  \r\na dog\r\n/exit\r\nnever read\r\n"
+    got = chatted(capsys, monkeypatch, chat_folder, typed, *options)
     assert got[0] == want[0] and got[1].count("tokens read") == 2
+
+
+def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch):
+    """Afterwards the chat is the one that never had them."""
+    options = ("--max_new_tokens", 30, "--ignore_eos", "--max_seq_length", 100, "--seed", 0)
+    typed = "/drop\n" + "the little cat and a big dog went to play\n" + "a red ball\n/drop\n/help\n"
+    out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
+    assert "nothing to drop" in err and "/drop drops the oldest turns" in err and "[1 turns dropped]" in err
+    assert "/exit" in err and err.count("tokens read") == 2
+    alone = chatted(capsys, monkeypatch, chat_folder, "a red ball\n", *options)[0]
+    assert out.endswith("\n" + alone)
+
+
+def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
+    """Its answers go where stdout goes, and nothing else does."""
+    answers = tmp_path / "answers"
+    with answers.open("w") as file:
+        terminal = Terminal(chat_folder, "--max_new_tokens", "4", "--ignore_eos", stdout=file)
+        tokenizer = load_tokenizer(chat_folder)
+
+        terminal.wait_for("> ")
+        line = "the little cat " * 500
+        terminal.type(line + "\n")
+        full = terminal.wait_for(r"is full: (\d+) tokens")
+        assert int(full[1]) == len(tokenizer.chat([{"role": "user", "content": line}]))
+        terminal.wait_for("> ")
+        terminal.type("\n")  # a blank line ends nothing
+        terminal.wait_for("> ")
+        terminal.type("\x1b[200~the cat\na dog\x1b[201~\n")
+        first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+        pasted = tokenizer.chat([{"role": "user", "content": "the cat\na dog"}])
+        assert int(first[1]) + int(first[2]) == len(pasted)
+        terminal.wait_for("> ")
+        terminal.type("/reset\n")
+        terminal.wait_for("> ")
+        terminal.type("a doz\x7fg\n")  # an error that is rubbed out
+        again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+        assert int(again[1]) + int(again[2]) == len(tokenizer.chat([{"role": "user", "content": "a dog"}]))
+        terminal.wait_for("> ")
+        terminal.type("/exit\n")
+        assert terminal.process.wait(timeout=30) == 0
+    text = answers.read_text()
+    assert text.count("> ") == 0 and "\x1b[?2004" not in text and text.strip()
+
+
+def test_the_help_text_knows_a_chats_length(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"of a chat or scripts.serve, the context, at most {program.main.CHAT_LENGTH}" in text
 
 
 def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):
