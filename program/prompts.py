@@ -4,6 +4,7 @@ This file knows text and tokenizers, and nothing of models.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from tokenizer import ContentError, Tokenizer, joined
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # Sampling's fields, which a line may have of its own
+SAMPLED = tuple(field.name for field in dataclasses.fields(Sampling))  # a line may have its own
 NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SAMPLED, *NAMES}
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
@@ -159,7 +160,7 @@ def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SAMPLED})
 
 
 def encoded(

@@ -14,6 +14,7 @@ import hmac
 import itertools
 import json
 import math
+import os
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ from program.prompts import conversation_ids, new_tokens
 from program.report import greedy_text
 from program.threads import Threads
 from scripts.batches import Decoder, Job, Row, engines_of
-from scripts.openai_form import MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
+from scripts.openai_form import MIN_SEED, MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
 from tp import ALONE, launched
 
 try:
@@ -43,6 +44,7 @@ try:
     from fastapi import Depends, FastAPI, Request
     from fastapi.responses import HTMLResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")
 
@@ -92,11 +94,18 @@ class Front:
 
     async def admit(self, request: Request) -> None:
         """Refusal without the key, or under a foreign name: a page from elsewhere can give its own name our address."""
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        try:
+            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        except ValueError as error:
+            raise Refusal(f"the Host header: {error}") from None
         if self.hosts and name not in self.hosts:
             raise Refusal(f"this server answers to {', '.join(sorted(self.hosts))}, not to {name!r:.99}", None, 403)
-        given, key = request.headers.get("authorization", ""), f"Bearer {self.args.api_key}"
-        if self.args.api_key and request.url.path != "/" and not hmac.compare_digest(given.encode(), key.encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        required = self.args.api_key
+        is_valid = required is None or (
+            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), required.encode())
+        )
+        if not is_valid and request.url.path != "/":
             raise Refusal("no API key, or a wrong one: send Authorization: Bearer KEY", None, 401, "invalid_api_key")
 
     async def shown(self) -> Response:
@@ -132,7 +141,7 @@ class Front:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
         seed = next(self.seeds) if ask.seed is None else ask.seed
         rows = [
-            Row(job, ask, i * ask.n + n, ids, new, seed + n, self.session, args.stop)
+            Row(job, ask, i * ask.n + n, ids, new, as_int64(seed + n), self.session, args.stop)
             for i, (ids, new) in enumerate(prompts)
             for n in range(ask.n)
         ]
@@ -176,15 +185,23 @@ class Front:
         return found
 
 
+def as_int64(seed: int) -> int:
+    """The seed after the largest is the smallest. The sampler hashes all 64 bits, so negative seeds need no mapping."""
+    return (seed - MIN_SEED) % 2**64 + MIN_SEED
+
+
 async def body_of(request: Request) -> object:
     """A JSON body. Browsers send no JSON to other sites without asking them first."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("the body must be JSON, with Content-Type: application/json", None, 415)
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise Refusal(f"the body is longer than {MOST_BYTES} bytes", None, 413)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise Refusal(f"the body is longer than {MOST_BYTES} bytes", None, 413)
+    except ClientDisconnect:
+        raise Refusal("the client left before the body's end") from None
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -220,7 +237,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; default: this machine alone, %(default)s")
     add("--port", type=int, default=8000, metavar="N", help="default: %(default)s; 0: any that is free")
-    add("--api_key", metavar="KEY", help="that every request but the page's must bring; default: none")
+    add("--api_key", metavar="KEY", help="that every request but the page's must bring; others on this"
+        " machine can see it: not in --api_key_file or the variable QUICKDRAFT_API_KEY; default: none")  # fmt: skip
+    add("--api_key_file", metavar="FILE", help="a file that holds the key")
     add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
     add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
     own, rest = parser.parse_known_args(argv)
@@ -228,6 +247,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if wrong := [name for name in ELSEWHERE if getattr(args, name) != getattr(usual, name)]:
         fail(f"--{wrong[0]} is about generate.py's own prompts and output: a server's come with its requests")
     return argparse.Namespace(**vars(args), **vars(own))
+
+
+def api_key_of(args: argparse.Namespace) -> str | None:
+    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any of them."""
+    source, key = "--api_key", args.api_key
+    if key is not None and args.api_key_file is not None:
+        raise ValueError("--api_key and --api_key_file: give one of them")
+    if args.api_key_file is not None:
+        source = f"--api_key_file {args.api_key_file}"
+        try:
+            key = Path(args.api_key_file).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{source}: {error}") from None
+    elif key is None:
+        source, key = "QUICKDRAFT_API_KEY", os.environ.get("QUICKDRAFT_API_KEY")
+    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
+        raise ValueError(f"{source}: a key must be visible ASCII characters without blanks, at least one")
+    return key
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -252,6 +289,7 @@ def run(args: argparse.Namespace) -> bool:
     ):
         if wrong:
             raise ValueError(message)
+    args.api_key = api_key_of(args)
     listener = bound(args.host, args.port)
     device, threads = pick_device(args.device), use_threads(args.threads)
     opened = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MOST_LIKELIEST})
@@ -261,7 +299,7 @@ def run(args: argparse.Namespace) -> bool:
     address, port = listener.getsockname()[:2]
     local = ip_address(address).is_loopback
     if not local and not args.api_key:
-        print(f"anybody who reaches {address} may use this server: --api_key KEY keeps others out", file=sys.stderr)
+        print(f"anybody who reaches {address} may use this server; --api_key_file FILE locks it", file=sys.stderr)
     front = Front(args, decoder, {"localhost", "127.0.0.1", "::1", args.host} if local else None)
     server = uvicorn.Server(uvicorn.Config(
         front.app(), log_level="warning", lifespan="off", limit_concurrency=MOST_CONNECTIONS, server_header=False,
