@@ -77,8 +77,8 @@ class CachedModel:
     ):  # fmt: skip
         self.model, self.B, self.compile, self.compile_prompts, self.kind = model, B, compile, compile_prompts, kind
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
-        kernel, self.most = kind.kernel(model.config.sinks, model.norm.weight)
-        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight, self.most)
+        kernel = kind.kernel(model.config.sinks, E, model.norm.weight)
+        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight)
         rows, self.unit = self.tile or (1, 16)
         self.S = in_blocks(S, self.unit)
         # One position of slack: attending to the whole cache would be a special case that compiles once more.
@@ -174,7 +174,7 @@ class Engine:
         compile_prompts = compile if compile_prompts is None else compile_prompts
         self.cached = CachedModel(model, batch_size, max_seq_length + K, compile, compile_prompts, kind=kind)
         # Is greedy text the same with any drafter, bit for bit?
-        self.identical = bool(self.cached.tile) and self.ranks.world == 1 and self.cached.most > K
+        self.identical = bool(self.cached.tile) and self.ranks.world == 1
         self.identical = self.identical and batch_size * (K + 1) <= same_rows(model)
         with torch.inference_mode(False):
             self.state = State(batch_size, self.cached.S, self.device, K, self.ranks, process, logprobs)

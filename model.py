@@ -81,6 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
     """
     B, H, T, E = q.shape
     G = k.size(1)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # a CPU's kernel reads rows of E numbers
     q = q.reshape(B, G, H // G * T, E)  # (B, H, T, E) -> (B, G, R*T, E)
     q = F.pad(q, (0, 0, 0, bias.size(2) - q.size(2))) if bias.size(2) > q.size(2) else q  # (B, G, rows, E)
     if sinks is None:
@@ -122,9 +123,9 @@ class KVCache(nn.Module):
         return 2 * G * E * dtype.itemsize
 
     @classmethod
-    def kernel(cls, sinks: bool, like: Tensor) -> tuple[Callable, float]:
-        """What attends, as `attend` does, for a model of this device and type, and to how many queries at most."""
-        return attend_beside_sinks if sinks else attend, math.inf
+    def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
+        """The function that attends, as `attend` does, for a model of heads of E channels, of this device and type."""
+        return attend_beside_sinks if sinks else attend
 
     def clear(self, begin: int, end: int) -> None:
         """Zeros at positions [begin, end)."""

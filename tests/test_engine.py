@@ -20,7 +20,6 @@ from program.main import run
 from rounding import in_blocks
 from sampling import GREEDY, Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset, verify_step
-from weights import linears
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 
@@ -58,11 +57,9 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
-def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme, monkeypatch):
-    """A CPU's kernels of few rows and of many are others: prompts on both sides of the border run. program/threads.py
-    changes the number of threads while tokens are decoded."""
-    monkeypatch.setattr(linears.Int4Linear, "few_rows", 16)
-    monkeypatch.setattr(linears.Int8Linear, "few_rows", 16)
+def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
+    """Prompts of more and fewer rows than the kernels take at once. program/threads.py changes the number of threads
+    while tokens are decoded."""
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
     engine.warm_up(GREEDY)
     eager, usual = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), torch.get_num_threads()

@@ -803,3 +803,28 @@ def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkey
     pack_model(model)
     assert model.config.tie_embeddings and torch.equal(model.embed(tokens), want)
     assert not model.lm_head.codes.is_meta and model.layers[0].ffn.down.codes.is_meta
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-float32", "int4-g32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [1, 3, 12, 32, 172])
+def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
+    """Kernels read sixteen inputs at once. Of rows that are no multiple of that, one read beyond the end of the last
+    row, of codes and of activations: what stands behind both here would show, and did crash. Against float64; rounding
+    of the result and of float32 sums, and of int4's scales and zeros to the activations' type."""
+    if scheme == "int4-g32":
+        columns = 32 * columns  # whole groups, an odd number of them too
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(columns, 40, bias=False, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(torch.randn(40, columns, generator=generator))
+    packed = QuantizedLinear.from_float(linear, scheme)
+    w = packed.dequantized(torch.float64)
+    packed.pack()
+    for rows in (1, 2, 5, 9, 70):
+        buffer = torch.full((rows * columns + 64,), torch.finfo(dtype).max / 2, dtype=dtype)
+        x = buffer[: rows * columns].view(rows, columns)
+        x.copy_(torch.randn(rows, columns, generator=generator))
+        size = x.double().abs() @ w.abs().T
+        error = (packed(x).double() - x.double() @ w.T).abs()
+        bound = (40 if scheme == "int4-g32" else 4) * torch.finfo(dtype).eps  # a zero of int4 is up to 15 scales
+        assert (error <= bound * size + 1e-3 * torch.finfo(dtype).eps).all(), rows
