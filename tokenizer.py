@@ -62,21 +62,27 @@ class StopStrings:
         self.stops, self.held, self.stopped = tuple(stops), "", False
 
     def feed(self, text: str) -> str:
-        """What certainly stands before every stop string. `stopped` is set once one has been found."""
+        """The text that certainly stands before the stop string that begins first. `stopped`: that one is complete."""
         if self.stopped:
             return ""
         self.held += text
-        found = [self.held.find(stop) for stop in self.stops if stop in self.held]
-        self.stopped = bool(found)
-        begun = (n for stop in self.stops for n in range(len(stop)) if self.held.endswith(stop[:n]))
-        cut = min(found) if found else len(self.held) - max(begun, default=0)
-        text, self.held = self.held[:cut], "" if found else self.held[cut:]
+        length, match = len(self.held), self._match()
+        partials = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        cut = min(length - max(partials, default=0), length if match is None else match)
+        self.stopped = cut == match
+        text, self.held = self.held[:cut], "" if self.stopped else self.held[cut:]
         return text
 
     def flush(self) -> str:
-        """What was held back when no more text comes."""
-        text, self.held = self.held, ""
+        """The text that was held back when no more comes, up to a stop string in it, which sets `stopped`."""
+        match = self._match()
+        self.stopped |= match is not None
+        text, self.held = self.held[:match], ""
         return text
+
+    def _match(self) -> int | None:
+        """Where the first stop string begins in the text held back."""
+        return min((self.held.find(stop) for stop in self.stops if stop in self.held), default=None)
 
 
 @dataclass(eq=False)

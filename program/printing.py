@@ -54,6 +54,8 @@ class Printer:
         """Release held-back bytes and end the line."""
         for row, stream in enumerate(self.streams):
             self._text(row, self.stops[row].feed(stream.flush()) + self.stops[row].flush())
+            if self.stops[row].stopped:
+                self.ended.add(row)
         if self.streaming:
             print(end="\n" if self.ids[0] else "", flush=True)
         elif not self.as_json and any(self.ids):

@@ -291,26 +291,26 @@ def test_lone_surrogates_do_not_crash(tiktoken_folder, sp_folder, json_folder):
 @given(st.text("ab\n", max_size=40), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 @settings(deadline=None, max_examples=500)
 def test_stop_strings_cut_exactly_however_text_arrives(text, stops, size):
-    """Fed in pieces of any size: what comes out is the text before the earliest end of a stop string's match."""
-    want, met = text, False
-    for end in range(len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            want, met = text[: min(text.find(stop) for stop in stops if stop in text[:end])], True
-            break
-    filter, out = StopStrings(stops), ""
-    for i in range(len(text)):
-        out += filter.feed(text[i])
-        assert text.startswith(out)
-        if filter.stopped:
-            break
-    out += filter.flush()
-    assert (out, filter.stopped) == (want, met)
-    pieces, whole = StopStrings(stops), ""
-    for i in range(0, len(text), size):
-        whole += pieces.feed(text[i : i + size])
-    whole += pieces.flush()
-    assert pieces.stopped == met and (not met or not any(stop in whole for stop in stops))
+    """Fed in pieces of any size: what comes out is the text before the stop string that begins earliest, whichever is
+    complete first."""
+    starts = [text.find(stop) for stop in stops if stop in text]
+    want = (text[: min(starts)], True) if starts else (text, False)
+    for step in (1, size):
+        stream, out = StopStrings(stops), ""
+        for i in range(0, len(text), step):
+            out += stream.feed(text[i : i + step])
+            assert want[0].startswith(out)
+            if stream.stopped:
+                break
+        out += stream.flush()
+        assert (out, stream.stopped) == want
+
+
+def test_a_stop_string_that_began_earlier_wins_and_one_that_breaks_off_does_not():
+    for text, out in (("xabcd", "x"), ("xabce", "xa"), ("xabc", "xa")):  # the last: no more text comes
+        stops = StopStrings(["abcd", "b"])
+        pieces = [stops.feed(char) for char in text]
+        assert "".join(pieces) + stops.flush() == out and stops.stopped
 
 
 def test_an_empty_stop_string_is_refused():
