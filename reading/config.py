@@ -357,7 +357,7 @@ def rope_fields(hf: Section, family: str, head_dim: int) -> dict:
         fields["rope_truncate"] = rope.get("truncate") is not False
         fields["rope_original_length"] = rope.size("original_max_position_embeddings", hf["max_position_embeddings"])
         fields["rope_attention_factor"] = yarn_attention_factor(rope, fields["rope_factor"])
-        if family == "ministral3" and rope.get("llama_4_scaling_beta") is not None:
+        if family == "ministral3" and rope.get("llama_4_scaling_beta") not in (None, 0):  # 0: no growth
             fields["query_growth"] = rope.number("llama_4_scaling_beta")
     return fields
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import BASE, FAMILIES, config_json
 
 from model import Config
-from reading.config import NEUTRAL
+from reading.config import NEUTRAL, config_fields
 
 LLAMA = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
@@ -206,3 +206,13 @@ def test_families_differ_where_their_key_is_absent():
 
 def test_config_survives_json():
     assert Config.from_hf(json.loads(json.dumps(LLAMA))) == Config.from_hf(LLAMA)
+
+
+def test_a_growth_of_0_is_none():
+    """Ministral 3's queries grow by llama_4_scaling_beta; 0 is a value, under which they do not."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+    hf = {"model_type": "ministral3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64,
+          "rms_norm_eps": 1e-5}  # fmt: skip
+    fields = [config_fields({**hf, "rope_parameters": rope | own}) for own in ({"llama_4_scaling_beta": 0}, {})]
+    assert fields[0] == fields[1]
