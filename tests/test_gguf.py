@@ -475,6 +475,18 @@ LLAMA3 = (
 )
 
 
+# tiktoken's o200k_base, as published with gpt-oss, and Seed-Coder's.
+O200K = "|".join((
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+))  # fmt: skip
+SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def splitter(pre: str):
     """The pre-tokenizer that the published tokenizer.json of such a model has."""
     from tokenizers import Regex, pre_tokenizers
@@ -485,18 +497,21 @@ def splitter(pre: str):
     first = {
         "smollm": pre_tokenizers.Digits(individual_digits=True),
         "llama-bpe": pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        "falcon3": pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
         "qwen2": pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"),
+        "gpt-4o": pre_tokenizers.Split(Regex(O200K), "isolated"),
+        "seed-coder": pre_tokenizers.Split(Regex(SEED_CODER), "isolated"),
     }[pre]
     return pre_tokenizers.Sequence([first, byte_level])
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "falcon3", "gpt-4o", "seed-coder"])
 def test_byte_level_vocabularies(pre, tmp_path):
     """Ids of texts equal those of the tokenizer that the file was made of; so does which names are special. Its merges
     go across what its pattern splits, and one of its words is of no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    want = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    want = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "falcon3")))
     want.pre_tokenizer, want.decoder = splitter("gpt-2"), decoders.ByteLevel()
     if pre == "qwen2":
         want.normalizer = normalizers.NFC()
@@ -522,7 +537,7 @@ def test_byte_level_vocabularies(pre, tmp_path):
         add_vocabulary(writer, "gpt2", [*tokens, "[PAD9]"], kinds, None, merges, pre, bos=1, eos=2, eot=0)
 
     got = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
-    assert got.add_bos == (pre == "llama-bpe") and got.stop_ids == {0, 2} and got.bos_id == 1
+    assert got.add_bos == (pre in ("llama-bpe", "falcon3")) and got.stop_ids == {0, 2} and got.bos_id == 1
     assert got.vocab_size == len(tokens) and got.specials.keys() == {*special} and got.literals.keys() == {"<tool>"}
     for text in [*TEXTS, *lines[-20:]]:
         assert got.parse(text) == want.encode(text, add_special_tokens=False).ids, text
@@ -780,3 +795,16 @@ def test_other_programs_take_a_file(model_file, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)
+
+
+def test_a_user_defined_piece_with_spaces_is_found(tmp_path):
+    """The file has them as spaces; sentencepiece looks for U+2581."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "call  tool", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [2, 3, 3, 1, 1, 1, 4, *[6] * 256]
+
+    def keys(writer):
+        add_vocabulary(writer, "llama", tokens, kinds, [0.0] * len(tokens), None, None, bos=1, eos=2)
+
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
+    assert tokenizer.encode("acall  toolb", bos=False) == [3, 4, 6, 5]
+    assert tokenizer.decode([3, 4, 6, 5]) == "acall  toolb"
