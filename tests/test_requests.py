@@ -2,17 +2,18 @@
 a penalty. Oracles are the same request alone, transformers' renderer and generator, and a pass over the whole text."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import oracle
+from conftest import ROOT, oracle
 
 from checkpoint import load_model
 from generate import Engine, generate
 from processors import RepetitionPenalty, log_likeliest
 from program.flags import check_options, parse_args
 from program.main import run as run_args
-from program.prompts import requests
+from program.prompts import encoded, requests
 from reading.templates import ChatTemplate
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
@@ -85,6 +86,12 @@ BAD = [
      "chat_template_kwargs: messages cannot be given there"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "content holds {'type': 'image'"),
     ({"messages": [{"role": "user", "content": 3}]}, WANTED),
+    ({"messages": [{"role": "user", "content": None}]}, WANTED),
+    ({"prompt": ""}, '"prompt" is empty: give it at least one character'),
+    ({"seed": -1}, '"seed": -1 must be a whole number from 0 to 4,611,686,018,427,387,903'),
+    ({"max_new_tokens": 1.5}, '"max_new_tokens": 1.5 must be a whole number from 0'),
+    ({"id": float("nan")}, "NaN or Infinity"),
+    ({"id": [float("-inf")]}, "NaN or Infinity"),
 ]  # fmt: skip
 
 
@@ -94,6 +101,30 @@ def test_a_line_that_cannot_be_meant_is_named(own, named, tmp_path):
     asked, broken = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"prompt": "b"}, line))]))
     assert [request.text for request in asked] == ["b"]
     assert len(broken) == 1 and "line 2: " in broken[0] and named in broken[0], broken
+
+
+def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
+    args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"messages": [*USER, call]}))])
+    (request,), broken = requests(args)
+    assert not broken and request.text == ""
+    rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
+    assert not rows and "line 1: this folder has no chat template for tool_calls" in refused[0]
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[1].content is none }}{{ messages[1].tool_calls | tojson }}"
+    )
+    rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
+    text = load_tokenizer(folder).decode(rows[0].ids)
+    assert not refused and text.startswith("True") and '"arguments": {"x": 1}' in text
+
+
+def test_roles_without_a_template_are_not_dropped_in_silence(tmp_path, capsys):
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
+    for line, notice in (({"messages": USER}, True), ({"prompt": "a"}, False)):
+        args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", line))])
+        encoded(requests(args)[0], args, load_tokenizer(folder), 100, lambda *_: None)
+        assert ("messages become plain text without their roles" in capsys.readouterr().err) == notice
 
 
 FLAGS = [
