@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict:
     """A JSON object from a file that must be there, or that a GGUF file stands for."""
     if gguf.is_gguf(file.parent):
         return gguf_folder.read_json(file.parent, file.name)
-    if not file.exists():
+    if not vocabularies.is_there(file):
         others = sorted(file.parent.glob("*.gguf"))
         raise ValueError(f"{file}: no such file" + (f"; give {others[0].name} itself" if others else ""))
     return vocabularies.read_json(file)
@@ -41,9 +41,9 @@ def shards(folder: Path) -> list[Path]:
     if gguf.is_gguf(folder):
         return gguf.parts_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
+    if vocabularies.is_there(single):
         return [single]
-    if not index.exists():
+    if not vocabularies.is_there(index):
         pickles, parts = [*folder.glob("*.bin"), *folder.glob("*.pth")], sorted(folder.glob("*-of-*.safetensors"))
         hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first" if pickles else ""
         if parts:
