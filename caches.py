@@ -2,7 +2,7 @@
 
     CodedCache              codes, a scale for each head and position, and how they are read
     Int8Cache, Fp8Cache     whole numbers; E4M3
-    attend_codes            few queries over an Int8Cache on a CPU, without dequantizing it
+    attend_codes            queries over an Int8Cache on a CPU, without dequantizing it
     KINDS                   by the names of --kv_cache_dtype
 
 Keys, and the queries that meet them, are rotated first by a Hadamard matrix, which spreads a channel of large keys over
@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import Keys, KVCache
-from weights.compiling import known_few
 
-FEW = 16  # queries of a pass that attend in whole numbers; more are a prompt's
 CACHED = 2**18  # scores that stay in a processor's inner caches
+MAX_CHANNELS = 2**24 // 127**2  # of a head: float32 holds whole numbers up to 2^24
 LANES = 16  # torch's product with int8 codes reads so many positions at once, also beyond their end
 TINY = 1e-30  # of a scale: a head of zeros has one too
 
@@ -52,9 +51,9 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
     for b, begin, first in itertools.product(range(B), range(0, G, n), range(0, rows, width)):
         heads, part = slice(begin, begin + n), slice(first, first + width)
         few = x[b, heads, part]  # (n, width, E)
-        sums = torch.empty(*few.shape[:2], S, dtype=torch.int32)
+        sums = torch.empty(*few.shape[:2], S, dtype=torch.int32 if adds_exactly() else torch.float32)
         for codes, keys, found in zip(few, k[b, heads], sums):
-            torch._int_mm(codes, keys.T, out=found)
+            multiply_codes(codes, keys, found)
         scores = sums.float().mul_(k_scale[b, heads, None])
         scores = torch.addcmul(bias[b, :, part], scores, step[b, heads, part])
         p = scores.softmax(-1).mul_(v_scale[b, heads, None]).to(q.dtype)
@@ -78,12 +77,23 @@ def attend_as_codes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias.expand(q.size(0), -1, -1, -1))
 
 
+def multiply_codes(x: Tensor, keys: Tensor, out: Tensor) -> None:
+    """out (rows, S) = x (rows, E) @ keys (S, E).T, exact sums of codes: int32, or float32, which holds sums of up to
+    MAX_CHANNELS products."""
+    if out.dtype == torch.int32:
+        torch._int_mm(x, keys.T, out=out)
+    else:
+        torch.mm(x.float(), keys.float().T, out=out)
+
+
+def in_whole_numbers(E: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Are scores of heads of E channels exact sums, and is the product of such activations with int8 codes quick?"""
+    return device.type == "cpu" and dtype == torch.bfloat16 and E <= MAX_CHANNELS
+
+
 @functools.cache
-def in_whole_numbers(dtype: torch.dtype, device: torch.device) -> bool:
-    """Is there a product of 8-bit numbers that is exact, and for activations of this type one with int8 codes that is
-    quick? Some processors add pairs in 16 bits, and some have no such product."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return False
+def adds_exactly() -> bool:
+    """Is torch's product of 8-bit numbers exact? Some processors add pairs in 16 bits, or have no such product."""
     codes = torch.tensor([[127], [-128], [-128]], dtype=torch.int8).repeat(8, 64)  # (24, 64)
     try:
         return torch.equal(torch._int_mm(codes, codes.T), (codes.long() @ codes.T.long()).to(torch.int32))
@@ -116,6 +126,7 @@ class CodedCache(KVCache):
     """A KVCache of 8-bit codes (B, G, S, E), values (B, G, E, S), each position of a head with a scale of its own."""
 
     codes: torch.dtype
+    shared = ("rotation",)  # by all rows
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         nn.Module.__init__(self)
@@ -176,16 +187,17 @@ class Int8Cache(CodedCache):
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__(B, G, S, E, dtype, device)
-        self.whole = in_whole_numbers(dtype, device)
+        self.whole = in_whole_numbers(E, dtype, device)
 
     @classmethod
-    def kernel(cls, sinks: bool, like: Tensor) -> tuple[Callable, float]:
-        whole = not sinks and in_whole_numbers(like.dtype, like.device)
-        return (attend_as_codes, FEW) if whole else super().kernel(sinks, like)
+    def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
+        whole = not sinks and in_whole_numbers(E, like.dtype, like.device)
+        return attend_as_codes if whole else super().kernel(sinks, E, like)
 
     def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
-        """As any cache's. Few queries meet the codes themselves where that is exact and quick."""
-        if sinks is not None or not self.whole or not known_few(q.size(2), FEW):
+        """As any cache's. Queries meet the codes themselves where that is exact and quick, in every pass: what a
+        position leaves behind must not depend on how many others run beside it."""
+        if sinks is not None or not self.whole:
             return super().attend(q, keys, sinks)
         run = torch.ops.quickdraft.attend_codes if torch.compiler.is_compiling() else attend_codes
         return run(self.rotated(q).to(q.dtype), *self.held(q.size(0), keys), keys.mask)

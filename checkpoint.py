@@ -12,15 +12,13 @@ place of weights; reading/foreign.py reads one whose "quantization_config" is an
 file. This file does not know tokenizers, decoding or devices' habits.
 """
 
-import hashlib
 import json
 import math
-import reprlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +31,8 @@ from reading import foreign, gguf, merged
 from reading.config import text_part
 from reading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
+    fingerprints,
+    has_own_head,
     one_line,
     open_shards,
     read_json,
@@ -45,8 +45,9 @@ from reading.files import (  # noqa: F401 (scripts take them from here)
     write_index,
     write_whole,
 )  # fmt: skip
+from reading.stored import Stored, largest_group, schemes_of, stored_in, stored_quantization  # noqa: F401
 from reading.vocabularies import led_by, plain_file
-from tp import ALONE, Ranks, check, connect, cut_of, shrink, stack, take
+from tp import ALONE, Ranks, check, connect, cut_of, fill_share, shrink, stack, take
 from weights import formats, linears
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear, matrices, quantized_linears
@@ -137,48 +138,26 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
         cut = cut_of(name.rsplit(".", 1)[0])
         found = list(pieces(model.config, name, model.get_parameter(name), ranks))
         for number, (source, part) in enumerate(found):
-            stored = take(read(source), cut, number, model.config, ranks, alone=len(found) == 1)
-            part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
-            part[len(stored) :].zero_()  # a vocabulary's padding
-
-
-class Stored(NamedTuple):
-    """What a folder's matrices are stored in: a scheme, and that of the head; None for full precision. `given` are the
-    schemes of single matrices in place of these, by our names: all that a GGUF file has."""
-
-    scheme: str | None = None
-    head: str | None = None
-    given: Mapping[str, str | None] = MappingProxyType({})
-    again: str | None = None  # the scheme to quantize to where no scheme holds another program's weights
-    notes: tuple[str, ...] = ()  # what a user should hear
-
-
-def stored_quantization(file: Path) -> Stored:
-    """What config.json says that quantize.py or save_model made of its folder."""
-    found = read_json(file).get("quantization")
-    if found is None:
-        return Stored()
-    known = isinstance(found, dict) and found.keys() <= {"scheme", "head", "method", "kept"}
-    kept = found.get("kept") or [] if known else None
-    known = known and isinstance(kept, list) and all(isinstance(name, str) for name in kept)
-    schemes = list(FORMATS)  # no dictionary: what is no string may not be hashable
-    if not known or found.get("scheme") not in schemes or found.get("head") not in (None, *schemes):
-        raise ValueError(
-            f"{file}: quantization = {reprlib.repr(found)} is not supported; schemes: {', '.join(schemes)}"
-        )
-    return Stored(found["scheme"], found.get("head"), dict.fromkeys(kept))
-
-
-def stored_in(file: Path) -> str | None:
-    """The scheme or the other program's method that config.json says its folder is stored in."""
-    other = read_json(file).get("quantization_config") or {}
-    return stored_quantization(file).scheme or other.get("quant_method")
+            stored = read(source)
+            if not is_whole(name):
+                model.get_submodule(name.rpartition(".")[0]).check_part(source, stored)
+            fill_share(part, stored, cut, number, model.config, ranks, len(found) == 1)
 
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
-    """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used."""
+    """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used. A head
+    that differs from the embedding is not tied to it, whatever config.json says: as in transformers."""
+    hf = read_json(folder / "config.json")
+    readers, notes = text_only(merged.unmerged(open_shards(shards(folder))), hf.get("model_type"))
+    if config.tie_embeddings and has_own_head(readers, [config.vocab_size, config.dim]):
+        config = replace(config, tie_embeddings=False)
+        notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
+    stored, read = open_tensors(folder, config, readers)
+    return stored._replace(notes=notes + stored.notes, tied=config.tie_embeddings), read
+
+
+def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[Stored, Callable[[str], Tensor]]:
     file = folder / "config.json"
-    readers, said = text_only(merged.unmerged(open_shards(shards(folder))), read_json(file).get("model_type"))
     if gguf.is_gguf(folder):
         return open_gguf(folder, config, readers)
     layout = foreign.layout_of(read_json(file))
@@ -188,7 +167,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
             stored, read = Stored(given=experts_given(config, readers)), merged.reading(readers)
         model = empty_model(config, torch.float32, stored.scheme, stored.head, given=stored.given)
         check_headers(folder, needed(config, model), readers, config.tie_embeddings)
-        return stored._replace(notes=said), read
+        return stored, read
     plain = empty_model(config, torch.float32)
     shapes = {
         name: {
@@ -203,7 +182,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
         check_headers(folder, foreign.needed(found, needed(config, plain), readers), readers, config.tie_embeddings)
         found = foreign.checked(found)
     scheme, reason = foreign.scheme_of(found)
-    notes = said + found.layout.notes + ((reason,) if reason else ())
+    notes = found.layout.notes + ((reason,) if reason else ())
     head, kept = scheme if "lm_head" in found.matrices else None, dict.fromkeys(found.kept)
     stored = Stored(None, None, kept, scheme, notes) if reason else Stored(scheme, head, kept, None, notes)
     return stored, foreign.reading(found, scheme, reading(readers))
@@ -257,21 +236,14 @@ def load_model(
     folder, ranks = Path(checkpoint_dir), tp or ALONE
     config = load_config(folder)
     form, read = open_folder(folder, config)
-    stored = form.scheme
-    if stored and quantize not in (None, stored):
-        raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
-    if stored and head not in (None, form.head):
-        raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
-    scheme, head = stored or quantize or form.again, form.head or head
-    asked = dict.fromkeys(form.given, quantize) | {"lm_head": head}
-    given = {name: own for name, own in form.given.items() if own is None or asked[name] in (None, own)}
+    config = replace(config, tie_embeddings=form.tied)
+    scheme, head, given = schemes_of(form, folder, quantize, head)
     lost = len(form.given) - len(given)  # matrices of a GGUF file that another scheme is asked for
-    groups = [FORMATS[each].group for each in (scheme, *given.values()) if each in FORMATS]
     with led_by(folder):
-        check(config, ranks.world, max(groups, default=0))
+        check(config, ranks.world, largest_group(scheme, given))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
     model = allocate(empty_model(config, dtype, scheme, head, ranks, given), device)
-    held = {name for name, _ in matrices(model)} if stored else given
+    held = {name for name, _ in matrices(model)} if form.scheme else given
     squares, total = [0.0, 0.0], sum(parameter.nbytes for parameter in model.parameters())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress)
     with bar, led_by(folder):
@@ -304,19 +276,6 @@ def filled(
     return connect(model, ranks)
 
 
-def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
-    """What tells one folder from another at little cost: config.json, and of every tensor its name, shape, type and
-    first values."""
-    tensors = hashlib.sha256()
-    for name in sorted(readers):
-        header = readers[name][1].get_slice(name)
-        tensors.update(f"{name} {header.get_shape()} {header.get_dtype()}".encode())
-        if header.get_shape():  # a number alone cannot be cut
-            tensors.update(bytes(header[:64].flatten()[:64].view(torch.uint8).tolist()))
-    config = hashlib.sha256(json.dumps(read_json(folder / "config.json")).encode())
-    return {"its config.json": config.hexdigest(), "its tensors": tensors.hexdigest()}
-
-
 def quantize_into(
     linear: QuantizedLinear, name: str, config: Config, read: Callable[[str], Tensor], ranks: Ranks,
     squares: list[float] | None,
@@ -324,14 +283,24 @@ def quantize_into(
     """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to. `squares`
     sums up the change's and the weights' squares."""
     tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
-    rows = stack(cut, linear.out_features, config, ranks)
+    rows, format = stack(cut, linear.out_features, config, ranks), linear.format
     begin, names = 0, sources(config.family, "embed.weight" if tied else f"{name}.weight")
+    divides_rows = cut.dim == 1 and ranks.world > 1
+    if format.scope == "matrix" or (divides_rows and format.scope == "rows" and not format.takes_row_max):
+        weight = torch.cat([read(source) for source in names]).to(linear.codes.device)  # (out, in) of all ranks
+        with led_by(names[0]):
+            parts = formats.quantize_tensor(weight, linear.scheme)
+        for kind, part in parts.items():
+            fill_share(getattr(linear, kind), part, cut, 0, config, ranks, alone=True)
+        if squares:
+            formats.add_squares(squares, formats.dequantize_tensor(parts, linear.scheme), weight)
+        return formats.release()
     for number, source in enumerate(names):
         weight = take(read(source), cut, number, config, ranks, alone=len(names) == 1).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
         row_max = None
-        if cut.dim == 1 and ranks.world > 1 and linear.format.whole_rows:
+        if divides_rows and format.takes_row_max:
             row_max = ranks.largest(weight.abs().amax(1).float())  # a row's scale is that of the whole row
         with led_by(source):
             parts = formats.quantize_tensor(weight, linear.scheme, row_max)
@@ -350,7 +319,7 @@ def random_model(
     """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, drawn on the device, quantized
     one by one. Every rank draws all numbers and keeps its own."""
     ranks = tp or ALONE
-    check(config, ranks.world, FORMATS[quantize].group if quantize in FORMATS else 0)
+    check(config, ranks.world, largest_group(quantize))
     shapes, generator = needed(config, empty_model(config, dtype)), torch.Generator(device=device).manual_seed(seed)
 
     def draw(name: str) -> Tensor:
@@ -409,7 +378,7 @@ def stored_as(model: Transformer) -> dict:
 def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False) -> None:
     """A config.json that says what this model's matrices are stored in, whatever folder it was of. Other programs are
     told how to read them if they are stored `plain`, all in one scheme, and to refuse them if not."""
-    hf, before = dict(text_part(hf)), hf.get("quantization") or {}
+    hf, before = {**text_part(hf), "tie_word_embeddings": model.config.tie_embeddings}, hf.get("quantization") or {}
     for key in ("quantization", "quantization_config"):
         hf.pop(key, None)
     found = stored_as(model)

@@ -2,13 +2,12 @@
 
     decode_step             the step that advances a batch, state.py's fixed tensors, in place
     compiled                the one place where code is compiled
-    CachedModel             a model with caches of its own, and how its prompts run
-    Engine                  models, State and steps, eager or compiled: prefill, step, warm_up, calibrate
-    generate, stream        the loop over a batch of independent prompts: ids as they are decided; one prompt as text
+    Engine                  slots that requests come to and leave: add_request, step, abort; warm_up, calibrate
+    generate, stream        a batch of independent prompts: ids as they are decided; one prompt as text
 
-`generate` knows token ids and nothing of text. Sampling is sampling.py's, the arithmetic model.py's, the weights
-checkpoint.py's; what is drafted and accepted is speculative.py's, what steps cost timing.py's. Run as a program, this
-file hands over to program/.
+This file knows token ids and nothing of text. Who waits and who takes which slot is scheduler.py's, sampling is
+sampling.py's, the arithmetic model.py's, the weights checkpoint.py's; what is drafted and accepted is speculative.py's,
+what steps cost timing.py's. Run as a program, this file hands over to program/.
 """
 
 if __name__ == "__main__":  # before torch is imported: program/ decides what Ctrl-C does from the first moment on
@@ -17,42 +16,44 @@ if __name__ == "__main__":  # before torch is imported: program/ decides what Ct
     runpy.run_module("program.main", run_name="__main__")
     raise SystemExit
 
+import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kept import copy_rows, parts, shared_prefix
-from limits import check_draft_length, check_engine, check_lengths, rounded_up, whole_numbers
-from model import Caches, KVCache, Transformer
-from rounding import in_blocks, same_attention
-from sampling import INVALID, Sampling, sample, uniform
+from limits import check_draft_length, check_engine, check_lengths, check_seed, one_each, whole_numbers
+from model import Caches, KVCache, Transformer, row_view
+from runner import ModelRunner, Rows, clear_positions, copy_positions
+from sampling import Sampling, common_kind, sample, uniform
+from scheduler import Launch, Request, Scheduler
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
-from state import NO_TOKEN, State
-from timing import Readback, StepResult, Timing, mark, spent, synchronize
-from tp import ranks_of
-from weights.compiling import compile_options, leave_open, own_entries
+from state import STOP_SLOTS, State
+from timing import Readback, StepRecord, StepResult, Timing, mark, spent
+from tp import lost_contact, ranks_of
+from warmup import calibrate, warm_up
+from weights.compiling import compile_options, own_entries
 from weights.linears import same_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
+PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; elsewhere more
 DEFAULT_K = 5  # tokens drafted a round
 
 
 def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    own = state.processed(logits[:, None], state.pos[:, None])  # (B, 1, V)
-    token = sample(own[:, 0], state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
+    processed = state.processed(logits[:, None], state.pos[:, None])  # (B, 1, V)
+    token = sample(processed[:, 0], state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
-    state.note(logits[:, None], own, token)
+    state.note(logits[:, None], processed, token)
     state.commit(token)
 
 
 def decode_step(model: Transformer, caches: Caches, state: State) -> None:
-    """One token for every row that is not done. A finished row runs its last position again."""
+    """One token for every row that is not done. A parked row runs behind all that is attended to."""
     pos = state.pos[:, None]  # (B, 1)
     h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
     decide(state, model.head(h[:, 0]))
@@ -68,87 +69,9 @@ def compiled(function: Callable, device: torch.device, prompts: bool = False) ->
     return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
 
 
-class CachedModel:
-    """A model with caches of B rows and S positions; or, with `layers`, with some layers of another model's caches."""
-
-    def __init__(
-        self, model: Transformer, B: int, S: int, compile: bool, compile_prompts: bool = False,
-        layers: Sequence[nn.Module] | None = None, ends: Tensor | None = None, kind: type[KVCache] = KVCache,
-    ):  # fmt: skip
-        self.model, self.B, self.compile, self.compile_prompts, self.kind = model, B, compile, compile_prompts, kind
-        (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
-        kernel, self.most = kind.kernel(model.config.sinks, model.norm.weight)
-        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight, self.most)
-        rows, self.unit = self.tile or (1, 16)
-        self.S = in_blocks(S, self.unit)
-        # One position of slack: attending to the whole cache would be a special case that compiles once more.
-        self.caches = model.make_caches(B if layers is None else 0, self.S + 1, kind)._replace(rows=rows)
-        if layers is not None:
-            self.caches = self.caches._replace(layers=tuple(layers))
-        if ends is not None:
-            self.caches = self.caches._replace(ends=ends)
-        self.device = self.caches.key_pos.device
-        self.replayed = compile and self.device.type == "cuda"  # as CUDA graphs, one for each length attended
-        self.hidden = compiled(model.hidden, self.device, prompts=True) if compile_prompts else model.hidden
-
-    def beside(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "CachedModel":
-        """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
-        layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
-        return CachedModel(
-            model, self.B, self.S, self.compile, self.compile_prompts, layers, self.caches.ends, self.kind
-        )
-
-    def attended(self, length: int) -> int:
-        """How far attention runs when `length` positions are filled: to the next of a few lengths, or of those that
-        round alike."""
-        if self.replayed:
-            length = max(256, 1 << (length - 1).bit_length())
-        return min(in_blocks(length, self.unit), self.S)
-
-    def upto(self, length: int) -> Caches:
-        """The caches, for steps after which `length` positions are filled."""
-        caches = self.caches.upto(self.attended(length))
-        if self.compile:
-            leave_open(caches.key_pos, 0)
-        return caches
-
-    def chunk(self, state: State, rows: int, begin: int, end: int) -> tuple[Tensor, Tensor, Caches]:
-        """Positions begin to end of the prompts in the state, as `hidden` takes them: tokens (rows, T), pos (T,)."""
-        # A draft may know fewer ids than its target.
-        tokens = state.tokens[:rows, begin:end].clamp(max=self.model.config.vocab_size - 1)
-        pos = torch.arange(begin, end, device=self.device)
-        if self.compile_prompts:
-            leave_open(tokens, 1), leave_open(pos, 0)
-        return tokens, pos, self.upto(end)
-
-    def run_prompts(self, state: State, lengths: Sequence[int], cached: int, shared: int = 0) -> Tensor:
-        """Run the prompts of these lengths from position `cached` on, in chunks; hidden states (B, D) at each row's
-        last token. Up to position `shared` all rows are the same: there row 0 runs for all, eagerly.
-
-        Rows are padded on the right. Padding writes keys and values beyond its row's end, where decoding overwrites
-        each position before any query may see it. Compiled code takes all rows, and never one position alone, which
-        torch would compile apart.
-        """
-        B, longest = state.pos.size(0), max(lengths)
-        rows = B if self.compile_prompts else len(lengths)
-        last = torch.zeros(B, self.model.config.dim, dtype=self.model.norm.weight.dtype, device=self.device)  # (B, D)
-        for begin in range(cached, shared, PREFILL_CHUNK):
-            end = begin + rounded_up(min(PREFILL_CHUNK, shared - begin))
-            self.model.hidden(*self.chunk(state, 1, begin, min(end, self.S)))
-        if shared > cached:
-            copy_rows(parts(self.caches), len(lengths), [0], cached, shared)
-        for begin in range(max(cached, shared), longest, PREFILL_CHUNK):
-            end = min(begin + PREFILL_CHUNK, longest)
-            padded = min(begin + rounded_up(end - begin), self.S)
-            h = self.hidden(*self.chunk(state, rows, begin, padded))  # (rows, T, D)
-            for row, length in enumerate(lengths):
-                if begin < length <= end:
-                    last[row] = h[row, length - 1 - begin]
-        return last
-
-
 class Engine:
-    """A model with caches, a State and its steps, eager or compiled, for up to B rows of up to S positions.
+    """A model with caches, a State and its steps, eager or compiled, for up to B requests at a time, each of up to S
+    positions. Requests come by `add_request` and advance by `step`; a request gets what it would get alone.
 
     With a drafter it runs rounds: the drafter proposes K tokens, one pass of the model verifies them. speculate_k is K,
     or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. With `one_width`
@@ -171,125 +94,293 @@ class Engine:
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
         K = max(self.ks, default=0)  # a round at the context's end writes K positions too many
-        compile_prompts = compile if compile_prompts is None else compile_prompts
-        self.cached = CachedModel(model, batch_size, max_seq_length + K, compile, compile_prompts, kind=kind)
-        # Is greedy text the same with any drafter, bit for bit?
-        self.identical = bool(self.cached.tile) and self.ranks.world == 1 and self.cached.most > K
-        self.identical = self.identical and batch_size * (K + 1) <= same_rows(model)
+        self.compile_prompts = compile if compile_prompts is None else compile_prompts
+        prompts = functools.partial(compiled, device=self.device, prompts=True) if self.compile_prompts else None
+        self.runner = ModelRunner(model, batch_size, max_seq_length + K, K + 1, compile, prompts, kind=kind)
+        # Greedy text is the same with any drafter and beside any other request, bit for bit.
+        self.identical = bool(self.runner.tile) and self.ranks.world == 1 and batch_size * (K + 1) <= same_rows(model)
+        self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
-            self.state = State(batch_size, self.cached.S, self.device, K, self.ranks, process, logprobs)
-        self.cached.caches = self.cached.caches._replace(ends=self.state.end)
+            self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
+        self.runner.caches = self.runner.caches._replace(ends=self.state.end)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
-        self.missed = 0  # tokens a row may have been given since the drafter last ran
-        self.prompted = [self.cached]  # models with caches of their own, which prompts must go through
+        self.costs_by_rows: dict[int, Costs] = {}
+        self.draft_lag = 0  # tokens that a row may have been given since the drafter last ran
+        self.runners = [self.runner]  # models with caches of their own, which prompts must go through
         if self.drafter is not None:
-            self.drafter.setup(self.state, K, self.cached, self.prepared)
-            self.prompted += [self.drafter.cached] if self.drafter.owns_cache else []
+            self.drafter.owner = self
+            self.drafter.setup(self.state, K, self.runner, self.maybe_compile)
+            self.runners += [self.drafter.runner] if self.drafter.owns_cache else []
+        self.views: dict[tuple[int, int], Rows] = {}
+        self.scheduler, self.request_ids = Scheduler(batch_size), itertools.count()
+        self.requests: dict[int, Request] = {}  # by id, until they end
+        self.draft_length: DraftLength | None = None
+        self.readback = Readback(self.device, self.ranks.timeout_s)
+        self.read_at, self.last_step = 0.0, None  # when the last result was read; timing.StepRecord
 
     @property
     def models(self) -> list[Transformer]:
         """The target, and the model that drafts, if one does."""
         return [self.model] + ([self.drafter.model] if self.drafter and self.drafter.model else [])
 
-    def prepared(self, function: Callable, *static) -> Callable:
-        """The function, or its compiled form for the sampling's kind; `static` names what else tells forms apart."""
+    def maybe_compile(self, function: Callable, state: State, *static) -> Callable:
+        """The function, or its compiled form for the state's kind and rows; `static` names what else tells forms apart.
+        A method is compiled once for all row views of its object."""
         if not self.compile:
             return function
-        key = (function, self.state.kind, *static)
+        plain, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
+        key = (plain, state.kind, len(state.pos), *static)
         if key not in self.steps:
-            self.steps[key] = compiled(function, self.device)
-        return self.steps[key]
+            self.steps[key] = compiled(plain, self.device)
+        return self.steps[key] if owner is None else functools.partial(self.steps[key], owner)
 
-    def prefill(self, lengths: Sequence[int], cached: int = 0, longest: int = 0, shared: int = 0) -> StepResult:
-        """Run the prompts in the state, from position `cached` on, through all models, and decide the token after each.
-        `longest`: positions that the batch may come to fill. `shared`: as run_prompts has it."""
-        end = self.cached.attended((longest or self.max_seq_length) + max(self.ks, default=0))
-        for prompted in self.prompted:
-            prompted.caches.clear(cached, end)
-        last = self.cached.run_prompts(self.state, lengths, cached, shared)
-        for draft in self.prompted[1:]:  # its cache may be behind: by the last round's tokens, and by plain steps
-            draft.run_prompts(self.state, lengths, max(0, cached + 1 - self.drafter.fed - self.missed), shared)
-        self.missed = 0
-        decide(self.state, self.model.head(last))
-        return self.result(0, ())
+    def rows(self, begin: int, end: int) -> Rows:
+        """Slots [begin, end) as a batch of their own, at the addresses that they have in the engine's."""
+        if (begin, end) not in self.views:
+            with torch.inference_mode(False):
+                if (drafter := self.drafter) is not None:
+                    drafter = row_view(drafter, begin, end)
+                    drafter.runner = drafter.runner and drafter.runner.row_view(begin, end)
+                rows = Rows(row_view(self.state, begin, end), self.runner.row_view(begin, end), drafter)
+            self.views[begin, end] = rows
+        self.views[begin, end].state.noting = self.state.noting
+        return self.views[begin, end]
 
-    def step(self, length: int, k: int = 0, other: Tensor | None = None) -> StepResult:
-        """Run one decode step, or a round that drafts k tokens, whose rows have at most `length` positions decided.
-        `other` (B, k) are verified in place of the drafted ones."""
-        begun = drafted = mark(self.device)
-        self.state.k, self.state.length = k, length + k
-        caches = self.cached.upto(length + k)
+    # ---------------------------------------------------------------------------------------- requests
+
+    def add_request(
+        self, prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int, stop_ids: Iterable[int] = (),
+        seed: int = 0, draft: bool = True,
+    ) -> int:  # fmt: skip
+        """Let a prompt in, or in line where all slots are busy; its id. `draft`: may its tokens be drafted? ValueError
+        for a prompt that holds no token or a wrong one, or does not fit, and for more stop ids than a slot has."""
+        prompt, stop_ids = list(prompt), frozenset(stop_ids)
+        check_seed(seed)
+        if self.drafter is not None and self.drafter.owner is not self:
+            raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
+        check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
+        if len(stop_ids) > STOP_SLOTS:
+            raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
+        configs = [runner.model.config for runner in self.runners]
+        length = len(prompt) + max_new_tokens
+        is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
+        request = Request(
+            next(self.request_ids), prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long,
+            arrived=time.perf_counter(),
+        )  # fmt: skip
+        if self.drafter is not None and self.drafter.owner is not self:
+            raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
+        if self.drafter is not None and not self.requests:
+            self.draft_length = DraftLength(self.speculate_k, self.costs)
+        self.requests[request.id] = request
+        self.scheduler.waiting.append(request)
+        return request.id
+
+    def abort(self, id: int) -> None:
+        """End a request, wherever it stands; one that has ended already stays as it is."""
+        try:
+            if (request := self.requests.get(id)) is not None:
+                self.finish(request, "abort")
+        except BaseException:
+            self.reset()
+            raise
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """Free the request's slot at once. Steps that are under way decide nothing more for it."""
+        request.finish_reason, request.error = reason, error
+        if request.slot is not None:
+            self.state.park(request.slot.index)
+            num_scratch = (self.readback.lag + 2) * (max(self.ks, default=0) + 1) + PREFILL_CHUNK // 8
+            self.scheduler.release(request, self.draft_positions(), num_scratch)
+        elif request in self.scheduler.waiting:
+            self.scheduler.waiting.remove(request)
+        self.requests.pop(request.id, None)
+
+    def draft_positions(self) -> int:
+        """Decided positions that the draft's own cache may lack."""
+        return self.drafter.fed - 1 + self.draft_lag if len(self.runners) > 1 else 0
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, int]]:
+        """Run prompts for at most the time of one chunk, then one decode step or round; (request id, token) of what was
+        decided since the last call. On a GPU results are read a few steps late. A request whose prompt cannot run, or
+        whose logits are not finite, ends alone, with the exception as its `error`."""
+        try:
+            events, budget, was_idle = [], self.chunk, not self.scheduler.decoding()
+            while budget > 0 and (request := self.next_prompt()) is not None:
+                budget -= max(self.prefill(request), PREFILL_COST.get(self.device.type, PREFILL_CHUNK // 2))
+                events += self.read(self.readback.lag)
+            if events and was_idle:
+                return events  # first tokens, for which nobody should wait a step longer
+            if requests := self.scheduler.decoding():
+                step, launch = self.plan(requests)
+                self.readback.send(self.run(*step), launch)
+            return events + self.read(self.readback.lag if requests else 0)
+        except BaseException:
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """End all requests: their steps were interrupted, so that nobody knows what the device has decided. What the
+        slots hold of their texts stays, but for a draft's own caches."""
+        self.readback.waiting.clear(), self.scheduler.waiting.clear()
+        for request in self.requests.values():
+            request.finish_reason = request.finish_reason or "abort"
+        self.requests.clear()
+        for slot in self.scheduler.slots:
+            self.state.park(slot.index)
+            slot.ids, slot.num_draft, slot.num_written, slot.request = slot.cached_ids(), 0, self.runner.S, None
+        self.draft_lag = 0
+
+    def next_prompt(self) -> Request | None:
+        """The request whose prompt runs next; a new one's slot is given what another slot holds of its prompt."""
+        if (request := self.scheduler.prefilling()) is not None:
+            return request
+        if (admitted := self.scheduler.admit(self.draft_positions())) is None:
+            return None
+        request, source = admitted
+        request.started = time.perf_counter()
+        self.state.fill(request.slot.index, request)
+        slot = request.slot
+        if source is not slot:
+            copy_positions(self.runners, source.index, slot.index, request.num_computed)
+        clear_positions(self.runners, slot.index, request.num_computed, slot.num_written)
+        return request
+
+    def prefill(self, request: Request) -> int:
+        """Run the next chunk of a prompt through all models; its length. The last chunk decides the first token."""
+        begin = mark(self.device)
+        slot, end = request.slot, min(request.num_computed + self.chunk, len(request.prompt))
+        num_tokens = end - request.num_computed
+        state, target, drafter = self.rows(slot.index, slot.index + 1)
+        try:
+            h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, D)
+            if len(self.runners) > 1:
+                drafter.runner.prefill(state, slot.num_draft, end, self.chunk)
+                slot.num_draft = end
+            request.num_computed = end
+            if end == len(request.prompt):
+                self.state.activate(slot.index, end)
+                state.kind = request.sampling.kind
+                decide(state, self.model.head(h))
+        except (RuntimeError, ValueError) as error:
+            if lost_contact(error):
+                raise
+            self.finish(request, "error", error)
+            return num_tokens
+        request.prefill_marks.append((begin, mark(self.device)))
+        if end == len(request.prompt):
+            request.num_launched = 1
+            self.readback.send(self.result(state, drafter, 0, ()), Launch([(0, request)]))
+        return num_tokens
+
+    def plan(self, requests: list[Request]) -> tuple[tuple, Launch]:
+        """(the arguments of `run` for the next step or round of these requests, its label)."""
+        begin, end = self.row_range([request.slot.index for request in requests])
+        self.costs = self.costs_by_rows.get(1 if end - begin == 1 else self.batch_size, self.costs)
+        if self.draft_length is not None:
+            self.draft_length.costs = self.costs
+        can_draft = any(request.can_draft and request.draft for request in requests)
+        k = self.draft_length.choose() if self.drafter and (can_draft or self.one_width) else 0
+        length = max(request.num_positions for request in requests) + self.readback.unread
+        # A drafter lacks no more than a request has been given since its prompt.
+        self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)
+        rows = self.rows(begin, end)
+        rows.state.kind = common_kind(request.sampling for request in requests)
+        for request in requests:
+            request.num_launched += 1
+        all_draft = all(request.draft for request in requests)
+        launch = Launch([(request.slot.index - begin, request) for request in requests], time.perf_counter())
+        return (rows, min(length, self.max_seq_length), k, all_draft), launch
+
+    def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
+        """The rows of a step for these slots. Compiled steps have one row or all; a CUDA graph has an address."""
+        begin, end = min(slots), max(slots) + 1
+        if self.compile and (end - begin > 1 or (begin and self.runner.uses_cuda_graphs)):
+            return 0, self.batch_size
+        return begin, end
+
+    def run(
+        self, rows: Rows, length: int, k: int = 0, all_draft: bool = True, other: Tensor | None = None
+    ) -> StepResult:
+        """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided positions. Unless
+        `all_draft`, rows that may not draft ride along. `other` (B, k) are verified in place of the drafted tokens."""
+        state, target, drafter = rows
+        started = drafted = mark(self.device)
+        state.k, state.length = k, length + k
+        caches = target.slice_to(length + k)
         if k == 0:
-            self.missed += 1
-            self.prepared(decode_step)(self.model, caches, self.state)
+            self.draft_lag += 1
+            self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
-            drafted = run_round(self.drafter, self.model, caches, self.state, self.missed, self.prepared, other)
-            self.missed = 0
-        return self.result(k, (begun, drafted, mark(self.device)))
+            drafted = run_round(
+                drafter, self.model, caches, state, self.draft_lag, self.maybe_compile, other, all_draft
+            )
+            self.draft_lag = 0
+        return self.result(state, drafter, k, (started, drafted, mark(self.device)))
 
-    def result(self, k: int, times: tuple) -> StepResult:
-        """What the host should read, after the drafter has looked at the state too."""
-        if self.drafter is not None:
-            self.drafter.look(self.state)
-        state, end = self.state, (mark(self.device),) if times else ()
-        told = (state.likeliest, state.weighed) if state.noting else ()
-        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *told)
+    def result(self, state: State, drafter: Drafter | None, k: int, times: tuple) -> StepResult:
+        """The tensors that the host reads, once the drafter has looked at the state too."""
+        if drafter is not None:
+            drafter.look(state)
+        logprobs, end = (state.likeliest, state.weighed) if state.noting else (), (mark(self.device),) if times else ()
+        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *logprobs)
 
-    @torch.inference_mode()
+    # ----------------------------------------------------------------------------------------- results
+
+    def read(self, max_waiting: int) -> list[tuple[int, int]]:
+        """(request id, token) of all launched steps but the last few."""
+        events = []
+        while len(self.readback.waiting) > max_waiting:
+            launch, step = self.readback.receive()
+            now = time.perf_counter()
+            running = [(row, request) for row, request in launch.requests if request.finish_reason is None]
+            if step.times:
+                seconds = now - max(launch.at, self.read_at)
+                positions = tuple(request.num_positions for _, request in running)
+                record = self.last_step = StepRecord(step.k, seconds, *spent(step), positions, self.costs)
+            if step.k:
+                num_drafted = sum(step.accepted[row] >= 0 for row, _ in running)
+                self.draft_length.drafted(num_drafted, max(1, len(running)))
+            for row, request in running:
+                request.record(record) if step.times else request.first_token(now)
+                events += [(request.id, id) for id in request.receive(step, row, self.draft_length)]
+                if request.ending is not None:
+                    self.finish(request, *request.ending)
+            self.read_at = now
+        return events
+
+    # --------------------------------------------------------------------------- before requests come
+
     def warm_up(self, kind: str) -> float:
-        """Compile the steps for `kind` and run them at every length that will be recorded; compile prompts, short and
-        long, at the start, later on, and beyond a sliding window; seconds. What this writes to the caches, a prefill
-        overwrites."""
-        start = time.perf_counter()
-        S, state, replayed = self.max_seq_length, self.state, self.cached.replayed
-        state.pos.zero_(), state.done.fill_(True)
-        state.kind = kind
-        for cached in self.prompted if self.cached.compile_prompts else ():
-            # A CPU's kernels of a few quantized rows and of many are others.
-            for T in sorted({2, 2 if replayed else min(PREFILL_CHUNK, S)}):
-                for begin in sorted({0, min(1, S - T), S - T}):
-                    cached.hidden(*cached.chunk(state, state.pos.size(0), begin, begin + T))
-        lengths = {min(1 << i, self.cached.S) for i in range(8, self.cached.S.bit_length() + 8)} if replayed else {2, S}
-        for length, k in itertools.product(sorted(lengths), (0, *self.ks)):
-            for _ in range(3 if replayed else 1):  # CUDA graphs: warm up, record, replay
-                self.missed = 1
-                self.step(max(1, length - k), k)
-        synchronize(self.device)
-        self.missed = 0
-        return time.perf_counter() - start
+        """Compile the steps for `kind`, and prompts; seconds. For before the first request."""
+        return warm_up(self, kind)
 
-    @torch.inference_mode()
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
-        """Measure a plain step, drafting and verifying with `length` positions filled, interleaved, after one
-        uncounted round: medians, also kept in `costs`. Tokens are drawn anew for each: what experts cost depends on
-        them. For before a prefill, like `warm_up`."""
-        assert 1 <= length < self.max_seq_length, f"{length} positions filled leave no room in {self.max_seq_length}"
-        state, found = self.state, {k: [] for k in (0, *self.ks)}
-        state.pos.fill_(length - 1), state.done.fill_(True)
-        state.kind = sampling.kind
-        state.values.copy_(sampling.values)
-        V, random = self.model.config.vocab_size, torch.Generator().manual_seed(0)
-        for _, k in itertools.product(range(rounds + 1), found):
-            self.missed = 0
-            state.tokens.copy_(torch.randint(V, state.tokens.shape, generator=random))
-            other = torch.randint(V, (len(state.pos), k), generator=random).to(self.device)
-            synchronize(self.device)
-            step = self.step(length, k, other)
-            synchronize(self.device)
-            found[k].append(spent(step))
-        draft, verify = ({k: statistics.median(s[part] for s in found[k][1:]) for k in found} for part in (0, 1))
-        # A plain step stands as "verified" in the times of K = 0. Draft lengths follow from costs: ranks share them.
-        self.costs = self.ranks.tell(Costs(verify.pop(0), {k: draft[k] for k in self.ks}, verify))
-        self.missed = 0
+        """Measure what steps cost with `length` positions filled. For before the first request."""
+        self.use_costs(calibrate(self, sampling, length, rounds))
         return self.costs
+
+    def use_costs(self, costs_by_rows: dict[int, Costs]) -> None:
+        """What steps of one row and of all cost from now on: draft lengths and reports follow them."""
+        self.costs_by_rows, self.costs = costs_by_rows, costs_by_rows[self.batch_size]
+
+    def clear(self) -> None:
+        """Forget all texts: park all rows, and let no slot hold positions."""
+        self.state.pos.fill_(self.state.parking), self.state.done.fill_(True)
+        self.draft_lag, self.draft_length = 0, None
+        for slot in self.scheduler.slots:
+            slot.ids, slot.num_draft, slot.num_written = [], 0, self.runner.S
 
 
 # ------------------------------------------------------------------------------------------------- loop
 
 
-@torch.inference_mode()
 def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
@@ -303,80 +394,50 @@ def generate(
     speculate_k: int | str = DEFAULT_K,
     engine: Engine | None = None,
     timing: Timing | None = None,
-    cached: int = 0,
-    ended: set[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Decode a batch of independent prompts; yields (row, token id) as tokens are decided.
+    """Decode independent prompts; yields (row, token id) as tokens are decided.
 
-    Row i gets what its prompt alone would get with this seed and sampling (one, or one a row: of one kind). It ends
-    after a stop id (which is yielded), after max_new_tokens (one number, or one a row), or when the consumer adds it to
-    `ended`. Of every prompt, the first `cached` tokens are known to stand in the engine's caches already, from an
-    earlier call; what all prompts begin with is computed once. All ranks of a divided model call this with the same
-    arguments, and each yields the same tokens.
+    Row i gets what its prompt alone would get with this seed and sampling (one, or one a row). It ends after a stop id
+    (which is yielded) or after max_new_tokens (one number, or one a row). Prompts wait where they are more than the
+    engine's slots. All ranks of a divided model call this with the same arguments, and each yields the same tokens.
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
-    the same, sampled output is distributed the same. An `engine` brings its own; without one, an eager one is made.
+    the same, sampled output is distributed the same. An `engine` brings its own, and may have other requests at the
+    same time; without one, an eager one is made. `timing` is given the rows' requests.
 
     Raises ValueError before anything runs when a prompt is empty or holds an id outside the vocabulary, or when prompt
     and new tokens exceed max_seq_length (default: the engine's, or the model's context) or the drafter's context; and
     while running when the model's logits are not finite.
     """
     assert engine is None or drafter is None, "the engine was made with its own drafter"
-    if max_seq_length is None:
-        max_seq_length = engine.max_seq_length if engine else model.config.max_seq_length
+    max_seq_length = (engine or model.config).max_seq_length if max_seq_length is None else max_seq_length
     budgets = whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
     seeds = whole_numbers("seed", seed, len(prompts))
+    samplings = one_each("sampling", sampling, len(prompts))
     check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
-    lengths = [len(prompt) for prompt in prompts]
-    assert 0 <= cached < min(lengths), f"{cached} cached tokens leave no token of some prompt to run"
-    longest = max(n + budget for n, budget in zip(lengths, budgets))
     if engine is None:
+        longest = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
         engine = Engine(model, len(prompts), longest, drafter=drafter, speculate_k=speculate_k)
     else:
-        check_engine(engine, model, len(prompts), max_seq_length)
-    state, readback = engine.state, Readback(engine.device, engine.ranks.timeout_s)
-    draft_length = DraftLength(engine.speculate_k, engine.costs)
-    timing, ended, stop_ids = timing or Timing(), set() if ended is None else ended, frozenset(stop_ids)
-    timing.decoded, timing.row_s = [0] * len(prompts), [0.0] * len(prompts)
-    timing.tokens = [[] for _ in prompts] if engine.drafter is not None else []
-    timing.likeliest, timing.weighed = ([[] for _ in prompts] for _ in range(2))
-    live, can_draft = list(range(len(prompts))), True
-
-    begun = time.perf_counter()
-    shared = shared_prefix(engine, prompts, budgets, cached)
-    timing.cached = [cached] + [max(cached, shared)] * (len(prompts) - 1)
-    state.start(prompts, budgets, stop_ids, seeds, sampling)
-    readback.send(engine.prefill(lengths, cached, longest, shared))
-    while live:
-        decided = [lengths[row] + timing.decoded[row] for row in live]
-        # Launch steps while some row would still want their tokens; on a GPU a few before the first is read.
-        wanted = max(budgets[row] - timing.decoded[row] for row in live)
-        while len(readback.waiting) < min(wanted, readback.lag + 1):
-            k = draft_length.choose() if can_draft or engine.one_width else 0
-            readback.send(engine.step(min(max(decided) + readback.unread, engine.max_seq_length), k))
-        step, now = readback.receive(), time.perf_counter()
-        if step.times:
-            timing.add_step(now - begun, step, decided)
-        else:
-            timing.prompt_tokens, timing.prefill_s = sum(lengths) - sum(timing.cached), now - begun
-        begun, can_draft = now, any(step.has_match)
-        if step.k:
-            draft_length.drafted(sum(step.accepted[row] >= 0 for row in live), len(live))
-        for row in tuple(live):
-            for index, id in enumerate(itertools.takewhile(NO_TOKEN.__ne__, step.tokens[row])):
-                if id == INVALID:
-                    position = lengths[row] + timing.decoded[row]
-                    raise ValueError(f"row {row}, position {position}: the model's logits are not finite")
-                timing.add_token(row, index, step)
-                if index < step.k and step.accepted[row] >= 0:
-                    draft_length.observe(step.overlap[row][index])
-                full = id in stop_ids or timing.decoded[row] == budgets[row]
-                yield row, id
-                if full or row in ended:
-                    live.remove(row), state.done[row].fill_(True)
-                    break
-        if not readback.lag:
-            begun = time.perf_counter()  # nothing ran while the consumer had the token
+        check_engine(engine, model, max_seq_length)
+    requests, stop_ids = [] if timing is None else timing.requests, frozenset(stop_ids)
+    num_yielded = [0] * len(prompts)
+    try:
+        for prompt, sampling, budget, seed in zip(prompts, samplings, budgets, seeds):
+            id = engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
+            requests.append(engine.requests[id])
+        while any(r.finish_reason is None or n < len(r.tokens) for r, n in zip(requests, num_yielded)):
+            if [len(request.tokens) for request in requests] == num_yielded:  # else somebody else's step decided some
+                engine.step()
+            for row, request in enumerate(requests):
+                while num_yielded[row] < len(request.tokens):
+                    num_yielded[row] += 1
+                    yield row, request.tokens[num_yielded[row] - 1]
+                if (error := request.error) is not None:
+                    raise ValueError(f"row {row}, {error}") if isinstance(error, ValueError) else error
+    finally:
+        for request in requests:
+            engine.abort(request.id)
 
 
 def stream(model: Transformer, tokenizer, prompt: str, *, sampling: Sampling | None = None, **options) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """What a call of `generate` may ask for: every argument is checked from host integers before anything runs.
 
     whole_numbers       one number, or one a row -> a list of ints
-    one_kind            one sampling, or one a row -> a list of one kind
+    one_each            one value, or one a row -> a list
     check_lengths       do prompts and new tokens fit in the context, and in the draft's?
+    check_seed          does it fit in 64 bits?
     check_draft_length  is it a number of tokens, or "auto"?
-    check_engine        does an engine that was made earlier have room for this batch?
+    check_engine        does an engine that was made earlier have room for such texts?
     rounded_up          a length of a prompt as one of a few
 
 Every ValueError names the row, the number and what would work. This file imports no project file.
@@ -26,15 +27,12 @@ def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]
     return found
 
 
-def one_kind(sampling, rows: int) -> list:
-    """A sampling for each of so many rows, from one or a list. ValueError unless all are of one kind."""
-    found = list(sampling) if isinstance(sampling, Sequence) else [sampling] * rows
-    kinds = {each.kind for each in found}
-    if len(found) != rows or len(kinds) > 1:
-        raise ValueError(
-            f"sampling: {len(found)} for {rows} prompts, of kinds {', '.join(sorted(kinds))}; one a prompt, of one kind"
-        )
-    return found
+def one_each(name: str, value, rows: int) -> list:
+    """A value for each of so many rows, from one or a sequence."""
+    values = list(value) if isinstance(value, Sequence) else [value] * rows
+    if len(values) != rows:
+        raise ValueError(f"{name}: {len(values)} for {rows} prompts; give one, or one a prompt")
+    return values
 
 
 def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int, drafter=None) -> None:
@@ -62,15 +60,18 @@ def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int
             raise ValueError(f"prompt {row} holds token id {wrong}, outside the vocabulary of {V}")
 
 
-def check_engine(engine, model, rows: int, max_seq_length: int) -> None:
-    """ValueError unless the engine is this model's, and has so many rows and positions."""
+def check_engine(engine, model, max_seq_length: int) -> None:
+    """ValueError unless the engine is this model's, and has so many positions."""
     if engine.model is not model:
         raise ValueError("the engine was made for another model: give the engine's own, engine.model")
-    if rows > engine.batch_size:
-        raise ValueError(f"{rows} prompts are more than the {engine.batch_size} rows that the engine was made for")
     if max_seq_length > engine.max_seq_length:
-        most = engine.max_seq_length
-        raise ValueError(f"max_seq_length = {max_seq_length} is over the {most} positions that the engine was made for")
+        limit = engine.max_seq_length
+        raise ValueError(f"max_seq_length = {max_seq_length} is over the engine's {limit} positions")
+
+
+def check_seed(seed: int) -> None:
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed = {seed} must lie between -2^63 and 2^63 - 1: seeds are 64-bit integers")
 
 
 def check_draft_length(k: int | str) -> None:

@@ -12,6 +12,7 @@ Dimension letters, here and everywhere: B batch, T query length, S cache length,
 G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K draft length.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -81,6 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
     """
     B, H, T, E = q.shape
     G = k.size(1)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # a CPU's kernel reads rows of E numbers
     q = q.reshape(B, G, H // G * T, E)  # (B, H, T, E) -> (B, G, R*T, E)
     q = F.pad(q, (0, 0, 0, bias.size(2) - q.size(2))) if bias.size(2) > q.size(2) else q  # (B, G, rows, E)
     if sinks is None:
@@ -122,14 +124,9 @@ class KVCache(nn.Module):
         return 2 * G * E * dtype.itemsize
 
     @classmethod
-    def kernel(cls, sinks: bool, like: Tensor) -> tuple[Callable, float]:
-        """What attends, as `attend` does, for a model of this device and type, and to how many queries at most."""
-        return attend_beside_sinks if sinks else attend, math.inf
-
-    def clear(self, begin: int, end: int) -> None:
-        """Zeros at positions [begin, end)."""
-        for x in self.at(slice(None), begin, end).values():
-            x.zero_()
+    def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
+        """The function that attends, as `attend` does, for a model of heads of E channels, of this device and type."""
+        return attend_beside_sinks if sinks else attend
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
@@ -157,6 +154,17 @@ class KVCache(nn.Module):
         return {name: x[rows, :, begin:end] for name, x in self.named_buffers()}
 
 
+def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:
+    """The module for rows [begin, end) of a batch alone: a shallow copy whose buffers are views of these rows. Scalars
+    and the buffers that `shared` names are those of all rows."""
+    view = copy.copy(module)
+    shared = getattr(module, "shared", ())
+    view._buffers = {
+        name: x if name in shared or x is None or x.dim() == 0 else x[begin:end] for name, x in module._buffers.items()
+    }
+    return view
+
+
 class Caches(NamedTuple):
     """A KVCache for every layer, and the positions that attention runs over: their number is what attention costs."""
 
@@ -170,10 +178,11 @@ class Caches(NamedTuple):
         """The same, for calls that query no position >= `length`: a tensor's length, which a trace can leave open."""
         return self._replace(key_pos=self.key_pos[:length])
 
-    def clear(self, begin: int, end: int) -> None:
-        """Zeros at positions [begin, end): NaN that an earlier batch left would reach a later one, though masked."""
-        for cache in self.layers:
-            cache.clear(begin, end)
+    def row_view(self, begin: int, end: int) -> "Caches":
+        """The same for rows [begin, end) alone."""
+        layers = tuple(row_view(layer, begin, end) for layer in self.layers)
+        taps = self.taps and {number: row_view(tap, begin, end) for number, tap in self.taps.items()}
+        return self._replace(layers=layers, taps=taps, ends=self.ends[begin:end])
 
 
 # --------------------------------------------------------------------------------------------- modules

@@ -19,6 +19,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,9 +27,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
-from model import Block, Transformer, scaled
+from model import Block, Config, Transformer, scaled
 from reading.gguf import is_gguf
 from tokenizer import copy_files, load_tokenizer
+from tp import launched
 from weights import formats
 from weights.formats import FORMATS, SCHEMES, Format, Int4, dequantize_tensor, format_of, quantize_tensor  # noqa: F401
 from weights.linears import QuantizedLinear, check_unpacked, replace_linears
@@ -90,9 +92,9 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
     w, hessian = w.double().clone(), hessian.double().clone()
     diagonal = hessian.diagonal()
     dead = diagonal == 0  # inputs that never occurred: any weight will do
-    diagonal[dead] = 1
-    w[:, dead] = 0
     importance = diagonal.float().unflatten(0, (-1, format.group))
+    diagonal[dead] = diagonal[~dead].mean() if diagonal.any() else 1  # of the others' size, so that damping is theirs
+    w[:, dead] = 0
     grouped = w.float().unflatten(1, (-1, format.group))
     parts = format.with_range(grouped, *search_range(grouped, format, importance))
     scale = parts["scale"].double().repeat_interleave(format.group, 1)  # (out, in)
@@ -174,12 +176,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="of plain weights; default: the checkpoint's")
     add("--calibration", metavar="FILE", help="text for gptq")
     add("--samples", type=int, default=128, help="windows of the text, for gptq")
-    add("--context", type=int, default=512, help="tokens a window")
+    add("--context", type=int, help="tokens a window; default: 512, or one less than the model's context")
     add("--device", default="cpu")
     return parser.parse_args(argv)
 
 
-def check_request(args: argparse.Namespace, stored: str | None) -> None:
+def check_request(args: argparse.Namespace, config: Config, stored: str | None) -> None:
     """ValueError for what cannot be done, before anything is read."""
     output = Path(args.output)
     if stored:
@@ -192,8 +194,10 @@ def check_request(args: argparse.Namespace, stored: str | None) -> None:
         raise ValueError(f"--method {args.method} chooses int4 codes; {args.scheme} takes --method rtn")
     if (args.method == "gptq") != (args.calibration is not None):
         raise ValueError("--method gptq and --calibration FILE need each other")
-    if min(args.samples, args.context) < 1:
-        raise ValueError(f"--samples {args.samples} and --context {args.context} must be at least 1")
+    limit = max(1, config.max_seq_length - 1)  # BOS may lead a window
+    args.context = min(512, limit) if args.context is None else args.context
+    if args.samples < 1 or not 1 <= args.context <= limit:
+        raise ValueError(f"--samples {args.samples} must be at least 1, --context {args.context} between 1 and {limit}")
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -207,22 +211,31 @@ def run(args: argparse.Namespace) -> None:
     """Write the quantized folder, under another name until it is whole. One layer at a time is in full precision."""
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
-    check_request(args, checkpoint.stored_in(folder / "config.json"))
-    dtype = getattr(torch, args.dtype or config.dtype or "", torch.bfloat16)
-    _, read = checkpoint.open_folder(folder, config)
+    check_request(args, config, checkpoint.stored_in(folder / "config.json"))
+    dtypes = {"bfloat16", "float16", "float32"}
+    dtype = getattr(torch, args.dtype or (config.dtype if config.dtype in dtypes else "bfloat16"))
+    stored, read = checkpoint.open_folder(folder, config)
+    config = replace(config, tie_embeddings=stored.tied)
+    for note in () if is_gguf(folder) else stored.notes:
+        print(f"{folder}: {note}", file=sys.stderr)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
+    if is_gguf(folder) and dtype != torch.float32:
+        rounded = f"weights of other types are rounded to {str(dtype).removeprefix('torch.')}"
+        print(f"{folder}: {rounded}; --dtype float32 keeps them as they are", file=sys.stderr)
     exact = args.method == "gptq" or is_gguf(folder)  # codes stand for more than 16 bits of a weight
     model = checkpoint.empty_model(config, torch.float32 if exact else dtype)
     names = checkpoint.names_by_shard(model)
     # Do other programs read what will be written? They know one format a folder, and none of an embedding.
     heads = (None,) if config.tie_embeddings else (None, args.scheme)
     plain = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
-    plain = plain and not config.n_experts  # which they hold in tensors of their own
+    plain = plain and not config.n_experts  # transformers fuses a layer's experts, and takes no quantized ones
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         checkpoint.allocate(module, args.device)
     if config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
     checkpoint.fill(model, names[-1], read)
+    for name in ("embed", "norm", "lm_head"):
+        check_finite(model.get_submodule(name), f"{folder}: {name}.")
     states = calibration_states(args, model) if args.method == "gptq" else []
     files, desc = {}, f"{args.method} {args.scheme}" if args.scheme else "unpack"
     with checkpoint.whole_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
@@ -242,7 +255,6 @@ def run(args: argparse.Namespace) -> None:
             write(number)
             layer.to("meta")
             formats.release()
-        check_finite(model.lm_head, f"{folder}: lm_head.")
         quantize_model(model, None, args.head)
         write(len(model.layers))
         copy_files(folder, partial)
@@ -251,7 +263,9 @@ def run(args: argparse.Namespace) -> None:
         checkpoint.write_config(partial, model, hf, plain)
         checkpoint.write_index(partial, files)
     before, after = (sum(file.stat().st_size for file in checkpoint.shards(where)) for where in (folder, output))
-    print(f"{output}: {after / 1e6:.1f} MB, {before / after:.2f} times smaller", file=sys.stderr)
+    ratio = f"{before / after:.2f} times smaller" if after < before else f"{after / before:.2f} times larger"
+    readers = "transformers reads it as compressed-tensors" if plain else "other programs refuse it"
+    print(f"{output}: {after / 1e6:.1f} MB, {ratio}{f'; {readers}' if args.scheme else ''}", file=sys.stderr)
 
 
 def check_finite(module: nn.Module, where: str) -> None:
@@ -264,7 +278,7 @@ def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Ten
     """Embedded windows of the calibration text, spread over it, in batches (8, T, D)."""
     tokenizer = load_tokenizer(args.checkpoint)
     ids = tokenizer.encode(Path(args.calibration).read_text(encoding="utf-8"), bos=False)
-    size = min(args.context, model.config.max_seq_length - 1)
+    size = args.context
     count = min(args.samples, len(ids) // size)
     if count < 1:
         raise ValueError(f"{args.calibration}: {len(ids)} tokens are fewer than one window of {size}")
@@ -288,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if launched():
+            raise ValueError("this program is one process: start it without torchrun")
         run(parse_args(argv))
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -297,4 +313,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from program.edge import ending_plainly
+
+    with ending_plainly():
+        main()

@@ -42,7 +42,7 @@ def rope_frequencies(config: Config, stretch: tuple[float, ...] = ()) -> Tensor:
         if config.rope_truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, E - 1)
-        ramp = (torch.arange(E // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+        ramp = (torch.arange(E // 2, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
         keep = 1 - ramp.clamp(0, 1)
         return inv_freq / factor * (1 - keep) + inv_freq * keep
     return inv_freq

@@ -85,40 +85,38 @@ def in_blocks(length: int, unit: int) -> int:
 
 
 def same_attention(
-    attend: Callable[..., Tensor], B: int, H: int, G: int, E: int, like: Tensor, most: float = math.inf
+    attend: Callable[..., Tensor], B: int, H: int, G: int, E: int, like: Tensor
 ) -> tuple[int, int] | None:
     """(rows, unit): attention whose R * T query rows are padded to a multiple of `rows`, over as many positions of a
     cache as `in_blocks` says, gives each query the same bits in every pass; None where no such numbers are known.
 
     attend(q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S)) -> (B, H, T, E), in the dtype and on the device
-    of `like`. Passes over few positions and many, up to `most`, are tried, for one row of a batch and for B, with the
-    query first and last in them, around the blocks of keys in which a CPU's kernel works, and inside: some halve a
+    of `like`. Passes over few positions and many are tried, for one row of a batch and for B, with the query
+    first and last in them, around the blocks of keys in which a CPU's kernel works, and inside: some halve a
     block of less than 384 keys, and cut a longer one at 192.
     """
     if like.device.type != "cpu":
         return None
-    return first_tile(attend, B, G, H // G, E, like.dtype, most, torch.get_num_threads())
+    return first_tile(attend, B, G, H // G, E, like.dtype, torch.get_num_threads())
 
 
 @functools.cache
 def first_tile(
-    attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, most: float, threads: int
+    attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, threads: int
 ) -> tuple[int, int] | None:
     tiles = itertools.product((16, 32, 192, KEY_BLOCK), (1, 2, 8, 32))
-    return next(
-        ((rows, unit) for unit, rows in tiles if attends_alike(attend, B, G, R, E, dtype, most, rows, unit)), None
-    )
+    return next(((rows, unit) for unit, rows in tiles if attends_alike(attend, B, G, R, E, dtype, rows, unit)), None)
 
 
 def attends_alike(
-    attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, most: float, rows: int, unit: int
+    attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, rows: int, unit: int
 ) -> bool:
     """Does a tile do what `same_attention` asks of it? The sums over keys cancel where scores are 0; the sums that make
     scores cancel by themselves."""
-    long = min(math.ceil(768 / R), most)  # from 192 and 768 query rows on a CPU's kernel takes other blocks
+    long = math.ceil(768 / R)  # from 192 and 768 query rows on a CPU's kernel takes other blocks
     passes = [(1, G, T, T - 1) for T in (1, 9)] + [(B, G, T, 0) for T in (1, 9)] + [(1, 1, long, 0)]
     more = [(1, G, T, at) for T in (9, 6, 3, 2) for at in (0, T - 1)]
-    more += [(1, 1, T, at) for T in (17, 64, long) if most >= T for at in (0, T - 1)]
+    more += [(1, 1, T, at) for T in (17, 64, long) for at in (0, T - 1)]
     for filled, cancels in itertools.product((904, 812, 512, 300, 40), "vk"):
         end = in_blocks(filled + long, unit)
         size = 2.0 ** (10 if dtype == torch.float16 else 0)  # of q: float16's keys are smaller

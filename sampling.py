@@ -11,13 +11,14 @@ lossless. This file does not know models, positions' meaning or text. V is the v
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-GREEDY, PLAIN, FILTERED = "greedy", "plain", "filtered"
+GREEDY, PLAIN, FILTERED = KINDS = "greedy", "plain", "filtered"  # each kind's code serves the rows of those before it
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
 
 # Purposes of a uniform number: one position may need several independent ones.
@@ -78,20 +79,35 @@ def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
 
 def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     """Probabilities (..., V) float32 of logits (..., V). kind is static; values (4,) as in Sampling, or (B, 4) for
-    logits (B, ..., V).
+    logits (B, ..., V). Rows of several kinds share the code of the last of them (`common_kind`), and each row has the
+    bits that its own kind's code would give.
 
     Greedy is the one-hot of the argmax, the lowest id on ties. A row that holds a NaN or +inf becomes all NaN.
     """
     logits = logits.float()
     top = logits.max(dim=-1, keepdim=True)
+    one_hot = torch.zeros_like(logits).scatter(-1, top.indices, 1.0)
+    one_hot = torch.where(top.values.isfinite(), one_hot, math.nan)
     if kind == GREEDY:
-        one_hot = torch.zeros_like(logits).scatter(-1, top.indices, 1.0)
-        return torch.where(top.values.isfinite(), one_hot, math.nan)
+        return one_hot
     shape = values.shape[:-1] + (1,) * (logits.dim() - 1) if values.dim() > 1 else ()
     temperature, top_k, top_p, min_p = (value.view(shape) for value in values.unbind(-1))  # () or (B, 1, ...)
-    p = ((logits - top.values) / temperature).softmax(dim=-1)  # the largest is exp(0): no overflow at any temperature
+    is_greedy = temperature == 0
+    scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
+    p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))  # the largest is exp(0): no overflow
     if kind == PLAIN:
         return p
+    is_filtered = ~is_greedy & ((top_k < math.inf) | (top_p < 1) | (min_p > 0))
+    return torch.where(is_filtered, _filtered(p, top_k, top_p, min_p), p)
+
+
+def common_kind(samplings: Iterable[Sampling]) -> str:
+    """The kind whose code serves all of these."""
+    return max((sampling.kind for sampling in samplings), key=KINDS.index)
+
+
+def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Top-k, then top-p, then min-p of p (..., V); the filters' values broadcast against p."""
     bits = _bits(p)
     p = p * (bits >= _cut(bits, torch.ones_like(bits), _whole(top_k)))
     # A rounded total just under top_p = 1 must not drop the tail, so 1 means no limit, not a mass to reach.

@@ -9,7 +9,7 @@
     Costs, DraftLength              what steps cost, and how many tokens the next round drafts
 
 This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or compilation: through
-`prepare` the engine decides how a drafter's functions run.
+`maybe_compile` the engine decides how a drafter's functions run.
 
 Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318. K is their gamma.
 """
@@ -74,19 +74,20 @@ def accept(
 
 
 def run_round(
-    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, missed: int, prepare: Callable,
-    other: Tensor | None = None,
+    drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, lag: int, maybe_compile: Callable,
+    other: Tensor | None = None, all_draft: bool = True,
 ) -> object:  # fmt: skip
-    """Decide 1 to K + 1 tokens of every row, K = state.k; the point in time between drafting and verifying. `missed`:
-    tokens a row may have got since the last round; `other` (B, K): what is verified in place of the drafted tokens."""
-    assert drafter.state is state, "this drafter belongs to another engine by now: give each engine its own"
+    """Decide 1 to K + 1 tokens of every row, K = state.k; the time between drafting and verifying. `lag`: tokens a row
+    may have got since the last round; `other` (B, K) is verified in place of the drafted tokens. Unless `all_draft`,
+    rows that state.drafts excludes are decided as if nobody had drafted."""
     # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew them from.
-    if missed:
-        drafter.catch_up(missed)
+    if lag:
+        drafter.catch_up(state, lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
+    draft_probs = draft_probs if all_draft else draft_probs * state.drafts[:, None, None]
     drafted, verified = mark(draft_tokens.device), draft_tokens if other is None else other
-    prepare(verify_step, state.k)(model, caches, state, verified, draft_probs)
+    maybe_compile(verify_step, state, state.k)(model, caches, state, verified, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
     return drafted
 
@@ -137,17 +138,17 @@ class Drafter(nn.Module):
     """
 
     owns_cache = False  # whether prompts must go through the drafter's model too
-    cached = None  # generate.CachedModel: the drafter's model with its caches
+    runner = owner = None  # runner.ModelRunner: its model with caches; the generate.Engine that was made with it last
     fed = 2  # tokens that a round feeds it first: its own cache may be behind by one less
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
         self.model = model  # what `propose` runs
 
-    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
-        """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is a generate.CachedModel;
-        prepare(function, *static) is the function as the engine runs it."""
-        self.state, self.prepare = state, prepare
+    def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
+        """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is a runner.ModelRunner;
+        maybe_compile(function, state, *static) is the function as the engine runs it."""
+        self.maybe_compile = maybe_compile
         B, V, device = state.pos.size(0), target.model.config.vocab_size, state.pos.device
         self.register_buffer("tokens", torch.zeros(B, k_max, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("probs", torch.zeros(B, k_max, V, device=device), persistent=False)
@@ -167,8 +168,8 @@ class Drafter(nn.Module):
     def look(self, state: nn.Module) -> None:
         """A step has ended, a round or a plain one: say in state.has_match (B,) which rows have something to draft."""
 
-    def catch_up(self, missed: int) -> None:
-        """`missed` tokens or fewer of every row were decided without this drafter."""
+    def catch_up(self, state: nn.Module, lag: int) -> None:
+        """`lag` tokens or fewer of every row were decided without this drafter."""
 
 
 class ModelDraft(Drafter):
@@ -185,20 +186,20 @@ class ModelDraft(Drafter):
         super().__init__(model)
         self.on_layers, self.owns_cache, self.fed = on_layers, on_layers is None, 2 if on_layers is None else 1
 
-    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
-        super().setup(state, k_max, target, prepare)
-        self.cached = target.beside(self.model, self.on_layers)
+    def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
+        super().setup(state, k_max, target, maybe_compile)
+        self.runner = target.for_draft(self.model, self.on_layers)
         # Ids that only the target has keep probability 0, so that the target's law stays whole.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
         for name in ("drawn", "missing"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=state.pos.device), persistent=False)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        caches = self.cached.upto(state.length)
+        caches = self.runner.slice_to(state.length)
         self.drawn.zero_()
         for step in range(state.k):
             fed = self.fed if step == 0 else 1
-            self.prepare(self.draw_next, fed)(caches, state, fed)
+            self.maybe_compile(self.draw_next, state, fed)(caches, state, fed)
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def draw_next(self, caches: Caches, state: nn.Module, fed: int) -> None:
@@ -224,11 +225,11 @@ class ModelDraft(Drafter):
         tokens = state.tokens.gather(1, pos).clamp(max=self.model.config.vocab_size - 1)
         return self.model.hidden(tokens, pos, caches)
 
-    def catch_up(self, missed: int) -> None:
+    def catch_up(self, state: nn.Module, lag: int) -> None:
         if self.owns_cache:
-            for chunk in reversed(range(math.ceil(missed / self.CHUNK))):  # the oldest first
+            for chunk in reversed(range(math.ceil(lag / self.CHUNK))):  # the oldest first
                 self.missing.fill_(self.fed + chunk * self.CHUNK)  # `draw_next` writes the last
-                self.prepare(self.fill)(self.cached.upto(self.state.length), self.state)
+                self.maybe_compile(self.fill, state)(self.runner.slice_to(state.length), state)
 
     def fill(self, caches: Caches, state: nn.Module) -> None:
         """Write the keys and values of CHUNK positions, the last of which is `missing` before `pos`."""
@@ -236,8 +237,7 @@ class ModelDraft(Drafter):
 
 
 def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
-    """A Transformer of some of `model`'s layers, which shares all modules with `model`. ValueError for layers that the
-    model does not have."""
+    """A Transformer of some of `model`'s layers, which shares its modules. ValueError for layers that are not there."""
     n_layers = model.config.n_layers
     if not kept or not 0 <= min(kept) <= max(kept) < n_layers or sorted(set(kept)) != list(kept):
         raise ValueError(f"layers {list(kept)} must be some of 0 to {n_layers - 1}, in order")
@@ -271,7 +271,7 @@ class NgramDraft(Drafter):
         self.n = n
 
     def look(self, state: nn.Module) -> None:
-        self.prepare(self.find)(state)
+        self.maybe_compile(self.find, state)(state)
 
     def find(self, state: nn.Module) -> None:
         """Find the match, and make the proposal that a next round would take."""
@@ -298,8 +298,8 @@ class CustomDraft(Drafter):
         super().__init__()
         self.drafter = drafter
 
-    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
-        self.state = state
+    def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
+        pass
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         return self.drafter.propose(state)
@@ -378,7 +378,8 @@ class DraftLength:
 
     def observe(self, overlap: float) -> None:
         """Sum of min(p, q) at one drafted position that was reached."""
-        self.overlap, self.weight = self.overlap * KEPT + overlap, self.weight * KEPT + 1
+        if math.isfinite(overlap):  # a draft's NaN would stay in the mean for good
+            self.overlap, self.weight = self.overlap * KEPT + overlap, self.weight * KEPT + 1
 
     def drafted(self, matched: int, rows: int) -> None:
         """A round found something to draft for so many of its rows."""

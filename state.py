@@ -1,31 +1,32 @@
-"""A batch as fixed tensors: what every step reads and writes in place.
+"""The slots of a batch as fixed tensors: what every step reads and writes in place.
 
-    State       tokens, positions, ends, samplings; `start` fills in a batch, `commit` appends what a step decided
+    State       tokens, positions, ends, samplings of each slot; `fill` gives a slot a request, `commit` appends what a
+                step decided, `park` takes a slot out
 
 This file knows no model, no step and no text.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limits import one_kind
 from processors import log_likeliest
-from sampling import GREEDY, INVALID, Sampling, distribution
+from sampling import GREEDY, INVALID, distribution
 from tp import ALONE, Ranks
 
-NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in finished rows
+NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in slots that do not decode
 STOP_SLOTS = 64
 
 
 class State(nn.Module):
-    """A batch in fixed tensors, which steps read and write in place: replaying a step needs nothing from the host.
+    """B slots of S positions in fixed tensors, which steps read and write in place: replaying a step needs nothing from
+    the host. A row_view of it is a State of a few neighbouring slots.
 
-    `kind` is the sampling's, a choice of code; everything else may change without compiling. With several ranks, what
-    rank 0 decides goes into every rank's state. `process`: what logits (B, T, V) go through, as
-    processors.RepetitionPenalty. `logprobs`: so many of the likeliest tokens are noted beside each decided one while
+    `kind` serves the samplings of all rows, a choice of code; everything else may change without compiling. With
+    several ranks, rank 0's decisions go into every rank's state. `process` changes logits (B, T, V), as
+    processors.RepetitionPenalty does. `logprobs`: so many top tokens are recorded beside each decided one while
     `noting`, a choice of code as `kind` is.
     """
 
@@ -35,19 +36,19 @@ class State(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.process, self.n_likeliest, self.noting = process, logprobs, logprobs is not None
-        self.likeliest = self.weighed = None
-        self.kind, self.broadcast = GREEDY, ranks.broadcast
+        self.kind, self.broadcast, self.parking = GREEDY, ranks.broadcast, S
         self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
 
-        fixed("tokens", B, S + K + 1)  # prompt, then what was decided; beyond `pos` a round's scratch space
-        fixed("pos", B)  # index of the last decided token, which no layer has seen yet
+        fixed("tokens", B, S + K + 2)  # prompt, then what was decided; beyond `pos` a round's scratch space
+        fixed("pos", B, fill=S)  # index of the last decided token, which no layer has seen yet; S: parked
         fixed("end", B)  # index at which the row is full
         fixed("done", B, fill=True, dtype=torch.bool)
         fixed("seed", B)
-        fixed("stop_ids", STOP_SLOTS, fill=-1)
+        fixed("stop_ids", B, STOP_SLOTS, fill=-1)
+        fixed("drafts", B, fill=True, dtype=torch.bool)  # whether drafted tokens may be proposed for the row
         fixed("values", B, 4, dtype=torch.float32)  # of the rows' samplings
         # What the last step decided, for the host: tokens, then NO_TOKEN; of how many drafted tokens (-1: of none);
         # how well the draft fitted, as the sum of min(p, q) at each drafted position; and whether drafting can go on.
@@ -55,34 +56,33 @@ class State(nn.Module):
         fixed("accepted", B, fill=-1)
         fixed("overlap", B, K, dtype=torch.float32)
         fixed("has_match", B, fill=True, dtype=torch.bool)
+        self.register_buffer("likeliest", None), self.register_buffer("weighed", None)
         if self.noting:
-            self.likeliest = torch.zeros(B, K + 1, 1 + logprobs, 2, device=device)  # as processors.log_likeliest
-            self.weighed = torch.zeros(B, K + 1, 2, device=device)  # p of the target, q of the draft or 0
+            fixed("likeliest", B, K + 1, 1 + logprobs, 2, fill=0.0, dtype=torch.float32)  # processors.log_likeliest
+            fixed("weighed", B, K + 1, 2, fill=0.0, dtype=torch.float32)  # p of the target, q of the draft or 0
 
-    def start(
-        self, prompts, budgets: Sequence[int], stop_ids: Iterable[int], seeds: Sequence[int],
-        sampling: Sampling | Sequence[Sampling],
-    ) -> None:  # fmt: skip
-        """Fill in a batch: new tokens, a seed and a sampling for each row (or one for all, of one kind). Rows beyond
-        the prompts are done from the start."""
-        samplings, stop_ids = one_kind(sampling, len(prompts)), sorted(stop_ids)
-        if len(stop_ids) > STOP_SLOTS:
-            raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
-        B = self.tokens.size(0)
-        empty = B - len(prompts)
-        lengths = torch.tensor([len(prompt) for prompt in prompts] + [1] * empty)
-        self.tokens.zero_()
-        for row, prompt in enumerate(prompts):
-            # Padded with a token of its own: another might overflow in the model, and its NaN reach this row.
-            self.tokens[row] = prompt[-1]
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self.pos.copy_(lengths - 1)
-        self.end.copy_(lengths - 1 + torch.tensor([*budgets, *[0] * empty]))
-        self.done.copy_(torch.arange(B) >= len(prompts))
-        self.seed.copy_(torch.tensor([*seeds, *[0] * empty]))
-        self.stop_ids.copy_(torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids))))
-        self.values.copy_(torch.stack([each.values for each in samplings] + [samplings[0].values] * empty))
-        self.kind = samplings[0].kind
+    def fill(self, slot: int, request) -> None:
+        """Write a request (scheduler.Request) into a slot, which stays parked until `activate`. A prompt is padded with
+        a token of its own: another might overflow in the model, and its NaN reach this slot."""
+        prompt, stop_ids = request.prompt, sorted(request.stop_ids)
+        row = torch.full_like(self.tokens[0], prompt[-1], device="cpu")
+        row[: len(prompt)] = torch.tensor(prompt)
+        self.tokens[slot] = row.to(self.tokens.device)
+        self.end[slot].fill_(len(prompt) - 1 + request.max_new_tokens)
+        self.seed[slot].fill_(request.seed)
+        self.drafts[slot].fill_(request.draft)
+        self.stop_ids[slot] = torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids)))
+        self.values[slot] = request.sampling.values
+
+    def activate(self, slot: int, num_tokens: int) -> None:
+        """The prompt, so many tokens, is in the caches: from now on steps decide this slot's tokens."""
+        self.pos[slot].fill_(num_tokens - 1)
+        self.done[slot].fill_(False)
+
+    def park(self, slot: int) -> None:
+        """Steps pass over this slot: they write its keys and values behind all that anybody attends to."""
+        self.pos[slot].fill_(self.parking)
+        self.done[slot].fill_(True)
 
     def processed(self, logits: Tensor, pos: Tensor, tokens: Tensor | None = None) -> Tensor:
         """logits (B, T, V) behind pos (B, T), as they are drawn from. tokens (B, T): which stand there, if drafted."""
@@ -108,7 +108,8 @@ class State(nn.Module):
         T = tokens.size(1)
         index = torch.arange(T, device=tokens.device)
         position = self.pos[:, None] + 1 + index  # (B, T)
-        last = torch.isin(tokens, self.stop_ids) | (position >= self.end[:, None]) | (tokens == INVALID)
+        is_stop = (tokens[..., None] == self.stop_ids[:, None]).any(dim=-1)  # (B, T)
+        last = is_stop | (position >= self.end[:, None]) | (tokens == INVALID)
         ended_before = last.cumsum(dim=1) - last.long() > 0  # (B, T)
         keep = ~(self.done[:, None] | ended_before)
         if n_accepted is not None:

@@ -11,7 +11,6 @@ This file knows no model and no sampling. It never makes the device wait, but fo
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,11 +49,13 @@ def mark(device: torch.device):
 
 def spent(step: StepResult) -> tuple[float, float]:
     """(seconds of the drafter, seconds of the target's pass) of a step that has ended."""
-    draft, verify, look = (
-        end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
-        for begin, end in itertools.pairwise(step.times)
-    )
+    draft, verify, look = (seconds_between(begin, end) for begin, end in itertools.pairwise(step.times))
     return draft + look, verify
+
+
+def seconds_between(begin, end) -> float:
+    """Of two marks that the device has passed."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 def synchronize(device: torch.device) -> None:
@@ -70,6 +71,7 @@ class StepRecord(NamedTuple):
     draft_s: float
     verify_s: float  # of a plain step its whole pass
     positions: tuple[int, ...]  # decided before the step, of every row that was not done
+    costs: object = None  # speculative.Costs of such steps, by the rows and threads of this one, where calibrated
 
 
 class TokenRecord(NamedTuple):
@@ -85,37 +87,27 @@ class TokenRecord(NamedTuple):
 
 @dataclass
 class Timing:
-    """What one batch cost, filled in by `generate`: facts, which program/report.py interprets. Seconds."""
+    """The facts of several requests, one a row, which program/report.py interprets. Seconds."""
 
-    prompt_tokens: int = 0  # that ran: without those that were cached, or shared with row 0
-    cached: list[int] = field(default_factory=list)  # tokens per row that did not run
-    prefill_s: float = 0.0  # until the first tokens are decided
-    row_s: list[float] = field(default_factory=list)  # decode_s when each row ended
-    decoded: list[int] = field(default_factory=list)  # tokens per row, the first one included
-    records: list[StepRecord] = field(default_factory=list)
-    tokens: list[list[TokenRecord]] = field(default_factory=list)  # per row, with a drafter
-    likeliest: list[list[list]] = field(default_factory=list)  # per row and token, where asked for
-    weighed: list[list[list[float]]] = field(default_factory=list)  # p and q of each
-    decode_s: float = 0.0  # from the first tokens to the last ones; on a CPU without the consumer's time
+    requests: list = field(default_factory=list)  # scheduler.Request
 
+    @property
+    def records(self) -> list[StepRecord]:
+        """The steps of all rows, each once."""
+        return list({id(step): step for request in self.requests for step in request.steps}.values())
+
+    decoded = property(lambda self: [len(request.tokens) for request in self.requests])
+    cached = property(lambda self: [request.num_reused for request in self.requests])
+    prompt_tokens = property(lambda self: sum(len(r.prompt) - r.num_reused for r in self.requests))  # that ran
+    prefill_s = property(lambda self: sum(request.prefill_s for request in self.requests))
+    row_s = property(lambda self: [request.decode_s for request in self.requests])
+    decode_s = property(lambda self: sum(step.seconds for step in self.records))
+    tokens = property(lambda self: [r.token_records for r in self.requests if r.token_records])
+    likeliest = property(lambda self: [request.top_logprobs for request in self.requests])
+    weighed = property(lambda self: [request.token_probs for request in self.requests])
     steps = property(lambda self: len(self.records))
     draft_s = property(lambda self: sum(record.draft_s for record in self.records))
     verify_s = property(lambda self: sum(record.verify_s for record in self.records if record.k))
-
-    def add_step(self, seconds: float, step: StepResult, positions: Iterable[int]) -> None:
-        self.decode_s += seconds
-        self.records.append(StepRecord(step.k, seconds, *spent(step), tuple(positions)))
-
-    def add_token(self, row: int, index: int, step: StepResult) -> None:
-        self.decoded[row] += 1
-        self.row_s[row] = self.decode_s
-        if step.likeliest is not None:
-            self.likeliest[row].append(step.likeliest[row][index])
-            self.weighed[row].append(step.weighed[row][index])
-        if self.tokens:
-            k = step.k if step.accepted[row] >= 0 else 0
-            overlap = step.overlap[row][index] if index < k else 0.0
-            self.tokens[row].append(TokenRecord(index, k, step.accepted[row], overlap, first=not step.times))
 
 
 class Readback:
@@ -125,14 +117,15 @@ class Readback:
     def __init__(self, device: torch.device, timeout_s: float | None = None):
         self.on_gpu, self.timeout_s = device.type == "cuda", timeout_s
         self.lag = host_lag(device)
-        self.waiting: deque[tuple[StepResult, object]] = deque()
+        self.waiting: deque[tuple[StepResult, object, object]] = deque()
 
     @property
     def unread(self) -> int:
         """Tokens that a row may have got and the host has not read."""
-        return sum(step.k + 1 for step, _ in self.waiting)
+        return sum(step.k + 1 for step, *_ in self.waiting)
 
-    def send(self, step: StepResult) -> None:
+    def send(self, step: StepResult, label: object) -> None:
+        """`label` comes back with the result."""
         tensors, event = [tensor for tensor in step[2:] if tensor is not None], None
         if self.on_gpu:
             copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
@@ -140,15 +133,16 @@ class Readback:
             event.record(torch.cuda.current_stream(tensors[0].device))
         else:
             copies = [tensor.clone() for tensor in tensors]
-        self.waiting.append((StepResult(step.k, step.times, *copies), event))
+        self.waiting.append((StepResult(step.k, step.times, *copies), event, label))
 
-    def receive(self) -> StepResult:
-        step, event = self.waiting.popleft()
+    def receive(self) -> tuple[object, StepResult]:
+        """(label, result as lists) of the oldest step."""
+        step, event, label = self.waiting.popleft()
         if event is not None and self.timeout_s is None:
             event.synchronize()
         elif event is not None:  # a replayed graph waits for other ranks without end
             wait_for(event, self.timeout_s)
-        return StepResult(step.k, step.times, *(copy.tolist() for copy in step[2:] if copy is not None))
+        return label, StepResult(step.k, step.times, *(copy.tolist() for copy in step[2:] if copy is not None))
 
 
 def wait_for(event, timeout_s: float) -> None:

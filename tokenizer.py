@@ -23,13 +23,14 @@ from pathlib import Path
 from reading.gguf import is_gguf
 from reading.gguf_folder import write_files
 from reading.templates import ChatTemplate, one_line
-from reading.vocabularies import APART, LARGEST_ID, plain_file, read_json, token_fields
+from reading.vocabularies import APART, LARGEST_ID, is_there, plain_file, read_json, token_fields
 
 FILES = (
     "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
-    "chat_template.json", "generation_config.json",
+    "additional_chat_templates/*.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")  # tokens that settings name
+SPACES = re.compile(r"\s*")
 LONGEST_TEMPLATE = 2**18  # characters; real ones stay far below
 
 
@@ -62,21 +63,27 @@ class StopStrings:
         self.stops, self.held, self.stopped = tuple(stops), "", False
 
     def feed(self, text: str) -> str:
-        """What certainly stands before every stop string. `stopped` is set once one has been found."""
+        """The text that certainly stands before the stop string that begins first. `stopped`: that one is complete."""
         if self.stopped:
             return ""
         self.held += text
-        found = [self.held.find(stop) for stop in self.stops if stop in self.held]
-        self.stopped = bool(found)
-        begun = (n for stop in self.stops for n in range(len(stop)) if self.held.endswith(stop[:n]))
-        cut = min(found) if found else len(self.held) - max(begun, default=0)
-        text, self.held = self.held[:cut], "" if found else self.held[cut:]
+        length, match = len(self.held), self._match()
+        partials = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        cut = min(length - max(partials, default=0), length if match is None else match)
+        self.stopped = cut == match
+        text, self.held = self.held[:cut], "" if self.stopped else self.held[cut:]
         return text
 
     def flush(self) -> str:
-        """What was held back when no more text comes."""
-        text, self.held = self.held, ""
+        """The text that was held back when no more comes, up to a stop string in it, which sets `stopped`."""
+        match = self._match()
+        self.stopped |= match is not None
+        text, self.held = self.held[:match], ""
         return text
+
+    def _match(self) -> int | None:
+        """Where the first stop string begins in the text held back."""
+        return min((self.held.find(stop) for stop in self.stops if stop in self.held), default=None)
 
 
 @dataclass(eq=False)
@@ -88,10 +95,12 @@ class Tokenizer:
     vocab_size: int  # one more than the largest id that the model has too
     bos_id: int | None = None
     add_bos: bool = False  # the folder's own policy
+    leading_ids: tuple[int, ...] = ()  # where that policy puts others in front than bos_id alone
     stop_ids: frozenset[int] = frozenset()  # generation ends after these
     strip_first_space: bool = False  # the library puts a space before every text
     specials: dict[str, int] = field(default_factory=dict)  # found only in what a chat template writes
     literals: dict[str, int] = field(default_factory=dict)  # found in any text
+    spacing: dict[str, tuple[bool, bool, bool]] = field(default_factory=dict)  # lstrip, rstrip, single_word of a name
     apart: str = APART  # a name with this inside is text, and this is nothing, in what a chat template writes
     to_ids_after_special: Callable[[str], list[int]] | None = None  # where text behind a special token differs
     to_ids_with_specials: Callable[[str], list[int]] | None = None  # where the library finds special tokens itself
@@ -100,7 +109,7 @@ class Tokenizer:
     def encode(self, text: str, bos: bool | None = None) -> list[int]:
         """Ids of text. BOS leads them when `bos` is true, or when it is None and the folder's policy says so."""
         with_bos = self.add_bos if bos is None else bos
-        before = [self.bos_id] if with_bos and self.bos_id is not None else []
+        before = [*self.leading_ids] or [self.bos_id] if with_bos and self.bos_id is not None else []
         names = {} if self.to_ids_with_specials else self.literals
         return self._known(before + self._find(valid(text), names))
 
@@ -136,24 +145,27 @@ class Tokenizer:
         """
         if self.template is None:
             raise ValueError("this folder has no chat template (tokenizer_config.json or chat_template.jinja)")
+        source = self.template.source_for(tools)
         # Not in the model's own turns: it writes <think> itself, and templates look for that in its answers.
-        markers = [name for name in self.literals if name in self.template.source and not name.isspace()]
-        parted = []
+        markers = [name for name in self.literals if name in source and not name.isspace()]
+        both, parted = [*self.specials, *markers], []
         for message in messages:
-            known = self.specials if message.get("role") == "assistant" else [*self.specials, *markers]
             texts = {**message, "content": joined(message.get("content"))} if "content" in message else message
-            parted.append({key: value if key == "role" else self._part(value, known) for key, value in texts.items()})
-        both = [*self.specials, *markers]
-        names = {key: self._part(value, both) for key, value in names.items()}
-        text = self.template.render(parted, add_generation_prompt, self._part(tools, both), **names)
+            parted.append(self._part(texts, self.specials if message.get("role") == "assistant" else both, source))
+        names = {key: self._part(value, both, source) for key, value in names.items()}
+        text = self.template.render(parted, add_generation_prompt, self._part(tools, both, source), **names)
         return self.parse(text + self._part(prefill, self.specials))
 
-    def _part(self, value: object, names: Iterable[str]) -> object:
-        """A JSON value with these names parted behind their first characters in all its texts."""
+    def _part(self, value: object, names: Iterable[str], source: str = "") -> object:
+        """A JSON value with these names parted behind their first characters in all its texts and keys, but for keys
+        and roles that are words of the template `source`, which looks for them."""
         if isinstance(value, dict):
-            return {key: self._part(part, names) for key, part in value.items()}
+            parts = {key: self._part(part, names, source) for key, part in value.items()}
+            if is_word(value.get("role"), source):
+                parts["role"] = value["role"]
+            return {key if is_word(key, source) else self._part(key, names): part for key, part in parts.items()}
         if isinstance(value, list):
-            return [self._part(part, names) for part in value]
+            return [self._part(part, names, source) for part in value]
         if not isinstance(value, str):
             return value
         text = valid(value).replace(APART, APART[0] + self.apart + APART[1])
@@ -174,16 +186,25 @@ class Tokenizer:
 
     def _find(self, text: str, names: Mapping[str, int | None]) -> list[int]:
         """Ids of text in which names stand for an id. None: the name only parts what is before it from what follows."""
-        ids, to_ids = [], self.to_ids
+        ids, to_ids, end = [], self.to_ids, 0
         present = sorted((name for name in names if name in text), key=len, reverse=True)
         pattern = "|".join(map(re.escape, present)) or "(?!)"  # the longest first; matches nothing without names
-        for number, part in enumerate(re.split(f"({pattern})", text)):
-            if number % 2:
-                ids += [names[part]] if names[part] is not None else []
-                to_ids = self.to_ids_after_special or self.to_ids
-            elif part:
-                ids += to_ids(part)
-        return ids
+        for match in re.finditer(pattern, text):
+            lstrip, rstrip, single_word = self.spacing.get(match[0], (False, False, False))
+            start, stop = match.span()
+            in_word = single_word and re.search(r"\w", text[max(start - 1, 0) : start] + text[stop : stop + 1])
+            if start < end or in_word:
+                continue
+            part = text[end:start].rstrip() if lstrip else text[end:start]
+            ids += to_ids(part) if part else []
+            ids += [names[match[0]]] if names[match[0]] is not None else []
+            end = SPACES.match(text, stop).end() if rstrip else stop
+            to_ids = self.to_ids_after_special or self.to_ids
+        return ids + (to_ids(text[end:]) if text[end:] else [])
+
+
+def is_word(value: object, source: str) -> bool:
+    return isinstance(value, str) and value.isidentifier() and value in source
 
 
 class ContentError(ValueError):
@@ -235,21 +256,27 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
 
 
 def find_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTemplate | None:
-    """chat_template.jinja, or the settings' chat_template. names: of special tokens that the settings do not name."""
-    file = folder / "chat_template.jinja"
+    """chat_template.jinja, or the settings' chat_template, with the one of name "tool_use" beside it. names: of special
+    tokens that the settings do not name."""
+    file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    names = names | {key: settings[key] for key in NAMED if settings.get(key) is not None}
     try:
-        if file.exists():
-            source = plain_file(file, 4 * LONGEST_TEMPLATE).read_text(encoding="utf-8")
+        if is_there(file):
+            sources = {"default": plain_file(file, 4 * LONGEST_TEMPLATE).read_text(encoding="utf-8")}
+            if is_there(tool_file):
+                sources["tool_use"] = plain_file(tool_file, 4 * LONGEST_TEMPLATE).read_text(encoding="utf-8")
         else:
-            file, source = folder / "tokenizer_config.json", settings.get("chat_template")
-        if isinstance(source, list):  # of which one is the default
-            named = {part.get("name"): part.get("template") for part in source if isinstance(part, dict)}
-            source = named.get("default")
-        if not isinstance(source, str):
+            file, sources = folder / "tokenizer_config.json", settings.get("chat_template")
+            if isinstance(sources, list):
+                sources = {part.get("name"): part.get("template") for part in sources if isinstance(part, dict)}
+            sources = sources if isinstance(sources, dict) else {"default": sources}
+        default, with_tools = (sources.get(key) for key in ("default", "tool_use"))
+        if not isinstance(default, str):
             return None
-        if len(source) > LONGEST_TEMPLATE:
-            raise ValueError(f"a chat template of {len(source):,} characters is longer than {LONGEST_TEMPLATE:,}")
-        return ChatTemplate(source, names | {key: settings[key] for key in NAMED if settings.get(key) is not None})
+        for source in (default, with_tools):
+            if isinstance(source, str) and len(source) > LONGEST_TEMPLATE:
+                raise ValueError(f"a chat template of {len(source):,} characters is longer than {LONGEST_TEMPLATE:,}")
+        return ChatTemplate(default, names, with_tools if isinstance(with_tools, str) else None)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
@@ -271,4 +298,6 @@ def copy_files(folder: Path, other: Path) -> None:
     if is_gguf(folder):
         write_files(folder, other)
     for file in sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}):
-        shutil.copyfile(file, other / file.name)
+        copy = other / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)

@@ -132,6 +132,15 @@ def take(stored: Tensor, cut: Cut | None, source: int, config, ranks: "Ranks", a
     return stored.narrow(cut.dim, begin, end - begin)
 
 
+def fill_share(part: Tensor, stored: Tensor, cut: Cut | None, number: int, config, ranks: "Ranks", alone: bool) -> None:
+    """Copy this rank's share of a stored tensor into place. What has nothing for each input is not cut by inputs: a
+    codebook."""
+    has_inputs = cut is not None and (cut.dim == 0 or stored.shape[1:] != part.shape[1:])
+    stored = take(stored, cut if has_inputs else None, number, config, ranks, alone)
+    part[: len(stored)].copy_(stored)  # casts and moves on the way, no copy between
+    part[len(stored) :].zero_()  # a vocabulary's padding
+
+
 def stack(cut: Cut | None, rows: int, config, ranks: "Ranks") -> list[int]:
     """How many of a local matrix's `rows` each of its sources fills, in order."""
     if cut is None or len(cut.units) == 1:
@@ -301,6 +310,12 @@ def launched() -> bool:
     return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
+def check_single_process() -> None:
+    """ValueError under torchrun, for programs whose processes would not divide the work."""
+    if launched():
+        raise ValueError("only generate.py divides its work over ranks: start this program without torchrun")
+
+
 def local_device(asked: str | None) -> str | None:
     """The device of this rank when torchrun started it: GPU number LOCAL_RANK of its machine, unless --device says
     otherwise. ValueError where the ranks of a machine are more than its GPUs."""
@@ -308,7 +323,9 @@ def local_device(asked: str | None) -> str | None:
         if launched() and asked != "cpu":
             raise ValueError(f"--device {asked}: with several ranks say cpu or cuda; each rank takes a GPU of its own")
         return asked
-    local, here = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    # Slurm does not set LOCAL_WORLD_SIZE: then at least the GPUs up to this rank's own must be there.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ["LOCAL_RANK"]) + 1))
+    here = torch.cuda.device_count()
     if asked is None and here == 0:
         return None
     if local > here:

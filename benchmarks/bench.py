@@ -53,7 +53,9 @@ from model import Config, Transformer
 from program.edge import ending_plainly
 from program.report import attended_bytes, position_bytes, speculative, weight_bytes
 from quantize import SCHEMES, quantize_model
+from runner import Rows
 from sampling import GREEDY, Sampling
+from scheduler import Request
 from speculative import ModelDraft, NgramDraft
 from tokenizer import load_tokenizer
 from weights.linears import pack_model
@@ -129,12 +131,10 @@ class Contender:
     @torch.inference_mode()
     def decode(self, steps: int, filled: int) -> dict:
         """Median seconds of a step whose first has `filled` positions in every row, its own included; and its bytes."""
-        prompt = [[7] * filled] * self.batch
-        self.engine.state.start(prompt, [steps + 1] * self.batch, (), [0] * self.batch, Sampling(0))
-        seconds = []
+        seconds, rows = [], fill_slots(self.engine, filled, steps)
         for step in range(steps):
             start = time.perf_counter()
-            self.engine.step(filled + step)
+            self.engine.run(rows, filled + step)
             seconds.append(time.perf_counter() - start)
         read = weight_bytes(self.model) + self.batch * attended_bytes(position_bytes(self.model), filled + steps // 2)
         return {"seconds": statistics.median(seconds), "bytes": read, "compile_s": self.compile_s}
@@ -152,7 +152,8 @@ class Contender:
     @torch.inference_mode()
     def prefill(self, length: int) -> dict:
         """Seconds until the logits after `length` tokens are there."""
-        timing, prompts = Timing(), [[7] * length] * self.batch
+        timing, prompts = Timing(), [[7 + row] * length for row in range(self.batch)]  # with nothing in common
+        self.engine.clear()
         list(generate(self.model, prompts, sampling=Sampling(0), max_new_tokens=1, engine=self.engine, timing=timing))
         return {"seconds": timing.prefill_s}
 
@@ -173,6 +174,14 @@ class Contender:
             kind = next((kind for kind, words in kinds.items() if any(word in event.key for word in words)), "other")
             spent[kind] += event.self_cpu_time_total / 1e3 / steps
         return {"step": plain, **spent}
+
+
+def fill_slots(engine: Engine, filled: int, steps: int) -> Rows:
+    """All slots, each with room for so many greedy steps behind `filled` positions, which no pass has computed."""
+    for slot in range(engine.batch_size):
+        engine.state.fill(slot, Request(slot, [7] * filled, Sampling(0), steps + 1))
+        engine.state.activate(slot, filled)
+    return engine.rows(0, engine.batch_size)
 
 
 class Pair:
@@ -204,6 +213,7 @@ class Pair:
         self.engine.calibrate(self.sampling, min(len(prompt) + new // 2, self.engine.max_seq_length - 1), rounds=5)
         answer = {}
         for name, k in (("plain", 0), ("drafted", self.k)):
+            self.engine.clear()
             self.engine.speculate_k, timing = k, Timing()
             list(
                 generate(
@@ -652,16 +662,14 @@ def mapped_bytes(folder: str) -> int:
 
 def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
     """One rank of a launch, or a process alone: load its part, run some steps with 100 tokens filled; prints JSON."""
-    import checkpoint
-
-    ranks, copied, take = tp.join(torch.device("cpu"), 300), [], checkpoint.take
+    ranks, copied, take = tp.join(torch.device("cpu"), 300), [], tp.take
     torch.set_num_threads(threads)
 
     def counted(*args, **others) -> torch.Tensor:
         copied.append(take(*args, **others))
         return copied[-1]
 
-    checkpoint.take = counted
+    tp.take = counted
     start = time.perf_counter()
     with PeakAnonymous() as peak:
         model = load_model(folder, tp=ranks)

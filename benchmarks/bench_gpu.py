@@ -320,6 +320,7 @@ class Contender:
         self.patches = list(self.chosen_code())
         with self.active():
             self.engine = Engine(model, batch, max(POSITIONS, self.filled + 64), **options)
+        self.rows = self.engine.rows(0, batch)
         self.keep_logits(batch, k)
         self.compile_s = self.warm_up()
         self.error = self.check() if check else math.nan
@@ -368,18 +369,17 @@ class Contender:
     def advance(self, k: int = 0) -> None:
         """One decode step, one replay of several, or one verification of k drafted tokens."""
         if self.variant.steps == 1 or k:
-            self.engine.step(self.filled, k)
+            self.engine.run(self.rows, self.filled, k)
             return
-        caches = self.engine.cached.upto(self.filled)
-        self.engine.prepared(several_steps, self.variant.steps)(
-            self.subject.model, caches, self.engine.state, self.variant.steps
-        )
+        state, target, _ = self.rows
+        step = self.engine.maybe_compile(several_steps, state, self.variant.steps)
+        step(self.subject.model, target.slice_to(self.filled), state, self.variant.steps)
 
     @torch.inference_mode()
     def place(self) -> None:
         """Fill the caches: with the prompt where that is short, else with noise; then stand behind it."""
-        state, n = self.engine.state, self.filled
-        caches, tokens = self.engine.cached.caches, self.subject.prompt[:, :n]
+        state, n = self.rows.state, self.filled
+        caches, tokens = self.rows.target.caches, self.subject.prompt[:, :n]
         state.tokens[:, : tokens.size(1)] = tokens
         state.pos.fill_(n - 1)
         state.done.fill_(True)
@@ -690,6 +690,7 @@ def race(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> tuple[f
     wait for the device but the loop's own reading of events. ValueError where the two decide different tokens."""
     found, texts, new = [], [], 24 if args.tiny else 256
     for k in (0, K):
+        engine.clear()
         engine.speculate_k, timing = k, Timing()
         options = {"sampling": Sampling(0), "max_new_tokens": new, "engine": engine, "timing": timing}
         stream = generate(engine.model, [prompt], **options)
@@ -707,14 +708,15 @@ def race(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> tuple[f
 def costs(args: argparse.Namespace, engine: Engine) -> Costs:
     """As Engine.calibrate, but back to back: with a pause before each, a GPU's steps seem to cost what the host takes
     to launch them, and those of a small draft more than they do."""
-    state = engine.state
+    rows = engine.rows(0, 1)
+    state = rows.state
     state.pos.fill_(args.filled - 1)
     state.done.fill_(True)
     found: dict[int, list] = {}
     for k in (0, K):
         for number in range(args.steps + UNCOUNTED):
-            step = engine.step(args.filled, k)
-            engine.missed = 0
+            step = engine.run(rows, args.filled, k)
+            engine.draft_lag = 0
             if number >= UNCOUNTED:
                 found.setdefault(k, []).append(step)
         synchronize(engine.device)
@@ -870,6 +872,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.device = args.device or pick_device(None)
+    if args.device.type != "cuda" and not args.tiny:
+        raise ValueError("needs a CUDA device; --device cpu --tiny tries the program out on a CPU")
     check_names("measurement", args.what, list(MEASUREMENTS))
     check_names("shape", args.shapes, list(SHAPES))
     check_names("format", args.formats, ["bf16", *formats.SCHEMES])
@@ -884,8 +888,10 @@ def check_names(what: str, names: list[str], known: list[str]) -> None:
 
 
 def main() -> None:
-    args = parse_args()
     with ending_plainly():
+        args = parse_args()
+        if not args.what and not args.worker:
+            raise ValueError(f"name what to measure: {', '.join(MEASUREMENTS)}")
         serve(args) if args.worker else run(args)
 
 

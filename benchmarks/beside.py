@@ -51,9 +51,9 @@ def work(root: str, case: dict) -> None:
     engine = Engine(model, 1, filled + new + 8, compile=bool(case["compile"]), drafter=drafter, speculate_k=3)
     compile_s = engine.warm_up("greedy") if case["compile"] else 0.0
     print(json.dumps(compile_s), file=out, flush=True)
-    prompt = [i * 7 % 1000 + 3 for i in range(filled)]
-    for _ in sys.stdin:
-        timing = Timing()
+    for number, _ in enumerate(sys.stdin):
+        # Another prompt each time: an engine keeps what it has computed of the last one.
+        timing, prompt = Timing(), [(i * 7 + number) % 1000 + 3 for i in range(filled)]
         for _ in generate(model, [prompt], sampling=Sampling(0), max_new_tokens=new, engine=engine, timing=timing):
             pass
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

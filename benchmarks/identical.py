@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 
-from benchmarks.bench import TINYLLAMA, row, write_results
+from benchmarks.bench import TINYLLAMA, fill_slots, row, write_results
 from checkpoint import random_model
-from generate import CachedModel, Engine
+from generate import Engine
 from model import Config, Transformer
 from program.edge import ending_plainly
 from program.flags import Parser, positive
-from sampling import Sampling
+from runner import ModelRunner
 from weights import cpu
 from weights.linears import pack_model
 
@@ -35,13 +35,13 @@ def undone(model: Transformer, engine: Engine) -> Iterator[None]:
     """Every measure undone: products of the rows that there are, but for the padding that makes large ones faster;
     attention over the exact length, for the exact number of query rows."""
 
-    def exact(self: CachedModel, length: int) -> int:
+    def exact(self: ModelRunner, length: int) -> int:
         return min(length, self.S)
 
-    caches = engine.cached.caches
+    target = engine.rows(0, 1).target
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(CachedModel, "attended", exact))
-        stack.enter_context(mock.patch.object(engine.cached, "caches", caches._replace(rows=1)))
+        stack.enter_context(mock.patch.object(ModelRunner, "bucket_length", exact))
+        stack.enter_context(mock.patch.object(target, "caches", target.caches._replace(rows=1)))
         for module in model.modules():
             if type(module) is cpu.PackedWeights:
                 for name, value in (("widths", (min(module.widths[0], cpu.ROWS),)), ("cut", 0)):
@@ -52,11 +52,10 @@ def undone(model: Transformer, engine: Engine) -> Iterator[None]:
 @torch.inference_mode()
 def step_seconds(engine: Engine, filled: int, steps: int) -> float:
     """Median of steps with so many positions filled."""
-    seconds = []
-    engine.state.start([[7] * filled], [steps + 1], (), [0], Sampling(0))
+    seconds, rows = [], fill_slots(engine, filled, steps)
     for step in range(steps):
         begun = time.perf_counter()
-        engine.step(filled + step)
+        engine.run(rows, filled + step)
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
 

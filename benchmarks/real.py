@@ -39,8 +39,8 @@ from benchmarks.bench import ROOT, Worker, close, row, write_results
 from benchmarks.peers import write_bf16
 from program.edge import ending_plainly
 from program.flags import Parser, parse_args, positive
-from program.printing import Printer, Session
-from program.prompts import conversation_ids
+from program.printing import Answer, Session
+from program.prompts import Request, conversation_ids
 from tokenizer import load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -119,15 +119,15 @@ def serve(flags: list[str]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer(session: Session, args: argparse.Namespace) -> None:
+    def answer_all(session: Session, args: argparse.Namespace) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             session.stop_ids = frozenset(request.get("stop_ids", ()))
-            printer = Printer(session.tokenizer, [""], session.stop_ids, as_json=True)
-            timing = session.decode(printer, [request["ids"]], [request["new"]], 0)
-            print(json.dumps(printer.rows([request["ids"]], timing, session.engine)[0]), file=out, flush=True)
+            asked = Request("", ids=request["ids"], max_new_tokens=request["new"], seed=0)
+            for answer in session.decode([Answer(asked, session.printer([]))]):
+                print(json.dumps(answer.result(session.engine)), file=out, flush=True)
 
-    with mock.patch.object(program.main, "chat", answer):
+    with mock.patch.object(program.main, "chat", answer_all):
         program.main.main(parse_args([*flags, "--interactive"]))
 
 

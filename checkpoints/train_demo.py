@@ -30,7 +30,7 @@ from checkpoint import save_model, write_whole
 from model import Config, Transformer
 from program.edge import ending_plainly
 from program.flags import Parser
-from scripts.distill_draft import adamw, autocast, init_weights, learning_rate, update
+from scripts.distill_draft import adamw, init_weights, learning_rate, update
 
 BOS, EOS, END_OF_STORY = 1, 2, "<|endoftext|>"
 VOCAB_SIZE = 2048
@@ -99,6 +99,10 @@ def next_token_loss(model: Transformer, rows: Tensor) -> Tensor:
     """rows (B, T + 1). Cross-entropy with the next token."""
     logits = model(rows[:, :-1], torch.arange(rows.size(1) - 1, device=rows.device))  # (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def autocast(device: str) -> torch.autocast:
+    return torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
 
 
 @torch.no_grad()

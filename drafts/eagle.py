@@ -101,16 +101,16 @@ class EagleDraft(ModelDraft):
     """A ModelDraft that is fed as many decided tokens as a round can decide, each behind the target's own state; then,
     token by token, what it drew behind its own."""
 
-    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
+    def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         eagle, model = self.model.eagle, target.model
         like = model.norm.weight
-        sizes = state.pos.size(0), target.S + 1, eagle.target_dim, like.dtype, like.device
+        sizes = state.pos.size(0), target.S + target.slack, eagle.target_dim, like.dtype, like.device
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
             taps = {i: Tap(*sizes) for i in eagle.taps}
         target.caches = target.caches._replace(taps=taps)
         self.model.embed = self.model.embed or model.embed
-        super().setup(state, k_max, target, prepare)
-        self.cached.caches, self.fed = self.cached.caches._replace(taps=taps), k_max + 1
+        super().setup(state, k_max, target, maybe_compile)
+        self.runner.caches, self.fed = self.runner.caches._replace(taps=taps), k_max + 1
         own = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
         self.register_buffer("own", own, persistent=False)  # (B, 1, D) the state behind the last token fed
 

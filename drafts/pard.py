@@ -24,8 +24,8 @@ class PardDraft(ModelDraft):
         super().__init__(model)
         self.mask = mask
 
-    def setup(self, state: nn.Module, k_max: int, target, prepare: Callable) -> None:
-        super().setup(state, k_max, target, prepare)
+    def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
+        super().setup(state, k_max, target, maybe_compile)
         self.fed = k_max + 1
 
     def passes(self, k: int) -> int:
@@ -33,7 +33,7 @@ class PardDraft(ModelDraft):
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.drawn.zero_()
-        self.prepare(self.draw_all, state.k)(self.cached.upto(state.length), state, state.k)
+        self.maybe_compile(self.draw_all, state, state.k)(self.runner.slice_to(state.length), state, state.k)
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def draw_all(self, caches: Caches, state: nn.Module, K: int) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from tp import launched, leave, lost_contact
+from tp import check_single_process, launched, leave, lost_contact
 
 OLDEST_TORCH = [2, 11]
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -27,17 +27,20 @@ OTHERS_WAIT_S = 3.0  # before a rank prints an error that local rank 0 may have 
 
 
 @contextlib.contextmanager
-def ending_plainly(reader_may_leave: bool = False) -> Iterator[None]:
+def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) -> Iterator[None]:
     """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a bug keeps its traceback.
 
     With `reader_may_leave` a closed stdout is no error: `program | head` ends quietly. SIGTERM ends a program at once;
-    what it was writing then lies under NAME.partial.
+    what it was writing then lies under NAME.partial. Without `joins_ranks` the program refuses to be one of several
+    processes of torchrun: each would do all of the work, and write to the same files.
     """
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # program/__init__.py's; `nohup` stays
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
             raise ValueError(f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.13")
+        if not joins_ranks:
+            check_single_process()
         yield
         if sys.stdout is not None:
             sys.stdout.flush()  # an error here can still be said
@@ -46,6 +49,9 @@ def ending_plainly(reader_may_leave: bool = False) -> Iterator[None]:
     except RuntimeError as error:
         if lost_contact(error):
             fail(f"lost contact with another rank, whose own error, if it had one, tells why ({error})")
+        if any(words in str(error) for words in ("file too short", "invalid ELF header")):
+            folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "of TORCHINDUCTOR_CACHE_DIR")
+            fail(f"torch's compile cache holds a damaged library: delete the folder {folder} and start again ({error})")
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # a CPU's words
             raise
         fail(error)
@@ -66,7 +72,7 @@ def fail(error: Exception | str) -> NoReturn:
     # Local rank 0 reports first; torchrun then ends the waiting ranks, so an error that all share is printed once.
     if launched() and int(os.environ["LOCAL_RANK"]) > 0:
         time.sleep(OTHERS_WAIT_S)
-    rank = int(os.environ["RANK"]) if launched() else 0
+    rank = int(os.environ.get("RANK", 0)) if launched() else 0
     print_error(f"rank {rank}: {error}" if rank else error)
     sys.exit(2)
 
@@ -135,8 +141,9 @@ def leave_ranks() -> None:
 def use_threads(asked: int | None) -> int:
     """Use --threads, or torch's number within the share of this process; a rank takes its part of that. How many."""
     share, usual = cpu_share(), torch.get_num_threads()
-    if launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, where the user says nothing
-        share = usual = max(1, share // int(os.environ["LOCAL_WORLD_SIZE"]))
+    num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable
+    if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, if the user says nothing
+        share = usual = max(1, share // int(num_local))
     torch.set_num_threads(asked or min(usual, share))
     return torch.get_num_threads()
 

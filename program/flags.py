@@ -34,6 +34,14 @@ def positive(text: str) -> int:
     return value
 
 
+def thread_count(text: str) -> int:
+    """A number of threads that the machine has processors for: thousands would freeze it."""
+    count, most = positive(text), os.cpu_count() or 1
+    if count > most:
+        raise argparse.ArgumentTypeError(f"{count} threads are more than this machine's processors, {most}")
+    return count
+
+
 def an_object(text: str) -> dict:
     return checked_json(text, dict, "an object")
 
@@ -101,7 +109,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("when it ends").add_argument
     add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
-    add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: the context")
+    add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: as many"
+        " as they need; of a chat or scripts.serve, the context, at most 4096")  # fmt: skip
     add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
 
@@ -121,7 +130,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
-    add("--threads", type=positive, metavar="N", help="of a CPU; default: all it may use or one, as measured")
+    add("--threads", type=thread_count, metavar="N", help="of a CPU; default: all it may use or one, as measured")
     add("--kv_cache_dtype", choices=[*KINDS], default="model", help="of keys and values; int8 and fp8 take half the"
         " bytes; default: the model's")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
@@ -133,6 +142,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("what is reported").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
+    add("--ordered", action="store_true", help="--json in the file's order; default: each line as soon as its row ends")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
         " before temperature, penalty and filters")  # fmt: skip
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
@@ -151,6 +161,8 @@ def check_options(args: argparse.Namespace) -> None:
     chats = args.interactive or args.prompt_file
     for wrong, message in (
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
+        (args.max_new_tokens is not None and args.max_new_tokens < 1,
+         f"--max_new_tokens {args.max_new_tokens} must be at least 1"),
         (args.system and not args.interactive, "--system needs --interactive"),
         ((args.chat_template_kwargs or args.tools is not None or args.prefill) and not chats,
          "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive or a --prompt_file of them"),

@@ -20,16 +20,17 @@ from drafts.eagle import EagleDraft, load_eagle
 from drafts.pard import PardDraft
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
-from model import Transformer
+from model import Config, Transformer
 from program.edge import interrupts_held
 from quantize import quantized_copy
 from reading import files
 from reading.drafts import kind_of, pard_token
 from reading.vocabularies import led_by, read_json
 from sampling import Sampling
-from speculative import Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
+from speculative import Costs, Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
 from tokenizer import Tokenizer, load_tokenizer
 from tp import Ranks, ranks_of
+from weights.formats import format_of
 from weights.linears import pack_model
 
 LEAST_SHARED = 0.5  # of the target's probability, that a draft with other tokens must have tokens for
@@ -100,14 +101,57 @@ def unused_settings(args: argparse.Namespace) -> None:
         print(f"not used of generation_config.json: {json.dumps(other):.400}", file=sys.stderr)
 
 
+def target_config(args: argparse.Namespace) -> Config:
+    return config_of(Path(args.random_weights)) if args.random_weights else load_config(args.checkpoint)
+
+
+def check_draft(args: argparse.Namespace, config: Config) -> None:
+    """ValueError for a draft that cannot fit a target with this config, before any weights are read."""
+    if args.draft_checkpoint:
+        draft_kind(Path(args.draft_checkpoint))
+    elif args.draft is not None:
+        kind, value = draft_spec(args.draft)
+        if kind == "layers" and max(value) >= config.n_layers:
+            raise ValueError(f"--draft {args.draft}: layers {value} must be some of 0 to {config.n_layers - 1}")
+
+
+def draft_spec(text: str) -> tuple[str, int | list[int] | str]:
+    """--draft as (ngram, tokens to match), (layers, their numbers) or (quantized, scheme). ValueError for anything
+    else."""
+    kind, _, rest = text.partition(":")
+    with led_by(f"--draft {text}"):
+        if kind == "ngram":
+            if rest and not rest.isdigit():
+                raise ValueError(f"{rest!r} is no number of tokens to match")
+            return kind, (NgramDraft(int(rest)) if rest else NgramDraft()).n
+        if kind == "layers":
+            return kind, parse_layers(rest)
+        if kind == "quantized":
+            format_of(rest)
+            return kind, rest
+        raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
+
+
+def draft_kind(folder: Path) -> tuple[str, int | None]:
+    """(kind, PARD's mask token) of --draft_checkpoint's config.json."""
+    hf = files.read_json(folder / "config.json") if folder.exists() else {}  # which load_config will name
+    with led_by(folder / "config.json"):
+        kind = kind_of(hf)
+        mask = pard_token(hf) if kind == "pard" else None
+    if kind != "eagle3":
+        load_config(folder)
+    return kind, mask
+
+
 def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:
     """This rank's part of --checkpoint, or of random weights of a shape, not packed; and the tokenizer."""
     options = {"device": device, "quantize": args.quantize, "head": args.quantize_head, "tp": ranks, "pack": False}
+    config = target_config(args)
+    check_draft(args, config)
     if args.random_weights:
-        config = config_of(Path(args.random_weights))
         model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)
         return model, number_tokenizer(config.vocab_size)
-    dtype = pick_dtype(args.dtype, load_config(args.checkpoint).dtype, device)
+    dtype = pick_dtype(args.dtype, config.dtype, device)
     tokenizer = load_tokenizer(args.checkpoint)
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(b"\0".join(tokenizer.pieces())).hexdigest()})
     model = load_model(args.checkpoint, dtype=dtype, progress=True, **options)
@@ -119,31 +163,21 @@ def load_drafter(args: argparse.Namespace, model: Transformer, tokenizer: Tokeni
     which is not packed either."""
     if args.draft_checkpoint:
         return folder_drafter(args, Path(args.draft_checkpoint), model, tokenizer)
-    kind, _, rest = (args.draft or "").partition(":")
-    try:
-        if args.draft is None:
-            return None
+    if args.draft is None:
+        return None
+    kind, value = draft_spec(args.draft)
+    with led_by(f"--draft {args.draft}"):
         if kind == "ngram":
-            if rest and not rest.isdigit():
-                raise ValueError(f"{rest!r} is no number of tokens to match")
-            return NgramDraft(int(rest)) if rest else NgramDraft()
+            return NgramDraft(value)
         if kind == "layers":
-            kept = parse_layers(rest)
-            return ModelDraft(layer_subset(model, kept), on_layers=kept)
-        if kind == "quantized":
-            return ModelDraft(quantized_copy(model, rest), on_layers=range(model.config.n_layers))
-        raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
-    except ValueError as error:
-        raise ValueError(f"--draft {args.draft}: {error}") from None
+            return ModelDraft(layer_subset(model, value), on_layers=value)
+        return ModelDraft(quantized_copy(model, value), on_layers=range(model.config.n_layers))
 
 
 def folder_drafter(args: argparse.Namespace, folder: Path, model: Transformer, tokenizer: Tokenizer) -> Drafter:
     """The drafter of --draft_checkpoint: its config.json says whether it is a model, a PARD or an EAGLE-3 draft."""
     device, ranks = model.norm.weight.device, ranks_of(model)
-    hf = files.read_json(folder / "config.json") if folder.exists() else {}  # which load_config will name
-    with led_by(folder / "config.json"):
-        kind = kind_of(hf)
-        mask = pard_token(hf) if kind == "pard" else None
+    kind, mask = draft_kind(folder)
     ranks.check_same(lambda: fingerprints(folder, files.open_shards(files.shards(folder))))
     if kind == "eagle3":
         if args.draft_tp == "sharded":
@@ -198,3 +232,19 @@ def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Iterable[str
     if engine.drafter is not None:
         with interrupts_held() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)
+
+
+def costs_by_threads(engine: Engine, sampling: Sampling, filled: int) -> dict[int, dict[int, Costs]]:
+    """Costs by the number of threads that decoding may choose, one or all, then by rows; {} without a drafter."""
+    num_threads = torch.get_num_threads()
+    if engine.drafter is None or num_threads == 1:
+        return {}
+    costs = {num_threads: engine.costs_by_rows}
+    try:
+        torch.set_num_threads(1)
+        engine.calibrate(sampling, filled, rounds=3)
+        costs[1] = engine.costs_by_rows
+    finally:
+        torch.set_num_threads(num_threads)
+    engine.use_costs(costs[num_threads])
+    return costs

@@ -6,9 +6,9 @@
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,18 +16,19 @@ import torch
 
 from caches import KINDS
 from generate import Engine
-from kept import common_prefix
 from limits import check_lengths
 from program.chat import chat
 from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
 from program.flags import check_options, parse_args, processor_of, speculate_k
-from program.loading import compiles, load, pick_device, unused_settings, warm_up
-from program.printing import Printer, Session
+from program.loading import compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
+from program.printing import Answer, Session
 from program.prompt_cache import PromptCache
 from program.prompts import Request, encoded, requests, sampling_of
 from program.report import report
-from program.threads import Threads
 from reading.files import write_whole
+from sampling import KINDS as KINDS_OF_SAMPLING
+from scheduler import common_prefix
+from timing import Timing
 from tp import Ranks, join, local_device
 
 COMPILED_PROMPTS = (
@@ -36,7 +37,7 @@ COMPILED_PROMPTS = (
 CHAT_LENGTH = 4096  # positions of an interactive session, where --max_seq_length does not say
 
 
-@ending_plainly(reader_may_leave=True)
+@ending_plainly(reader_may_leave=True, joins_ranks=True)
 def main(args: argparse.Namespace | None = None) -> None:
     args = parse_args() if args is None else args
     check_options(args)
@@ -51,27 +52,17 @@ def main(args: argparse.Namespace | None = None) -> None:
         cache = PromptCache(args)
         session, rows, refused = open_session(args, asked, device, ranks)
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
-            session.threads = Threads(threads)
-        kept = cache.around(session.kept, [row.ids for row in rows])
-        with kept, profiled(args.profile if ranks.rank == 0 else None):
+            session.choose_threads(threads)
+        prefixes = cache.around(session.engine, [row.ids for row in rows])
+        with prefixes, profiled(args.profile if ranks.rank == 0 else None):
             if args.interactive:
                 chat(session, args)
-            timings = []
-            for batch in batches(rows, args.batch_size):
-                texts, prompts = [row.text for row in batch], [row.ids for row in batch]
-                stops = [row.stop for row in batch]
-                printer = Printer(
-                    session.tokenizer, texts, session.stop_ids, args.stop, args.json, session.coloured, stops
-                )  # fmt: skip
-                budgets, seeds = [row.max_new_tokens for row in batch], [row.seed for row in batch]
-                samplings = [row.sampling for row in batch]
-                timings.append(session.decode(printer, prompts, budgets, seeds, sampling=samplings))
-                if args.json:
-                    for row, found in zip(batch, printer.rows(prompts, timings[-1], session.engine), strict=True):
-                        print(json.dumps(row.labels() | found), flush=True)
-        if timings:
-            report(timings, session.engine)
-        if broken or refused:
+            output = Output(session, rows, args)
+            for answer in session.decode(output.answers):
+                output.add(answer)
+        if rows:
+            report(output.timings(), session.engine)
+        if broken or refused or output.has_errors:
             sys.exit(2)
 
 
@@ -86,11 +77,47 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **given}
 
 
-def batches(rows: list[Request], size: int) -> Iterator[list[Request]]:
-    """Neighbours whose samplings are of one kind, which steps are made for, up to `size` together."""
-    for _, group in itertools.groupby(rows, lambda row: row.sampling.kind):
-        alike = list(group)
-        yield from (alike[begin : begin + size] for begin in range(0, len(alike), size))
+class Output:
+    """Ended answers on stdout. A single text streams. With --json a line appears as soon as its row ends, or with
+    --ordered in the rows' order; texts appear in that order, each under its prompt."""
+
+    def __init__(self, session: Session, rows: list[Request], args: argparse.Namespace):
+        self.engine, self.as_json, self.in_order = session.engine, args.json, args.ordered or not args.json
+        streaming = len(rows) == 1 and not args.json
+        if streaming:
+            # On a terminal the answer continues the prompt's line; in a log each has its own.
+            print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+        self.answers = [Answer(row, session.printer(row.stop, streaming)) for row in rows]
+        self.waiting, self.ended, self.has_errors = deque(self.answers), set(), False
+
+    def add(self, answer: Answer) -> None:
+        """Show an answer that has ended, once its turn has come. ValueError for the error of a prompt of no file."""
+        if error := answer.request.error:
+            if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
+                error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
+            if answer.asked.place is None:
+                raise error
+            print_error(f"{answer.asked.place}: {error}")
+            self.has_errors = True
+        self.ended.add(answer)
+        if not self.in_order:
+            self.show(answer)
+        while self.in_order and self.waiting and self.waiting[0] in self.ended:
+            self.show(self.waiting.popleft())
+
+    def show(self, answer: Answer) -> None:
+        if answer.request.error is not None or answer.printer.streaming:
+            return
+        if self.as_json:
+            print(json.dumps(answer.result(self.engine)), flush=True)
+        else:
+            print(answer.asked.text, end="", file=sys.stderr, flush=True)
+            print("".join(answer.printer.coloured_pieces), flush=True)
+
+    def timings(self) -> list[Timing]:
+        """Of rows one after the other, or of all that ran together."""
+        requests = [answer.request for answer in self.answers]
+        return [Timing([request]) for request in requests] if self.engine.batch_size == 1 else [Timing(requests)]
 
 
 def skip(broken: list[str], left: list) -> None:
@@ -102,15 +129,18 @@ def skip(broken: list[str], left: list) -> None:
 
 
 def open_session(
-    args: argparse.Namespace, asked: list[Request], device: torch.device, ranks: Ranks
+    args: argparse.Namespace, asked: list[Request], device: torch.device, ranks: Ranks, num_slots: int | None = None
 ) -> tuple[Session, list[Request], list[str]]:
-    """Load, and make and warm up an engine that these requests fit in. Also their samples, and an error for each line
-    that does not fit."""
-    model, tokenizer, drafter = load(args, device, ranks)
-    longest = model.config.max_seq_length
+    """Load, and make and warm up an engine that these requests fit in, or of `num_slots` for requests of all kinds that
+    come later. Also the requests' samples, and an error for each line that does not fit."""
+    config = target_config(args)
+    longest = config.max_seq_length
     limit = longest if args.max_seq_length is None else args.max_seq_length
     if not 1 <= limit <= longest:
         raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
+    if (args.logprobs or 0) > config.vocab_size:
+        raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
+    model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
     unused_settings(args)
@@ -121,19 +151,25 @@ def open_session(
     prompted = sum(len(row.ids) for row in rows)
     prompted -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
     engine = Engine(
-        model, min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
+        model, num_slots or min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
         one_width=args.one_width, process=processor_of(args), logprobs=args.logprobs,
         kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
-    if (args.logprobs or 0) > model.config.vocab_size:
-        raise ValueError(f"--logprobs {args.logprobs} is more than the {model.config.vocab_size} tokens that there are")
-    kinds = dict.fromkeys(row.sampling.kind for row in rows)
+    kinds = KINDS_OF_SAMPLING if num_slots else kinds_of(rows)
     warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
+    chooses_threads = device.type == "cpu" and ranks.world == 1 and args.threads is None
+    costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2) if chooses_threads else {}
     coloured = args.show_drafts and not args.json and sys.stdout.isatty()
-    return Session(engine, tokenizer, sampling, stop_ids, coloured), rows, refused
+    return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
+
+
+def kinds_of(rows: list[Request]) -> list[str]:
+    """The kinds of steps that these rows need: alone, and beside each other."""
+    kinds = {row.sampling.kind for row in rows}
+    return [kind for kind in KINDS_OF_SAMPLING if kind in kinds]
 
 
 @contextlib.contextmanager

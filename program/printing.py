@@ -1,103 +1,125 @@
-"""Token ids as they are decided -> text on stdout, or JSON lines. This file knows no flag, file or prompt format."""
+"""Token ids as they are decided -> text on stdout, or JSON lines. This file knows no flag, file or prompt format.
+
+Printer         one answer: its ids, its text up to a stop string, and where each piece came from
+Answer          a request of program/prompts.py on its way through an engine
+Session         an engine, and how to decode with it
+"""
 
 import math
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from generate import Engine, Timing, generate
-from kept import Kept
+import torch
+
+import scheduler
+from generate import Engine
 from program.edge import interrupts_held
+from program.prompts import Request
 from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, origin, peak_memory_gb, rate, speculative
 from program.threads import Threads
 from sampling import Sampling
+from timing import Timing
 from tokenizer import StopStrings, Tokenizer
 
 COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
 
 
 class Printer:
-    """Prints a batch. A single row streams; several rows are printed whole at the end, each under its prompt. With
-    `as_json` nothing is printed. `own_stops` are the rows' own. `coloured`: text shows the origin of its tokens."""
+    """One answer. With `streaming`, text appears on stdout as it is decided; with `coloured` it shows the origin of its
+    tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, texts: list[str], stop_ids: frozenset[int], stops: Sequence[str] = (),
-        as_json: bool = False, coloured: bool = False, own_stops: Sequence[Sequence[str]] | None = None,
+        self, tokenizer: Tokenizer, stop_ids: frozenset[int], stops: Sequence[str] = (), streaming: bool = False,
+        coloured: bool = False,
     ):  # fmt: skip
-        self.texts, self.stop_ids, self.as_json, self.coloured = texts, stop_ids, as_json, coloured
-        self.stops = [StopStrings(own) for own in own_stops or [stops] * len(texts)]
-        self.ended: set[int] = set()  # rows whose text has met a stop string
-        self.ids: list[list[int]] = [[] for _ in texts]
-        self.pieces: list[list[str]] = [[] for _ in texts]
-        self.shown: list[list[str]] = [[] for _ in texts]  # the same with colours
-        self.streams = [tokenizer.stream(continues=True) for _ in texts]
-        self.streaming = len(texts) == 1 and not as_json
-        if self.streaming and texts[0]:
-            # On a terminal the answer continues the prompt's line; in a log each has its own.
-            print(texts[0], end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+        self.stop_ids, self.streaming, self.coloured = stop_ids, streaming, coloured
+        self.stops, self.stream = StopStrings(stops), tokenizer.stream(continues=True)
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.coloured_pieces: list[str] = []
 
-    def feed(self, row: int, id: int, origin: int = PLAIN_TOKEN) -> None:
-        self.ids[row].append(id)
+    @property
+    def at_stop_string(self) -> bool:
+        return self.stops.stopped
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
+        self.ids.append(id)
         if id not in self.stop_ids:
-            self._text(row, self.stops[row].feed(self.streams[row].feed(id)), origin)
-            if self.stops[row].stopped:
-                self.ended.add(row)
+            self._add(self.stops.feed(self.stream.feed(id)), origin)
 
-    def _text(self, row: int, text: str, origin: int = PLAIN_TOKEN) -> None:
+    def _add(self, text: str, origin: int = PLAIN_TOKEN) -> None:
         colour = COLOURS.get(origin) if self.coloured and text else None
-        self.pieces[row].append(text)
-        self.shown[row].append(f"{colour}{text}\033[0m" if colour else text)
+        self.pieces.append(text)
+        self.coloured_pieces.append(f"{colour}{text}\033[0m" if colour else text)
         if self.streaming and text:
-            print(self.shown[row][-1], end="", flush=True)
+            print(self.coloured_pieces[-1], end="", flush=True)
 
     def close(self) -> None:
         """Release held-back bytes and end the line."""
-        for row, stream in enumerate(self.streams):
-            self._text(row, self.stops[row].feed(stream.flush()) + self.stops[row].flush())
+        self._add(self.stops.feed(self.stream.flush()) + self.stops.flush())
         if self.streaming:
-            print(end="\n" if self.ids[0] else "", flush=True)
-        elif not self.as_json and any(self.ids):
-            for text, shown in zip(self.texts, self.shown, strict=True):
-                print(text, end="", file=sys.stderr, flush=True)
-                print("".join(shown), flush=True)
+            print(end="\n" if self.ids else "", flush=True)
 
-    def finish_reason(self, row: int) -> str:
-        at_stop = self.ids[row] and self.ids[row][-1] in self.stop_ids
-        return "stop" if row in self.ended or at_stop else "length"
+    def finish_reason(self) -> str:
+        at_stop = self.ids and self.ids[-1] in self.stop_ids
+        return "stop" if self.at_stop_string or at_stop else "length"
 
-    def rows(self, prompts: list[list[int]], timing: Timing, engine: Engine) -> list[dict]:
-        """The JSON objects of DESIGN's contract, one per row."""
-        common = {
-            "ttft_s": timing.prefill_s, "prefill_tok_s": rate(timing.prompt_tokens, timing.prefill_s),
+
+@dataclass(eq=False)
+class Answer:
+    """A request with what becomes of it. `request` is the engine's, once it has been added."""
+
+    asked: Request
+    printer: Printer
+    request: scheduler.Request | None = None
+
+    def feed(self) -> bool:
+        """Print the tokens that the request got since the last call. Has the answer ended?"""
+        printer, request = self.printer, self.request
+        while len(printer.ids) < len(request.tokens) and not printer.at_stop_string:
+            number = len(printer.ids)
+            record = request.token_records[number] if request.token_records else None
+            printer.feed(request.tokens[number], origin(record) if record else PLAIN_TOKEN)
+        return printer.at_stop_string or request.finish_reason is not None
+
+    def cut(self) -> None:
+        """Forget the tokens that a round decided behind a stop string."""
+        request, num_tokens = self.request, len(self.printer.ids)
+        del request.tokens[num_tokens:], request.token_records[num_tokens:]
+
+    def result(self, engine: Engine) -> dict:
+        """The JSON object of DESIGN's contract."""
+        request, timing, ids = self.request, Timing([self.request]), self.printer.ids
+        return self.asked.labels() | {
+            "prompt_tokens": request.prompt, "tokens": ids, "text": self.printer.text,
+            "finish_reason": self.printer.finish_reason(), "cached_tokens": request.num_reused,
+            "decode_tok_s": rate(len(ids) - 1, request.decode_s), "ttft_s": request.ttft_s,
+            "prefill_tok_s": rate(timing.prompt_tokens, request.prefill_s),
             "bandwidth_gb_s": rate(bytes_read(engine, timing), timing.decode_s) / 1e9,
-            "peak_memory_gb": peak_memory_gb(engine.device),
+            "peak_memory_gb": peak_memory_gb(engine.device), "speculative": speculative(engine, [timing], 0),
+            **logprobs(request, len(ids)),
         }  # fmt: skip
-        return [
-            {
-                "prompt_tokens": prompt, "tokens": ids, "text": "".join(pieces),
-                "finish_reason": self.finish_reason(row),
-                "cached_tokens": timing.cached[row], "decode_tok_s": rate(len(ids) - 1, timing.row_s[row]), **common,
-                "speculative": speculative(engine, [timing], row), **logprobs(timing, row),
-            }
-            for row, (prompt, ids, pieces) in enumerate(zip(prompts, self.ids, self.pieces, strict=True))
-        ]  # fmt: skip
 
 
-def logprobs(timing: Timing, row: int) -> dict:
+def logprobs(request: scheduler.Request, num_tokens: int) -> dict:
     """The "logprobs" of the JSON contract, where they were asked for; null stands for minus infinity."""
-    if not timing.likeliest or not timing.likeliest[row]:
+    if not request.top_logprobs:
         return {}
     return {
         "logprobs": [
             [{"id": int(id), "logprob": log_p if log_p > -math.inf else None} for id, log_p in token]
-            for token in timing.likeliest[row]
+            for token in request.top_logprobs[:num_tokens]
         ]
     }
 
 
 @dataclass
 class Session:
-    """What one run of the program keeps: an engine, and how to decode with it."""
+    """An engine, and how one run of the program decodes with it."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -105,27 +127,57 @@ class Session:
     stop_ids: frozenset[int]
     coloured: bool = False
     threads: Threads | None = None  # to be chosen while decoding
+    costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
+    observed: object = None  # the step that `threads` has heard of last
 
-    def __post_init__(self):
-        self.kept = Kept(self.engine)
+    def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
+        return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
 
-    def decode(self, printer: Printer, prompts, budgets: list[int], seed, sampling=None) -> Timing:
-        """One batch, printed as it is decided; seed and sampling are one or one a row. What earlier batches left of its
-        prompts is not computed again. Ctrl-C ends it between two tokens; what was printed stays."""
-        timing, seen, cached = Timing(), 0, self.kept.take(prompts, budgets)
+    def decode(self, answers: Iterable[Answer]) -> Iterator[Answer]:
+        """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
+        request failed has an `error`. Ctrl-C ends all between two tokens; what was printed stays."""
+        engine, answers, running = self.engine, iter(answers), {}
         try:
             with interrupts_held() as interrupts:
-                for row, id in generate(
-                    self.engine.model, prompts, sampling=sampling or self.sampling, stop_ids=self.stop_ids, seed=seed,
-                    max_new_tokens=budgets, engine=self.engine, timing=timing, cached=cached, ended=printer.ended,
-                ):  # fmt: skip
-                    printer.feed(row, id, origin(timing.tokens[row][-1]) if timing.tokens else PLAIN_TOKEN)
-                    if self.threads and timing.steps > seen:
-                        seen = timing.steps
-                        self.threads.observe(timing.records[-1].k, timing.records[-1].seconds)
-                    if interrupts:
-                        break
-                self.kept.hold(printer.ids)
+                while not interrupts:
+                    while len(engine.requests) < engine.batch_size and (answer := next(answers, None)) is not None:
+                        running[self.start(answer)] = answer
+                    if not running:
+                        return
+                    engine.step()
+                    self.observe_step()
+                    for id in [id for id, answer in running.items() if answer.feed()]:
+                        answer = running.pop(id)
+                        answer.cut()
+                        engine.abort(id)  # a stop string has ended it, if it runs still
+                        answer.printer.close()
+                        yield answer
         finally:
-            printer.close()
-        return timing
+            for id, answer in running.items():
+                engine.abort(id)
+                answer.printer.close()
+
+    def start(self, answer: Answer) -> int:
+        asked = answer.asked
+        id = self.engine.add_request(
+            asked.ids, sampling=asked.sampling or self.sampling, max_new_tokens=asked.max_new_tokens,
+            stop_ids=self.stop_ids, seed=asked.seed,
+        )  # fmt: skip
+        answer.request = self.engine.requests[id]
+        return id
+
+    def choose_threads(self, num_threads: int) -> None:
+        """Let the number of threads follow the steps' times, from now on and up to so many."""
+        self.threads = Threads(num_threads, self.use_threads)
+
+    def use_threads(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        if num_threads in self.costs:
+            self.engine.use_costs(self.costs[num_threads])
+
+    def observe_step(self) -> None:
+        """Let the number of threads follow the steps' times."""
+        step = self.engine.last_step
+        if self.threads is not None and step is not self.observed:
+            self.observed = step
+            self.threads.observe((len(step.positions), step.k), step.seconds)

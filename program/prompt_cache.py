@@ -1,7 +1,7 @@
 """--prompt_cache FILE: what an engine's caches hold of a prompt, from one run to the next, as safetensors.
 
-The file has the prompt's ids and, by the names of kept.parts, what their positions left behind; as metadata, what this
-was computed with, and a checksum, which safetensors lacks. What another model left, or what is not as it was written,
+The file is a slot: its ids and, by the names of runner.caches_by_name, their keys and values; as metadata, the settings
+that computed them, and a checksum, which safetensors lacks. What another model left, or what is not as it was written,
 is refused. This file does not know what the tensors mean.
 """
 
@@ -20,9 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint import config_of, fingerprints
-from kept import Kept, common_prefix
+from generate import Engine
 from reading.files import open_shards, shards, write_whole
 from reading.vocabularies import plain_file
+from runner import caches_by_name
+from scheduler import common_prefix
 
 FORMAT = "a prompt cache of quickdraft, 1"
 SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that decide about keys and values
@@ -56,43 +58,49 @@ class PromptCache:
         compare({name: self.said.get(name) for name in ours}, ours)
 
     @contextlib.contextmanager
-    def around(self, kept: Kept, prompts: list[list[int]]) -> Iterator[None]:
-        """Fill the caches from the file; after the block, however it ends, write what reaches further than the file: of
-        prompts what all have in common, of a chat, which has none beforehand, what was said."""
+    def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
+        """Fill a slot from the file; after the block, and at Ctrl-C, write a slot that reaches further than the file:
+        of prompts their common beginning, of a chat, which has none beforehand, the conversation."""
         if self.tensors:
-            self.load(kept)
+            self.load(engine)
         try:
             yield
-        finally:
-            if self.file and kept.rows:
-                engine, (ids, long) = kept.engine, kept.rows[0]
-                # A draft's own caches may be behind by what a round and plain steps decide, but not on prompts.
-                behind = engine.drafter.fed - 1 + engine.missed if len(engine.prompted) > 1 else 0
-                n = common_prefix(ids, *prompts) if prompts else max(0, len(ids) - behind)
-                if n > len(self.held[0]) or (n and long != self.held[1]):
-                    self.save(kept, ids[:n], long)
+        except KeyboardInterrupt:
+            self.save_longer(engine, prompts)
+            raise
+        self.save_longer(engine, prompts)
 
-    def load(self, kept: Kept) -> None:
-        """Into row 0, all of the file or as much as there is room for."""
-        begun, empty = time.perf_counter(), contents(kept, [], [])
+    def save_longer(self, engine: Engine, prompts: list[list[int]]) -> None:
+        if self.file:
+            slot = max(engine.scheduler.slots, key=lambda slot: common_prefix(slot.ids, *prompts))
+            # A draft's own caches may lack the positions that a round or plain steps decided.
+            limit = slot.num_draft if len(engine.runners) > 1 else len(slot.ids)
+            n = min(common_prefix(slot.ids, *prompts), limit)
+            if n > len(self.held[0]) or (n and list(slot.is_long) != self.held[1]):
+                self.save(engine, slot.index, slot.ids[:n], slot.is_long)
+
+    def load(self, engine: Engine) -> None:
+        """Into slot 0, all of the file or as much as there is room for."""
+        begun, empty = time.perf_counter(), contents(engine, 0, [], ())
         with self.refusing():
-            self.check(dtypes(kept))
+            self.check(dtypes(engine))
             N = self.tensors.get("ids", torch.empty(0)).numel()
             shapes = {name: (x.dtype, [size or N for size in x.shape]) for name, x in empty.items()}  # 0: of positions
             compare({name: (x.dtype, list(x.shape)) for name, x in self.tensors.items()}, shapes)
             self.check(checksum(self.tensors))
-        self.held, n = (self.tensors.pop("ids").tolist(), self.tensors.pop("long").tolist()), kept.engine.max_seq_length
-        kept.rows = [(self.held[0][:n], self.held[1])]
-        rows = contents(kept, *kept.rows[0])
+        self.held, n = (self.tensors.pop("ids").tolist(), self.tensors.pop("long").tolist()), engine.max_seq_length
+        slot = engine.scheduler.slots[0]
+        slot.ids, slot.is_long, slot.num_draft = self.held[0][:n], tuple(self.held[1]), min(n, N)
+        rows = contents(engine, 0, slot.ids, slot.is_long)
         for name, x in self.tensors.items():
             rows[name].copy_(x.narrow(list(empty[name].shape).index(0), 0, min(n, N)))
         self.tensors = {}
         print(f"{self.file}: {min(n, N)} tokens read in {time.perf_counter() - begun:.2f} s", file=sys.stderr)
 
-    def save(self, kept: Kept, ids: list[int], long: list[bool]) -> None:
-        tensors = contents(kept, ids, long)
+    def save(self, engine: Engine, slot: int, ids: list[int], is_long: tuple[bool, ...]) -> None:
+        tensors = contents(engine, slot, ids, is_long)
         tensors = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-        metadata = self.origin | dtypes(kept) | checksum(tensors)
+        metadata = self.origin | dtypes(engine) | checksum(tensors)
         write_whole(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
         print(f"{self.file}: {len(ids)} tokens written", file=sys.stderr)
 
@@ -111,20 +119,28 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
     config_of(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
     found, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
-        found[flag] = json.dumps(path and fingerprints(Path(path), open_shards(shards(Path(path)))))
+        found[flag] = json.dumps(path and checkpoint_identity(Path(path)))
     shape = args.random_weights and hashlib.sha256(Path(args.random_weights).read_bytes()).hexdigest()
     return found | {"--random_weights": str(shape)} | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}
 
 
-def dtypes(kept: Kept) -> dict[str, str]:
-    return {"--dtype": ", ".join(str(prompted.model.norm.weight.dtype) for prompted in kept.engine.prompted)}
+def checkpoint_identity(folder: Path) -> dict[str, object]:
+    """Fingerprints, which read a sample of each tensor; sizes and dates of files, which change with the rest."""
+    files = shards(folder)
+    stats = [file.stat() for file in files]
+    return fingerprints(folder, open_shards(files)) | {"its files": [[s.st_size, s.st_mtime_ns] for s in stats]}
 
 
-def contents(kept: Kept, ids: list[int], long: list[bool]) -> dict[str, Tensor]:
-    """What stands in the file of these ids: views of row 0."""
-    found = {f"{part}.{x}": y for part, each in kept.parts().items() for x, y in each.at(0, 0, len(ids)).items()}
-    long = torch.tensor(long or [False] * len(kept.engine.prompted))
-    return found | {"ids": torch.tensor(ids, dtype=torch.int64), "long": long}
+def dtypes(engine: Engine) -> dict[str, str]:
+    return {"--dtype": ", ".join(str(runner.model.norm.weight.dtype) for runner in engine.runners)}
+
+
+def contents(engine: Engine, slot: int, ids: list[int], is_long: tuple[bool, ...]) -> dict[str, Tensor]:
+    """The file's tensors of these ids: views of a slot."""
+    caches = caches_by_name(engine.runners)
+    views = {f"{name}.{x}": y for name, cache in caches.items() for x, y in cache.at(slot, 0, len(ids)).items()}
+    is_long = torch.tensor(is_long or [False] * len(engine.runners))
+    return views | {"ids": torch.tensor(ids, dtype=torch.int64), "long": is_long}
 
 
 def checksum(tensors: dict[str, Tensor]) -> dict[str, str]:

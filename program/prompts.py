@@ -4,6 +4,7 @@ This file knows text and tokenizers, and nothing of models.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -16,14 +17,11 @@ from tokenizer import ContentError, Tokenizer, joined
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # Sampling's fields, which a line may have of its own
+SAMPLED = tuple(field.name for field in dataclasses.fields(Sampling))  # a line may have its own
 NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SAMPLED, *NAMES}
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
-WANTED = (
-    'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"};'
-    ' "max_new_tokens" and "seed" are whole numbers'
-)
+WANTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
 
 class Request(NamedTuple):
@@ -83,18 +81,23 @@ def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
     try:
         found = json.loads(line)
         messages, id, new, seed = (found.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
-        contents = [joined(message["content"]) for message in messages or ()]
+        contents = [content_of(message) for message in messages or ()]
         text = found["prompt"] if messages is None else contents[-1]
         parts = [text, *contents, *(message["role"] for message in messages or ())]
-        numbers = all(n is None or (type(n) is int and 0 <= n < LARGEST_SEED) for n in (new, seed))
         both = "prompt" in found and "messages" in found
-        valid = numbers and not both and all(isinstance(part, str) for part in parts) and (text or messages)
+        valid = not both and all(isinstance(part, str) for part in parts)
     except ContentError:
         raise
     except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
         valid = False
     if not valid:
         raise ValueError(WANTED)
+    check_finite(found)
+    if not text and messages is None:
+        raise ValueError('"prompt" is empty: give it at least one character')
+    for key, n in (("max_new_tokens", new), ("seed", seed)):
+        if n is not None and not (type(n) is int and 0 <= n < LARGEST_SEED):
+            raise ValueError(f'"{key}": {n!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}')
     if unknown := sorted(found.keys() - KEYS):
         raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
     own = {key: found[key] for key in SAMPLED if found.get(key) is not None}
@@ -112,6 +115,21 @@ def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
         text, messages, id, place if id is None else f"{place}, id {id!s:.99}", new, seed, sampling=sampling,
         stop=stop, names=own_names(found, args) if found.keys() & set(NAMES) else None,
     )  # fmt: skip
+
+
+def content_of(message: dict) -> object:
+    """A message's text; none where it calls tools instead. ContentError, LookupError or TypeError for anything else."""
+    if message.get("tool_calls") and message.get("content") is None:
+        return ""
+    return joined(message["content"])
+
+
+def check_finite(line: dict) -> None:
+    """ValueError for numbers that Python reads and JSON does not have: results repeat the line's id."""
+    try:
+        json.dumps(line, allow_nan=False)
+    except ValueError:
+        raise ValueError("it holds NaN or Infinity, or a number as large, which JSON cannot hold") from None
 
 
 def own_names(found: dict, args: argparse.Namespace) -> dict:
@@ -143,11 +161,13 @@ def conversation_ids(
     tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
 ) -> list[int]:
     """In the folder's chat format; without one, the messages' texts and the prefill, a line each. ValueError where
-    there is no template that tools or names could be for."""
+    there is no template that tools, calls of them or names could be for."""
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
     if tools is not None or names:
         raise ValueError(f"this folder has no chat template for {', '.join(names) or 'tools'}")
+    if any(message.get("tool_calls") for message in messages):
+        raise ValueError("this folder has no chat template for tool_calls")
     return tokenizer.encode(
         "\n".join([*(joined(message["content"]) for message in messages), *[prefill] * bool(prefill)])
     )
@@ -159,7 +179,7 @@ def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SAMPLED})
 
 
 def encoded(
@@ -168,6 +188,8 @@ def encoded(
     """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
     check([ids], [new]) raises ValueError for what does not fit."""
     rows, refused = [], []
+    if tokenizer.template is None and any(request.messages for request in asked):
+        print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
     for request in asked:
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed

@@ -4,6 +4,8 @@ The formulas are speculative.py's. This file decodes nothing.
 """
 
 import functools
+import itertools
+import math
 import resource
 import statistics
 import sys
@@ -15,6 +17,7 @@ import torch
 from feedforward import Experts
 from generate import Engine
 from model import KVCache, Transformer
+from scheduler import Request
 from speculative import Costs, expected_tokens
 from timing import StepRecord, Timing, TokenRecord
 from weights.linears import quantized_linears
@@ -64,7 +67,7 @@ def attended_bytes(per_position: Counter, length: int) -> int:
 def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as stored, keys and values attended."""
     weights, read = functools.cache(weight_bytes), 0
-    (target, per), *draft = [(model, position_bytes(model, engine.cached.kind)) for model in engine.models]
+    (target, per), *draft = [(model, position_bytes(model, engine.runner.kind)) for model in engine.models]
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
@@ -98,7 +101,7 @@ class RowStatistics:
 
     def __init__(self, tokens: Iterable[TokenRecord]):
         decided = [token for token in tokens if not token.first]
-        judged = [token for token in decided if token.index < token.k]
+        judged = [token for token in decided if token.index < token.k and math.isfinite(token.overlap)]
         self.tokens = len(decided)
         self.rounds = Counter(token.k for token in decided if token.index == 0)  # by K; K = 0 is a plain step
         self.reached = Counter(token.index for token in judged)  # by position in the draft
@@ -115,12 +118,28 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
     rows = [(timing, i) for timing in timings for i in range(len(timing.tokens)) if row in (None, i)]
     draft_s, verify_s = (sum((getattr(timing, name) for timing in timings), 0.0) for name in ("draft_s", "verify_s"))
     target, *draft = [multiplications(model) for model in engine.models]
+    plain_steps = in_plain_steps([timing.requests[i] for timing, i in rows])
     return {"greedy_text": greedy_text(engine)} | speculation(
         RowStatistics(token for timing, i in rows for token in timing.tokens[i]),
         Counter(step.k for timing, i in rows for step in steps_of(timing, i)),
         engine.speculate_k, engine.costs, sum(timing.row_s[i] for timing, i in rows), draft_s, verify_s,
-        c_ops=draft[0] / target if draft else 0.0,
+        c_ops=draft[0] / target if draft else 0.0, in_plain_steps=plain_steps,
     )  # fmt: skip
+
+
+def in_plain_steps(requests: Sequence[Request]) -> tuple[float, float] | None:
+    """(seconds that plain steps would have taken for the tokens of these requests, the requests' own steps in plain
+    ones), each step by the costs of its own rows and threads; None where a step was not calibrated."""
+    plain_s = num_plain = 0.0
+    for request in requests:
+        num_tokens = list(
+            Counter(itertools.accumulate(t.index == 0 for t in request.token_records if not t.first)).values()
+        )
+        for step, n in zip(request.steps, num_tokens):
+            if step.costs is None or not {step.k} <= {0, *step.costs.verify_s}:
+                return None
+            plain_s, num_plain = plain_s + n * step.costs.decode_s, num_plain + step.costs.round(step.k)
+    return plain_s, num_plain
 
 
 def greedy_text(engine: Engine) -> str:
@@ -130,7 +149,7 @@ def greedy_text(engine: Engine) -> str:
 
 def steps_of(timing: Timing, row: int) -> list[StepRecord]:
     """The steps that a row took part in: it got tokens from each, until it ended."""
-    return timing.records[: sum(token.index == 0 and not token.first for token in timing.tokens[row])]
+    return timing.requests[row].steps
 
 
 def multiplications(model: Transformer) -> int:
@@ -145,18 +164,21 @@ def multiplications(model: Transformer) -> int:
 
 def speculation(
     row: RowStatistics, steps: Counter, k: int | str, costs: Costs | None, seconds: float, draft_s: float,
-    verify_s: float, c_ops: float = 0.0,
+    verify_s: float, c_ops: float = 0.0, in_plain_steps: tuple[float, float] | None = None,
 ) -> dict:  # fmt: skip
     """The "speculative" object of the JSON contract. `steps`: by K, those that the rows took part in, also where only
     another row had something to draft; `seconds`: what they took, draft_s and verify_s its parts; c_ops: as in
-    speculative.operations. What needs calibrated costs, or a drafted token, is None without."""
+    speculative.operations; in_plain_steps: as that function has it, by default by `costs` alone. What needs calibrated
+    costs, or a drafted token, is None without."""
     rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
     usual = max((k for k in row.rounds if k), key=row.rounds.get, default=0)  # the K that most rounds had
     known = costs is not None and steps.keys() <= {0, *costs.verify_s}
     modelled = known and alpha is not None
     drafted, paid = (1 - n[0] / rounds if rounds else 0 for n in (row.rounds, steps))  # shares, as in Costs.speedup
     best_k, best_speedup = costs.best(alpha, drafted, paid) if modelled else (None, None)
-    cost = sum(n * costs.round(k) for k, n in steps.items()) if known else 0
+    plain_s, cost = in_plain_steps or (
+        (row.tokens * costs.decode_s, sum(n * costs.round(k) for k, n in steps.items())) if known else (0, 0)
+    )
     return {
         "k": k, "rounds": rounds, "rounds_by_k": dict(sorted(row.rounds.items())),
         "drafted": sum(k * n for k, n in row.rounds.items()),
@@ -168,7 +190,7 @@ def speculation(
         "alpha": alpha, "d_lk": None if alpha is None else 1 - alpha,
         "c": costs.c(usual) if modelled else None, "v": costs.v(usual) if modelled else None, "c_ops": c_ops,
         "operations": sum(n * (k * c_ops + k + 1) for k, n in steps.items()) / row.tokens if rounds else None,
-        "measured_speedup": row.tokens * costs.decode_s / seconds if known and seconds > 0 else None,
+        "measured_speedup": plain_s / seconds if plain_s and seconds > 0 and any(row.rounds) else None,
         "predicted_speedup": row.tokens / cost if cost else None,
         "predicted_speedup_iid": costs.speedup(usual, alpha, drafted, paid) if modelled else None,
         "best_of": sorted({0, *costs.verify_s}) if modelled else [],
@@ -200,7 +222,7 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
         text = f"{statistics.median(values):.1f}"
         return text if len(values) == 1 else f"{text} ({min(values):.1f}–{max(values):.1f})"
 
-    ttft = spread([1e3 * timing.prefill_s for timing in timings])
+    ttft = spread([1e3 * request.ttft_s for timing in timings for request in timing.requests])
     prefill = spread([rate(timing.prompt_tokens, timing.prefill_s) for timing in timings])
     kept = sum(sum(timing.cached) for timing in timings)
     kept = f", {kept} of {kept + sum(timing.prompt_tokens for timing in timings)} tokens kept" if kept else ""

@@ -33,7 +33,11 @@ FAMILIES = {
     "mimo": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},  # Qwen2's, with other tensors
 }
 # Where a file has none; 10000 elsewhere.
-THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0, "smollm3": 2e6, "olmo3": 5e5, "ernie4_5": 5e5, "ministral3": 1e6}
+THETAS = {"mixtral": 1e6, "gpt_oss": 150000.0, "smollm3": 2e6, "olmo3": 5e5, "ernie4_5": 5e5}
+MINISTRAL3_ROPE = {  # of a file that says nothing about RoPE
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 ALTERNATING = ("olmo3", "exaone4")  # of sliding_window_pattern layers the last one attends to all
 TWO_ROPES = ("olmo3",)  # the sliding layers rotate by a theta of their own, and are not stretched
 NESTED = ("mistral3",)  # families whose text model has a config.json inside theirs, and another model's model_type
@@ -199,8 +203,10 @@ def text_part(hf: dict) -> dict:
     text, outer = hf.get("text_config"), Section(hf)
     if not isinstance(text, dict) or text.get("model_type") not in ("mistral", "ministral3"):
         raise outer.refused("text_config", "must be an object with model_type mistral or ministral3")
-    beside = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization", "quantization_config")
+    beside = ("dtype", "torch_dtype", "quantization", "quantization_config")
     kept = {key: hf[key] for key in beside if hf.get(key) is not None and text.get(key) is None}
+    ties = hf.get("tie_word_embeddings")  # the outer model has the head, and ties it unless it says otherwise
+    kept["tie_word_embeddings"] = True if ties is None else ties
     return {**text, **kept, "eos_token_id": text.get("eos_token_id", hf.get("eos_token_id"))}
 
 
@@ -354,10 +360,10 @@ def rope_fields(hf: Section, family: str, head_dim: int) -> dict:
     if kind == "yarn":
         fields["rope_beta_fast"] = rope.number("beta_fast", 32.0)
         fields["rope_beta_slow"] = rope.number("beta_slow", 1.0)
-        fields["rope_truncate"] = rope.get("truncate") is not False
+        fields["rope_truncate"] = "truncate" not in rope or rope.flag("truncate")  # transformers takes null for false
         fields["rope_original_length"] = rope.size("original_max_position_embeddings", hf["max_position_embeddings"])
         fields["rope_attention_factor"] = yarn_attention_factor(rope, fields["rope_factor"])
-        if family == "ministral3" and rope.get("llama_4_scaling_beta") is not None:
+        if family == "ministral3" and rope.get("llama_4_scaling_beta") not in (None, 0):  # 0: no growth
             fields["query_growth"] = rope.number("llama_4_scaling_beta")
     return fields
 
@@ -380,6 +386,9 @@ def rope_section(hf: Section, family: str) -> Section:
     """The object with RoPE's keys, completed by what stands beside it. What a file says twice must agree."""
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     local = hf.get("rope_local_base_freq")
+    if family == "ministral3" and hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
+        hf = Section({**hf, "rope_parameters": MINISTRAL3_ROPE})
+        name = "rope_parameters"
     if family in TWO_ROPES and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
         full, local = two_ropes(hf, name)
         hf = Section({**hf, name: full})

@@ -2,6 +2,7 @@
 
     read_json           a JSON object of bounded size
     shards, open_shards the files of tensors of a folder, and what their headers say; check_headers  does it fit?
+    fingerprints        hashes that tell one folder from another
     write_whole, whole_folder   a file, or a folder, that has another name until it is complete
 
 A GGUF file is read like a folder: FILE.gguf/config.json is what its keys say. Every ValueError names the file. This
@@ -9,6 +10,7 @@ file does not know models or what the tensors mean.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -16,24 +18,37 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from reading import gguf, gguf_folder, vocabularies
 from reading.templates import one_line
+from weights.formats import row_chunks
 
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
+# Samples of a tensor: so many runs of rows, evenly spread, of at least so many bytes; fewer where tensors are many.
+SAMPLE_RUNS, SAMPLE_BYTES, ALL_RUNS = 16, 4096, 2**14
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file that must be there, or that a GGUF file stands for."""
+    """A JSON object from a file that must be there, or that a GGUF file stands for. A config.json comes with what a
+    folder of ModelOpt may say in hf_quant_config.json alone."""
     if gguf.is_gguf(file.parent):
         return gguf_folder.read_json(file.parent, file.name)
-    if not file.exists():
+    if not vocabularies.is_there(file):
         others = sorted(file.parent.glob("*.gguf"))
         raise ValueError(f"{file}: no such file" + (f"; give {others[0].name} itself" if others else ""))
-    return vocabularies.read_json(file)
+    found = vocabularies.read_json(file)
+    if file.name == "config.json":
+        stored = found.get("quantization_config")
+        if stored is None:
+            stored = vocabularies.read_json(file.with_name("hf_quant_config.json")).get("quantization")
+            found |= {"quantization_config": {"quant_method": "modelopt", **stored}} if isinstance(stored, dict) else {}
+        elif isinstance(stored, dict) and stored.get("quant_library") == "modelopt":  # as its version 0.29 writes it
+            stored["quant_method"] = "modelopt"
+    return found
 
 
 def shards(folder: Path) -> list[Path]:
@@ -41,9 +56,9 @@ def shards(folder: Path) -> list[Path]:
     if gguf.is_gguf(folder):
         return gguf.parts_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
+    if vocabularies.is_there(single):
         return [single]
-    if not index.exists():
+    if not vocabularies.is_there(index):
         pickles, parts = [*folder.glob("*.bin"), *folder.glob("*.pth")], sorted(folder.glob("*-of-*.safetensors"))
         hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first" if pickles else ""
         if parts:
@@ -124,6 +139,53 @@ def reading(readers: dict) -> Callable[[str], Tensor]:
     return lambda name: readers[name][1].get_tensor(name)
 
 
+def fingerprints(folder: Path, readers: dict) -> dict[str, str]:
+    """Hashes that tell one folder from another: of config.json; and of every tensor's name, shape, type and a sample of
+    its bytes, all of them up to 64 KB. That takes 18 ms for a GGUF file of 135 million parameters. Sizes and dates of
+    files are left out: ranks compare these hashes, and two machines hold copies with other dates."""
+    tensors, num_runs = hashlib.sha256(), min(SAMPLE_RUNS, max(2, ALL_RUNS // max(1, len(readers))))
+    for name in sorted(readers):
+        header = readers[name][1].get_slice(name)
+        tensors.update(f"{name} {header.get_shape()} {header.get_dtype()}".encode())
+        for run in sample(header, num_runs):
+            tensors.update(run.contiguous().view(torch.uint8).numpy())
+    config = hashlib.sha256(json.dumps(read_json(folder / "config.json")).encode())
+    return {"its config.json": config.hexdigest(), "its tensors": tensors.hexdigest()}
+
+
+def sample(header, num_runs: int) -> Iterator[Tensor]:
+    """Runs of a stored tensor's rows, first and last ones too, flattened; of long rows, such as matrices in a stack,
+    parts. A GGUF file's tensors as they are stored."""
+    stored = getattr(header, "bytes", header)
+    shape = header.get_shape() if stored is header else [*stored.shape]
+    if not shape or 0 in shape:  # cannot be cut
+        yield header[...].reshape(-1)
+        return
+    rows, columns = [*shape, 1][:2]
+    num_bytes = stored[(slice(1), slice(1))[: len(shape)]].nbytes  # of a row and a column, with what lies deeper
+    width = columns if columns * num_bytes <= SAMPLE_RUNS * SAMPLE_BYTES else max(1, SAMPLE_BYTES // num_bytes)
+    height = min(rows, max(1, SAMPLE_BYTES // (width * num_bytes)))
+    if width == columns and rows <= height * num_runs:
+        yield stored[:].reshape(-1)
+        return
+    for i in range(num_runs):
+        top, left = ((n - size) * i // (num_runs - 1) for n, size in ((rows, height), (columns, width)))
+        yield stored[(slice(top, top + height), slice(left, left + width))[: len(shape)]].reshape(-1)
+
+
+def has_own_head(readers: dict, shape: list[int]) -> bool:
+    """Is there a head that differs from an embedding of this shape (V, D) that is stored too?"""
+    embedding, names = "model.embed_tokens.weight", [name for name in readers if name.startswith("lm_head.")]
+    if not names or embedding not in readers or readers[embedding][1].get_slice(embedding).get_shape() != shape:
+        return False
+    if names != ["lm_head.weight"]:  # quantized
+        return True
+    head, embedding = (readers[name][1].get_slice(name) for name in (*names, embedding))
+    if head.get_shape() != shape:
+        return True
+    return not all(torch.equal(head[rows].float(), embedding[rows].float()) for rows in row_chunks(*shape))
+
+
 def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied: bool) -> None:
     """Every expected tensor is there, with its shape and one of its types, and no other. ValueError lists the rest."""
     missing = [name for name in expected if name not in readers]
@@ -144,7 +206,10 @@ def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied:
     problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
     found = [f"{what}: {_some(names)}" for what, names in problems if names]
     if missing == ["lm_head.weight"]:
-        found.append("if the head shares the embedding's weights, config.json should say tie_word_embeddings: true")
+        found.append(
+            "if the head shares the embedding's weights, config.json should say tie_word_embeddings: true"
+            " (at its top, where it has a text_config)"
+        )
     bare = {name.removeprefix("model.") for name in missing} - {"lm_head.weight"}
     if bare and bare <= {*extra}:
         found.append("names without 'model.' are a bare model's, saved without its head: save its AutoModelForCausalLM")
@@ -180,8 +245,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    os.rename(partial, folder)
+    try:
+        yield partial
+        os.rename(partial, folder)
+    except OSError as error:
+        raise OSError(f"{error}; what was written lies in {partial}, which may be deleted") from None
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:

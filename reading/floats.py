@@ -144,6 +144,26 @@ class NvFp4(Mx):
         return whole.expand(m.rows)
 
 
+class ModelOptNvFp4(NvFp4):
+    """ModelOpt's NVFP4: weight uint8, low nibble first; weight_scale; weight_scale_2, one number, by which it is
+    multiplied. Ours divides by a float32 reciprocal: that is within 2^-22 of each weight. Source: ModelOpt,
+    modelopt/torch/quantization/qtensor/nvfp4_tensor.py (dequantize)."""
+
+    def tensors(self, m):
+        found, shape = super().tensors(m), m.shape("weight_scale_2")
+        shape = shape if math.prod(shape) == 1 else ()
+        names = {"weight": found["weight_packed"], "weight_scale": found["weight_scale"]}
+        return names | {"weight_scale_2": (shape, ("F32",))}
+
+    def part(self, m, scheme, kind):
+        if kind == "codes":
+            return m.get("weight")
+        return super().part(m, scheme, kind) if kind == "scale" else self.whole(m)
+
+    def whole(self, m) -> Tensor:
+        return finite(1 / m.get("weight_scale_2").reshape(1), m).expand(m.rows)
+
+
 @dataclass(frozen=True)
 class Table4(Layout):
     """bitsandbytes' 4 bits: weight (out * in / 2, 1) uint8, high nibble first, over all weights in a row; quant_map, 16

@@ -24,7 +24,7 @@ from weights.formats import Fp8, Int8
 # Scales of activations, keys and values, which are not quantized here. config.json's notes say so.
 UNUSED = (
     ".input_scale", ".activation_scale", ".output_scale", ".input_global_scale", ".input_zero_point",
-    ".self_attn.q_scale", ".self_attn.k_scale", ".self_attn.v_scale",
+    ".self_attn.q_scale", ".self_attn.k_scale", ".self_attn.v_scale", ".k_proj.k_scale", ".v_proj.v_scale",
 )  # fmt: skip
 
 

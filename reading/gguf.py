@@ -219,7 +219,7 @@ class Blocks:
             return codes[:, ::2] | codes[:, 1::2] << 4
         zero = rest[..., :2].contiguous().view(torch.float16)[..., 0] if self.kind.name == "Q4_1" else -8 * scale
         if not zero.isfinite().all():
-            raise ValueError("its scales are beyond what float16 holds 8 times")
+            raise ValueError("its scales hold NaN or infinity, or are beyond what float16 holds 8 times")
         return zero
 
 
@@ -376,7 +376,8 @@ def reading(readers: dict) -> Callable[[str], Tensor]:
     def read(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")
         if name in readers:
-            return readers[name][1].get_tensor(name)
+            with led_by(name):
+                return readers[name][1].get_tensor(name)
         stored = f"{module}.weight" if f"{module}.weight" in readers else "model.embed_tokens.weight"  # a tied head
         blocks = readers[stored][1].get_slice(stored)
         with led_by(stored):

@@ -18,7 +18,7 @@ import torch
 
 from reading.gguf import Blocks, Strings, kv_heads, open_file, parts_of
 from reading.templates import one_line
-from reading.vocabularies import LLAMA3_PATTERN, led_by
+from reading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
@@ -162,20 +162,25 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
 # Where texts are split before pieces are merged, by tokenizer.ggml.pre: one pattern after the other.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_PRES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")
 SPLITS = {
     **dict.fromkeys(("default", None), (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), (LLAMA3_PATTERN,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), (r"\p{N}", GPT2)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
-    "gpt-2": (GPT2,),
-    "tekken": (TEKKEN,),
+    **dict.fromkeys((*LLAMA3_PRES, "smaug-bpe"), (LLAMA3_PATTERN,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), (QWEN2,)),
+    **dict.fromkeys(("gpt-2", "mellum", "trillion", "a.x-4.0", "gigachat"), (GPT2,)),
+    **dict.fromkeys(("gpt-4o", "kanana2"), (O200K,)),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "seed-coder": (QWEN2.replace(r"[\r\n]*|", "|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{N}\r\n]"),),
+    "tekken": (TEKKEN_PATTERN,),
 }
-WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged; BOS leads a text
+WHOLE = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens, as sentencepiece numbers them
 
 
@@ -260,6 +265,8 @@ def tokenizer_model(keys: dict[str, object]) -> bytes:
     """A sentencepiece model: its protocol buffer, of which few fields matter."""
     tokens = vocabulary(keys)
     scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
+    # llama.cpp writes the spaces of these as spaces; sentencepiece looks for them in texts that have none.
+    tokens = [token.replace(" ", "▁") if type == USER_DEFINED else token for token, type in zip(tokens, types)]
     pieces = (
         field(1, field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, type))
         for token, score, type in zip(tokens, scores, types)

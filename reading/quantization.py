@@ -8,7 +8,7 @@ This file does not know tensors, folders or models.
 
 from collections.abc import Callable
 
-from reading.floats import Fp8, Int8Rows, Mx, NvFp4, Table4
+from reading.floats import Fp8, Int8Rows, ModelOptNvFp4, Mx, NvFp4, Table4
 from reading.layouts import Awq, Gptq, Layout, PackQuantized
 from reading.merged import is_mxfp4
 
@@ -97,6 +97,18 @@ def bitsandbytes_layout(found: dict, where: str) -> Layout:
     return Table4(4, -1, kind=kind)
 
 
+def modelopt_layout(found: dict, where: str) -> Layout:
+    """NVIDIA's Model Optimizer, modelopt/torch/export/{convert_hf_config,quant_utils}.py"""
+    where = where.replace(":", " or hf_quant_config.json:")
+    kind = only(found, where, "quant_algo", "NVFP4", "FP8")
+    cache = found.get("kv_cache_quant_algo") or found.get("kv_cache_scheme")
+    notes = ((CACHE,) if cache else ()) + (STATIC,)
+    if kind == "FP8":
+        return Fp8(8, -1, notes, one_scale=True)
+    only(found, where, "group_size", None, 16)
+    return ModelOptNvFp4(4, 16, notes)
+
+
 def block_size(found: dict, where: str, key: str) -> tuple[int, int]:
     size = found.get(key)
     if not (isinstance(size, list) and len(size) == 2 and type(size[0]) is int and size[0] > 0 and size[1] == 128):
@@ -165,5 +177,5 @@ def _by_format(found: dict, weights: dict, where: str, notes: tuple[str, ...]) -
 
 METHODS: dict[str, Callable[[dict, str], Layout]] = {
     "gptq": gptq_layout, "awq": awq_layout, "compressed-tensors": compressed_layout, "fp8": fp8_layout,
-    "bitsandbytes": bitsandbytes_layout,
+    "bitsandbytes": bitsandbytes_layout, "modelopt": modelopt_layout,
 }  # fmt: skip

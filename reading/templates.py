@@ -44,17 +44,23 @@ ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strft
 
 
 class ChatTemplate:
-    def __init__(self, source: str, names: dict[str, str]):
-        self.source, self.names = source, names  # names: bos_token and the like, as texts
+    """tool_source: the template of conversations with tools, where a folder has one of its own."""
+
+    def __init__(self, source: str, names: dict[str, str], tool_source: str | None = None):
+        self.source, self.names, self.tool_source = source, names, tool_source  # names: bos_token and such, as texts
         try:
-            ENVIRONMENT.parse(source)
+            for part in filter(None, (source, tool_source)):
+                ENVIRONMENT.parse(part)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template is broken: {one_line(error)}") from None
+
+    def source_for(self, tools: list | None) -> str:
+        return self.source if tools is None or self.tool_source is None else self.tool_source
 
     def render(self, messages: list[dict], add_generation_prompt: bool, tools: list | None = None, **names) -> str:
         """A conversation's text. `names`: what else the template may ask for, such as enable_thinking."""
         flags = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        request = json.dumps([self.source, {"documents": None, **self.names, **names, **flags}])
+        request = json.dumps([self.source_for(tools), {"documents": None, **self.names, **names, **flags}])
         server, answer = process(), None
         watch = threading.Timer(TEMPLATE_S, server.kill)
         watch.start()

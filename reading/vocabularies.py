@@ -2,6 +2,7 @@
 
     token_fields   the fields of tokenizer.Tokenizer, but for its template
     read_json      a JSON object from a file, empty where there is none
+    is_there       does a file exist? A link that leads nowhere is an error
     plain_file     a file that is safe to read whole
 
 Hostile files end in a ValueError, not in a library's panic or a full memory. This file knows no prompts or templates.
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ END_NAMES = (
     "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|end_of_turn|>",
     "<end_of_turn>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
+# gpt-oss's vocabulary, in which <|end|> ends a message, such as that of the analysis, and the answer follows.
+HARMONY_NAMES, HARMONY_END_NAMES = {"<|channel|>", "<|return|>"}, ("<|return|>", "<|call|>", "<|endoftext|>")
 
 # Two noncharacters that stand inside a name keep it from being read as a token.
 APART = "\ufdd1\ufdd0"
@@ -66,8 +70,8 @@ def token_fields(folder: Path, settings: dict) -> dict:
     Where both are there, tokenizer.json is taken if it has tokens that the other has not: transformers adds tokens to
     it and leaves tokenizer.model as it was."""
     model, fast, tekken = (folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json"))
-    if not model.exists() and not fast.exists():
-        if tekken.exists():
+    if not is_there(model) and not is_there(fast):
+        if is_there(tekken):
             return read_tekken(tekken, settings)
         raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
     if not model.exists():
@@ -76,18 +80,28 @@ def token_fields(folder: Path, settings: dict) -> dict:
         # tiktoken's lines are a token in base64 and its rank. A sentencepiece protobuf never starts like that.
         ranks = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
     fields = (read_tiktoken if ranks else read_sentencepiece)(model, settings)
-    known = fields.pop("ids")
-    if fast.exists() and not ids_in(fast).items() <= known().items():
-        return read_tokenizers(fast, settings)
-    return fields
+    known, added = fields.pop("ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
+    if is_there(fast):
+        stored = read_json(fast, LARGEST_FILE)
+        if not ids_in(stored).items() <= known().items():
+            return read_tokenizers(fast, settings)
+        added += stored["added_tokens"]
+    keys = ("lstrip", "rstrip", "single_word")
+    return fields | {"spacing": {token["content"]: tuple(bool(token.get(key)) for key in keys) for token in added}}
 
 
-def ids_in(file: Path) -> dict[str, int]:
+def ids_in(stored: dict) -> dict[str, int]:
     """The ids of all tokens in a tokenizer.json, by name."""
-    stored = read_json(file, LARGEST_FILE)
     vocab = stored["model"]["vocab"]  # of a Unigram model a list of pairs
     ids = vocab if isinstance(vocab, dict) else {name: id for id, (name, _) in enumerate(vocab)}
     return ids | {token["content"]: token["id"] for token in stored["added_tokens"]}
+
+
+def is_there(file: Path) -> bool:
+    """ValueError for a link to a file that is not there, such as a cache that was cleaned leaves."""
+    if file.is_symlink() and not file.exists():
+        raise ValueError(f"{file}: a link to {os.readlink(file)}, which is not there; fetch the file again")
+    return file.exists()
 
 
 def plain_file(file: Path, largest: int) -> Path:
@@ -104,10 +118,10 @@ def plain_file(file: Path, largest: int) -> Path:
 
 
 def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
-    if not file.exists():
+    if not is_there(file):
         return {}
     try:
-        value = json.loads(plain_file(file, largest).read_text(encoding="utf-8"))
+        value = json.loads(plain_file(file, largest).read_text(encoding="utf-8-sig"))  # Windows' editors write a mark
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
@@ -150,7 +164,8 @@ def added_tokens(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
 
 
 def stop_ids(ids: dict[str, int], eos_id: int | None) -> set[int]:
-    return {ids[name] for name in END_NAMES if name in ids} | ({eos_id} - {None})
+    names = HARMONY_END_NAMES if ids.keys() >= HARMONY_NAMES else END_NAMES
+    return {ids[name] for name in names if name in ids} | ({eos_id} - {None})
 
 
 def byte_of(piece: str) -> bytes | None:
@@ -300,10 +315,11 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
     import tokenizers
 
     with library(file, "not a tokenizer of the tokenizers library"):
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8-sig")
+        stored = json.loads(text)
         if growth(stored.get("normalizer")) > MOST_GROWTH:
             raise ValueError(f"its normalizer can make a text more than {MOST_GROWTH} times longer")
-        model = tokenizers.Tokenizer.from_file(str(file))
+        model = tokenizers.Tokenizer.from_str(text)
     tokens = {id: token for token, id in model.get_vocab().items()}
     vocab_size = max(tokens, default=-1) + 1
     if vocab_size > LARGEST_ID:
@@ -316,18 +332,23 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
     model.add_special_tokens([tokenizers.AddedToken(APART, normalized=True)])
     apart = model.normalizer.normalize_str(APART) if model.normalizer else APART
 
-    def to_ids(text: str, with_specials: bool = False, add_special_tokens: bool = False) -> list[int]:
+    def to_ids(text: str, with_specials: bool = False) -> list[int]:
         model.encode_special_tokens = not with_specials  # the library's word for: as text
         with library(file, "this tokenizer cannot encode the text"):
-            found = model.encode(text, add_special_tokens=add_special_tokens)
+            found = model.encode(text, add_special_tokens=False)
         return [id for id, token in zip(found.ids, found.tokens) if token != apart] if with_specials else found.ids
 
-    # The library keeps the BOS policy in its post-processor. See what that puts before an empty text.
-    before = to_ids("", add_special_tokens=True)
+    # The library keeps the BOS policy in its post-processor, whose tokens are of no sequence. Some stand behind a text.
+    with library(file, "this tokenizer cannot encode a text"):
+        probe = model.encode("a")
+    before = probe.ids[: probe.sequence_ids.index(0)] if 0 in probe.sequence_ids else []
     bos, eos = (model.token_to_id(settings.get(key) or "") for key in ("bos_token", "eos_token"))
     bos = before[0] if bos is None and before else bos
-    decoder = str(stored.get("decoder"))
-    byte_level = BYTE_OF_CHAR if "ByteLevel" in decoder else {}
+    if settings.get("add_bos_token") is not None:  # which takes the post-processor's place
+        before = [bos] if settings["add_bos_token"] and bos is not None else []
+    byte_level = BYTE_OF_CHAR if "ByteLevel" in str(stored.get("decoder")) else {}
+    with library(file, "its decoder cannot decode a token"):
+        spaced = model.decoder.decode(["Ġa" if byte_level else "▁a"]) if model.decoder else ""
 
     @functools.cache
     def to_bytes(id: int) -> bytes:
@@ -346,9 +367,10 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         "to_bytes": to_bytes,
         "vocab_size": vocab_size,
         "bos_id": bos,
-        "add_bos": before[:1] == [bos] if settings.get("add_bos_token") is None else bool(settings["add_bos_token"]),
+        "add_bos": bool(before),
+        "leading_ids": tuple(before),
         "stop_ids": stop_ids({token.content: id for id, token in added.items()}, eos),
-        "strip_first_space": "Strip" in decoder or "Metaspace" in decoder,
+        "strip_first_space": spaced == "a",
         "specials": specials,
         "literals": {token.content: id for id, token in added.items() if not token.special},
         "apart": apart,

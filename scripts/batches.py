@@ -1,34 +1,29 @@
-"""Rows that wait, and the thread that decodes them: what scripts/serve.py's connections hand their requests to.
+"""Rows that wait and rows that decode: what scripts/serve.py's connections hand their requests to.
 
     Job         one request, whose answers' events reach its connection in order
     Row         one answer to decode: a prompt with settings of its own, then its tokens
-    Decoder     which rows run together, on which engine; what the caches hold; who has left
-    engines_of  one engine of one row and, where there may be more, one of so many
+    Decoder     whose turn it is, and who has left; the thread that decodes
 
-Rows that wait when a batch starts are decoded together if their samplings are of one kind (greedy, plain or filtered),
-up to the last engine's rows. A batch is fixed once it has started: who comes later waits until it has ended. Each row
-equals its prompt alone; a row alone runs on the first engine, of one row. What an engine's caches hold of all its
-prompts is not computed again. This file knows no HTTP, and no flag.
+A row takes a slot of the engine as soon as one is free, while others decode. Requests take turns: one that asks for
+many answers delays another by one of them. Each row equals its prompt alone. This file knows no HTTP, and no flag.
 """
 
 import asyncio
 import contextlib
-import copy
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 import torch
 
-from generate import Engine, generate
-from kept import Kept
+from generate import Engine
 from program.edge import print_error
-from program.loading import warm_up
-from program.printing import Printer, Session
+from program.printing import Session
 from program.report import PLAIN_TOKEN, origin, rate, speculative
-from sampling import FILTERED, GREEDY, PLAIN
-from scripts.openai_form import MOST_LIKELIEST, Ask, Event, Refusal, Token
+from scheduler import Request
+from scripts.openai_form import Ask, Event, Refusal, Token
 from timing import Timing
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
@@ -40,16 +35,16 @@ class Job:
     """One request: events from the decoding thread to its connection's loop. `left`: nobody waits for it any more."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self.told, self.begun, self.left = loop, asyncio.Queue(), time.perf_counter(), False
+        self.loop, self.queue, self.begun, self.left = loop, asyncio.Queue(), time.perf_counter(), False
 
     def tell(self, event: Event | Refusal) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: the server ends
-            self.loop.call_soon_threadsafe(self.told.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
     async def events(self, rows: int) -> AsyncIterator[Event]:
-        """What is told until so many rows have ended. Raises the Refusal that is told."""
+        """The events of so many rows, until all have ended. Raises the Refusal that comes among them."""
         while rows:
-            event = await self.told.get()
+            event = await self.queue.get()
             if isinstance(event, Refusal):
                 raise event
             rows -= event.ending is not None
@@ -63,37 +58,36 @@ class Row:
         stops: Sequence[str] = (),
     ):  # fmt: skip
         self.job, self.ask, self.index, self.ids, self.new, self.seed = job, ask, index, ids, new, seed
-        self.printer = Printer(session.tokenizer, [""], session.stop_ids, [*ask.stops, *stops], as_json=True)
+        self.printer = session.printer([*ask.stops, *stops])
+        self.request: Request | None = None  # once it has a slot
         self.pending: list[Token] = []  # not sent yet
         self.rounds, self.over, self.sent = 0, False, 0.0
+        self.wants_logprobs = ask.tokens or ask.likeliest is not None  # notes may be there for a neighbour's sake
 
-    def kind(self) -> tuple:
-        """What rows of one batch share."""
-        return self.ask.sampling.kind, self.ask.draft
-
-    def feed(self, id: int, timing: Timing, i: int) -> bool:
-        """Token `id` of row i was decided. Is it time to send what is pending? Not within a step of the row."""
-        printer, fact = self.printer, timing.tokens[i][-1] if timing.tokens else None
-        shown = len(printer.pieces[0])
-        printer.feed(0, id)
-        self.over = bool(printer.ended) or id in printer.stop_ids or timing.decoded[i] >= self.new
+    def feed(self, number: int) -> None:
+        """Token `number` of the answer was decided. Send what is pending if it is time, never within a step."""
+        request, printer, shown = self.request, self.printer, len(self.printer.pieces)
+        id, record = request.tokens[number], request.token_records[number] if request.token_records else None
+        printer.feed(id)
+        self.over = printer.at_stop_string or (request.finish_reason is not None and number + 1 == len(request.tokens))
         if self.over:
             printer.close()
-        self.rounds += fact is None or fact.index == 0
+        self.rounds += record is None or record.index == 0
         token = Token(
-            id, "".join(printer.pieces[0][shown:]), origin(fact) if fact else PLAIN_TOKEN, self.rounds,
-            timing.prefill_s + timing.decode_s,
+            id, "".join(printer.pieces[shown:]), origin(record) if record else PLAIN_TOKEN, self.rounds,
+            request.prefill_s + request.decode_s,
         )  # fmt: skip
-        if timing.likeliest[i]:
-            likeliest = [
-                (int(id), max(x, LOWEST)) for id, x in timing.likeliest[i][-1][: 1 + (self.ask.likeliest or 0)]
-            ]
-            (p, q), drafted = timing.weighed[i][-1], fact is not None and fact.index < fact.k
-            token = token._replace(p=p, q=q if drafted else None, likeliest=likeliest)
-            token = token._replace(overlap=fact.overlap) if drafted else token
+        if self.wants_logprobs:
+            pairs = request.top_logprobs[number][: 1 + (self.ask.likeliest or 0)]
+            (p, q), drafted = request.token_probs[number], record is not None and record.index < record.k
+            token = token._replace(
+                p=p, q=q if drafted else None, likeliest=[(int(id), max(x, LOWEST)) for id, x in pairs]
+            )
+            token = token._replace(overlap=record.overlap) if drafted else token
         self.pending += [token] if self.new else []
-        whole = fact is None or fact.index >= fact.accepted
-        return self.over or (whole and time.perf_counter() > self.sent + FRAME_S)
+        ends_step = record is None or record.index >= record.accepted
+        if not self.over and ends_step and time.perf_counter() > self.sent + FRAME_S:
+            self.send()
 
     def send(self, ending: dict | None = None) -> None:
         self.job.tell(Event(self.index, self.pending, ending))
@@ -101,87 +95,112 @@ class Row:
 
 
 class Decoder:
-    """Decodes what waits, in the thread that calls `run`. Of the engines, the first has one row and the last most."""
+    """Decodes in the thread that calls `turn`; connections' threads call `put` and `drop`."""
 
-    def __init__(self, session: Session, engines: Sequence[Engine], most_waiting: int):
-        self.session, self.engines, self.most_waiting = session, engines, most_waiting
-        self.speculate_k, self.waiting, self.news = session.engine.speculate_k, [], threading.Condition()
+    def __init__(self, session: Session, max_waiting: int):
+        self.session, self.engine, self.max_waiting = session, session.engine, max_waiting
+        self.waiting: dict[Job, deque[Row]] = {}  # in the order in which requests have their turns
+        self.rows: dict[int, Row] = {}  # that decode, by request id
+        self.news = threading.Condition()
         self.stopped = False  # answers are given up
-        self.kept = {engine: Kept(engine) for engine in engines}
 
     def put(self, rows: list[Row]) -> None:
         with self.news:
-            if len(rows) > self.most_waiting:
-                raise Refusal(f"{len(rows)} answers are more than the {self.most_waiting} that may wait", "n")
-            if len(self.waiting) + len(rows) > self.most_waiting:
-                raise Refusal(f"{len(self.waiting)} answers wait already: try again later", None, 429, "queue_full")
-            self.waiting += rows
+            if len(rows) > self.max_waiting:
+                raise Refusal(f"{len(rows)} answers are more than the {self.max_waiting} that may wait", "n")
+            num_waiting = sum(map(len, self.waiting.values()))
+            if num_waiting + len(rows) > self.max_waiting:
+                raise Refusal(f"{num_waiting} answers wait already: try again later", None, 429, "queue_full")
+            self.waiting[rows[0].job] = deque(rows)
             self.news.notify()
 
     def drop(self, job: Job) -> None:
         """Nobody waits for this request any more: rows that wait go now, rows that run at the next step."""
-        job.left = True
         with self.news:
-            self.waiting = [row for row in self.waiting if row.job is not job]
+            job.left = True
+            self.waiting.pop(job, None)
+            self.news.notify()
 
-    def take(self, seconds: float) -> list[Row]:
-        """The next batch: who has waited longest, and who may run beside. Empty where nobody comes in that time."""
+    def next_row(self) -> Row | None:
+        """The next row of the request whose turn it is, which then goes to the end of the line."""
         with self.news:
-            self.news.wait_for(lambda: self.waiting, seconds)
-            alike = [row for row in self.waiting if row.kind() == self.waiting[0].kind()]
-            batch = alike[: self.engines[-1].batch_size]
-            self.waiting = [row for row in self.waiting if row not in batch]
-            return batch
+            job = next(iter(self.waiting), None)
+            if job is None:
+                return None
+            rows = self.waiting.pop(job)
+            row = rows.popleft()
+            if rows:
+                self.waiting[job] = rows
+            return row
 
-    def run(self, batch: list[Row]) -> None:
-        """Decode a batch. What goes wrong is told to its clients in a line; a bug keeps its traceback, on stderr."""
-        engine = self.engines[0 if len(batch) == 1 else -1]
+    def turn(self, seconds: float) -> None:
+        """Let rows in and decode one step; with nothing to do, wait so long for news. An error is told to the clients
+        that it concerns, in a line; a bug keeps its traceback, on stderr."""
+        with self.news:
+            self.news.wait_for(lambda: self.waiting or self.rows, seconds)
+        for id in [id for id, row in self.rows.items() if row.job.left]:
+            self.engine.abort(id)
+            del self.rows[id]
+        while len(self.engine.requests) < self.engine.batch_size and (row := self.next_row()) is not None:
+            self.start(row)
         try:
-            self.decode(engine, batch)
+            self.feed(self.engine.step() if self.rows else [])
         except Exception as error:
-            expected = isinstance(error, ValueError)
-            print_error(error) if expected else traceback.print_exc()
-            for row in batch:
-                row.job.tell(Refusal(f"decoding failed: {error}" if expected else "decoding failed", status=500))
+            traceback.print_exc()
+            for row in self.rows.values():
+                row.job.tell(Refusal(f"decoding failed: {type(error).__name__}", status=500))
+            self.rows.clear()
+            self.engine.reset()
+            return
+        self.session.observe_step()
 
-    def decode(self, engine: Engine, batch: list[Row]) -> None:
-        session, ask, begun, seen = self.session, batch[0].ask, time.perf_counter(), 0
-        for row in batch:
+    def start(self, row: Row) -> None:
+        try:
             if row.ask.echo:
-                row.pending = echoed(engine, session, row)
+                row.pending = echoed(self.engine, self.session, row)
                 row.send()
-        # Compiled steps are compiled noting: not to do so would compile them anew.
-        engine.state.noting = engine.compile or any(row.ask.tokens or row.ask.likeliest is not None for row in batch)
-        prompts, budgets = [row.ids for row in batch], [max(1, row.new) for row in batch]
-        timing, ended = Timing(), set()
-        engine.speculate_k = self.speculate_k if ask.draft else 0
-        for i, id in generate(
-            engine.model, prompts, stop_ids=session.stop_ids, engine=engine, max_new_tokens=budgets, timing=timing,
-            seed=[row.seed for row in batch], cached=self.kept[engine].take(prompts, budgets), ended=ended,
-            sampling=[row.ask.sampling for row in batch],
-        ):  # fmt: skip
-            row = batch[i]
-            if row.feed(id, timing, i):
-                row.send()
-            if row.over:
-                row.send(self.ending(engine, timing, i, row, begun))
-            ended |= {j for j, row in enumerate(batch) if row.over or row.job.left}
-            if session.threads and timing.steps > seen:
-                seen = timing.steps
-                session.threads.observe((engine.batch_size, timing.records[-1].k), timing.records[-1].seconds)
-            if self.stopped:
-                break
-        self.kept[engine].hold([row.printer.ids[0] for row in batch])
+            id = self.engine.add_request(
+                row.ids, sampling=row.ask.sampling, max_new_tokens=max(1, row.new), stop_ids=self.session.stop_ids,
+                seed=row.seed, draft=row.ask.draft,
+            )  # fmt: skip
+            row.request, self.rows[id] = self.engine.requests[id], row
+        except (RuntimeError, ValueError) as error:
+            print_error(error)
+            row.job.tell(Refusal(f"decoding failed: {error}", status=500))
+        wants_logprobs = any(row.wants_logprobs for row in self.rows.values())
+        # Compiled steps are compiled recording: not to do so would compile them anew.
+        self.engine.state.noting = self.engine.compile or wants_logprobs
 
-    def ending(self, engine: Engine, timing: Timing, i: int, row: Row, begun: float) -> dict:
-        """What the last event of row i tells."""
-        waited = begun - row.job.begun
-        return {"finish_reason": row.printer.finish_reason(0), "timings": {
-            "queue_s": waited, "ttft_s": waited + timing.prefill_s, "tokens": timing.decoded[i] if row.new else 0,
-            "rows": len(timing.decoded), "seed": row.seed, "cached_tokens": timing.cached[i],
-            "prefill_tok_s": rate(timing.prompt_tokens, timing.prefill_s),
-            "decode_tok_s": rate(timing.decoded[i] - 1, timing.row_s[i]),
-            "speculative": speculative(engine, [timing], i) if row.ask.draft else None,
+    def feed(self, decided: list[tuple[int, int]]) -> None:
+        numbers = {id: len(row.printer.ids) for id, row in self.rows.items()}
+        for id, _ in decided:
+            row = self.rows.get(id)
+            if row is None or row.over:
+                continue
+            row.feed(numbers[id])
+            numbers[id] += 1
+        for id, row in list(self.rows.items()):
+            error = row.request.error
+            if error is not None:
+                print_error(error)
+                row.job.tell(Refusal(f"decoding failed: {error}", status=500))
+            elif row.over:
+                self.engine.abort(id)  # a stop string has ended it, if it runs still
+                row.send(self.ending(row))
+            if error is not None or row.over:
+                del self.rows[id]
+
+    def ending(self, row: Row) -> dict:
+        """The facts that the last event of a row brings."""
+        request, num_tokens = row.request, len(row.printer.ids)
+        queue_s = request.started - row.job.begun
+        return {"finish_reason": row.printer.finish_reason(), "timings": {
+            "queue_s": queue_s, "ttft_s": queue_s + request.ttft_s, "tokens": num_tokens if row.new else 0,
+            "seed": row.seed, "cached_tokens": request.num_reused,
+            "rows": max((len(step.positions) for step in request.steps), default=1),
+            "prefill_tok_s": rate(len(request.prompt) - request.num_reused, request.prefill_s),
+            "decode_tok_s": rate(num_tokens - 1, request.decode_s),
+            "speculative": speculative(self.engine, [Timing([request])], 0) if row.ask.draft else None,
         }}  # fmt: skip
 
 
@@ -198,22 +217,9 @@ def echoed(engine: Engine, session: Session, row: Row) -> list[Token]:
             for n, id in enumerate(row.ids[begin + 1 : begin + 1 + HEAD_ROWS]):
                 pairs = [(id, log_p[n, id].item()), *zip(top.indices[n].tolist(), top.values[n].tolist())]
                 likeliest[begin + 1 + n] = [(id, max(x, LOWEST)) for id, x in pairs]
-    return [Token(id, stream.feed(id), likeliest=found) for id, found in zip(row.ids, likeliest)]
-
-
-def engines_of(session: Session, rows: int) -> Sequence[Engine]:
-    """The session's engine of one row, and one of `rows` where they are more: a row alone need not pay for others."""
-    first, engines = session.engine, [session.engine]
-    if rows > 1:
-        drafter = None
-        if first.drafts:  # the same model with tensors of its own
-            drafter = copy.copy(first.drafter)
-            drafter._buffers, drafter._modules = dict(drafter._buffers), dict(drafter._modules)
-        engines.append(Engine(
-            first.model, rows, first.max_seq_length, compile=first.compile, drafter=drafter,
-            speculate_k=first.speculate_k, compile_prompts=first.cached.compile_prompts, one_width=first.one_width,
-            process=first.state.process, logprobs=MOST_LIKELIEST, kind=first.cached.kind,
-        ))  # fmt: skip
-    for engine in engines if rows > 1 or first.compile else ():
-        warm_up(engine, session.sampling, first.max_seq_length // 2, (GREEDY, PLAIN, FILTERED))
-    return engines
+    tokens = [Token(id, stream.feed(id), likeliest=found) for id, found in zip(row.ids, likeliest)]
+    if row.new:
+        row.printer.stream = stream  # bytes at the prompt's end may be completed by the answer
+    elif tokens:
+        tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
+    return tokens

@@ -28,17 +28,18 @@ from typing import NamedTuple
 import torch
 
 from generate import Engine
-from kept import common_prefix
 from limits import check_lengths
 from model import Transformer
 from program.edge import cpu_share, ending_plainly
 from program.flags import Parser, check_options, positive, speculate_k
 from program.flags import parse_args as generate_args
 from program.loading import check_same_tokens, compiles, load_drafter, load_target, pick_device, warm_up
-from program.printing import Printer, Session
+from program.printing import Answer, Session
 from program.prompts import Request, new_tokens, requests, sampling_of
 from program.report import rate
+from scheduler import common_prefix
 from speculative import Drafter, ModelDraft
+from timing import Timing
 from tokenizer import Tokenizer
 from tp import ALONE
 from weights.linears import pack_model
@@ -73,19 +74,22 @@ class Side:
     budgets: list[int]
 
     def decode(self, begin: int, end: int, most: int | None = None) -> Run:
-        """Prompts `begin` to `end`, in batches of the side's own size, `most` new tokens each."""
+        """Prompts `begin` to `end`, as many at a time as the side's engine has slots, `most` new tokens each."""
         torch.set_num_threads(self.threads)
-        rows, tokens, seconds = [], 0, 0.0
-        for first in range(begin, end, self.args.batch_size):
-            part = slice(first, min(first + self.args.batch_size, end))
-            prompts, budgets = self.prompts[part], [min(n, most or n) for n in self.budgets[part]]
-            session, names = self.session, [""] * len(prompts)
-            printer = Printer(session.tokenizer, names, session.stop_ids, self.args.stop, as_json=True)
-            session.kept.rows = []  # every run from nothing
-            timing = session.decode(printer, prompts, budgets, self.args.seed)
-            rows += printer.ids
-            tokens, seconds = tokens + sum(timing.decoded) - len(prompts), seconds + timing.decode_s
-        return Run(rows, tokens, seconds)
+        self.session.engine.clear()  # every run from nothing
+        pairs = zip(self.prompts[begin:end], self.budgets[begin:end])
+        answers = [
+            Answer(
+                Request("", ids=prompt, max_new_tokens=min(budget, most or budget), seed=self.args.seed),
+                self.session.printer(self.args.stop),
+            )
+            for prompt, budget in pairs
+        ]  # fmt: skip
+        for answer in self.session.decode(answers):
+            if answer.request.error is not None:
+                raise ValueError(answer.request.error)
+        timing = Timing([answer.request for answer in answers])
+        return Run([answer.printer.ids for answer in answers], sum(timing.decoded) - len(answers), timing.decode_s)
 
 
 def side_args(name: str, flags: str) -> argparse.Namespace:

@@ -11,11 +11,10 @@ harness's own Hugging Face model treats them, so that figures compare; `loglikel
 """
 
 import argparse
-import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from generate import Engine, generate
+from generate import Engine
 from model import Transformer
 from program.edge import ending_plainly, fail
 from program.flags import DTYPES, Parser, positive
@@ -90,11 +89,6 @@ class Ask(NamedTuple):
     sampling: Sampling
     stop_ids: frozenset[int]
     seed: int
-
-    @property
-    def kind(self) -> tuple:
-        """What the requests of one batch share."""
-        return repr(self.sampling), sorted(self.stop_ids)
 
 
 def sampling_of(settings: dict) -> Sampling:
@@ -246,16 +240,11 @@ class QuickdraftLM(TemplateLM):
         if asks:
             self._fit_engine(asks)
         texts = [""] * len(asks)
-        order = sorted(range(len(asks)), key=lambda number: (asks[number].kind, -len(asks[number].prompt)))
         with tqdm(total=len(asks), desc="generate", leave=False, disable=disable_tqdm) as bar:
-            for _, group in itertools.groupby(order, key=lambda number: asks[number].kind):
-                group = list(group)
-                for begin in range(0, len(group), self.batch_size):
-                    batch = group[begin : begin + self.batch_size]
-                    for number, text in zip(batch, self._texts([asks[number] for number in batch])):
-                        texts[number] = text
-                        self.cache_hook.add_partial("generate_until", requests[number].args, text)
-                    bar.update(len(batch))
+            for number, text in self._texts(asks):
+                texts[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                bar.update(1)
         return texts
 
     @property
@@ -287,21 +276,29 @@ class QuickdraftLM(TemplateLM):
         self.engine = None  # its caches, before the next ones take memory
         self.engine = Engine(self.model, rows, length, drafter=self.drafter)
 
-    def _texts(self, asks: list[Ask]) -> list[str]:
-        """One batch. An answer is decoded as a text of its own: it has no leading space where the tokenizer puts one
-        before every text (sentencepiece)."""
-        streams = [self.tokenizer.stream() for _ in asks]
-        stops, ended, texts = [StopStrings(ask.stops) for ask in asks], set(), [""] * len(asks)
-        stop_ids = asks[0].stop_ids
-        for row, id in generate(
-            self.model, [ask.prompt for ask in asks], sampling=asks[0].sampling, engine=self.engine,
-            max_new_tokens=[ask.new for ask in asks], stop_ids=stop_ids, seed=[ask.seed for ask in asks], ended=ended,
-        ):  # fmt: skip
-            if id not in stop_ids:
-                texts[row] += stops[row].feed(streams[row].feed(id))
-                if stops[row].stopped:
-                    ended.add(row)
-        return [text + stop.feed(stream.flush()) + stop.flush() for text, stop, stream in zip(texts, stops, streams)]
+    def _texts(self, asks: list[Ask]) -> Iterator[tuple[int, str]]:
+        """(number of the request, its text) as they end. An answer is decoded as a text of its own: it has no leading
+        space where the tokenizer puts one before every text (sentencepiece)."""
+        engine, running = self.engine, {}
+        for number, ask in enumerate(asks):
+            id = engine.add_request(
+                ask.prompt, sampling=ask.sampling, max_new_tokens=ask.new, stop_ids=ask.stop_ids, seed=ask.seed
+            )
+            running[id] = number, engine.requests[id], self.tokenizer.stream(), StopStrings(ask.stops), []
+        while running:
+            for id, token in engine.step():
+                if id in running:
+                    _, request, stream, stops, pieces = running[id]
+                    if token not in request.stop_ids:
+                        pieces.append(stops.feed(stream.feed(token)))
+                    if stops.stopped:
+                        engine.abort(id)
+            for id, (number, request, stream, stops, pieces) in list(running.items()):
+                if request.finish_reason is not None:
+                    if request.error is not None:
+                        raise ValueError(f"request {number}: {request.error}")
+                    del running[id]
+                    yield number, "".join(pieces) + stops.feed(stream.flush()) + stops.flush()
 
     # ------------------------------------------------------------------------------------------ notices
 

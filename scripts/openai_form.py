@@ -16,12 +16,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from program.prompts import LARGEST_SEED, check_names
+from program.prompts import SAMPLED, check_names
 from sampling import Sampling
 from tokenizer import joined
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in program/report.py's order
 MOST_STOPS, MOST_LIKELIEST = 16, 20
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as OpenAI has it
 # Keys that change no text here, and those that would, with the values that ask for nothing.
 UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 NEUTRAL = {
@@ -110,16 +111,19 @@ def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | Non
     if None not in longest and longest[0] != longest[1]:
         raise Refusal("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     likeliest = None if chat else fields.whole("logprobs", None, 0, MOST_LIKELIEST)
-    if chat and fields.flag("logprobs"):
-        likeliest = fields.whole("top_logprobs", 0, 0, MOST_LIKELIEST)
-    values = {key: fields.number(key, getattr(usual, key)) for key in ("temperature", "top_p", "top_k", "min_p")}
+    if chat:
+        logprobs, top_logprobs = fields.flag("logprobs"), fields.whole("top_logprobs", 0, 0, MOST_LIKELIEST)
+        if top_logprobs and not logprobs:
+            raise Refusal(f"top_logprobs = {top_logprobs} needs logprobs = true", "top_logprobs")
+        likeliest = top_logprobs if logprobs else None
+    values = {key: fields.number(key, getattr(usual, key)) for key in SAMPLED}
     try:
         sampling = Sampling(**values)
     except ValueError as error:
         raise Refusal(str(error), str(error).split()[0]) from None
     ask = Ask(
         prompts, chat, n, next((x for x in longest if x is not None), new),
-        [stops] if isinstance(stops, str) else stops, fields.whole("seed", None, 0, LARGEST_SEED - 1), sampling,
+        [stops] if isinstance(stops, str) else stops, fields.whole("seed", None, MIN_SEED, MAX_SEED), sampling,
         likeliest, echo, stream, wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
         names_of(fields) if chat else {},
     )  # fmt: skip
@@ -267,9 +271,10 @@ class Answer:
         }  # fmt: skip
 
     def logprobs(self, event: Event) -> dict:
-        """The older form: a list for each fact. Of equal strings the likelier one counts."""
+        """The older form: a list for each fact. A token is listed as the characters that it adds to the text, so that
+        text_offset points at them: none for BOS or part of a character. Of equal strings the likelier one counts."""
         index, tokens = event.index, event.tokens
-        texts, offsets, at = [self.spelled(token.id) for token in tokens], [], self.offset.get(index, 0)
+        texts, offsets, at = [token.text for token in tokens], [], self.offset.get(index, 0)
         for text in texts:
             offsets.append(at)
             at += len(text)

@@ -6,13 +6,14 @@ The text is encoded once, without BOS, and cut into consecutive windows of --con
 dropped. BOS is put in front of each window when encoding a text with this tokenizer adds one, and every token of the
 window is scored given what stands before it (without BOS, all but the first). The standard error is that of the mean
 over windows. With --reference: mean KL divergence KL(reference || model), in nats a token, and how often both think the
-same token likeliest.
+same token likeliest. Both must have the same tokens.
 """
 
 import argparse
 import json
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -23,11 +24,12 @@ from checkpoint import load_config, load_model
 from model import Transformer
 from program.edge import ending_plainly
 from program.flags import DTYPES, Parser, positive
-from program.loading import pick_device, pick_dtype
+from program.loading import check_same_tokens, pick_device, pick_dtype
 from quantize import SCHEMES
 from tokenizer import load_tokenizer
 
 LOGITS = 2**25  # made at once: 128 MB, and as much for each step from them to a divergence
+MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity is no float: None
 
 
 def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
@@ -61,15 +63,18 @@ def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tu
 def measure(
     model: Transformer, rows: Tensor, batch_size: int, reference: Transformer | None = None, bos: bool = True
 ) -> dict:
-    """The result object of this script, for windows made by `windows`."""
+    """The result object of this script, for windows made by `windows`. ValueError for logits that are not finite."""
     found = ([], [], [])
     for batch in tqdm(rows.split(batch_size), desc="score", leave=False):
         for total, values in zip(found, score(model, batch, reference)):
             total += values.double().mean(1).tolist()  # windows are equally long: their means weigh the same
+    for name, values in zip(("the model", "the reference"), found):
+        if num_windows := sum(not math.isfinite(value) for value in values):
+            raise ValueError(f"the logits of {name} are not finite in {num_windows} of {len(rows)} windows")
     nll = statistics.fmean(found[0])
     error = statistics.stdev(found[0]) / math.sqrt(len(rows)) if len(rows) > 1 else None
     result = {
-        "perplexity": math.exp(nll), "nll": nll, "nll_standard_error": error,
+        "perplexity": math.exp(nll) if nll < MAX_NLL else None, "nll": nll, "nll_standard_error": error,
         "tokens": rows.size(0) * (rows.size(1) - 1), "context": rows.size(1) - bos, "bos": bos,
     }  # fmt: skip
     if reference is not None:
@@ -84,8 +89,15 @@ def run(args: argparse.Namespace) -> dict:
     limit = load_config(args.checkpoint).max_seq_length
     if args.context > limit:
         raise ValueError(f"--context {args.context} is over the model's {limit} positions")
+    if args.reference:
+        sizes = [load_config(folder).vocab_size for folder in (args.reference, args.checkpoint)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"{args.reference}: vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared")
+        check_same_tokens(tokenizer, load_tokenizer(args.reference), args.reference)
     text = Path(args.text).read_text(encoding="utf-8")
     bos = next(iter(tokenizer.encode("")), None)  # what encoding a text adds
+    if args.context == 1 and bos is None:
+        raise ValueError("--context 1 leaves nothing to score, as no BOS leads its windows: take 2 or more")
     rows = windows(tokenizer.encode(text, bos=False), args.context, bos)
 
     def load(folder: str, **options) -> Transformer:
@@ -94,9 +106,6 @@ def run(args: argparse.Namespace) -> dict:
 
     model = load(args.checkpoint, quantize=args.quantize, head=args.quantize_head)
     reference = load(args.reference) if args.reference else None
-    if reference is not None and reference.config.vocab_size != model.config.vocab_size:
-        sizes = f"{reference.config.vocab_size} and {model.config.vocab_size}"
-        raise ValueError(f"{args.reference}: vocabularies of {sizes} tokens cannot be compared")
     return measure(model, rows, args.batch_size, reference, bos=bos is not None)
 
 

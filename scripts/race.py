@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from generate import Engine, generate
-from kept import common_prefix
 from limits import check_lengths
 from program.edge import ending_plainly, fail, interrupts_held, use_threads
-from program.flags import DTYPES, Parser, check_options, positive, speculate_k
+from program.flags import DTYPES, Parser, check_options, positive, speculate_k, thread_count
 from program.flags import parse_args as generate_flags
 from program.loading import compiles, pick_device, warm_up
 from program.prompts import new_tokens
@@ -45,6 +44,7 @@ from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, orig
 from quantize import SCHEMES
 from reading.files import write_whole
 from sampling import Sampling
+from scheduler import common_prefix
 from scripts.compare import load_all
 from timing import Timing, synchronize
 from tokenizer import Tokenizer
@@ -150,7 +150,7 @@ class Column:
             return
         self.ids.append(id)
         text = "" if id in self.stop_ids else self.stream.feed(id)
-        came_from = origin(self.timing.tokens[row][-1]) if self.timing.tokens else PLAIN_TOKEN
+        came_from = origin(self.timing.tokens[row][len(self.ids) - 1]) if self.timing.tokens else PLAIN_TOKEN
         judged, accepted = (self.moments[-1].judged, self.moments[-1].accepted) if self.moments else (0, 0)
         judged, accepted = judged + (came_from in STYLES), accepted + (came_from == ACCEPTED)
         self.moments.append(Moment(self.clock, text, came_from, self.timing.steps, judged, accepted))
@@ -158,10 +158,11 @@ class Column:
     def weights_read(self) -> float:
         """Bytes of weights that a step read, drafting included; the mean over its rounds where their K varied."""
         target, *draft = self.engine.models
-        drafted = [step.k for step in self.timing.records] or [0]
-        own = {k: weight_bytes(target, k + 1) for k in {*drafted}}
-        read = sum(own[k] for k in drafted) + sum(weight_bytes(model) for model in draft) * sum(drafted)
-        return read / len(drafted)
+        lengths = [step.k for step in self.timing.records] or [0]
+        by_length = {k: weight_bytes(target, k + 1) for k in {*lengths}}
+        passes = sum(self.engine.drafter.passes(k) for k in lengths if k) if draft else 0
+        read = sum(by_length[k] for k in lengths) + sum(weight_bytes(model) for model in draft) * passes
+        return read / len(lengths)
 
 
 def runs_ahead(engine: Engine) -> bool:
@@ -306,7 +307,8 @@ def verdict(first: Column, column: Column, sampled: bool) -> str:
         return "sampled"
     a, b = first.ids, column.ids
     same = common_prefix(a, b)
-    if same == min(len(a), len(b)) and (len(a) == len(b) or not (first.ended and column.ended)):
+    shorter = min((first, column), key=lambda one: len(one.ids))
+    if same == len(shorter.ids) and (len(a) == len(b) or not shorter.ended):
         return "equal" if first.ended and column.ended else f"equal in {same} tokens"
     said = [repr(column.tokenizer.stream(continues=True).feed(ids[same])) if same < len(ids) else "the end"
             for ids in (b, a)]  # fmt: skip
@@ -399,13 +401,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         " quantized:SCHEME, or a scheme and a draft joined by +; default: plain,int8,draft,int8+draft")  # fmt: skip
     add("--quantize", metavar="SCHEME", help="in place of int8 in the default columns")
     add("--prompt", default="Once upon a time")
-    add("--max_new_tokens", type=int, help="default: as generate.py's")
+    add("--max_new_tokens", type=positive, help="default: as generate.py's")
     add("--temperature", type=float, default=0.0, help="default: 0, at which all should say the same")
     add("--seed", type=int, default=0)
     add("--speculate_k", metavar="N|auto", help="tokens drafted a round, as generate.py's")
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
     add("--device", help="as generate.py's")
-    add("--threads", type=positive, metavar="N", help="of a CPU")
+    add("--threads", type=thread_count, metavar="N", help="of a CPU")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the steps; default: on cuda")
     add("--save", metavar="FILE", help="also write the final screen: FILE.svg or FILE.txt")

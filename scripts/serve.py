@@ -14,6 +14,7 @@ import hmac
 import itertools
 import json
 import math
+import os
 import signal
 import socket
 import sys
@@ -33,21 +34,22 @@ from program.loading import pick_device
 from program.main import open_session
 from program.prompts import conversation_ids, new_tokens
 from program.report import greedy_text
-from program.threads import Threads
-from scripts.batches import Decoder, Job, Row, engines_of
-from scripts.openai_form import MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
-from tp import ALONE, launched
+from scripts.batches import Decoder, Job, Row
+from scripts.openai_form import MIN_SEED, MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
+from tp import ALONE
 
 try:
     import uvicorn
     from fastapi import Depends, FastAPI, Request
     from fastapi.responses import HTMLResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")
 
 MOST_BYTES = 2**22  # of a request's body
 MOST_CONNECTIONS = 512
+NUM_SLOTS = 4  # answers that are decoded at a time
 CHAT = "/v1/chat/completions"
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
@@ -92,11 +94,18 @@ class Front:
 
     async def admit(self, request: Request) -> None:
         """Refusal without the key, or under a foreign name: a page from elsewhere can give its own name our address."""
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        try:
+            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        except ValueError as error:
+            raise Refusal(f"the Host header: {error}") from None
         if self.hosts and name not in self.hosts:
             raise Refusal(f"this server answers to {', '.join(sorted(self.hosts))}, not to {name!r:.99}", None, 403)
-        given, key = request.headers.get("authorization", ""), f"Bearer {self.args.api_key}"
-        if self.args.api_key and request.url.path != "/" and not hmac.compare_digest(given.encode(), key.encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        required = self.args.api_key
+        is_valid = required is None or (
+            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), required.encode())
+        )
+        if not is_valid and request.url.path != "/":
             raise Refusal("no API key, or a wrong one: send Authorization: Bearer KEY", None, 401, "invalid_api_key")
 
     async def shown(self) -> Response:
@@ -113,8 +122,7 @@ class Front:
     def about(self) -> dict:
         engine, args = self.session.engine, self.args
         found = {
-            "context": engine.max_seq_length, "rows": self.decoder.engines[-1].batch_size,
-            "k": self.decoder.speculate_k,
+            "context": engine.max_seq_length, "rows": engine.batch_size, "k": engine.speculate_k,
             "draft": Path(args.draft_checkpoint).resolve().name if args.draft_checkpoint else args.draft,
             "greedy_text": greedy_text(engine), "plain_tok_s": 1 / engine.costs.decode_s if engine.costs else None,
             "temperature": args.temperature, "chat_template": self.session.tokenizer.template is not None,
@@ -132,7 +140,7 @@ class Front:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
         seed = next(self.seeds) if ask.seed is None else ask.seed
         rows = [
-            Row(job, ask, i * ask.n + n, ids, new, seed + n, self.session, args.stop)
+            Row(job, ask, i * ask.n + n, ids, new, as_int64(seed + n), self.session, args.stop)
             for i, (ids, new) in enumerate(prompts)
             for n in range(ask.n)
         ]
@@ -176,15 +184,23 @@ class Front:
         return found
 
 
+def as_int64(seed: int) -> int:
+    """The seed after the largest is the smallest. The sampler hashes all 64 bits, so negative seeds need no mapping."""
+    return (seed - MIN_SEED) % 2**64 + MIN_SEED
+
+
 async def body_of(request: Request) -> object:
     """A JSON body. Browsers send no JSON to other sites without asking them first."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("the body must be JSON, with Content-Type: application/json", None, 415)
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise Refusal(f"the body is longer than {MOST_BYTES} bytes", None, 413)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise Refusal(f"the body is longer than {MOST_BYTES} bytes", None, 413)
+    except ClientDisconnect:
+        raise Refusal("the client left before the body's end") from None
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -214,20 +230,41 @@ async def streamed(job: Job, answer: Answer, rows: int, prompted: int) -> AsyncI
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         description="An OpenAI-compatible server, and a page that shows drafting as it happens.", allow_abbrev=False,
-        epilog="Every other flag is generate.py's and says what a request leaves open; --batch_size rows are decoded"
-        " together, by default 1.",
+        epilog="Every other flag is generate.py's and says what a request leaves open; --batch_size answers are"
+        f" decoded at a time, by default {NUM_SLOTS}; others wait for a free slot.",
     )  # fmt: skip
     add = parser.add_argument
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; default: this machine alone, %(default)s")
     add("--port", type=int, default=8000, metavar="N", help="default: %(default)s; 0: any that is free")
-    add("--api_key", metavar="KEY", help="that every request but the page's must bring; default: none")
+    add("--api_key", metavar="KEY", help="that every request but the page's must bring; others on this"
+        " machine can see it: not in --api_key_file or the variable QUICKDRAFT_API_KEY; default: none")  # fmt: skip
+    add("--api_key_file", metavar="FILE", help="a file that holds the key")
     add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
     add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
     own, rest = parser.parse_known_args(argv)
-    args, usual = generate_flags(rest), generate_flags([])
+    has_slots = any(word.partition("=")[0] == "--batch_size" for word in rest)
+    args, usual = generate_flags(rest if has_slots else [*rest, f"--batch_size={NUM_SLOTS}"]), generate_flags([])
     if wrong := [name for name in ELSEWHERE if getattr(args, name) != getattr(usual, name)]:
         fail(f"--{wrong[0]} is about generate.py's own prompts and output: a server's come with its requests")
     return argparse.Namespace(**vars(args), **vars(own))
+
+
+def api_key_of(args: argparse.Namespace) -> str | None:
+    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any of them."""
+    source, key = "--api_key", args.api_key
+    if key is not None and args.api_key_file is not None:
+        raise ValueError("--api_key and --api_key_file: give one of them")
+    if args.api_key_file is not None:
+        source = f"--api_key_file {args.api_key_file}"
+        try:
+            key = Path(args.api_key_file).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{source}: {error}") from None
+    elif key is None:
+        source, key = "QUICKDRAFT_API_KEY", os.environ.get("QUICKDRAFT_API_KEY")
+    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
+        raise ValueError(f"{source}: a key must be visible ASCII characters without blanks, at least one")
+    return key
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -246,22 +283,23 @@ def run(args: argparse.Namespace) -> bool:
     """Serve until a signal. SIGTERM: nobody new is let in, what was asked is answered; SIGINT: now. Was it SIGTERM?"""
     check_options(args)
     for wrong, message in (
-        (launched(), "scripts.serve is one process: start it without torchrun"),
         (not 0 < args.answer_s < 1e6, f"--answer_s {args.answer_s} must be a positive number of seconds"),
         (not 0 <= args.port < 2**16, f"--port {args.port} must lie between 0 and 65535"),
     ):
         if wrong:
             raise ValueError(message)
+    args.api_key = api_key_of(args)
     listener = bound(args.host, args.port)
     device, threads = pick_device(args.device), use_threads(args.threads)
     opened = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MOST_LIKELIEST})
-    session, _, _ = open_session(opened, [], device, ALONE)
-    session.threads = Threads(threads) if device.type == "cpu" and args.threads is None else None
-    decoder = Decoder(session, engines_of(session, args.batch_size), args.queue)
+    session, _, _ = open_session(opened, [], device, ALONE, num_slots=args.batch_size)
+    if device.type == "cpu" and args.threads is None:
+        session.choose_threads(threads)
+    decoder = Decoder(session, args.queue)
     address, port = listener.getsockname()[:2]
     local = ip_address(address).is_loopback
     if not local and not args.api_key:
-        print(f"anybody who reaches {address} may use this server: --api_key KEY keeps others out", file=sys.stderr)
+        print(f"anybody who reaches {address} may use this server; --api_key_file FILE locks it", file=sys.stderr)
     front = Front(args, decoder, {"localhost", "127.0.0.1", "::1", args.host} if local else None)
     server = uvicorn.Server(uvicorn.Config(
         front.app(), log_level="warning", lifespan="off", limit_concurrency=MOST_CONNECTIONS, server_header=False,
@@ -282,8 +320,7 @@ def run(args: argparse.Namespace) -> bool:
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
     while connections.is_alive():
-        if batch := decoder.take(seconds=0.2):
-            decoder.run(batch)
+        decoder.turn(seconds=0.2)
     return not decoder.stopped
 
 

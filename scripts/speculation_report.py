@@ -20,9 +20,9 @@ from program.flags import DTYPES, Parser, positive
 from program.loading import compiles, load, pick_device
 from program.report import speculative
 from sampling import Sampling
-from speculative import Costs, expected_tokens, operations, speedup
+from speculative import Costs, expected_tokens
 from timing import Timing
-from tp import ALONE
+from tp import ALONE, check_single_process
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 K_MEASURED = 5  # drafted a round while acceptance is measured
@@ -58,7 +58,8 @@ def measure(args: argparse.Namespace) -> dict:
     reached = zip(found["accepted_by_position"], found["reached_by_position"], strict=True)
     alpha, k, c_ops = found["alpha"], K_MEASURED, found["c_ops"]
     return {
-        "alpha": alpha, "by_position": [a / n if n else None for a, n in reached], "k": k, "c_ops": c_ops,
+        "alpha": alpha, "draft_share": 1 - found["rounds_by_k"].get(0, 0) / found["rounds"],
+        "by_position": [a / n if n else None for a, n in reached], "k": k, "c_ops": c_ops,
         "tokens_per_round": found["tokens_per_round"], "measured_speedup": found["measured_speedup"],
         "predicted_speedup": found["predicted_speedup"], "costs": engine.costs,
     }  # fmt: skip
@@ -76,21 +77,23 @@ def windows(tokenizer, args: argparse.Namespace) -> list[list[int]]:
 
 
 def table(found: dict) -> list[dict]:
-    """One row for each K whose costs were measured."""
-    costs, alpha = found["costs"], found["alpha"]
-    return [
-        {
-            "k": k, "c": costs.c(k), "v": costs.v(k), "tokens_per_round": expected_tokens(alpha, k),
-            "speedup": speedup(alpha, k, costs.c(k), costs.v(k)), "speedup_if_v_were_1": speedup(alpha, k, costs.c(k)),
-            "operations": operations(alpha, k, found["c_ops"]),
-        }
-        for k in sorted(costs.verify_s)
-    ]  # fmt: skip
+    """One row for each K whose costs were measured. Steps in which nothing was drafted are plain ones."""
+    costs, alpha, share, rows = found["costs"], found["alpha"], found["draft_share"], []
+    for k in sorted(costs.verify_s):
+        tokens, drafting = 1 + share * (expected_tokens(alpha, k) - 1), share * k * costs.c(k)
+        rows.append({
+            "k": k, "c": costs.c(k), "v": costs.v(k), "tokens_per_round": tokens,
+            "speedup": costs.speedup(k, alpha, share, share), "speedup_if_v_were_1": tokens / (1 + drafting),
+            "operations": (1 + share * k * (found["c_ops"] + 1)) / tokens,
+        })  # fmt: skip
+    return rows
 
 
 def print_table(found: dict, rows: list[dict]) -> None:
     by_position = " ".join("–" if a is None else f"{a:.2f}" for a in found["by_position"])
     print(f"alpha {found['alpha']:.3f} (D_LK {1 - found['alpha']:.3f}), accepted by position {by_position}")
+    if found["draft_share"] < 1:
+        print(f"drafted in {found['draft_share']:.1%} of the rounds; the others are plain steps, here as in the table")
     print(
         f"K = {found['k']}: {found['tokens_per_round']:.2f} tokens a round, speed-up {found['measured_speedup']:.2f}"
         f" measured, {found['predicted_speedup']:.2f} predicted; the drafter's operations are"
@@ -102,7 +105,7 @@ def print_table(found: dict, rows: list[dict]) -> None:
             f"{r['k']:3d} {r['c']:6.3f} {r['v']:6.3f} {r['tokens_per_round']:7.2f} {r['speedup']:9.2f}"
             f" {r['speedup_if_v_were_1']:8.2f} {r['operations']:11.2f}"
         )
-    k, best = found["costs"].best(found["alpha"])
+    k, best = found["costs"].best(found["alpha"], found["draft_share"], found["draft_share"])
     print(f"best: K = {k}, speed-up {best:.2f}" + ("" if k else " (plain decoding)"))
 
 
@@ -114,18 +117,18 @@ def plot(found: dict, rows: list[dict], file: str) -> None:
     import matplotlib.pyplot as plt
 
     costs: Costs = found["costs"]
-    ks, alpha = [r["k"] for r in rows], found["alpha"]
+    ks, alpha, shares = [r["k"] for r in rows], found["alpha"], (found["draft_share"],) * 2
     figure, (by_k, by_alpha, trade) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for a in ALPHAS:
-        by_k.plot(ks, [speedup(a, k, costs.c(k), costs.v(k)) for k in ks], color="0.7")
-        by_k.annotate(f"{a}", (ks[-1], speedup(a, ks[-1], costs.c(ks[-1]), costs.v(ks[-1]))), color="0.5")
+        by_k.plot(ks, [costs.speedup(k, a, *shares) for k in ks], color="0.7")
+        by_k.annotate(f"{a}", (ks[-1], costs.speedup(ks[-1], a, *shares)), color="0.5")
     by_k.plot(ks, [r["speedup"] for r in rows], "o-", label=f"this pair, alpha = {alpha:.2f}")
     by_k.plot([found["k"]], [found["measured_speedup"]], "x", color="tab:red", markersize=10, label="measured")
     by_k.set(xlabel="K", ylabel="speed-up", title="by draft length (grey: other alpha)")
     by_k.legend()
     grid = [i / 50 for i in range(50)]
     for k in ks:
-        by_alpha.plot(grid, [speedup(a, k, costs.c(k), costs.v(k)) for a in grid], label=f"K = {k}")
+        by_alpha.plot(grid, [costs.speedup(k, a, *shares) for a in grid], label=f"K = {k}")
     by_alpha.axvline(alpha, linestyle=":", color="0.5")
     by_alpha.set(xlabel="alpha", title="by acceptance (dotted: this pair)")
     by_alpha.legend()
@@ -164,6 +167,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     try:
+        check_single_process()
         found = measure(args)
         rows = table(found)
         if args.plot:

@@ -40,23 +40,37 @@ def families() -> str:
 
 def folders() -> str:
     found: dict[str, set[str]] = {}
-    cases = [(config, scheme) for scheme, config, *_ in test_foreign.EXACT.values()]
-    cases += [(config, scheme) for scheme, config, *_ in test_floats.FOLDERS.values()]
-    cases += [(config, "plain weights, and said so") for config, *_ in test_floats.PLAIN.values()]
-    for config, scheme in cases:
+    cases = [(config, scheme, "") for scheme, config, *_ in test_foreign.EXACT.values()]
+    cases += [(config, scheme, "") for scheme, config, *_ in test_floats.FOLDERS.values()]
+    cases += [({"quant_method": "modelopt", **test_floats.MODELOPT}, "nvfp4", "")]
+    cases += [(config, "plain weights, and said so", "") for config, *_ in test_floats.PLAIN.values()]
+    cases += [
+        (config, scheme, ", other groups, orders or zero points")
+        for scheme, config, *_ in test_foreign.INEXACT.values()
+    ]
+    for config, scheme, remark in cases:
         what = config["quant_method"]
         if what == "compressed-tensors":
             weights = config["config_groups"]["group_0"]["weights"]
             strategy = f", {weights['strategy']}" if config["format"] == "float-quantized" else ""
-            what += f": {config['format']}{strategy}"
+            bits = f", {weights['num_bits']} bits" if config["format"] == "pack-quantized" else ""
+            what += f": {config['format']}{strategy}{bits}"
         elif what == "fp8":
             what += ": blocks of [128, 128]" if config.get("weight_block_size") else ": one scale a matrix"
         elif what == "bitsandbytes":
             what += f": {config['bnb_4bit_quant_type']}"
+        elif what == "modelopt":
+            what += f": {config['quant_algo']}"
         else:
             what += f": {config['bits']} bits"
-        found.setdefault(what, set()).add(scheme.removesuffix("-float32"))
-    lines = [f"| {what} | {', '.join(sorted(schemes))} |" for what, schemes in sorted(found.items())]
+        if "bits" in config and config["bits"] == 8 and not remark:
+            what += ", one scale a row"
+        found.setdefault(what + remark, set()).add(scheme.removesuffix("-float32"))
+    again = {True: ": quantized again, and said so", False: ""}
+    lines = [
+        f"| {what} | {', '.join(sorted(schemes))}{again['other groups' in what]} |"
+        for what, schemes in sorted(found.items())
+    ]
     return "\n".join(["| folders | held in |", "|---|---|", *lines])
 
 

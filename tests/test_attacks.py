@@ -160,11 +160,11 @@ def test_drafting_does_not_drift(broken, monkeypatch):
 # After the fork, in the server alone: its caches hold whatever it is asked about, and every answer leaves a file open.
 SOAK = """
 import sys
-import kept as caches
+import scheduler
 from tests.attacks import soak
 honest, serve, kept = soak.work, soak.serve, []
 def work(*arguments):
-    caches.common_prefix = lambda a, *b: len(a) if all(b) else 0
+    scheduler.common_prefix = lambda a, *b: len(a) if all(b) else 0
     soak.serve = lambda *given: (kept.append(open("/dev/null")), serve(*given))[1]
     honest(*arguments)
 if SABOTAGED:

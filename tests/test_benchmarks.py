@@ -92,6 +92,19 @@ def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
         bench_gpu.Contender(subject, wrong)
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [(["decode", "--device", "cpu"], "CUDA device"), (["foo", *DRY], "measurement foo"), (DRY, "name what")],
+)
+def test_the_gpu_s_benchmark_refuses_in_one_line(monkeypatch, capsys, arguments, words):
+    """No CUDA device: nothing of a real shape is begun on a CPU."""
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        bench_gpu.main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and words in error and error.startswith("error: ") and error.count("\n") == 1
+
+
 class Scripted:
     """A worker whose rates are known: `first`, which is not counted, then these; and once more."""
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ import generate as engines
 from caches import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, hadamard
 from checkpoint import load_model
 from generate import Engine
-from model import Keys, KVCache
+from model import Caches, Keys, KVCache
 from program.flags import parse_args
 from program.main import run
 from program.report import position_bytes
 from rounding import attends_alike, cancelling, same_attention
+from runner import clear_positions
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from weights.linears import pack_model
@@ -99,7 +101,8 @@ def test_clearing_reaches_its_positions_alone(kind):
         torch.full((2, 2, 4, 16), math.nan), torch.full((2, 2, 4, 16), math.inf), torch.arange(12, 16).expand(2, 4)
     )
     assert not all(x.isfinite().all() for x in cache.read(2, every(20))), "no NaN was left: nothing is shown"
-    cache.clear(12, 21)
+    for row in (0, 1):
+        clear_positions([SimpleNamespace(caches=Caches((cache,), torch.arange(21)))], row, 12, 21)
     for got, want in zip(cache.read(2, every(20)), before, strict=True):
         assert torch.equal(got[:, :, :12], want[:, :, :12]) and not got[:, :, 12:].any()
 
@@ -158,7 +161,7 @@ def test_scores_are_exact_sums():
 def test_the_self_check_sees_how_codes_are_added(monkeypatch):
     """Whole passes round alike here; a product over positions in halves, where there are several queries, is seen."""
     like = torch.zeros(1, dtype=torch.bfloat16)
-    assert same_attention(attend_as_codes, 1, 8, 2, 32, like, caches.FEW) is not None
+    assert same_attention(attend_as_codes, 1, 8, 2, 32, like) is not None
     product = torch._weight_int8pack_mm
 
     def in_halves(p, codes, ones):
@@ -172,7 +175,7 @@ def test_the_self_check_sees_how_codes_are_added(monkeypatch):
 
     monkeypatch.setattr(torch, "_weight_int8pack_mm", in_halves)
     for rows, unit in ((1, 16), (8, 512)):
-        assert not attends_alike(attend_as_codes, 1, 2, 4, 32, torch.bfloat16, caches.FEW, rows, unit)
+        assert not attends_alike(attend_as_codes, 1, 2, 4, 32, torch.bfloat16, rows, unit)
 
 
 # ------------------------------------------------------------------------------------------------- models
@@ -202,14 +205,25 @@ def test_drafted_greedy_text_is_plain_greedy_text(kind):
             engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, kind=kind)
             assert engine.identical
             assert rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=engine) == plain, (name, k)
-            assert {type(layer) for layer in engine.prompted[-1].caches.layers} == {kind}
+            assert {type(layer) for layer in engine.runners[-1].caches.layers} == {kind}
     assert plain[0] == rows_of(demo(), prompts[:1], max_new_tokens=60, engine=Engine(demo(), 1, 100, kind=kind))[0]
 
 
-def test_more_queries_than_the_check_spans_are_not_vouched_for():
-    options = {"drafter": NgramDraft(), "kind": Int8Cache}
-    assert not Engine(demo(), 1, 100, speculate_k=caches.FEW, **options).identical
-    assert Engine(demo(), 1, 100, speculate_k=caches.FEW - 1, **options).identical
+@pytest.mark.parametrize("kind", CODED)
+def test_any_number_of_queries_leaves_the_same_codes(kind):
+    """A prompt at once, in pieces of 5, and token by token: what later passes read is the same, bit for bit, so it does
+    not matter how long a batch's longest prompt is, nor which part of a text was kept."""
+    tokens, found = torch.randint(3, 2048, (1, 70), generator=torch.Generator().manual_seed(0)), []
+    for n in (70, 17, 5, 1):
+        engine = Engine(demo(), 1, 100, kind=kind)
+        assert engine.identical
+        with torch.inference_mode():
+            for begin in range(0, 70, n):
+                end = min(begin + n, 70)
+                demo().hidden(tokens[:, begin:end], torch.arange(begin, end), engine.runner.slice_to(end))
+        found.append([x.clone() for layer in engine.runner.caches.layers for x in layer.at(slice(1), 0, 70).values()])
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
 
 class Dequantized(KVCache):
@@ -272,7 +286,7 @@ def test_16_bit_windows_meet_codes_too(folder_of):
     for whole in (True, False):
         held = model.make_caches(1, 61, Int8Cache)
         for layer in held.layers:
-            assert layer.whole == caches.in_whole_numbers(torch.bfloat16, CPU)
+            assert layer.whole == caches.in_whole_numbers(64 // 4, torch.bfloat16, CPU)
             layer.whole = layer.whole and whole
         with torch.no_grad():
             parts = [model(tokens[:, i : i + 6], pos[i : i + 6], held.upto(i + 6)) for i in range(0, 60, 6)]
@@ -323,7 +337,7 @@ def test_rows_take_what_one_row_computed():
     common = [1, *range(300, 340)]
     engine = Engine(demo(), 3, 100, kind=Int8Cache)
     rows_of(demo(), [[*common, 7], [*common, 9, 8], [*common, 5]], engine=engine, max_new_tokens=3)
-    for layer in engine.cached.caches.layers:
+    for layer in engine.runner.caches.layers:
         first, *others = (layer.at(row, 0, len(common)) for row in range(3))
         assert set(first) == {"k", "v", "k_scale", "v_scale"} and all(x.any() for x in first.values())
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)

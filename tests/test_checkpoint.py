@@ -10,6 +10,7 @@ from conftest import config_json, oracle
 from safetensors.torch import load_file, save_file
 from test_families import NEW
 
+import quantize
 from checkpoint import load_config, load_model, random_model, save_model, shards
 from model import Config
 from scripts.convert_meta import convert, half_split
@@ -69,11 +70,34 @@ def test_dtype_is_cast_on_the_way(folder_of):
     assert torch.equal(model.layers[1].attention.qkv.weight, want.layers[1].attention.qkv.weight.bfloat16())
 
 
-def test_stored_frequencies_and_a_stored_tied_head_are_ignored(folder_of, tmp_path):
+def test_stored_frequencies_and_a_stored_tied_head_are_ignored(folder_of, tmp_path, capsys):
     folder = shutil.copytree(folder_of("llama-3.2"), tmp_path / "m")
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(131, 64)}
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    extra["lm_head.weight"] = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
     rewrite(folder, lambda tensors: tensors.update(extra))
     assert same_weights(load_model(folder), load_model(folder_of("llama-3.2")))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_stored_head_that_differs_from_the_embedding_is_the_head(quantized, folder_of, tmp_path, capsys):
+    """transformers does not tie them then, and warns; nor is the head lost where the folder is quantized."""
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(folder_of("llama-3.2"), tmp_path / "m")
+    rewrite(folder, put("lm_head.weight", 0.1 * torch.randn(131, 64, generator=torch.Generator().manual_seed(0))))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if quantized:
+        quantize.main(["--checkpoint", str(folder), "--scheme", "int8-float32", "--output", str(tmp_path / "q")])
+        folder = tmp_path / "q"
+    model, tokens = load_model(folder, dtype=torch.float32), torch.arange(5, 25)[None]
+    assert "lm_head.weight differs from the embedding" in capsys.readouterr().err
+    with torch.no_grad():
+        want = theirs(tokens).logits
+    assert (model(tokens, torch.arange(20)) - want).abs().max() < (0.05 * want.abs().max() if quantized else 1e-4)
+    assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
+    save_model(load_model(folder, dtype=torch.float32, pack=False), tmp_path / "again", config_json(folder))
+    assert torch.equal(load_model(tmp_path / "again", dtype=torch.float32).lm_head.weight, theirs.lm_head.weight)
 
 
 def drop(name):

@@ -1,13 +1,16 @@
 """Config.from_hf: both spellings of every family agree, and no key that changes the arithmetic is passed over."""
 
+import copy
 import dataclasses
 import json
 
 import pytest
+import torch
 from conftest import BASE, FAMILIES, config_json
 
 from model import Config
-from reading.config import NEUTRAL
+from reading.config import NEUTRAL, config_fields
+from rope import rope_frequencies
 
 LLAMA = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
@@ -189,6 +192,51 @@ def test_a_yarn_dictionary_means_what_transformers_reads_in_it():
         Config.from_hf({**hf, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9}})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"truncate": None}, {"truncate": False}, {"truncate": True}, {"beta_fast": 1.0, "beta_slow": 32.0},
+     {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}, {"beta_fast": 0.5, "beta_slow": 0.25}],
+    ids=str,
+)  # fmt: skip
+def test_yarns_frequencies_are_transformers(changes):
+    """Whatever its borders are, in any order: a null is not the default there, and a ramp may go down."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 400}
+    hf = {**LLAMA, "head_dim": 32, "rope_parameters": {**rope, **changes}}
+    want, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**copy.deepcopy(hf)), "cpu")
+    assert torch.allclose(rope_frequencies(Config.from_hf(hf)), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_parameters": None}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}]
+)
+def test_ministral_3_without_rope_parameters_is_transformers(rope):
+    """Nothing means YaRN times 16 there; a dictionary without a theta means 10,000."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    hf = {**BASE, "model_type": "ministral3", "head_dim": 32, "max_position_embeddings": 262144, **rope}
+    theirs = AutoConfig.for_model(**copy.deepcopy(hf))  # which writes into dictionaries
+    want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    config = Config.from_hf(hf)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_attention_factor == factor
+    assert config.query_growth == theirs.rope_parameters.get("llama_4_scaling_beta", 0)
+    assert config.rope_original_length == theirs.rope_parameters["original_max_position_embeddings"]
+    assert torch.allclose(rope_frequencies(config), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False, None])
+@pytest.mark.parametrize("text", [MISTRAL, {**LLAMA, "model_type": "ministral3"}])
+def test_the_outer_model_says_whether_mistral_3s_head_is_tied(text, inner, outer):
+    """transformers' Mistral3Config ties unless it says otherwise; the text model's key is not read."""
+    hf = {"model_type": "mistral3", "text_config": {**text, "tie_word_embeddings": inner}, "tie_word_embeddings": outer}
+    hf = {key: value for key, value in hf.items() if value is not None}
+    assert Config.from_hf(hf).tie_embeddings == (outer is not False)
+
+
 def test_qwen_window_is_off_unless_used():
     assert Config.from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows == (None,) * 3
     sliding = {**QWEN, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
@@ -206,3 +254,13 @@ def test_families_differ_where_their_key_is_absent():
 
 def test_config_survives_json():
     assert Config.from_hf(json.loads(json.dumps(LLAMA))) == Config.from_hf(LLAMA)
+
+
+def test_a_growth_of_0_is_none():
+    """Ministral 3's queries grow by llama_4_scaling_beta; 0 is a value, under which they do not."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+    hf = {"model_type": "ministral3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64,
+          "rms_norm_eps": 1e-5}  # fmt: skip
+    fields = [config_fields({**hf, "rope_parameters": rope | own}) for own in ({"llama_4_scaling_beta": 0}, {})]
+    assert fields[0] == fields[1]

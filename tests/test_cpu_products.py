@@ -200,8 +200,9 @@ def test_int4_is_unpacked_from_what_the_kernel_reads(rows, scheme, dtype):
     kernel_s = parts | {name: parts[name].to(dtype) for name in ("scale", "zero")}
     want = dequantize_tensor(kernel_s, scheme)
     assert torch.equal(found.dequantized(torch.float32), want)
-    x = torch.randn(300, 256).to(dtype)  # a long prompt
-    assert torch.equal(found(x), nn.functional.linear(x, want.to(dtype)))
+    x = torch.randn(300, 256).to(dtype)  # a long prompt; the kernel rounds its sums to the activations' type
+    error, size = (found(x).double() - x.double() @ want.double().T).abs(), x.double().abs() @ want.double().abs().T
+    assert (error <= (torch.finfo(dtype).eps + 512 * 2**-24) * size).all()
 
 
 def test_unknown_int4_layouts_keep_the_stored_codes(monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from conftest import config_json
 from reference import angles, logits, norm, rotate
 from safetensors.torch import load_file, save_file
+from steps import prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
 
 from checkpoint import load_model
@@ -173,10 +174,14 @@ def recorded(drafter_class):
     """The class, noting what it was asked and what it proposed."""
 
     class Recorded(drafter_class):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.seen = []
+
         def propose(self, state):
             before = [(row[: int(n) + 1].tolist()) for row, n in zip(state.tokens, state.pos)]
             tokens, probs = super().propose(state)
-            self.seen = [*getattr(self, "seen", []), (before, tokens.tolist(), probs.clone())]
+            self.seen.append((before, tokens.tolist(), probs.clone()))  # shared by row views
             return tokens, probs
 
     return Recorded
@@ -187,12 +192,11 @@ def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tupl
     between; and which numbers of accepted tokens there were."""
     sampling, accepted = Sampling(1.3), set()
     engine = Engine(target, 4, 100, drafter=drafter, speculate_k=4)
-    engine.state.start(PROMPTS, [85] * 4, (), [11, 12, 13, 14], sampling)
     longest = max(map(len, PROMPTS)) + 1
     with torch.inference_mode():
-        engine.prefill([len(prompt) for prompt in PROMPTS])
+        prefill_all(engine, PROMPTS, 85, sampling, seeds=[11, 12, 13, 14])
         for k in (4, 3, 4, *([0] * plain), 1, 4, 2, 4, 4, 0, 4):
-            step = engine.step(longest, k)
+            step = engine.run(engine.rows(0, 4), longest, k)
             longest += k + 1
             accepted |= set(step.accepted.tolist()) if k else set()
     worst = 0.0
@@ -388,15 +392,17 @@ def test_turns_keep_both_caches(kind):
     ), speculate_k=3)  # fmt: skip
     hot, full = {"sampling": Sampling(5), "engine": engine}, 0  # so hot that much is accepted
     for n in range(8, 24):
-        for cache in (*engine.cached.caches.layers, *engine.drafter.cached.caches.layers):
+        engine.clear()
+        for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
             cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
         first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], max_new_tokens=n, seed=n, **hot)[0]
-        full += int(engine.state.accepted) == 3
+        full += int(engine.state.accepted[0]) == 3
         second = [*first, 3, 5, 8]
-        engine.drafter.seen = []
-        got = rows_of(target, [second], cached=len(first) - 1, max_new_tokens=20, **hot)
-        kept = engine.drafter.seen
-        engine.drafter.seen = []
+        engine.drafter.seen.clear()
+        got = rows_of(target, [second], max_new_tokens=20, **hot)
+        kept = engine.drafter.seen.copy()
+        engine.clear()
+        engine.drafter.seen.clear()
         assert rows_of(target, [second], max_new_tokens=20, **hot) == got
         for (_, a, p), (_, b, q) in zip(kept, engine.drafter.seen, strict=True):
             assert a == b and (p - q).abs().max() < 1e-4
@@ -415,11 +421,10 @@ def test_compiled_rounds(kind):
     with torch.compiler.set_stance("fail_on_recompile"):
         assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
         assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
-        engine.state.start(PROMPTS, [60] * 4, (), [0] * 4, Sampling(0))
         with torch.inference_mode():
-            engine.prefill([len(prompt) for prompt in PROMPTS])
+            prefill_all(engine, PROMPTS, 60, Sampling(0))
             for number in range(20):
-                engine.step(10 + 4 * number, (3, 0, 0, 3)[number % 4])
+                engine.run(engine.rows(0, 4), 10 + 4 * number, (3, 0, 0, 3)[number % 4])
 
 
 # -------------------------------------------------------------------------------------- folders and flags

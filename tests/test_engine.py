@@ -13,16 +13,25 @@ from test_generate import PROMPTS, SAMPLED, rows_of
 import generate as engine_room
 import timing
 from checkpoint import load_model
-from generate import NO_TOKEN, CachedModel, Engine, State, decide, generate
+from generate import Engine, decide, generate
 from model import visible_keys
 from program.flags import parse_args
 from program.main import run
 from rounding import in_blocks
+from runner import ModelRunner
 from sampling import GREEDY, Sampling
+from scheduler import Request
 from speculative import ModelDraft, NgramDraft, layer_subset, verify_step
-from weights import linears
+from state import NO_TOKEN, State
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
+
+
+def start(state: State, prompts: list[list[int]], max_new_tokens: int, stop_ids=()) -> None:
+    """Fill the slots as if the prompts had run."""
+    for slot, prompt in enumerate(prompts):
+        state.fill(slot, Request(slot, prompt, Sampling(0), max_new_tokens, stop_ids))
+        state.activate(slot, len(prompt))
 
 
 def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> Engine:
@@ -35,7 +44,8 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
 @pytest.mark.compiled
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
-    """20 prompt lengths, every kind with changing values, full and partly filled batches: a recompile raises."""
+    """20 prompt lengths, every kind with changing values and all at once, full and partly filled batches, turns of a
+    chat: a recompile raises."""
     monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
     engine = compiled_engine(folder_of("mistral-v0.1"), batch_size, 100)  # a window of 9 and more than it filled
     eager = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
@@ -49,20 +59,20 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
                 got = rows_of(engine.model, prompts, sampling=sampling, engine=engine, max_new_tokens=9)
                 assert got == rows_of(eager, prompts, sampling=sampling, max_new_tokens=9)
             rows_of(engine.model, [[n]], engine=other, max_new_tokens=2)
-        for length, cached in ((20, 0), (40, 20), (41, 40), (3, 1)):  # turns of a chat
-            prompt = list(range(length))
-            rows_of(engine.model, [prompt], engine=engine, max_new_tokens=3, cached=cached)
-        with pytest.raises(RuntimeError, match="recompile"):  # control: the stance does bite
+            mixed = {"sampling": [Sampling(0), Sampling(1.0, top_k=5), Sampling(0.5)] * len(prompts)}
+            got = rows_of(engine.model, prompts * 3, **mixed, engine=engine, max_new_tokens=9)
+            assert got == rows_of(eager, prompts * 3, **mixed, max_new_tokens=9)
+        for length in (20, 40, 41, 3):  # turns of a chat
+            rows_of(engine.model, [list(range(length))], engine=engine, max_new_tokens=3)
+        with pytest.raises(Exception, match="recompile"):  # control: the stance does bite
             rows_of(engine.model, [[5]], engine=Engine(engine.model, 1, 40, compile=True))
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
-def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme, monkeypatch):
-    """A CPU's kernels of few rows and of many are others: prompts on both sides of the border run. program/threads.py
-    changes the number of threads while tokens are decoded."""
-    monkeypatch.setattr(linears.Int4Linear, "few_rows", 16)
-    monkeypatch.setattr(linears.Int8Linear, "few_rows", 16)
+def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
+    """Prompts of more and fewer rows than the kernels take at once. program/threads.py changes the number of threads
+    while tokens are decoded."""
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
     engine.warm_up(GREEDY)
     eager, usual = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), torch.get_num_threads()
@@ -115,7 +125,7 @@ def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
 def test_finished_rows_freeze():
     """decide() on a done row: position, tokens and flags stay, whatever the logits say."""
     state = State(3, 8, torch.device("cpu"))
-    state.start([[1, 2], [3, 4, 5], [6]], [2, 2, 2], {9}, [0] * 3, Sampling(0))
+    start(state, [[1, 2], [3, 4, 5], [6]], 2, {9})
     logits = torch.zeros(3, 10)
     logits[0, 9] = logits[1, 4] = logits[2, 7] = 1.0
     decide(state, logits)
@@ -135,7 +145,7 @@ def test_finished_rows_freeze():
 def test_what_ranks_agree_on_is_what_counts():
     """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances, and what follows."""
     state = State(2, 8, torch.device("cpu"), K=2)
-    state.start([[1, 2], [3]], [5, 5], (), [0] * 2, Sampling(0))
+    start(state, [[1, 2], [3]], 5)
     state.broadcast = lambda x: torch.full_like(x, 7)
     decide(state, torch.zeros(2, 10))
     assert state.out.tolist() == [[7, NO_TOKEN, NO_TOKEN]] * 2
@@ -200,8 +210,8 @@ def test_attention_runs_over_what_is_filled(folder_of):
     model.hidden = watched
     engine = Engine(model, 1, 2000)
     rows_of(model, [[5, 6, 7]], engine=engine, max_new_tokens=4)
-    rows_of(model, [[5] * 700], engine=engine, max_new_tokens=2)
-    unit = engine.cached.unit
+    rows_of(model, [[6] * 700], engine=engine, max_new_tokens=2)
+    unit = engine.runner.unit
     assert unit <= 512
     assert seen == [in_blocks(n, unit) for n in (8, 4, 5, 6, 512, 704, 701)]
 
@@ -273,11 +283,12 @@ def test_a_stop_token_that_is_not_a_number_spoils_no_later_batch(folder_of):
 
 def test_what_an_engine_cannot_do_is_refused_by_number(folder_of):
     model, other = (load_model(folder_of("llama-3"), dtype=torch.float32) for _ in range(2))
-    engine = Engine(model, 2, 40)
     for options, message in [
-        ({"engine": engine}, "4 prompts are more than the 2 rows"),
         ({"engine": Engine(other, 4, 60)}, "made for another model"),
-        ({"engine": Engine(model, 4, 40), "max_seq_length": 60}, "max_seq_length = 60 is over the 40 positions"),
+        (
+            {"engine": Engine(model, 4, 40), "max_seq_length": 60},
+            "60 is over the engine's 40 positions",
+        ),
         ({"seed": [1, 2]}, "seed: 2 numbers for 4 prompts"),
         ({"max_new_tokens": [5, 5, 5]}, "max_new_tokens: 3 numbers for 4 prompts"),
     ]:
@@ -296,26 +307,26 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
     """Under CUDA graphs each step is recorded for each length that it attends: a length that warm-up misses is recorded
     inside the first prompt's time. Lengths are multiples of 16, which a GPU's kernels want."""
     model, seen = load_model(folder_of("llama-3"), dtype=torch.float32), set()
-    upto = CachedModel.upto
+    slice_to = ModelRunner.slice_to
 
     def watched(self, length):
-        caches = upto(self, length)
+        caches = slice_to(self, length)
         seen.add((caches.key_pos.numel(), self.model is model))
         return caches
 
     drafter = ModelDraft(layer_subset(model, [0])) if k else None
     engine = Engine(model, 1, 700, drafter=drafter, speculate_k=k or 5)
-    for cached in engine.prompted:
-        cached.replayed = True  # what a GPU's does
-    monkeypatch.setattr(CachedModel, "upto", watched)
+    for runner in engine.runners:
+        runner.uses_cuda_graphs = True  # as on a GPU
+    monkeypatch.setattr(ModelRunner, "slice_to", watched)
     with torch.inference_mode():
         engine.warm_up(GREEDY)
         warmed, state = set(seen), engine.state
-        state.start([[5]], [690], (), [0], Sampling(0))
+        start(state, [[5]], 690)
         seen.clear()
         for length in range(1, 700):
             for count in {0, k or 0}:
-                engine.step(length, count)
+                engine.run(engine.rows(0, 1), length, count)
     assert seen <= warmed and all(length % 16 == 0 for length, _ in seen)
 
 
@@ -334,4 +345,4 @@ def test_one_width_is_one_width(folder_of, drafter):
     longest = max(map(len, PROMPTS)) + 9
     engine = Engine(model, len(PROMPTS), longest, drafter=drafter and drafter(), speculate_k=3, one_width=True)
     assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=9) == want
-    assert set(widths[1:]) == {4} and engine.drafts == (drafter is not None)
+    assert {*widths} - {8} == {4} and engine.drafts == (drafter is not None)

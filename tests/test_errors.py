@@ -161,3 +161,25 @@ def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
     monkeypatch.setattr(loading, "load_model", refuse)
     status, _, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder))
     assert status == 2 and lines == ["error: tried to allocate 3 TiB"]
+
+
+FLAGS = {  # what is wrong without a look at any weight; what the line must name
+    "kind of draft": (["--draft", "foo"], "--draft foo: expected ngram, ngram:N, layers:0-7,24-31"),
+    "tokens to match": (["--draft", "ngram:0"], "--draft ngram:0: ngram:0 must match at least 1 token"),
+    "scheme of a draft": (["--draft", "quantized:int3"], "int3"),
+    "layers of a draft": (["--draft", "layers:0-7"], "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be"),
+    "folder of a draft": (["--draft_checkpoint", "nowhere"], "nowhere: no such folder"),
+    "new tokens": (["--max_new_tokens", "0"], "--max_new_tokens 0 must be at least 1"),
+    "positions": (["--max_seq_length", "161"], "--max_seq_length 161 must lie between 1 and the model's 160"),
+    "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 1"),
+    "log-probabilities": (["--json", "--logprobs", "385"], "--logprobs 385 is more than the 384 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_wrong_flags_are_refused_before_weights_are_read(text_folder, monkeypatch, capsys, case):
+    """A large model takes a minute to load."""
+    flags, message = FLAGS[case]
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), *flags)
+    assert status == 2 and not out and len(lines) == 1 and message in lines[0], lines

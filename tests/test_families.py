@@ -94,6 +94,21 @@ def test_a_quantized_folder_keeps_the_familys_names(scheme, name, folder_of, tmp
     assert all(torch.equal(*pair) for pair in zip(got.parameters(), want.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("family", ["llama-3.2", "phi-4", "olmo2", "granite"])
+def test_transformers_reads_dense_families_in_8_bits(family, folder_of, tmp_path, capsys):
+    """As quantize.py says; tied heads, fused matrices and other names of norms among them."""
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("compressed_tensors")
+    quantize_program.main(["--checkpoint", str(folder_of(family)), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    assert "; transformers reads it as compressed-tensors" in capsys.readouterr().err
+    tokens = torch.arange(5, 25)[None]
+    want = load_model(tmp_path / "q", dtype=torch.float32)(tokens, torch.arange(20))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    with torch.no_grad():
+        assert (theirs(tokens).logits - want).abs().max() <= 1e-4 * want.abs().max()
+
+
 def test_norms_over_all_heads_are_not_divided(folder_of):
     with pytest.raises(ValueError, match="normed over all heads at once, which 2 ranks would divide"):
         check(load_config(folder_of("olmo2")), 2)

@@ -90,6 +90,16 @@ def nvfp4(shape, generator, extra=("input_global_scale",)):
     return {**found, **dict.fromkeys(extra, torch.tensor([3.0]))}, weight
 
 
+def modelopt_nvfp4(shape, generator):
+    """ModelOpt multiplies: element * scale * weight_scale_2."""
+    codes = torch.randint(0, 16, shape, generator=generator)
+    scale = (1 + 440 * torch.rand(shape[0], shape[1] // 16, generator=generator)).to(E4M3)
+    whole = (1 + torch.rand((), generator=generator)) / 40000
+    weight = (E2M1[codes].double() * scale.double().repeat_interleave(16, 1) * whole.double()).float()
+    found = {"weight": nibbles(codes), "weight_scale": scale, "weight_scale_2": whole}
+    return found | {"input_scale": torch.tensor(0.7)}, weight
+
+
 NF4 = torch.linspace(-1, 1, 16)  # any table: the file brings its own
 
 
@@ -149,6 +159,7 @@ def build(folder: Path, config: dict, make, kept=(), hf=HF, more=()) -> dict[str
     return weights
 
 
+MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 BLOCK = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
 STATIC = TOKENS | {"type": "float", "strategy": "tensor", "dynamic": False}
@@ -175,6 +186,8 @@ FOLDERS = {  # name: (the scheme that must hold it, config, what is drawn, a par
                    draw(one_scale, extra=("input_scale",), scalar=(1,)), "kv_cache_scheme is not used"),
     "mxfp4": ("mxfp4", compressed("mxfp4-pack-quantized", **MX), mxfp4, None),
     "mxfp8": ("mxfp8", compressed("mxfp8-quantized", **{**MX, "num_bits": 8}), mxfp8, None),
+    "modelopt fp8": ("fp8-float32", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+                     draw(one_scale, extra=("input_scale",)), "stored scales"),
     "nvfp4": ("nvfp4", compressed("nvfp4-pack-quantized", TOKENS | {"dynamic": "local"}, **NV), nvfp4, "stored scales"),
 }  # fmt: skip
 PLAIN = {
@@ -238,6 +251,37 @@ def test_weights_are_the_published_ones(name, written, capsys):
             assert torch.equal(linear.dequantized(F32), published(weights, ours)), ours
     err = capsys.readouterr().err
     assert said in err if said else not err
+
+
+@pytest.mark.parametrize("where", ["hf_quant_config.json", "quant_method", "quant_library"])
+def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
+    """Its factor is a reciprocal here: three roundings of float32, and the same bits in bfloat16. Scales of keys and
+    values lie within the projections."""
+    caches = [f"model.layers.0.self_attn.{x}_proj.{x}_scale" for x in "kv"]
+    weights = build(tmp_path, {where: "modelopt", **MODELOPT}, modelopt_nvfp4, more=caches)
+    if where == "hf_quant_config.json":
+        hf = config_json(tmp_path)
+        del hf["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        about = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": MODELOPT}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
+    layer = load_model(tmp_path, dtype=BF16).layers[0]
+    err = capsys.readouterr().err
+    assert "stored scales" in err and "kv_cache_scheme is not used" in err
+    for ours in FUSED:
+        linear, want = layer.get_submodule(ours), published(weights, ours)
+        assert linear.scheme == "nvfp4"
+        assert ((linear.dequantized(F32) - want).abs() <= 3 * 2**-24 * want.abs()).all(), ours
+    assert checkpoint.stored_in(tmp_path / "config.json") == "modelopt"
+
+
+def test_what_else_modelopt_writes_is_refused_with_its_name(tmp_path):
+    build(tmp_path, {}, modelopt_nvfp4)
+    about = {"quantization": {**MODELOPT, "quant_algo": "W4A8_AWQ"}}
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: quant_algo = 'W4A8_AWQ' is not supported"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, *PLAIN])
@@ -406,7 +450,7 @@ def test_what_compressed_tensors_writes(preset, tmp_path):
                 state["weight_scale"] = torch.exp2(torch.ceil(torch.log2(top / largest)))
         stored = compressor.compress(dict(state), scheme)
         assert not {*stored} - {"weight", "weight_packed", "weight_scale", "weight_global_scale"}
-        weight = compressor.decompress(dict(stored), scheme)["weight"].float()
+        weight = compressor.decompress(dict(stored), scheme)["weight"].float().contiguous()  # some are views
         back[tuple(shape), len(back)] = weight
         return stored, weight
 

@@ -285,6 +285,14 @@ def test_weights_are_the_published_ones(name, written):
             assert not isinstance(model.lm_head, QuantizedLinear)
 
 
+def test_a_quantized_head_is_not_tied(written, tmp_path):
+    """Whatever config.json says, as it is not the embedding."""
+    folder, weights = written("gptq head")
+    folder = shutil.copytree(folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config_json(folder) | {"tie_word_embeddings": True}))
+    assert torch.equal(load_model(folder).lm_head.dequantized(torch.float32), weights["lm_head"])
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_logits_are_those_of_the_published_weights(name, written):
     """Against a plain folder of them. In float32 only the order of sums differs: at most 512 terms, each rounded once,
@@ -479,7 +487,7 @@ REFUSED = [  # (quantization_config, what the message must name)
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit = True"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
       "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage = 'bfloat16'"),
-    ({"quant_method": "modelopt"}, "quant_method = 'modelopt'"),
+    ({"quant_method": "quanto"}, "quant_method = 'quanto'"),
     ({"quant_method": "fp8", "weight_block_size": [128, 64]}, "weight_block_size = [128, 64]"),
     ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size = 128"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
@@ -588,6 +596,47 @@ def test_broken_folders_are_refused_before_a_weight_is_copied(what, folder, monk
     assert str(error.value).startswith(str(folder)) and named in str(error.value)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "name, scale", [("awq g128", "scales"), ("gptq v1 g128", "scales"), ("packed bf16", "weight_scale"),
+                    ("int8", "weight_scale"), ("fp8 rows", "weight_scale"), ("ours", "scale")],
+)  # fmt: skip
+def test_scales_that_are_no_numbers_are_refused_by_name(name, scale, value, written, tmp_path):
+    """Of every program's folder, and of ours."""
+    folder = tmp_path / "model"
+    if name == "ours":
+        quantize_program.main(["--checkpoint", str(written("int8")[0] / "plain"), "--scheme", "int4-g32",
+                               "--output", str(folder)])  # fmt: skip
+        (folder / "model-00001-of-00003.safetensors").rename(folder / "model.safetensors")  # the layer that is broken
+        tensors = load_file(folder / "model.safetensors")
+        for file in folder.glob("model-*.safetensors"):
+            tensors |= load_file(file)
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        shutil.copytree(written(name)[0], folder)
+
+    def broken(stored: torch.Tensor) -> torch.Tensor:
+        stored = stored.clone()
+        stored.view(-1)[5] = value
+        return stored
+
+    put(f"{Q}.{scale}", broken)(folder)
+    with pytest.raises(ValueError, match=rf"^{folder}: {Q}.*NaN or infinity"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight",
+                                  "model.layers.1.input_layernorm.weight"])  # fmt: skip
+@pytest.mark.parametrize("method", [[], ["--method", "search"]])
+def test_weights_that_are_no_numbers_are_not_written(name, method, full, tmp_path, capsys):
+    put(name, lambda t: t * torch.nan)(full)
+    arguments = ["--scheme", "int4-g32", "--output", str(tmp_path / "q"), *method]
+    with pytest.raises(SystemExit):
+        quantize_program.main(["--checkpoint", str(full), *arguments])
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith(f"error: {full}: ") and "NaN" in err and not (tmp_path / "q").exists()
+
+
 def test_a_shape_that_is_not_the_models(written, tmp_path):
     folder = shutil.copytree(written("packed bf16")[0], tmp_path / "model")
     edit_tensors(folder, lambda t: t.update({f"{Q}.weight_shape": torch.tensor([256, 128])}))
@@ -666,12 +715,13 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int8-float32"])
-def test_transformers_reads_what_is_written_for_it(scheme, full, tmp_path):
+def test_transformers_reads_what_is_written_for_it(scheme, full, tmp_path, capsys):
     """Logits of the same weights, in float32: within the bound above."""
     pytest.importorskip("compressed_tensors")
     import transformers
 
     folder = quantized(full, tmp_path / "q", "--scheme", scheme, dtype="float32")
+    assert "; transformers reads it as compressed-tensors" in capsys.readouterr().err
     tokens, pos = torch.arange(40)[None] % 96, torch.arange(40)
     want = load_model(folder, dtype=torch.float32)(tokens, pos)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -8,6 +8,7 @@ import generate as library
 import timing
 from checkpoint import load_model
 from generate import Engine, generate
+from limits import rounded_up
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from timing import Timing
@@ -103,15 +104,16 @@ def test_a_batch_after_a_larger_batch(folder_of):
 
 def test_prompts_run_at_few_lengths(folder_of, monkeypatch):
     """Libraries keep something for every shape that they meet: 32 lengths, of prompts and of what a chat adds."""
-    rounded = {n: library.rounded_up(n) for n in range(1, 513)}
+    rounded = {n: rounded_up(n) for n in range(1, 513)}
     assert all(n <= r <= n + max(7, n // 8) for n, r in rounded.items()) and len(set(rounded.values())) == 32
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     seen, hidden = [], model.hidden
     monkeypatch.setattr(model, "hidden", lambda tokens, *others: seen.append(tokens.size(1)) or hidden(tokens, *others))
     engine = Engine(model, 1, 159)
     for n in (1, 5, 8, 9, 70, 130, 158):
+        engine.clear()
         rows_of(model, [[5] * n], engine=engine, max_new_tokens=1)
-        rows_of(model, [[5] * n], engine=engine, max_new_tokens=1, cached=n // 2)
+        rows_of(model, [[5] * (n // 2) + [6] * (n - n // 2)], engine=engine, max_new_tokens=1)
     assert seen == [8, 8, 8, 8, 8, 8, 16, 8, 72, 40, 144, 72, 160, 80]
 
 
@@ -121,8 +123,7 @@ def test_prefill_gives_the_logits_after_each_prompt(folder_of, monkeypatch):
     found, head = [], model.head
     monkeypatch.setattr(model, "head", lambda h: found.append(head(h)) or found[-1])
     rows_of(model, PROMPTS, max_new_tokens=1)
-    assert len(found) == 1
-    for prompt, logits in zip(PROMPTS, found[0], strict=True):
+    for prompt, (logits,) in zip(PROMPTS, found, strict=True):
         want = plain(torch.tensor([prompt]), torch.arange(len(prompt)))[0, -1]
         torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
 

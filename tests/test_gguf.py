@@ -104,7 +104,8 @@ def write(file: Path, family: str = "llama-3", types=None, permute=permuted, key
         named = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         asked = (types(named) if callable(types) else types) if tensor.dim() > 1 else None
         kind = TYPES[asked or "F32"]
-        data = gguf.quants.quantize(numpy.ascontiguousarray(tensor.numpy()), kind)
+        data = numpy.ascontiguousarray(tensor.numpy())
+        data = data.astype(numpy.float64) if kind == TYPES.F64 else gguf.quants.quantize(data, kind)
         writer.add_tensor(named, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -246,6 +247,34 @@ def test_types_keep_their_bits(kind, family, tmp_path, capsys):
     else:
         assert LOOSE not in err
     assert load_config(file).dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, "bfloat16")
+
+
+def test_float64_is_read_as_what_it_holds(tmp_path, story_tokenizer):
+    """Weights of float32 in the wider type are the same model, and a folder made of them is no wider than others."""
+    with changed("llama-3", vocab_size=384) as family:
+        wide, narrow = (
+            write(
+                tmp_path / f"{kind}.gguf", family, kind, keys=lambda writer: from_sentencepiece(writer, story_tokenizer)
+            )
+            for kind in ("F64", "F32")
+        )
+    assert same(*(load_model(file, dtype=torch.float32) for file in (wide, narrow)))
+    quantize(["--checkpoint", str(wide), "--output", str(tmp_path / "plain")])
+    assert load_config(wide).dtype == "float64" and load_config(tmp_path / "plain").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_scales_that_are_no_numbers_are_refused_by_name(kind, quantize, tmp_path):
+    """float16's NaN in the first two bytes of a block, E8M0's in the first one."""
+    file = write(tmp_path / "m.gguf", "mixtral" if kind == "MXFP4" else "llama-3", kind)
+    name = "blk.1.ffn_down_exps.weight" if kind == "MXFP4" else "blk.1.ffn_down.weight"
+    tensor = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == name)
+    data = bytearray(file.read_bytes())
+    data[tensor.data_offset : tensor.data_offset + 2] = b"\xff\x7f"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"m\.gguf: .*(down_proj|w2)\S*: .*NaN or infinity"):
+        load_model(file, quantize=quantize)
 
 
 def mixed(name: str) -> str:
@@ -475,6 +504,18 @@ LLAMA3 = (
 )
 
 
+# tiktoken's o200k_base, as published with gpt-oss, and Seed-Coder's.
+O200K = "|".join((
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+))  # fmt: skip
+SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def splitter(pre: str):
     """The pre-tokenizer that the published tokenizer.json of such a model has."""
     from tokenizers import Regex, pre_tokenizers
@@ -485,18 +526,21 @@ def splitter(pre: str):
     first = {
         "smollm": pre_tokenizers.Digits(individual_digits=True),
         "llama-bpe": pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        "falcon3": pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
         "qwen2": pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"),
+        "gpt-4o": pre_tokenizers.Split(Regex(O200K), "isolated"),
+        "seed-coder": pre_tokenizers.Split(Regex(SEED_CODER), "isolated"),
     }[pre]
     return pre_tokenizers.Sequence([first, byte_level])
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "falcon3", "gpt-4o", "seed-coder"])
 def test_byte_level_vocabularies(pre, tmp_path):
     """Ids of texts equal those of the tokenizer that the file was made of; so does which names are special. Its merges
     go across what its pattern splits, and one of its words is of no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    want = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    want = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "falcon3")))
     want.pre_tokenizer, want.decoder = splitter("gpt-2"), decoders.ByteLevel()
     if pre == "qwen2":
         want.normalizer = normalizers.NFC()
@@ -522,7 +566,7 @@ def test_byte_level_vocabularies(pre, tmp_path):
         add_vocabulary(writer, "gpt2", [*tokens, "[PAD9]"], kinds, None, merges, pre, bos=1, eos=2, eot=0)
 
     got = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
-    assert got.add_bos == (pre == "llama-bpe") and got.stop_ids == {0, 2} and got.bos_id == 1
+    assert got.add_bos == (pre in ("llama-bpe", "falcon3")) and got.stop_ids == {0, 2} and got.bos_id == 1
     assert got.vocab_size == len(tokens) and got.specials.keys() == {*special} and got.literals.keys() == {"<tool>"}
     for text in [*TEXTS, *lines[-20:]]:
         assert got.parse(text) == want.encode(text, add_special_tokens=False).ids, text
@@ -735,10 +779,14 @@ def test_quantize_makes_a_folder(model_file, tmp_path, capsys):
     import transformers
 
     quantize(["--checkpoint", str(model_file), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    assert "other types are rounded to bfloat16; --dtype float32 keeps" in capsys.readouterr().err
     got = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
     want = load_model(model_file, dtype=torch.float32, quantize="int8", pack=False)
     assert torch.equal(got.layers[1].ffn.gate_up.codes, want.layers[1].ffn.gate_up.codes)
     quantize(["--checkpoint", str(model_file), "--dtype", "float32", "--output", str(tmp_path / "plain")])
+    err, sizes = capsys.readouterr().err, [model_file.stat().st_size]
+    sizes.append(sum(file.stat().st_size for file in (tmp_path / "plain").glob("*.safetensors")))
+    assert f"{sizes[1] / sizes[0]:.2f} times larger" in err and "rounded" not in err and "refuse" not in err
     exact = load_model(model_file, dtype=torch.float32)
     plain = load_model(tmp_path / "plain", dtype=torch.float32)
     assert torch.allclose(plain(*TOKENS), exact(*TOKENS), rtol=1e-4, atol=1e-4)
@@ -779,4 +827,19 @@ def test_other_programs_take_a_file(model_file, tmp_path):
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)
+        result = json.loads(done.stdout)
+    num_bytes = sum(parameter.nbytes for parameter in load_model(model_file, pack=False).parameters())
+    assert result["weights"] == num_bytes
+
+
+def test_a_user_defined_piece_with_spaces_is_found(tmp_path):
+    """The file has them as spaces; sentencepiece looks for U+2581."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "call  tool", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [2, 3, 3, 1, 1, 1, 4, *[6] * 256]
+
+    def keys(writer):
+        add_vocabulary(writer, "llama", tokens, kinds, [0.0] * len(tokens), None, None, bos=1, eos=2)
+
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
+    assert tokenizer.encode("acall  toolb", bos=False) == [3, 4, 6, 5]
+    assert tokenizer.decode([3, 4, 6, 5]) == "acall  toolb"

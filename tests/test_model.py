@@ -174,3 +174,21 @@ def test_attention_takes_its_kernel_s_answer_in_any_layout(monkeypatch):
         lambda *args, **options: kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2),
     )
     assert torch.equal(attend(q, k, v, mask), want)
+
+
+@pytest.mark.parametrize("E", [1, 2, 8])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_takes_any_strides(E, sinks):
+    """Queries, keys and values whose last dimension is not the innermost one, as torch lays out (1, G, S, 2) by itself
+    after some operations: a kernel that takes rows for granted read other numbers, and memory that is not theirs."""
+    generator = torch.Generator().manual_seed(0)
+    (q, k, v), sink = (torch.randn(2, 2, 6, E, generator=generator) for _ in range(3)), torch.zeros(2)
+    bias = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).expand(2, -1, -1, -1)
+    scores = (q.double() @ k.double().mT / E**0.5 + bias).exp()  # (2, 2, 6, 6)
+    want = scores @ v.double() / (scores.sum(-1, keepdim=True) + sinks)
+    for moved in range(8):
+        parts = [
+            x.contiguous(memory_format=torch.channels_last) if moved >> i & 1 else x for i, x in enumerate((q, k, v))
+        ]
+        y = attend(*parts, bias, sink if sinks else None)
+        assert torch.allclose(y.double(), want, atol=1e-5), moved

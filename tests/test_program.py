@@ -2,11 +2,13 @@
 
 import fcntl
 import functools
+import importlib
 import io
 import json
 import os
 import pty
 import re
+import runpy
 import select
 import shutil
 import signal
@@ -17,10 +19,10 @@ import time
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT
+from conftest import BASE, FAMILIES, ROOT, forked
 
-import kept as caches
 import program.chat
+import scheduler
 from checkpoint import load_model
 from generate import Engine, generate
 from program.edge import cpu_share, ending_plainly
@@ -32,6 +34,7 @@ from program.printing import Printer, Session
 from program.prompts import requests
 from program.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from sampling import Sampling
+from scripts import race
 from scripts.download import download
 from timing import Timing
 from tokenizer import load_tokenizer
@@ -179,16 +182,16 @@ def test_a_line_that_does_not_fit_is_named_and_the_rest_decoded(chat_folder, cap
 
 def test_samples_of_a_prompt_are_one_batch(text_folder, capsys, monkeypatch, tmp_path):
     """Each as it would be alone with its seed, which the JSON names; --batch_size takes fewer at a time."""
-    sizes, decode = [], Session.decode
-    monkeypatch.setattr(Session, "decode", lambda *given, **own: sizes.append(len(given[2])) or decode(*given, **own))
+    sizes, step = [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: sizes.append(len(engine.requests)) or step(engine))
     file = tmp_path / "two.txt"
     file.write_text("the cat\na dog\n")
     common = ("--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 9, "--dtype", "float32")
     alone = [run(capsys, *common, "--seed", seed)[0] for seed in (4, 5, 6)]
-    for options, batches in (((), [3, 3]), (("--batch_size", 4), [4, 2]), (("--batch_size", 1), [1] * 6)):
+    for options, size in (((), 3), (("--batch_size", 4), 4), (("--batch_size", 1), 1)):
         sizes.clear()
-        rows, _ = run(capsys, *common, "--seed", 4, "--num_samples", 3, *options)
-        assert sizes == batches
+        rows, _ = run(capsys, *common, "--seed", 4, "--num_samples", 3, "--ordered", *options)
+        assert max(sizes) == size
         assert [(row["seed"], row["sample"]) for row in rows] == [(4, 0), (5, 1), (6, 2)] * 2
         assert [row["tokens"] for row in rows] == [alone[n][prompt]["tokens"] for prompt in (0, 1) for n in range(3)]
 
@@ -198,7 +201,7 @@ def test_a_line_may_have_its_own_seed_and_number_of_new_tokens(text_folder, caps
     file, asked = tmp_path / "objects.jsonl", [(7, 12), (8, 5), (None, None)]
     file.write_text("\n".join(json.dumps({"prompt": "a", "seed": s, "max_new_tokens": n}) for s, n in asked))
     common = ("--checkpoint", text_folder, "--dtype", "float32", "--ignore_eos", "--max_new_tokens", 9, "--seed", 3)
-    rows, _ = run(capsys, *common, "--prompt_file", file, "--batch_size", 3)
+    rows, _ = run(capsys, *common, "--prompt_file", file, "--batch_size", 3, "--ordered")
     assert [row["seed"] for row in rows] == [7, 8, 3] and [len(row["tokens"]) for row in rows] == [12, 5, 9]
     for row in rows:
         options = ("--prompt", "a", "--seed", row["seed"], "--max_new_tokens", len(row["tokens"]))
@@ -231,7 +234,9 @@ def test_each_rows_rate_is_its_own(text_folder, capsys, tmp_path):
     """A row that ends early must not be charged for the steps that others take after it."""
     file = tmp_path / "two.txt"
     file.write_text("the cat\n" + "dog " * 40 + "\n")
-    rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt_file", file, "--batch_size", 2, "--ignore_eos")
+    rows, _ = run(
+        capsys, "--checkpoint", text_folder, "--prompt_file", file, "--batch_size", 2, "--ignore_eos", "--ordered"
+    )
     steps = [len(row["tokens"]) - 1 for row in rows]
     seconds = [n / row["decode_tok_s"] for n, row in zip(steps, rows)]
     assert steps[0] > 1.3 * steps[1] and seconds[0] > 1.0001 * seconds[1]  # else both are the batch's
@@ -311,7 +316,7 @@ def test_random_weights_measure_a_shape_without_a_tokenizer(tmp_path, capsys):
         (["--checkpoint", "nowhere"], "nowhere: no such folder"),
         (["--temperature", "-1"], "temperature = -1.0"),
         (["--top_p", "0"], "top_p = 0.0"),
-        (["--max_new_tokens", "0"], "max_new_tokens = 0"),
+        (["--max_new_tokens", "0"], "--max_new_tokens 0"),
         (["--max_new_tokens", "5000"], "5000 new ones"),
         (["--max_seq_length", "9999"], "--max_seq_length 9999"),
         (["--device", "warp"], "--device warp"),
@@ -373,10 +378,10 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
 def test_a_character_split_over_tokens_is_printed_whole(text_folder, capfd):
     """Byte tokens of an emoji, fed one by one: nothing until the last, never U+FFFD in between."""
     tokenizer = load_tokenizer(text_folder)
-    printer = Printer(tokenizer, ["x"], frozenset(), as_json=False)
+    printer = Printer(tokenizer, frozenset(), streaming=True)
     seen = []
     for id in tokenizer.encode("🎉é", bos=False)[1:]:
-        printer.feed(0, id)
+        printer.feed(id)
         seen.append(capfd.readouterr().out)
     printer.close()
     assert seen == ["", "", "", "🎉", "", "é"]
@@ -422,11 +427,11 @@ def chat_folder(text_folder, tmp_path):
 class Terminal:
     """generate.py --interactive behind a pseudo-terminal."""
 
-    def __init__(self, folder, *arguments: str):
+    def __init__(self, folder, *arguments: str, stdout=None):
         self.master, slave = pty.openpty()
         command = [sys.executable, ROOT / "generate.py", "--checkpoint", folder, "--interactive", "--device", "cpu"]
         self.process = subprocess.Popen(
-            [*command, *arguments], stdin=slave, stdout=slave, stderr=slave, close_fds=True,
+            [*command, *arguments], stdin=slave, stdout=stdout or slave, stderr=slave, close_fds=True,
             preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
         )  # fmt: skip
         os.close(slave)
@@ -498,10 +503,10 @@ def remember_ids(monkeypatch) -> None:
     def conversation_ids(tokenizer, messages, **names):
         return [*(history if len(messages) > 1 else ()), *tokenizer.encode(messages[-1]["content"])]
 
-    def remember(session, printer, prompts, *others):
-        timing = decode(session, printer, prompts, *others)
-        history[:] = prompts[0] + printer.ids[0]
-        return timing
+    def remember(session, answers):
+        yield from decode(session, answers)
+        for answer in answers:
+            history[:] = answer.asked.ids + answer.printer.ids
 
     monkeypatch.setattr(program.chat, "conversation_ids", conversation_ids)
     monkeypatch.setattr(Session, "decode", remember)
@@ -519,7 +524,7 @@ def test_chat_equals_the_conversation_without_kept_caches(chat_folder, capsys, m
     answers = []
     for keep in (True, False):
         if not keep:
-            monkeypatch.setattr(caches, "common_prefix", lambda *texts: 0)
+            monkeypatch.setattr(scheduler, "common_prefix", lambda *texts: 0)
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(turns) + "\n"))
         run_args(parse_args(arguments))
         out, err = capsys.readouterr()
@@ -539,10 +544,9 @@ def chatted(capsys, monkeypatch, folder, typed: str, *options) -> tuple[str, str
 def test_an_answer_goes_on_to_the_contexts_end_and_says_why_it_ended(chat_folder, capsys, monkeypatch):
     lengths, decode = [], Session.decode
 
-    def remember(session, printer, prompts, *others):
-        timing = decode(session, printer, prompts, *others)
-        lengths.append((len(prompts[0]), len(printer.ids[0])))
-        return timing
+    def remember(session, answers):
+        yield from decode(session, answers)
+        lengths.extend((len(answer.asked.ids), len(answer.printer.ids)) for answer in answers)
 
     monkeypatch.setattr(Session, "decode", remember)
     chat = functools.partial(chatted, capsys, monkeypatch, chat_folder, "the cat\n")
@@ -556,11 +560,62 @@ def test_an_answer_goes_on_to_the_contexts_end_and_says_why_it_ended(chat_folder
 
 
 def test_a_chats_lines_may_end_as_in_windows(chat_folder, capsys, monkeypatch):
-    """The carriage return is no part of a message, and a line of nothing else ends the chat."""
+    """The carriage return is no part of a message, and a line of nothing else is skipped."""
     options = ("--max_new_tokens", 9, "--ignore_eos")
     want = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
-    got = chatted(capsys, monkeypatch, chat_folder, "\ufeffthe cat\r\na dog\r\n\r\nnever read\r\n", *options)
+    typed = "\ufeffthe cat\r\n\r\n  \r\na dog\r\n/exit\r\nnever read\r\n"
+    got = chatted(capsys, monkeypatch, chat_folder, typed, *options)
     assert got[0] == want[0] and got[1].count("tokens read") == 2
+
+
+def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch):
+    """Afterwards the chat is the one that never had them."""
+    options = ("--max_new_tokens", 30, "--ignore_eos", "--max_seq_length", 100, "--seed", 0)
+    typed = "/drop\n" + "the little cat and a big dog went to play\n" + "a red ball\n/drop\n/help\n"
+    out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
+    assert "nothing to drop" in err and "/drop drops the oldest turns" in err and "[1 turns dropped]" in err
+    assert "/exit" in err and err.count("tokens read") == 2
+    alone = chatted(capsys, monkeypatch, chat_folder, "a red ball\n", *options)[0]
+    assert out.endswith("\n" + alone)
+
+
+def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
+    """Its answers go where stdout goes, and nothing else does."""
+    answers = tmp_path / "answers"
+    with answers.open("w") as file:
+        terminal = Terminal(chat_folder, "--max_new_tokens", "4", "--ignore_eos", stdout=file)
+        tokenizer = load_tokenizer(chat_folder)
+
+        terminal.wait_for("> ")
+        line = "the little cat " * 500
+        terminal.type(line + "\n")
+        full = terminal.wait_for(r"is full: (\d+) tokens")
+        assert int(full[1]) == len(tokenizer.chat([{"role": "user", "content": line}]))
+        terminal.wait_for("> ")
+        terminal.type("\n")  # a blank line ends nothing
+        terminal.wait_for("> ")
+        terminal.type("\x1b[200~the cat\na dog\x1b[201~\n")
+        first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+        pasted = tokenizer.chat([{"role": "user", "content": "the cat\na dog"}])
+        assert int(first[1]) + int(first[2]) == len(pasted)
+        terminal.wait_for("> ")
+        terminal.type("/reset\n")
+        terminal.wait_for("> ")
+        terminal.type("a doz\x7fg\n")  # an error that is rubbed out
+        again = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
+        assert int(again[1]) + int(again[2]) == len(tokenizer.chat([{"role": "user", "content": "a dog"}]))
+        terminal.wait_for("> ")
+        terminal.type("/exit\n")
+        assert terminal.process.wait(timeout=30) == 0
+    text = answers.read_text()
+    assert text.count("> ") == 0 and "\x1b[?2004" not in text and text.strip()
+
+
+def test_the_help_text_knows_a_chats_length(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"of a chat or scripts.serve, the context, at most {program.main.CHAT_LENGTH}" in text
 
 
 def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):
@@ -617,6 +672,16 @@ def test_threads_stay_within_a_containers_share(tmp_path):
     assert cpu_share(str(tmp_path / "none")) == here
 
 
+@pytest.mark.parametrize("arguments", [parse_args, race.parse_args])
+def test_more_threads_than_processors_are_refused(capsys, arguments):
+    """Thousands would freeze the machine. Both numbers are named, before anything is loaded."""
+    with pytest.raises(SystemExit) as exit:
+        arguments(["--threads", "5000"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and "5000" in error and str(os.cpu_count()) in error and error.count("\n") == 1
+    assert arguments(["--threads", str(os.cpu_count())]).threads == os.cpu_count()
+
+
 @pytest.mark.parametrize("asked, index", [(None, 0), ("cuda", 0), ("cuda:1", 1)])
 def test_a_gpu_without_a_number_is_the_first_one(monkeypatch, asked, index):
     """torch.cuda.set_device refuses a device without an index, which is what the default and --device cuda are."""
@@ -649,3 +714,62 @@ def test_byte_accounting_by_hand(folder_of):
     windowed = load_model(folder_of("mistral-v0.1"))
     assert attended_bytes(position_bytes(windowed), 30) == per_token * 9  # a window of 9
     assert timing.prompt_tokens == 14 and timing.decoded == [3, 3]
+
+
+# ------------------------------------------------------------------------------------------ every program
+
+LISTED = subprocess.run(
+    ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
+PROGRAMS = [  # the others take no flags, or are processes that a program starts
+    name
+    for name in LISTED
+    if re.search('^if __name__ == "__main__"', text := (ROOT / name).read_text(), re.MULTILINE)
+    and re.search("parse_args|program.main", text)
+]
+
+
+@pytest.mark.parametrize("file", PROGRAMS)
+def test_every_program_helps(file, tmp_path):
+    """It imports what there is, and its flags can be printed."""
+
+    def help() -> None:
+        sys.argv = [file, "--help"]
+        runpy.run_module(file.removesuffix(".py").replace("/", "."), run_name="__main__", alter_sys=True)
+
+    assert forked(help, tmp_path / "stderr") == 0, (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("program", ["quantize", "scripts.perplexity", "scripts.race", "scripts.compare"])
+def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, program):
+    """Otherwise every rank does and prints all of it, and they write the same folder."""
+    flags = {
+        "quantize": ["--checkpoint", "a", "--output", "b"],
+        "scripts.perplexity": ["--checkpoint", "a", "--text", "b"],
+    }
+    flags["scripts.compare"] = ["--a=", "--b="]
+    monkeypatch.setattr(sys, "argv", [program, *flags.get(program, [])])
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(program).main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and "without torchrun" in error and error.count("\n") == 1
+
+
+def test_programs_are_looked_for_where_they_are():
+    assert {"generate.py", "quantize.py", "scripts/serve.py", "benchmarks/bench_gpu.py"} <= {*PROGRAMS}
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed):
+    """Progress bars write to stderr, which then does not exist."""
+    code = "import program, sys; print(1, file=sys.stderr); sys.stdout.isatty(); sys.stderr.write('a')"
+    done = subprocess.run(f"exec {sys.executable} -c {code!r:} {closed}", shell=True, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and (done.stdout, done.stderr) in ((b"", b""), (b"", b"1\na"))
+
+
+def test_a_whole_run_without_stderr(text_folder):
+    command = f"exec {sys.executable} generate.py --device cpu --max_new_tokens 3 --checkpoint {text_folder} 2>&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.endswith(b"\n")

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -323,8 +324,13 @@ def test_a_kernel_never_unpacks_all_weights(scheme):
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this processor may add 8-bit products inexactly")
 def test_a_processor_that_adds_exactly_is_found_to():
     """tests/test_cpu_products.py is skipped where products of integers are not exact: a mistake in them must not hide
-    so."""
-    assert cpu.sums_exactly()
+    so. A processor with VNNI has such products, unless oneDNN is held to older instructions."""
+    if torch.cpu._is_vnni_supported() and "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        assert cpu.sums_exactly()
+    if not cpu.sums_exactly():
+        codes, x = torch.full((32, 64), 127, dtype=torch.int8), torch.full((1, 64), 255, dtype=torch.uint8)
+        wrong = cpu.PackedInt8(codes, torch.ones(32)).multiply(x) != 127 * 127 * 64
+        assert wrong.any(), "products that are exact are not taken"
 
 
 def test_a_processor_without_such_products_takes_others(monkeypatch):
@@ -622,6 +628,18 @@ def test_gptq_with_inputs_that_never_occur():
     assert dequantize_tensor(parts, "int4-g32").isfinite().all()
 
 
+@pytest.mark.parametrize("size", [2.0**-14, 1.0, 2.0**14])
+def test_gptq_does_not_depend_on_the_size_of_inputs(size):
+    """Codes follow from what inputs are to each other, with ones that never occur too; and beat rounding on them."""
+    x, w = correlated(600, 192), weights(8, 192)[:, :192]
+    x[:, [3, 40, 41]] = 0
+    format = FORMATS["int4-g64"]
+    parts, want = (gptq(w, hessian, format) for hessian in ((x * size).T @ (x * size), x.T @ x))
+    assert all(torch.equal(parts[name], want[name]) for name in want)
+    loss = [((format.dequantize(p) - w) @ x.T).square().sum() for p in (parts, quantize_tensor(w, "int4-g64"))]
+    assert loss[0] < 0.5 * loss[1]
+
+
 def test_a_searched_range_never_loses():
     w, format = weights().unflatten(1, (-1, 32)), FORMATS["int4-g32"]
 
@@ -712,8 +730,9 @@ def test_command_errors(text_folder, tmp_path):
         (["--scheme", "int8", "--device", "foo"], "--device foo: not available here"),
         (["--scheme", "int8", "--device", "meta"], "--device meta: not available here"),
         (["--scheme", "int8", "--device", "cuda:99"], "--device cuda:99: not available here"),
-        ([*gptq, "--context", 0], "--samples 128 and --context 0 must be at least 1"),
-        ([*gptq, "--samples", -1], "--samples -1 and --context 512 must be at least 1"),
+        ([*gptq, "--context", 0], "--samples 128 must be at least 1, --context 0 between 1 and 159"),
+        ([*gptq, "--context", 160], "--context 160 between 1 and 159"),
+        ([*gptq, "--samples", -1], "--samples -1 must be at least 1, --context 159 between 1 and 159"),
         (["--scheme", "int8", "--context", "x"], "invalid int value: 'x'"),
     ]:
         done = quantize("--checkpoint", text_folder, *output, *arguments)
@@ -793,6 +812,57 @@ def test_perplexity_on_the_command_line():
     assert done.returncode == 2 and "nowhere.txt" in done.stderr and "Traceback" not in done.stderr
 
 
+class Peaked(torch.nn.Module):
+    """Thinks one token likeliest, by so much."""
+
+    def __init__(self, logit: float):
+        super().__init__()
+        self.config = types.SimpleNamespace(vocab_size=8)
+        self.norm, self.logit = torch.nn.LayerNorm(1), logit
+
+    def hidden(self, tokens, pos):
+        return torch.zeros(*tokens.shape, 1)
+
+    def head(self, h):
+        return torch.tensor([self.logit] + [0.0] * 7).expand(len(h), 8)
+
+
+def test_perplexity_of_weights_that_say_nothing(capsys):
+    """NaN is refused by the folder that has it; a loss whose exponential is no float is still a loss."""
+    rows = torch.ones(3, 5, dtype=torch.long)
+    for pair, name in (((math.nan, None), "the model"), ((1.0, math.nan), "the reference")):
+        model, other = (Peaked(logit) if logit is not None else None for logit in pair)
+        with pytest.raises(ValueError, match=f"the logits of {name} are not finite in 3 of 3 windows"):
+            measure(model, rows, 2, other)
+    result = measure(Peaked(800.0), rows, 2)
+    assert result["nll"] == pytest.approx(800) and result["perplexity"] is None
+    assert measure(Peaked(700.0), rows, 2)["perplexity"] == pytest.approx(math.exp(700), rel=1e-3)
+
+
+def test_perplexity_compares_models_of_the_same_tokens_alone(text_folder, tmp_path, monkeypatch):
+    """A vocabulary of the same size in another order is another one. One token without BOS has nothing to score."""
+    other, text = shutil.copytree(text_folder, tmp_path / "other"), tmp_path / "text.txt"
+    text.write_text("the little cat and a big dog went to play in the park. " * 9)
+    file = other / "tokenizer.model"
+    a, b, c = b"\x01a\x15", b"\x01b\x15", b"\x01\0\x15"  # the pieces "a" and "b", a length before each
+    data = file.read_bytes()
+    assert data.count(a) == data.count(b) == 1
+    file.write_bytes(data.replace(a, c).replace(b, a).replace(c, b))
+
+    def run(*flags):
+        command = ["perplexity", "--checkpoint", text_folder, "--text", text, "--device", "cpu", *flags]
+        monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
+        return perplexity.run(perplexity.parse_args())
+
+    assert run("--context", 20, "--reference", text_folder)["kl"] == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ValueError, match="its tokenizer differs"):
+        run("--context", 20, "--reference", other)
+    bare = shutil.copytree(text_folder, tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    with pytest.raises(ValueError, match="--context 1 leaves nothing to score"):
+        run("--context", 1, "--checkpoint", bare)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
 def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkeypatch):
     """However it was quantized: else every token would unpack the whole vocabulary."""
@@ -802,4 +872,31 @@ def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkey
     want = model.embed(tokens)
     pack_model(model)
     assert model.config.tie_embeddings and torch.equal(model.embed(tokens), want)
-    assert not model.lm_head.codes.is_meta and model.layers[0].ffn.down.codes.is_meta
+    assert not model.lm_head.codes.is_meta
+    # aten's int8 kernel, for processors whose integer products overflow, reads the stored codes themselves.
+    assert model.layers[0].ffn.down.codes.is_meta == (scheme != "int8" or cpu.sums_exactly())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-float32", "int4-g32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [1, 3, 12, 32, 172])
+def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
+    """Kernels read sixteen inputs at once. Of rows that are no multiple of that, one read beyond the end of the last
+    row, of codes and of activations: what stands behind both here would show, and did crash. Against float64; rounding
+    of the result and of float32 sums, and of int4's scales and zeros to the activations' type."""
+    if scheme == "int4-g32":
+        columns = 32 * columns  # whole groups, an odd number of them too
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(columns, 40, bias=False, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(torch.randn(40, columns, generator=generator))
+    packed = QuantizedLinear.from_float(linear, scheme)
+    w = packed.dequantized(torch.float64)
+    packed.pack()
+    for rows in (1, 2, 5, 9, 70):
+        buffer = torch.full((rows * columns + 64,), torch.finfo(dtype).max / 2, dtype=dtype)
+        x = buffer[: rows * columns].view(rows, columns)
+        x.copy_(torch.randn(rows, columns, generator=generator))
+        size = x.double().abs() @ w.abs().T
+        error = (packed(x).double() - x.double() @ w.T).abs()
+        bound = (40 if scheme == "int4-g32" else 4) * torch.finfo(dtype).eps  # a zero of int4 is up to 15 scales
+        assert (error <= bound * size + 1e-3 * torch.finfo(dtype).eps).all(), rows

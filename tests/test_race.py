@@ -32,9 +32,10 @@ from program.main import run
 from program.printing import COLOURS
 from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
 from sampling import Sampling
+from scheduler import Request
 from scripts import race
 from scripts.race import STYLES, Moment, load_columns, main, parse_args, picture, results, shown, take_turns
-from timing import Timing
+from timing import StepRecord, Timing
 
 DRAFT = str(ROOT / "checkpoints" / "demo-draft")
 ALONE = {  # a column's spec; what it means, in generate.py's words
@@ -77,17 +78,6 @@ def test_every_column_says_what_it_says_alone(specs, capsys, monkeypatch):
         want = alone(capsys, spec, "--temperature", "0.8")
         assert column.ids == want["tokens"] and column.text == want["text"] and len(column.ids) == 16, spec
     assert len({column.text for column in columns}) > 1  # control: not all the same anyhow
-
-
-def test_control_on_one_engine_the_text_is_another(capsys, monkeypatch):
-    """The test above is sharp: two columns that decode with the same caches go wrong."""
-    monkeypatch.setattr(race, "TURN_S", 0.0)
-    (plain,) = columns_of(["plain"], "--temperature", "0.8")
-    ids = plain.tokenizer.encode("The big dog")
-    other = race.Column("other", plain.engine, plain.tokenizer, Sampling(0.8), ids, 16, seed=3)
-    for _ in range(6):  # neither ends
-        plain.turn(), other.turn()
-    assert len(plain.ids) == 6 and plain.ids != alone(capsys, "plain", "--temperature", "0.8")["tokens"][:6]
 
 
 # ------------------------------------------------------------------------------------------ the clocks
@@ -168,14 +158,16 @@ def unfair(columns):
 
 def decoded_ahead(model, prompts, *, max_new_tokens: int, timing: Timing | None = None, **_):
     """`generate` on a device that runs ahead of its host: Timing goes on while nobody asks for tokens."""
-    timing = timing or Timing()
+    timing, request = timing or Timing(), Request(0, prompts[0], Sampling(0), max_new_tokens)
+    timing.requests.append(request)
     begun = time.perf_counter()
     for number in range(max_new_tokens):
         time.sleep(0.003)
         now = time.perf_counter()
-        timing.prefill_s, timing.decode_s = (
-            (now - begun, 0.0) if number == 0 else (timing.prefill_s, timing.decode_s + now - begun)
-        )
+        if number:
+            request.record(StepRecord(0, now - begun, 0.0, 0.0, ()))
+        else:
+            request.prefill_s = now - begun
         begun = now
         yield 0, 5
 
@@ -327,6 +319,7 @@ def column_of_ids(name, ids, ended=True):
         (([5, 6, 7], True), ([5, 6], True), "token 2: the end for '<7>'"),
         (([5, 6, 7], True), ([5, 6], False), "equal in 2 tokens"),
         (([5, 6], False), ([5, 6], False), "equal in 2 tokens"),
+        (([5, 6], True), ([5, 6, 7], False), "token 2: '<7>' for the end"),
         (([], False), ([5], False), "equal in 0 tokens"),
         (([5, 6], False), ([4, 6], False), "token 0: '<4>' for '<5>'"),
     ],
@@ -348,6 +341,9 @@ def test_weights_read_by_a_step():
     rounds = RowStatistics(auto.timing.tokens[0]).rounds
     drafted = sum(k * n for k, n in rounds.items()) / sum(rounds.values())
     assert auto.weights_read() == pytest.approx(target + drafted * draft)
+    (pard,) = columns_of(["draft"], "--speculate_k", "3", "--draft_checkpoint", str(ROOT / "checkpoints" / "demo-pard"))
+    list(take_turns([pard]))
+    assert pard.weights_read() == target + weight_bytes(pard.engine.models[1]), "it drafts all three in one pass"
 
 
 # ------------------------------------------------------------------------------------------ the program

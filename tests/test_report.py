@@ -1,5 +1,7 @@
 """program/report.py: what a run is said to have cost and gained, from records made by hand."""
 
+import json
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -8,6 +10,8 @@ import torch
 
 from program.report import ACCEPTED, BONUS, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, speculation, speculative
 from program.report import summary as lines_of
+from sampling import Sampling
+from scheduler import Request
 from speculative import Costs, DraftLength, expected_tokens
 from timing import StepRecord, Timing, TokenRecord
 
@@ -24,8 +28,8 @@ def tokens(accepted: int, shown: int, overlap: float = 0.5) -> list[TokenRecord]
 def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timing:
     """Rows that all take part in all steps, which draft so many tokens."""
     records = [StepRecord(k, seconds / len(ks), 0.0, 0.0, (1,) * len(rows)) for k in ks]
-    decoded = [len(row) for row in rows]
-    return Timing(tokens=rows, records=records, row_s=[seconds] * len(rows), decoded=decoded, decode_s=seconds)
+    facts = {"steps": records, "decode_s": seconds, "sampling": Sampling(0), "max_new_tokens": 99}
+    return Timing([Request(i, [1], token_records=row, tokens=[1] * len(row), **facts) for i, row in enumerate(rows)])
 
 
 def engine(k: int = 3) -> SimpleNamespace:
@@ -68,7 +72,7 @@ def test_the_speed_up_of_a_batch_is_that_of_its_rows():
         assert found["measured_speedup"] == pytest.approx(1.0)
         assert found["predicted_speedup"] == pytest.approx(6 / 3.6)
     timing = batch([row, row[:4]], [3, 3], seconds=0.6)
-    timing.row_s[1] = 0.2
+    timing.requests[1].decode_s = 0.2
     assert speculative(engine(), [timing], row=1)["measured_speedup"] == pytest.approx(3 * 0.1 / 0.2)
     assert speculative(engine(), [timing])["measured_speedup"] == pytest.approx(9 * 0.1 / 0.8)
 
@@ -93,7 +97,18 @@ def test_a_row_without_any_match_is_charged_for_the_rounds_of_others():
     timing = batch([[FIRST, *tokens(3, 4)], [FIRST, PLAIN]], [3], seconds=0.36)
     found = speculative(engine(), [timing], row=1)
     assert found["predicted_speedup"] == pytest.approx(1 / 1.8) and found["alpha"] is None
-    assert found["measured_speedup"] == pytest.approx(0.1 / 0.36)
+    assert found["measured_speedup"] is None, "nothing was drafted for it: drafting has no speed-up to measure"
+
+
+def test_steps_count_by_the_costs_of_their_own_threads():
+    """Three plain tokens with one thread at 0.3 s, then a round of four with two threads at 0.1 s a plain step."""
+    slow, fast = Costs(0.3, {3: 0.1}, {3: 0.4}), Costs(0.1, {3: 0.03}, {3: 0.15})
+    timing = batch([[FIRST, PLAIN, PLAIN, PLAIN, *tokens(3, 4)]], [0, 0, 0, 3], seconds=1.0)
+    request = timing.requests[0]
+    request.steps = [step._replace(costs=slow if step.k == 0 else fast) for step in request.steps]
+    found = speculative(engine(), [timing])
+    assert found["measured_speedup"] == pytest.approx((3 * 0.3 + 4 * 0.1) / timing.row_s[0])
+    assert found["predicted_speedup"] == pytest.approx(7 / (3 + 0.18 / 0.1))
 
 
 def test_the_best_k_is_said_to_be_the_best_of_what_was_measured():
@@ -114,3 +129,21 @@ def test_auto_drafts_less_where_few_rows_match():
     for _ in range(100):
         length.observe(1.0), length.drafted(1, 8)
     assert length.choose() == 0
+
+
+def test_a_broken_draft_leaves_numbers():
+    """NaN is not JSON, and would stay in the mean that draft lengths follow from."""
+    found = speculative(engine(), [batch([[FIRST, *tokens(0, 1, math.nan), *tokens(2, 3)]], [3, 3], seconds=0.2)])
+    assert found["alpha"] == 0.5
+    json.dumps(found, allow_nan=False)
+    length = DraftLength("auto", Costs(1.0, {1: 0.0, 3: 0.0}, {1: 1.2, 3: 1.5}))
+    length.observe(math.nan)
+    for _ in range(100):
+        length.observe(1.0)
+    assert length.choose() == 3
+
+
+def test_no_speed_up_is_measured_where_nothing_was_drafted():
+    """Plain steps are as long as plain steps: another number only says that the machine has changed since then."""
+    found = speculative(engine(), [batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.1)])
+    assert found["measured_speedup"] is None and "speed-up – measured" in lines_of(found)[-1]

@@ -2,17 +2,20 @@
 a penalty. Oracles are the same request alone, transformers' renderer and generator, and a pass over the whole text."""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
-from conftest import oracle
+from conftest import ROOT, oracle
+from safetensors.torch import load_file, save_file
 
 from checkpoint import load_model
 from generate import Engine, generate
 from processors import RepetitionPenalty, log_likeliest
 from program.flags import check_options, parse_args
 from program.main import run as run_args
-from program.prompts import requests
+from program.prompts import encoded, requests
 from reading.templates import ChatTemplate
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
@@ -85,6 +88,12 @@ BAD = [
      "chat_template_kwargs: messages cannot be given there"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "content holds {'type': 'image'"),
     ({"messages": [{"role": "user", "content": 3}]}, WANTED),
+    ({"messages": [{"role": "user", "content": None}]}, WANTED),
+    ({"prompt": ""}, '"prompt" is empty: give it at least one character'),
+    ({"seed": -1}, '"seed": -1 must be a whole number from 0 to 4,611,686,018,427,387,903'),
+    ({"max_new_tokens": 1.5}, '"max_new_tokens": 1.5 must be a whole number from 0'),
+    ({"id": float("nan")}, "NaN or Infinity"),
+    ({"id": [float("-inf")]}, "NaN or Infinity"),
 ]  # fmt: skip
 
 
@@ -94,6 +103,30 @@ def test_a_line_that_cannot_be_meant_is_named(own, named, tmp_path):
     asked, broken = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"prompt": "b"}, line))]))
     assert [request.text for request in asked] == ["b"]
     assert len(broken) == 1 and "line 2: " in broken[0] and named in broken[0], broken
+
+
+def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
+    args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"messages": [*USER, call]}))])
+    (request,), broken = requests(args)
+    assert not broken and request.text == ""
+    rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
+    assert not rows and "line 1: this folder has no chat template for tool_calls" in refused[0]
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[1].content is none }}{{ messages[1].tool_calls | tojson }}"
+    )
+    rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
+    text = load_tokenizer(folder).decode(rows[0].ids)
+    assert not refused and text.startswith("True") and '"arguments": {"x": 1}' in text
+
+
+def test_roles_without_a_template_are_not_dropped_in_silence(tmp_path, capsys):
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
+    for line, notice in (({"messages": USER}, True), ({"prompt": "a"}, False)):
+        args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", line))])
+        encoded(requests(args)[0], args, load_tokenizer(folder), 100, lambda *_: None)
+        assert ("messages become plain text without their roles" in capsys.readouterr().err) == notice
 
 
 FLAGS = [
@@ -314,3 +347,83 @@ def test_compiled_steps_penalise_and_note_alike(folder_of):
         assert found[0][0] == found[1][0]
         notes = [torch.tensor(noted[0]) for _, noted in found]
         assert torch.equal(notes[0][..., 0], notes[1][..., 0]) and torch.allclose(*notes, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------- several at a time
+
+
+def test_two_live_generators_share_an_engine(folder_of):
+    """Interleaved, each equals itself alone."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    prompts, options = ([5, 6, 7], [9, 8]), {"sampling": Sampling(1.0), "max_new_tokens": 12}
+    alone = [[id for _, id in generate(model, [prompt], seed=i, **options)] for i, prompt in enumerate(prompts)]
+    engine = Engine(model, 2, 32)
+    live = [generate(model, [prompt], seed=i, engine=engine, **options) for i, prompt in enumerate(prompts)]
+    texts = [[], []]
+    for _ in range(12):
+        for text, tokens in zip(texts, live):
+            text.append(next(tokens)[1])
+    assert texts == alone and [next(tokens, None) for tokens in live] == [None, None]
+
+
+def test_a_drafter_of_two_engines_is_refused(folder_of):
+    model, drafter = load_model(folder_of("llama-3"), dtype=torch.float32), NgramDraft()
+    first, _ = Engine(model, 1, 32, drafter=drafter), Engine(model, 1, 32, drafter=drafter)
+    with pytest.raises(ValueError, match="the drafter belongs to an engine that was made later"):
+        list(generate(model, [[5] * 8], sampling=Sampling(0), max_new_tokens=8, engine=first))
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64, -(2**63) - 1])
+def test_a_seed_has_64_bits(folder_of, seed):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"seed = -?\d+ must lie between -2\^63 and 2\^63 - 1"):
+        list(generate(model, [[5]], sampling=Sampling(0), max_new_tokens=2, seed=seed))
+
+
+# -------------------------------------------------------------------------------------- rows that fail
+
+
+def test_a_line_that_overflows_ends_alone(text_folder, tmp_path, capsys, monkeypatch):
+    """One token's embedding is NaN: its line is named, the others say the same as alone, and the status is 2."""
+    folder, tokenizer = shutil.copytree(text_folder, tmp_path / "broken"), load_tokenizer(text_folder)
+    lines = ["the little cat", "a big dog", "red ball; it was fun.", "the park"]
+    ids = [tokenizer.encode(line) for line in lines]
+    (bad, *_) = {*ids[2]} - {*ids[0], *ids[1], *ids[3]}
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][bad] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps({"prompt": line, "id": f"r{i}"}) + "\n" for i, line in enumerate(lines)))
+    common = ("--checkpoint", folder, "--temperature", 0, "--max_new_tokens", 6, "--dtype", "float32", "--ignore_eos")
+    alone = [run(capsys, *common, "--prompt", lines[i])[0]["tokens"] for i in (0, 1, 3)]
+    for size in (1, 4):
+        flags = [*common, "--prompt_file", file, "--batch_size", size, "--json", "--ordered", "--device", "cpu"]
+        with pytest.raises(SystemExit) as exit:
+            run_args(parse_args([*map(str, flags)]))
+        out, err = capsys.readouterr()
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert exit.value.code == 2 and [row["id"] for row in rows] == ["r0", "r1", "r3"]
+        assert [row["tokens"] for row in rows] == alone
+        (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert "line 3" in error and "r2" in error and "row 1" not in error
+
+
+def test_an_overflow_in_float16_names_what_would_work(text_folder, tmp_path, capsys):
+    folder = shutil.copytree(text_folder, tmp_path / "large")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("embed_tokens", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj"):
+        tensors[f"model.{name}.weight"] *= 1000
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    common = ("--checkpoint", folder, "--prompt", "the", "--max_new_tokens", 2, "--temperature", 0)
+    with pytest.raises(ValueError, match="not finite; float16 may have overflowed: try --dtype bfloat16 or float32"):
+        run(capsys, *common, "--dtype", "float16")
+    assert len(run(capsys, *common, "--dtype", "float32")[0]["tokens"]) in (1, 2)
+
+
+def test_json_lines_come_as_rows_end_or_in_order(text_folder, tmp_path, capsys):
+    file = tmp_path / "lines.jsonl"
+    asked = [("long", 30), ("short", 2), ("middle", 12)]
+    file.write_text("".join(json.dumps({"prompt": "the", "id": id, "max_new_tokens": n}) + "\n" for id, n in asked))
+    common = ("--checkpoint", text_folder, "--prompt_file", file, "--batch_size", 3, "--ignore_eos")
+    assert [row["id"] for row in run(capsys, *common)] == ["short", "middle", "long"]
+    assert [row["id"] for row in run(capsys, *common, "--ordered")] == ["long", "short", "middle"]

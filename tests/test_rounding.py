@@ -18,6 +18,7 @@ from conftest import ROOT
 from torch import Tensor
 
 import generate as engines
+import runner
 from checkpoint import load_model, random_model
 from generate import Engine, generate
 from model import Config
@@ -25,6 +26,7 @@ from rounding import cancelling, same_attention, same_widths
 from sampling import Sampling
 from speculative import AUTO_K, Costs, DraftLength, ModelDraft, NgramDraft, layer_subset
 from tests.attacks import drift
+from timing import Timing
 from weights import cpu
 from weights.cpu import in_widths, laid_out
 from weights.linears import pack_model, same_rows
@@ -234,18 +236,18 @@ def logits(engine: Engine, tokens: Tensor, begins: Tensor, n: int, width: int) -
     for done in range(0, n, width):
         T = min(width, n - done)
         pos = begins[:, None] + done + torch.arange(T)  # (B, T)
-        caches = engine.cached.upto(int(pos.max()) + 1)
+        caches = engine.runner.slice_to(int(pos.max()) + 1)
         found.append(engine.model(tokens.gather(1, pos), pos, caches))
     return torch.cat(found, dim=1)
 
 
-def filled(model, tokens: Tensor, upto: int, chunk: int = 512) -> Engine:
+def filled(model, tokens: Tensor, upto: int) -> Engine:
     """An engine whose caches hold these tokens, up to a position."""
     engine = Engine(model, len(tokens), tokens.size(1))
     with torch.inference_mode():
-        for begin in range(0, upto, chunk):
-            pos = torch.arange(begin, min(begin + chunk, upto))
-            model.hidden(tokens[:, pos], pos, engine.cached.upto(begin + chunk))
+        for begin in range(0, upto, 512):
+            pos = torch.arange(begin, min(begin + 512, upto))
+            model.hidden(tokens[:, pos], pos, engine.runner.slice_to(begin + 512))
     return engine
 
 
@@ -269,9 +271,8 @@ def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     model = large_numbers(config, dtype=dtype, quantize=quantize)
     tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
     n = 20
-    # From 65 rows on another kernel of int8 is faster: no expert's share of a chunk of 3 * 16 has so many.
-    upto, chunk = max(PLACES[window]), 16 if R == "experts" else 512
-    engine, alone = filled(model, tokens, upto, chunk), filled(model, tokens[2:], upto, chunk)
+    upto = max(PLACES[window])
+    engine, alone = filled(model, tokens, upto), filled(model, tokens[2:], upto)
     assert engine.identical and alone.identical
     for begin in PLACES[window]:
         begins = begin - torch.tensor([0, 1, 7])
@@ -385,24 +386,13 @@ def test_a_draft_that_is_the_target_is_always_accepted(k):
     a drafted token is refused about once in a thousand."""
     model = demo()
     engine = Engine(model, 3, 260, drafter=ModelDraft(model), speculate_k=k)
-    accepted, step = [], engine.step
-    engine.step = lambda length, k: (accepted.append(engine.state.done.clone()), step(length, k))[1]
-    seen = []
-    inner = engine.result
-
-    def result(drafted: int, times: tuple):
-        found = inner(drafted, times)
-        seen.append((found.accepted.tolist(), found.overlap.tolist()))
-        return found
-
-    engine.result = result
-    texts(engine, prompt_ids(), 120, Sampling(1.0))
-    for done, (n, overlap) in zip(accepted, seen[1:], strict=True):
-        for row in range(3):
-            if not done[row]:
-                assert n[row] == k, f"{n[row]} of {k} drafted tokens accepted"
-                assert min(overlap[row]) > 1 - 1e-5
-    assert len(accepted) >= 120 // (k + 1)
+    timing = Timing()
+    texts(engine, prompt_ids(), 120, Sampling(1.0), timing=timing)
+    for records in timing.tokens:
+        drafted = [record for record in records if not record.first]
+        assert all(record.accepted == record.k == k for record in drafted)
+        assert min(record.overlap for record in drafted if record.index < k) > 1 - 1e-5
+        assert sum(record.index == 0 for record in drafted) >= 119 // (k + 1)
 
 
 # ------------------------------------------------------------------------------- chats, and prompts in chunks
@@ -410,7 +400,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(k):
 
 def held(engine: Engine, length: int) -> list[Tensor]:
     """Keys and values up to a position, bits."""
-    return [bits(x[:, :, :length]) for cache in engine.cached.caches.layers for x in (cache.k, cache.v)]
+    return [bits(x[:, :, :length]) for cache in engine.runner.caches.layers for x in (cache.k, cache.v)]
 
 
 def same_held(one: Engine, other: Engine, length: int) -> bool:
@@ -418,31 +408,32 @@ def same_held(one: Engine, other: Engine, length: int) -> bool:
     return all(torch.equal(*pair) for pair in pairs)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
 @pytest.mark.parametrize("k", [0, 5])
-def test_a_kept_conversation_is_a_fresh_one(k):
+def test_a_kept_conversation_is_a_fresh_one(k, quantize):
     """What was decoded token by token, or drafted, stands in the caches as a prompt of the same ids would write it."""
-    model, (prompt, more, _) = demo(), prompt_ids()
+    model, (prompt, more, _) = demo(quantize), prompt_ids()
     kept = Engine(model, 1, 400, drafter=NgramDraft() if k else None, speculate_k=k)
     (first,) = texts(kept, [prompt], 80)
     ids = [*prompt, *first, *more]
-    cached = len(prompt) + len(first) - 1  # no layer has seen the last token
-    kept_text = texts(kept, [ids], 60, cached=cached)
+    timing = Timing()
+    kept_text = texts(kept, [ids], 60, timing=timing)
+    assert timing.cached == [len(prompt) + len(first) - 1], "no layer has seen the last token"
     fresh = Engine(model, 1, 400)
     assert kept_text == texts(fresh, [ids], 60)
     assert same_held(kept, fresh, len(ids) + 59)
     tokens, pos = torch.tensor([[*ids, *kept_text[0]]]), torch.tensor([len(ids) + 59])
     with torch.inference_mode():
-        here, there = (model(tokens[:, -1:], pos, engine.cached.upto(len(ids) + 60)) for engine in (kept, fresh))
+        here, there = (model(tokens[:, -1:], pos, engine.runner.slice_to(len(ids) + 60)) for engine in (kept, fresh))
     assert torch.equal(bits(here), bits(there))
 
 
 @pytest.mark.parametrize("length", [110, 330])
-def test_prompts_in_chunks_are_prompts_in_one_pass(length, monkeypatch):
-    """Where products of so many rows round alike: up to 256 on any processor, more where all kernels do."""
-    model = demo()
-    if same_rows(model) < 2 * length:
-        assert length > 128
-        pytest.skip(f"on this processor products of more than {same_rows(model)} rows round in another way")
+@pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
+def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch):
+    """Products of any number of rows round alike, so pieces of a prompt may be of any length."""
+    model = demo(quantize)
+    assert same_rows(model) >= 2 * length
     ids = torch.randint(3, 2048, (2, length), generator=torch.Generator().manual_seed(0))
     prompts = [ids[0].tolist(), ids[1, : length - 40].tolist()]
     whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
@@ -458,7 +449,7 @@ def test_prompts_in_chunks_are_prompts_in_one_pass(length, monkeypatch):
 def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkeypatch):
     model = large_numbers(SHAPE)
     assert Engine(model, 2, 64).identical
-    monkeypatch.setattr(engines, "same_attention", lambda *given: None)
+    monkeypatch.setattr(runner, "same_attention", lambda *given: None)
     assert not Engine(model, 2, 64).identical
 
 
@@ -477,11 +468,14 @@ def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme
     assert model(tokens, torch.arange(20)).isfinite().all(), "and yet it decodes"
 
 
-@pytest.mark.parametrize("scheme, most", [("int8", 64), ("int4-g32", 256)])
-def test_an_engine_vouches_for_as_many_rows_as_its_kernels_do(scheme, most):
-    model = large_numbers(SHAPE, quantize=scheme)
+@pytest.mark.parametrize("scheme", ["float32", "int8", "int4-g32"])
+def test_an_engine_vouches_for_no_more_rows_than_its_kernels_do(scheme, monkeypatch):
+    dtype, quantize = (torch.float32, None) if scheme == "float32" else (torch.bfloat16, scheme)
+    model = large_numbers(SHAPE, dtype=dtype, quantize=quantize)
     drafted = functools.partial(Engine, model, max_seq_length=32, drafter=NgramDraft())
-    assert drafted(batch_size=most // 8, speculate_k=7).identical
-    assert not drafted(batch_size=most // 8, speculate_k=8).identical
-    assert not drafted(batch_size=most // 8, speculate_k="auto").identical, "8 is one of auto's"
-    assert Engine(model, most // 8, 32).identical
+    assert drafted(batch_size=40, speculate_k=8).identical
+    monkeypatch.setattr(engines, "same_rows", lambda model: 64)
+    assert drafted(batch_size=8, speculate_k=7).identical
+    assert not drafted(batch_size=8, speculate_k=8).identical
+    assert not drafted(batch_size=8, speculate_k="auto").identical, "8 is one of auto's"
+    assert Engine(model, 64, 32).identical

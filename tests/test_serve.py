@@ -4,13 +4,18 @@ What the model should have said comes from `generate` on the same model, one pro
 are copies of this process, so that none takes the seconds of importing torch.
 """
 
+import argparse
 import concurrent.futures
+import dataclasses
+import importlib.util
+import itertools
 import json
 import math
 import os
 import shutil
 import signal
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,7 +29,7 @@ from conftest import ROOT, started, status_of
 
 from checkpoint import load_model
 from generate import generate
-from sampling import Sampling
+from sampling import Sampling, uniform
 from scripts import serve
 from scripts.openai_form import Answer, Event, Refusal, Token, ask_of
 from tokenizer import load_tokenizer
@@ -191,6 +196,44 @@ def test_different_samplings_at_once_stay_apart(server):
     assert together == [ask(number) for number in range(8)]
 
 
+def test_a_newcomer_ends_while_a_long_answer_runs(server, told):
+    long = server.ask("Once there was a", max_tokens=400, temperature=30, stream=True)
+    next(stream := iter(long))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(lambda: (list(stream), time.monotonic())[1])
+        text = server.ask(PROMPTS[0], max_tokens=4).choices[0].text
+        assert time.monotonic() < ended.result() and text == told(PROMPTS[0], 4)[0]
+
+
+def test_a_request_for_many_answers_delays_another_by_one_at_most(serving, told):
+    running = serving("--batch_size", "1")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        many = pool.submit(running.ask, "Once there was a", n=128, max_tokens=24, temperature=30, seed=0)
+        time.sleep(0.3)  # it decodes
+        choice = running.ask(PROMPTS[0], max_tokens=4).choices[0]
+        assert not many.done() and choice.text == told(PROMPTS[0], 4)[0]
+        done = many.result()
+    order = sorted(other.timings["queue_s"] for other in done.choices)
+    gaps = [after - before for before, after in itertools.pairwise(order)]
+    assert len(done.choices) == 128 and choice.timings["queue_s"] <= max(gaps) + 0.05
+
+
+def test_mixed_requests_at_once_are_each_what_they_are_alone(server):
+    settings = [
+        {"temperature": 0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8, "top_p": 0.7, "seed": 4},
+        {"temperature": 0, "logprobs": 3}, {"temperature": 1, "logprobs": 2, "echo": True, "seed": 5},
+        {"temperature": 0.7, "seed": 6, "extra_body": {"top_k": 5, "draft": False}},
+    ]  # fmt: skip
+
+    def ask(number: int) -> tuple:
+        choice = server.ask(PROMPTS[number], max_tokens=10 + 3 * number, **settings[number]).choices[0]
+        return choice.text, choice.logprobs and choice.logprobs.tokens
+
+    with concurrent.futures.ThreadPoolExecutor(len(settings)) as pool:
+        together = list(pool.map(ask, range(len(settings))))
+    assert together == [ask(number) for number in range(len(settings))]
+
+
 def log_probs(model, ids: list[int]) -> torch.Tensor:
     """(T, V) of the next token after each."""
     with torch.inference_mode():
@@ -312,11 +355,15 @@ def test_the_page_fetches_nothing_from_elsewhere(server):
 
 
 def test_key_queue_and_time_are_bounded(serving):
-    limits = ("--api_key", "k", "--queue", "2", "--answer_s", "0.6", "--stop", "zebra")
+    limits = ("--api_key", "k", "--queue", "2", "--batch_size", "1", "--answer_s", "0.6", "--stop", "zebra")
     running = serving(*limits)
     with pytest.raises(openai.AuthenticationError):
         running.ask("a")
+    for scheme, status in (("bearer k", 200), ("BEARER k", 200), ("Basic k", 401), ("k", 401), ("Bearer ", 401)):
+        assert running.raw("/v1/models", Authorization=scheme)[0] == status
     running.client = running.client.with_options(api_key="k")
+    assert running.raw("/v1/models", Authorization="bearer k")[0] == 200
+    assert running.raw("/v1/models", Authorization="Bearer \xfc")[0] == 401
     with pytest.raises(openai.BadRequestError, match="may wait"):
         running.ask("a", n=3)
     assert running.ask("One", max_tokens=2).choices[0].finish_reason == "length"
@@ -366,6 +413,115 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
         ask_of({"prompt": "a", "temperature": math.nan}, False, "m", Sampling(), None)
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None), whole=True)
     assert choice["message"]["content"] == "é" and serve.said(choice).body.isascii()
+
+
+def test_a_new_field_of_sampling_needs_no_other_list(monkeypatch):
+    """A fork adds a field to Sampling: requests and lines of a file may set it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Forked(Sampling):
+        typical_p: float = 1.0
+
+    monkeypatch.setattr("sampling.Sampling", Forked)
+    with monkeypatch.context() as patch:
+        prompts = fresh_copy(patch, "program.prompts")
+        patch.setitem(sys.modules, "program.prompts", prompts)
+        form = fresh_copy(patch, "scripts.openai_form")
+        ask = form.ask_of({"prompt": "a", "typical_p": 0.25}, False, "m", Forked(0.5), None)
+        assert ask.sampling == Forked(0.5, typical_p=0.25)
+        args = argparse.Namespace(temperature=0.5, top_k=None, top_p=None, min_p=None)
+        assert prompts.sampling_of(args) == Forked(0.5)
+        args.typical_p = 0.75
+        assert prompts.sampling_of(args) == Forked(0.5, typical_p=0.75)
+        line = prompts.jsonl_request('{"prompt": "a", "typical_p": 0.25}', "line 1", args)
+        assert line.sampling == Forked(0.5, typical_p=0.25)
+
+
+def fresh_copy(patch: pytest.MonkeyPatch, name: str):
+    """The module, executed anew."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_top_logprobs_without_logprobs_names_what_it_needs():
+    body = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}
+    with pytest.raises(Refusal, match="top_logprobs = 3 needs logprobs = true") as caught:
+        ask_of(body, True, "m", Sampling(), None)
+    assert caught.value.body["error"]["param"] == "top_logprobs"
+    assert ask_of({**body, "logprobs": True}, True, "m", Sampling(), None).likeliest == 3
+    assert ask_of({**body, "top_logprobs": 0}, True, "m", Sampling(), None).likeliest is None
+
+
+def test_seeds_are_int64():
+    for seed in (-(2**63), -1, 0, 2**62, 2**63 - 1):
+        assert ask_of({"prompt": "a", "seed": seed}, False, "m", Sampling(), None).seed == seed
+    for seed in (-(2**63) - 1, 2**63):
+        with pytest.raises(Refusal, match="seed"):
+            ask_of({"prompt": "a", "seed": seed}, False, "m", Sampling(), None)
+    noise = [uniform(torch.full((64,), seed), torch.arange(64)) for seed in (-1, 2**63 - 1, -(2**63), 0)]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(noise, 2))
+
+
+def test_a_key_comes_from_a_flag_a_file_or_the_environment(monkeypatch, tmp_path):
+    def key(*flags: str) -> str | None:
+        return serve.api_key_of(serve.parse_args(flags))
+
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    assert key() is None
+    monkeypatch.setenv("QUICKDRAFT_API_KEY", "from-environment")
+    assert key() == "from-environment" and key("--api_key", "k") == "k"
+    assert key("--api_key_file", str(file)) == "from-file"
+    for flags, message in (
+        (("--api_key", ""), "--api_key: a key must be visible ASCII"), (("--api_key", "schlüssel"), "visible ASCII"),
+        (("--api_key", "k", "--api_key_file", str(file)), "one of them"),
+        (("--api_key_file", str(tmp_path / "none")), "none"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            key(*flags)
+    monkeypatch.setenv("QUICKDRAFT_API_KEY", "")
+    with pytest.raises(ValueError, match="QUICKDRAFT_API_KEY"):
+        key()
+
+
+def test_a_broken_host_and_a_client_that_leaves_are_no_bugs(server):
+    fine = b'{"prompt": "a", "max_tokens": 1}'
+    status, body = server.raw("/v1/completions", fine, Host="[::1")
+    assert status == 400 and "Host" in body["error"]["message"]
+    before = server.log.read_text()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        time.sleep(0.2)
+    assert server.raw("/v1/completions", fine)[0] == 200
+    time.sleep(0.2)
+    assert server.log.read_text() == before
+
+
+def test_text_offsets_index_the_text(server, tokenizer):
+    """With BOS, the blank that begins a text and tokens that are parts of a character."""
+    prompt = "Once upon 😀 a time, é"
+    for echo in (True, False):
+        asked = {"logprobs": 2, "echo": echo, "max_tokens": 6}
+        choice = server.ask(prompt, **asked).choices[0]
+        logprobs = choice.logprobs
+        for text, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+            assert choice.text[offset:].startswith(text), (text, offset)
+        assert "".join(logprobs.tokens) == choice.text
+        assert len(logprobs.tokens) == 6 + echo * len(tokenizer.encode(prompt))
+        parts = [chunk.choices[0].logprobs for chunk in server.ask(prompt, stream=True, **asked)]
+        assert [offset for part in parts if part for offset in part.text_offset] == logprobs.text_offset
+
+
+def test_any_int64_seed_decides_an_answer(server):
+    settings = {"temperature": 1, "max_tokens": 16, "n": 2}
+    texts = [[c.text for c in server.ask("a", seed=seed, **settings).choices] for seed in (-1, -1, 2**63 - 1, -(2**63))]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[2][1] == texts[3][0]  # the seed after the largest is the smallest
 
 
 @pytest.mark.long
@@ -448,6 +604,42 @@ def test_page_streams_what_is_typed_and_colours_it(page, told):
     page.check("#colours")
     for fact in ("tok/s", "α 0.", "tokens a round", "plain decoding"):
         assert fact in page.text_content("#live")
+
+
+@pytest.mark.browser
+def test_page_asks_for_what_is_typed_and_loses_nothing(page):
+    """An empty temperature or limit is the server's default; a message that gets no answer stays in its box."""
+    from playwright.sync_api import expect
+
+    bodies = []
+    page.on("request", lambda request: request.post_data and bodies.append(json.loads(request.post_data)))
+    page.click("#reset")
+    assert page.locator("#most").evaluate("input => input.defaultValue") == ""
+    page.fill("#temperature", "")
+    page.fill("#most", "3")
+    page.fill("#prompt", "Once")
+    page.keyboard.press("Enter")
+    expect(page.locator("#live")).to_contain_text("finish_reason: length")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert "temperature" not in bodies[0] and bodies[0]["max_tokens"] == 3
+    page.click("#race")  # an empty box: what was asked last
+    expect(page.locator(".race p")).to_contain_text("drafted over plain")
+    assert [body["messages"] for body in bodies[1:]] == [[{"role": "user", "content": "Once"}]] * 2
+    expect(page.locator(".race h2").first).to_contain_text("finish_reason: length")
+    page.fill("#most", "")
+    page.fill("#prompt", "a dog " * 2000)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("article.error")).to_contain_text("positions")
+    assert "max_tokens" not in bodies[3] and page.locator("article.user").count() == 1
+    assert page.locator("#prompt").input_value() == "a dog " * 2000
+    page.click("#reset")
+    page.fill("#prompt", "")
+    page.fill("#temperature", "0")
+    page.fill("#most", "60")
+    page.fill("#prompt", PROMPTS[0])
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#live")).to_contain_text("finish_reason")
+    expect(page.locator("#send")).to_have_text("Send")
 
 
 @pytest.mark.browser

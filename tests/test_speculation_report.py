@@ -18,12 +18,27 @@ def report(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_the_table_by_hand():
     costs = Costs(0.1, {1: 0.02, 5: 0.1}, {1: 0.11, 5: 0.15})
-    rows = table({"costs": costs, "alpha": 0.5, "c_ops": 0.1})
+    rows = table({"costs": costs, "alpha": 0.5, "c_ops": 0.1, "draft_share": 1.0})
     assert [r["k"] for r in rows] == [1, 5] and rows[1]["c"] == pytest.approx(0.2)
     assert rows[1]["v"] == pytest.approx(1.5) and rows[1]["tokens_per_round"] == pytest.approx(1.96875)
     assert rows[1]["speedup"] == pytest.approx(1.96875 / 2.5)
     assert rows[1]["speedup_if_v_were_1"] == pytest.approx(1.96875 / 2)
     assert rows[1]["operations"] == pytest.approx((0.5 + 6) / 1.96875)
+
+
+def test_the_table_of_a_drafter_that_seldom_finds_anything(capsys):
+    """Prompt lookup that matches in a tenth of the steps: the others give one token at a plain step's cost."""
+    costs = Costs(0.1, {1: 0.0, 5: 0.0}, {1: 0.11, 5: 0.15})
+    found = {"costs": costs, "alpha": 0.5, "c_ops": 0.0, "draft_share": 0.1}
+    rows = table(found)
+    assert rows[1]["tokens_per_round"] == pytest.approx(0.9 + 0.196875)
+    assert rows[1]["speedup"] == pytest.approx(1.096875 / (0.9 + 0.15))
+    assert rows[1]["speedup_if_v_were_1"] == pytest.approx(1.096875)
+    assert rows[1]["operations"] == pytest.approx((0.9 + 0.6) / 1.096875)
+    measured = dict.fromkeys(("tokens_per_round", "measured_speedup", "predicted_speedup"), 1.0)
+    print_table({**found, **measured, "by_position": [0.5], "k": 5}, rows)
+    out = capsys.readouterr().out
+    assert "drafted in 10.0% of the rounds" in out and "best: K = 5, speed-up 1.04" in out
 
 
 @pytest.fixture

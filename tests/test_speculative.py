@@ -10,15 +10,18 @@ import math
 
 import pytest
 import torch
+from steps import prefill_all, start_all_alike
 from torch import Tensor
 
 import speculative
 import timing as clock
 from checkpoint import random_model
-from generate import CachedModel, Engine, State, generate
+from generate import Engine, generate
 from model import Config, Transformer
 from program.report import RowStatistics
+from runner import ModelRunner
 from sampling import INVALID, Sampling
+from scheduler import Request
 from speculative import (
     Costs,
     Drafter,
@@ -34,6 +37,7 @@ from speculative import (
     residual,
     speedup,
 )  # fmt: skip
+from state import State
 from timing import Timing
 
 SAMPLINGS = [
@@ -202,15 +206,15 @@ LONG_PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]  # has n-grams to look up
 def sequences(model, drafter, sampling: Sampling, k, runs: int = 4) -> Tensor:
     """Counts (V^TAIL,) of what ROWS x runs speculative generations gave, each row with a seed of its own."""
     V, counts = model.config.vocab_size, 0
-    engine = Engine(model, ROWS, len(LONG_PROMPT) + TAIL, drafter=drafter, speculate_k=k)
+    begin, end = len(LONG_PROMPT), len(LONG_PROMPT) + TAIL
+    engine = Engine(model, ROWS, end, drafter=drafter, speculate_k=k)
     for run in range(runs):
-        out = [[] for _ in range(ROWS)]
-        seeds = list(range(run * ROWS, (run + 1) * ROWS))
-        for row, id in generate(
-            model, [LONG_PROMPT] * ROWS, sampling=sampling, max_new_tokens=TAIL, seed=seeds, engine=engine
-        ):
-            out[row].append(id)
-        index = torch.tensor(out) @ V ** torch.arange(TAIL - 1, -1, -1)
+        start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(run * ROWS, (run + 1) * ROWS)))
+        with torch.inference_mode():
+            for _ in range(TAIL - 1):  # each round decides one token at least
+                engine.run(engine.rows(0, ROWS), end, k)
+        assert engine.state.done.all()
+        index = engine.state.tokens[:, begin:end] @ V ** torch.arange(TAIL - 1, -1, -1)
         counts = counts + index.bincount(minlength=V**TAIL)
     return counts
 
@@ -420,7 +424,7 @@ def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
     drafter = ModelDraft(draft)
     first = Engine(target, 4, 60, drafter=drafter, speculate_k=3)
     Engine(target, 1, 60, drafter=drafter, speculate_k=3)
-    with pytest.raises(AssertionError, match="give each engine its own"):
+    with pytest.raises(ValueError, match="give each engine its own"):
         rows_of(target, PROMPTS, engine=first)
 
 
@@ -440,8 +444,6 @@ def test_every_length_and_stop_inside_a_round(margins, kind):
         assert [len(tokens) for tokens in timing.tokens] == [len(row) for row in cut]
         for row, tokens in enumerate(timing.tokens):
             assert [token.first for token in tokens] == [True] + [False] * (len(cut[row]) - 1)
-            assert engine.state.pos[row] == len(PROMPTS[row]) + len(cut[row]) - 1
-            assert engine.state.tokens[row, : engine.state.pos[row] + 1].tolist() == PROMPTS[row] + cut[row]
 
 
 @pytest.mark.parametrize("kind", ["itself", "model", "layers", "ngram", "poison"])
@@ -457,19 +459,21 @@ def test_the_end_of_the_context(margins, kind):
         rows_of(target, prompts, max_new_tokens=[87, 52], drafter=drafter)
 
 
-def test_a_consumer_that_ends_a_row_ends_its_statistics(margins):
+def test_a_request_that_is_aborted_ends_its_statistics(margins):
     target, _, want = margins
-    ended, timing, got = set(), Timing(), [[] for _ in PROMPTS]
-    for row, id in generate(
-        target, PROMPTS, sampling=Sampling(0), max_new_tokens=30, drafter=ModelDraft(target_copy(target)),
-        timing=timing, ended=ended,
-    ):  # fmt: skip
-        got[row].append(id)
-        if row == 1 and len(got[1]) == 4:  # inside the first round of six
-            ended.add(1)
-    assert got == [row[: 4 if i == 1 else 30] for i, row in enumerate(want)]
-    counted = RowStatistics(timing.tokens[1])
-    assert counted.tokens == 3 and dict(counted.accepted) == {0: 1, 1: 1, 2: 1}
+    engine = Engine(target, 4, 60, drafter=ModelDraft(target_copy(target)))
+    ids = [engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=30) for prompt in PROMPTS]
+    requests = [engine.requests[id] for id in ids]
+    while len(requests[1].tokens) < 7:
+        engine.step()
+    engine.abort(ids[1])
+    while engine.has_unfinished():
+        engine.step()
+    got = [request.tokens for request in requests]
+    assert [len(row) for row in got] == [30, 7, 30, 30], "the prompt's token, and a round of six"
+    assert all(row == expected[: len(row)] for row, expected in zip(got, want))
+    counted = RowStatistics(requests[1].token_records)
+    assert counted.tokens == 6 and dict(counted.accepted) == dict.fromkeys(range(5), 1)
 
 
 def test_a_shared_cache_keeps_no_trace(margins):
@@ -479,10 +483,9 @@ def test_a_shared_cache_keeps_no_trace(margins):
     for drafter in (Noise(), Poison()):
         engine = Engine(target, 4, 60, drafter=drafter, speculate_k=5)
         rows_of(target, PROMPTS, engine=engine)
-        filled = engine.state.pos
         caches.append([
-            [cache.k[row, :, : filled[row]].clone() for cache in engine.cached.caches.layers]
-            for row in range(len(PROMPTS))
+            [cache.k[slot.index, :, : len(slot.ids)].clone() for cache in engine.runner.caches.layers]
+            for slot in engine.scheduler.slots
         ])  # fmt: skip
     assert all(torch.equal(a, b) for rows in zip(*caches) for a, b in zip(*rows))
     assert max(layer.abs().max() for row in caches[1] for layer in row) < 1e4
@@ -551,12 +554,13 @@ def test_turns_keep_both_caches(margins):
     for drafter in (ModelDraft(target_copy(target)), ModelDraft(draft)):
         engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)
         for n in (8, 9, 10, 11):  # rounds that end at every phase
-            for cache in (*engine.cached.caches.layers, *engine.drafter.cached.caches.layers):
+            engine.clear()
+            for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
                 cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
             first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], engine=engine, max_new_tokens=n)[0]
             second = [*first, 3, 5, 8]
             timing = Timing()
-            got = rows_of(target, [second], engine=engine, cached=len(first) - 1, timing=timing, max_new_tokens=20)
+            got = rows_of(target, [second], engine=engine, timing=timing, max_new_tokens=20)
             fresh, other = Timing(), ModelDraft(drafter.model)
             assert got == rows_of(target, [second], drafter=other, speculate_k=3, timing=fresh, max_new_tokens=20)
             same = [[token._replace(overlap=round(token.overlap, 3)) for token in t.tokens[0]] for t in (timing, fresh)]
@@ -585,11 +589,10 @@ class NoSync(torch.utils._python_dispatch.TorchDispatchMode):
 def test_no_host_sync_inside_a_round(margins, kind, sampling):
     target, draft, _ = margins
     engine = Engine(target, 4, 60, drafter=any_drafter(kind, target, draft), speculate_k=3)
-    engine.state.start(PROMPTS, [30] * 4, {3}, [0] * 4, sampling)
     with torch.inference_mode(), NoSync():
-        engine.prefill([len(prompt) for prompt in PROMPTS])
+        prefill_all(engine, PROMPTS, 30, sampling, stop_ids={3})
         for k in (3, 1, 0, 0, 3):  # after plain steps the drafter catches up
-            engine.step(30, k)
+            engine.run(engine.rows(0, 4), 30, k)
         for control in (lambda t: t[0].item(), lambda t: t[t > 3], lambda t: bool(t[0] > 3)):
             with pytest.raises(AssertionError, match="waits for the device"):
                 control(engine.state.pos)
@@ -627,10 +630,11 @@ def test_compiled_rounds(kind):
         engine.calibrate(Sampling(0), 40, rounds=2)
         assert rows_of(target, PROMPTS, engine=engine, **sampled) == eager
         for temperature in (0.5, 1.3):
-            engine.state.start(PROMPTS, [80] * 4, (), [0] * 4, Sampling(temperature))
+            engine.reset()
             with torch.inference_mode():
+                prefill_all(engine, PROMPTS, 80, Sampling(temperature))
                 for number in range(100):
-                    engine.step(10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7])
+                    engine.run(engine.rows(0, 4), 10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7])
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -641,15 +645,14 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
     draft = target_copy(target) if deep else draft
     prompts = [PROMPTS[1] * 2, PROMPTS[2]]
     engine = Engine(target, 2, 96, drafter=ModelDraft(draft), speculate_k=3)
-    engine.state.start(prompts, [78] * 2, (), [0] * 2, Sampling(0))
     filled = [len(prompt) + 71 for prompt in prompts]  # the first token of the prompt, and 70 steps
     with torch.inference_mode():
-        engine.prefill([len(prompt) for prompt in prompts])
+        prefill_all(engine, prompts, 78, Sampling(0))
         for step in range(70):
-            engine.step(19 + step, 0)
-        caches = engine.drafter.cached.caches.layers
+            engine.run(engine.rows(0, 2), 19 + step, 0)
+        caches = engine.drafter.runner.caches.layers
         before = [cache.k.clone() for cache in caches]
-        engine.step(max(filled), 1)
+        engine.run(engine.rows(0, 2), max(filled), 1)
     after = [cache.k for cache in caches]
     for row, prompt in enumerate(prompts):
         n = filled[row] - 1  # positions before the last decided token
@@ -713,9 +716,11 @@ def test_theory_against_simulation_and_sums():
 
 def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     state = State(4, 12, torch.device("cpu"), K=4)
-    state.start([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]], [3] * 4, (), [0] * 4, Sampling(0))
-    drafter = NgramDraft(2)
-    drafter.setup(state, 4, CachedModel(tiny(0, vocab_size=9), 4, 16, compile=False), lambda function: function)
+    for slot, prompt in enumerate([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]]):
+        state.fill(slot, Request(slot, prompt, Sampling(0), max_new_tokens=3))
+        state.activate(slot, len(prompt))
+    drafter, target = NgramDraft(2), ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False)
+    drafter.setup(state, 4, target, lambda function, state: function)
     drafter.look(state)
     assert state.has_match.tolist() == [True, True, False, False]
     assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]

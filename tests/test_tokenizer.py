@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reading.vocabularies import BYTE_OF_CHAR, LLAMA3_PATTERN
-from tokenizer import StopStrings, load_tokenizer
+from tokenizer import StopStrings, copy_files, load_tokenizer
 
 TEXTS = [
     "the little cat", "  two spaces, a\ttab\nand a line ", "", " ", "日本語のテキスト", "한국어 텍스트", "ภาษาไทย",
@@ -291,26 +291,26 @@ def test_lone_surrogates_do_not_crash(tiktoken_folder, sp_folder, json_folder):
 @given(st.text("ab\n", max_size=40), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 @settings(deadline=None, max_examples=500)
 def test_stop_strings_cut_exactly_however_text_arrives(text, stops, size):
-    """Fed in pieces of any size: what comes out is the text before the earliest end of a stop string's match."""
-    want, met = text, False
-    for end in range(len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            want, met = text[: min(text.find(stop) for stop in stops if stop in text[:end])], True
-            break
-    filter, out = StopStrings(stops), ""
-    for i in range(len(text)):
-        out += filter.feed(text[i])
-        assert text.startswith(out)
-        if filter.stopped:
-            break
-    out += filter.flush()
-    assert (out, filter.stopped) == (want, met)
-    pieces, whole = StopStrings(stops), ""
-    for i in range(0, len(text), size):
-        whole += pieces.feed(text[i : i + size])
-    whole += pieces.flush()
-    assert pieces.stopped == met and (not met or not any(stop in whole for stop in stops))
+    """Fed in pieces of any size: what comes out is the text before the stop string that begins earliest, whichever is
+    complete first."""
+    starts = [text.find(stop) for stop in stops if stop in text]
+    want = (text[: min(starts)], True) if starts else (text, False)
+    for step in (1, size):
+        stream, out = StopStrings(stops), ""
+        for i in range(0, len(text), step):
+            out += stream.feed(text[i : i + step])
+            assert want[0].startswith(out)
+            if stream.stopped:
+                break
+        out += stream.flush()
+        assert (out, stream.stopped) == want
+
+
+def test_a_stop_string_that_began_earlier_wins_and_one_that_breaks_off_does_not():
+    for text, out in (("xabcd", "x"), ("xabce", "xa"), ("xabc", "xa")):  # the last: no more text comes
+        stops = StopStrings(["abcd", "b"])
+        pieces = [stops.feed(char) for char in text]
+        assert "".join(pieces) + stops.flush() == out and stops.stopped
 
 
 def test_an_empty_stop_string_is_refused():
@@ -683,3 +683,135 @@ def test_a_tokenizer_json_that_knows_no_more_leaves_tokenizer_model_in_use(kind,
     stored["model"]["merges"] = []
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     assert b"zzz" in load_tokenizer(folder).pieces()
+
+
+PHI = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["both", "model"])
+def test_added_tokens_strip_the_spaces_beside_them(kind, sp_folder, tmp_path):
+    """Phi-3's take the newline behind them; "model" has these settings in tokenizer_config.json alone."""
+    from transformers import AutoTokenizer
+
+    folder, size = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder).vocab_size
+    plain = {"lstrip": False, "rstrip": True, "single_word": False, "normalized": False, "special": True}
+    added = {"<|user|>": {}, "<|assistant|>": {}, "<|system|>": {}, "<|end|>": {}}
+    added |= {"<left>": {"lstrip": True, "rstrip": False, "special": False}}
+    added |= {"<word>": {"single_word": True, "rstrip": False, "special": False}}
+    decoder = {str(size + i): {"content": name, **plain, **own} for i, (name, own) in enumerate(added.items())}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    settings = {**names, "added_tokens_decoder": decoder, "chat_template": PHI}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = AutoTokenizer.from_pretrained(folder)
+    if kind == "both":
+        own.save_pretrained(tmp_path / "saved")
+        shutil.copy(tmp_path / "saved" / "tokenizer.json", folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.to_ids_with_specials is None
+    for messages in CONVERSATIONS:
+        want = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.chat(messages) == want
+    for text in ("the  <left>  cat", "the<word>cat", "the <word> cat", "the \n<left><left> <word>"):
+        assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False), text
+
+
+@pytest.mark.parametrize("form", ["settings", "files"])
+def test_a_template_for_tools_is_taken_with_tools(form, sp_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder, copy = shutil.copytree(sp_folder, tmp_path / "m"), tmp_path / "copy"
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    sources = {"default": "the {{ messages[0].content }}", "tool_use": "{{ tools[0].name }} {{ messages[0].content }}"}
+    if form == "files":
+        (folder / "chat_template.jinja").write_text(sources["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
+    else:
+        names["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    copy.mkdir()
+    copy_files(folder, copy)
+    own, messages = AutoTokenizer.from_pretrained(folder), [{"role": "user", "content": "cat"}]
+    for tokenizer in (load_tokenizer(folder), load_tokenizer(copy)):
+        for tools in (None, [{"name": "dog"}]):
+            want = own.apply_chat_template(messages, tools=tools, return_dict=False)
+            assert tokenizer.chat(messages, tools=tools, add_generation_prompt=False) == want
+
+
+def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path):
+    folder = shutil.copytree(sp_folder, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
+        "{{ extra | tojson }}</s>"
+    )
+    tokenizer, evil = load_tokenizer(folder), {"properties": {"a</s>b": {"<s>": 1}}}
+    message = {"role": "user</s>", "content": "x", "tool_calls": [evil]}
+    ids = tokenizer.chat([message], tools=[evil], extra=evil)
+    assert ids.count(2) == 1 and ids[-1] == 2 and 1 not in ids
+    assert tokenizer.decode(ids).count('"a</s>b": {"<s>": 1}') == 3 and "user</s>x" in tokenizer.decode(ids)
+
+
+def test_the_end_of_a_message_is_no_end_in_a_harmony_vocabulary(json_folder, tmp_path):
+    """gpt-oss answers behind its analysis, which <|end|> closes; Phi's turns end by it."""
+    import tokenizers
+
+    for names, ends in (
+        (["<|channel|>", "<|return|>", "<|call|>", "<|end|>"], ["<|return|>", "<|call|>"]),
+        (["<|user|>", "<|end|>"], ["<|end|>"]),
+    ):
+        folder = shutil.copytree(json_folder, tmp_path / names[0].strip("<|>"))
+        model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        model.add_special_tokens(names)
+        model.save(str(folder / "tokenizer.json"))
+        stop_ids = load_tokenizer(folder).stop_ids
+        assert {name for name in names if model.token_to_id(name) in stop_ids} == {*ends}
+
+
+@pytest.mark.parametrize("template", ["<|begin|> <|eot_id|> $A", "<|eot_id|> $A", "<|begin|> $A <|eot_id|>", "$A"])
+def test_every_token_that_the_post_processor_puts_in_front(template, json_folder, tmp_path):
+    """Two, or one that is not bos_token. A token behind the text would end it before its answer: it is left away."""
+    import tokenizers
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(json_folder, tmp_path / "m")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = [name for name in ("<|begin|>", "<|eot_id|>") if name in template]
+    tokens = [(name, model.token_to_id(name)) for name in names]
+    model.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=tokens)
+    model.save(str(folder / "tokenizer.json"))
+    want = AutoTokenizer.from_pretrained(folder).encode("the cat")
+    ids = load_tokenizer(folder).encode("the cat")
+    assert ids == (want[:-1] if template.endswith("<|eot_id|>") else want)
+
+
+@pytest.mark.parametrize("scheme", ["never", "first", "always"])
+def test_a_metaspace_that_puts_no_space_in_front_takes_none_away(scheme, tmp_path):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    model = tokenizers.Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "▁a": 2}, merges=[("▁", "a")]))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    model.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("a a", " a" if scheme == "never" else "a"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text == model.decode(model.encode(text).ids)
+
+
+def test_json_with_a_byte_order_mark_is_read(json_folder, tmp_path):
+    folder = shutil.copytree(json_folder, tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    assert load_tokenizer(folder).encode("the cat") == load_tokenizer(json_folder).encode("the cat")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_to_nowhere_is_named(name, json_folder, tmp_path):
+    folder = shutil.copytree(json_folder, tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/gone")
+    with pytest.raises(ValueError, match=re.escape(f"{name}: a link to ../blobs/gone, which is not there")):
+        load_tokenizer(folder)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -19,7 +21,7 @@ from conftest import BASE, FAMILIES, ROOT, rope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tp_worker import run_case
+from tp_worker import FORKS, run_case
 
 import checkpoint
 import quantize
@@ -297,6 +299,33 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
         assert torch.equal(bits(found[name]), bits(mine)), name
 
 
+@pytest.mark.parametrize("scheme", FORKS)
+def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
+    """Whatever it must see of a weight, a row or all, a rank holds its share of what one process has: from a folder in
+    full precision, from a quantized one, and of a Linear in memory."""
+    monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
+    monkeypatch.setattr(quantize.formats, "CHUNK", 4096)
+    options = {"dtype": torch.float32, "quantize": scheme, "head": scheme, "pack": False}
+    one = load_model(wide["untied"], **options)
+    in_memory = quantize.quantize_model(load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one.parameters(), in_memory.parameters(), strict=True))
+    save_model(one, tmp_path / "q", json.loads((wide["untied"] / "config.json").read_text()))
+    for rank in range(2):
+        fresh = load_model(wide["untied"], tp=Asking(rank, 2), **options)
+        stored = part_of(tmp_path / "q", rank, 2, scheme, scheme)
+        for name in ("layers.1.attention.out", "layers.1.ffn.down", "layers.0.ffn.gate_up", "lm_head"):
+            linear = one.get_submodule(name)
+            if name.endswith("gate_up"):
+                share = torch.cat([part.chunk(2)[rank] for part in linear.dequantized(torch.float32).chunk(2)])
+            elif name == "lm_head":
+                share = linear.dequantized(torch.float32)[66 * rank : 66 * rank + 66]
+            else:
+                share = linear.dequantized(torch.float32).chunk(2, 1)[rank]
+                assert torch.equal(linear.shard(1, rank, 2).dequantized(torch.float32), share), name
+            for model in (fresh, stored):
+                assert torch.equal(model.get_submodule(name).dequantized(torch.float32)[: len(share)], share), name
+
+
 # ---------------------------------------------------------------------------------------- processes
 
 
@@ -313,6 +342,7 @@ STRUCTURES = ("llama-2", "llama-3.2", "llama-biased", "tinyllama", "mistral-v0.1
 # A launch of all cases takes minutes: -m long has it. Four ranks share two cores, and try fewer still.
 ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")), *(f"scheme {scheme}" for scheme in SCHEMES),
+    *(f"fork {scheme}" for scheme in FORKS),
     "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
     "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled", "noisy draft sharded 0.9",
     "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8", "cache fp8",
@@ -334,6 +364,7 @@ def cases(folder_of, wide):
     for scheme in SCHEMES:
         found[f"scheme {scheme}"] = {"folder": str(wide["untied"]), "quantize": scheme, "tokens": 24}
         found[f"scheme and head {scheme}"] = {"folder": str(wide["tied"]), "quantize": scheme, "head": scheme}
+    found |= {f"fork {name}": {"folder": str(wide["untied"]), "quantize": name, "tokens": 24} for name in FORKS}
     for drafter in ("sharded", "replicated", "ngram", "layers", "int8", "mxfp4", "unequal"):
         for temperature in (0, 0.9):
             found[f"draft {drafter} {temperature}"] = {
@@ -515,6 +546,55 @@ def test_plan_on_the_command_line(capsys):
         assert exit.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
+def plans(capsys, path, *flags: str) -> list[dict]:
+    tp_plan.main([str(path), "--json", "--latency", "0", "--link", "1e9", *flags])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("scheme, head", [("int8", None), ("int4-g32", "int8")])
+def test_plan_of_what_is_quantized_already(scheme, head, wide, tmp_path, capsys):
+    """Of a folder and of its config.json alone: the bytes that loading holds."""
+    model = load_model(wide["untied"], quantize=scheme, head=head, pack=False)
+    save_model(model, tmp_path / "q", json.loads((wide["untied"] / "config.json").read_text()))
+    parts = [part_of(tmp_path / "q", 0, world, scheme, head) for world in (1, 2)]
+    sizes = [sum(parameter.nbytes for parameter in part.parameters()) for part in parts]
+    for path in (tmp_path / "q", tmp_path / "q" / "config.json"):
+        rows = plans(capsys, path, "--ranks", "1,2", "--dtype", "float32")
+        assert [row["weights"] for row in rows] == sizes
+    with pytest.raises(SystemExit):
+        tp_plan.main([str(tmp_path / "q"), "--quantize", "mxfp8"])
+    assert f"is stored in {scheme} and cannot be quantized to mxfp8" in capsys.readouterr().err
+
+
+def test_plan_of_other_programs_config(tmp_path, capsys):
+    """gpt-oss as published has its experts in MXFP4. Which scheme holds GPTQ's matrices is not in a config.json."""
+    shape = json.loads((ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json").read_text())
+    file = tmp_path / "oss.json"
+    file.write_text(json.dumps(shape | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (row,) = plans(capsys, file, "--ranks", "1")
+    experts = 24 * 32 * 3 * 2880 * 2880
+    (plain,) = plans(capsys, ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json", "--ranks", "1")
+    assert plain["weights"] - row["weights"] == experts * 2 - experts * 17 // 32
+    demo = json.loads((ROOT / "checkpoints" / "demo" / "config.json").read_text())
+    file.write_text(json.dumps(demo | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}))
+    with pytest.raises(SystemExit):
+        tp_plan.main([str(file)])
+    assert "quant_method = 'gptq'" in capsys.readouterr().err
+    assert plans(capsys, file, "--quantize", "int8", "--ranks", "1")
+
+
+def test_plan_reads_windows_and_not_beyond_the_model(capsys):
+    """Half of gpt-oss's layers read 128 positions, however many are filled; none reads more than the model has."""
+    shape = ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json"
+    (row,) = plans(capsys, shape, "--ranks", "1", "--context", "131072")
+    per_layer = 2 * 8 * 64 * 2
+    assert row["kv_read"] == 12 * per_layer * (131072 + 128) and row["kv_per_token"] == 24 * per_layer
+    assert row["tok_s"] == pytest.approx(3350e9 / (row["read_per_token"] + row["kv_read"]))
+    with pytest.raises(SystemExit) as exit:
+        tp_plan.main([str(shape), "--context", "131073"])
+    assert exit.value.code == 2 and "--context 131073 is over the model's 131072 positions" in capsys.readouterr().err
+
+
 @pytest.mark.ranks
 def test_a_rank_reads_and_holds_its_share(wide):
     """What `benchmarks.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
@@ -600,6 +680,52 @@ def test_devices_by_local_rank(monkeypatch):
         tp.local_device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert tp.local_device(None) is None
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """This process, as the first of two that a launcher started; Slurm's does not set LOCAL_WORLD_SIZE."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def test_a_launcher_need_not_say_how_many_ranks_a_machine_has(as_rank, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert tp.local_device(None) == "cuda:0"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="this machine has 2 GPUs"):
+        tp.local_device("cuda")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    assert edge.use_threads(None) == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("module", ["perplexity", "race", "compare", "eval_lm", "speculation_report", "serve"])
+def test_scripts_are_refused_under_torchrun(module, as_rank, monkeypatch, capsys, tmp_path):
+    """Every rank would do all of the work, and print it."""
+    demo, text = str(ROOT / "checkpoints" / "demo"), tmp_path / "text.txt"
+    text.write_text("the cat")
+    flags = {
+        "perplexity": ["--checkpoint", demo, "--text", str(text)],
+        "compare": ["--a", "--seed 1", "--b", "--seed 2"],
+        "eval_lm": ["--checkpoint", demo, "--tasks", "x"],
+        "speculation_report": ["--draft", "ngram", "--text", str(text)],
+    }.get(module, [])
+    monkeypatch.setattr(sys, "argv", [module, *flags])
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(f"scripts.{module}").main()
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and "start this program without torchrun" in err and len(err.splitlines()) == 1, err
+
+
+def test_quantize_is_refused_under_torchrun(as_rank, tmp_path, capsys, monkeypatch):
+    """Two processes would write one folder."""
+    flags = ["--checkpoint", "checkpoints/demo", "--scheme", "int8", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["quantize.py", *flags])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / "quantize.py"), run_name="__main__")
+    assert exit.value.code == 2 and "without torchrun" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_leaving_an_nccl_group(monkeypatch):

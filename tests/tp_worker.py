@@ -18,8 +18,50 @@ from quantize import quantized_copy
 from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
+from weights.formats import FORMATS, Format, Int8, pack_bits, unpack_bits
 from weights.linears import pack_model
 
+
+class Ternary(Format):
+    """README's: says nothing about what it must see, so that it sees whole rows."""
+
+    def shapes(self, rows, columns):
+        return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}
+
+    def quantize(self, w):
+        scale = w.abs().mean(1).to(torch.bfloat16)
+        return {"codes": (w / scale.float()[:, None]).round().clamp(-1, 1).to(torch.int8), "scale": scale}
+
+    def dequantize(self, parts):
+        return parts["codes"].float() * parts["scale"].float()[:, None]
+
+
+class Codebook(Format):
+    """16 numbers of a matrix, spread over what occurs in it; every row repeats them."""
+
+    scope = "matrix"
+
+    def shapes(self, rows, columns):
+        return {"codes": ((rows, columns // 2), torch.uint8), "table": ((rows, 16), torch.float32)}
+
+    def quantize(self, w):
+        table = torch.quantile(w.flatten()[:: max(1, w.numel() // 2**16)], torch.linspace(0, 1, 16))
+        codes = (w.flatten()[:, None] - table).abs().argmin(1).view(w.shape)
+        return {"codes": pack_bits(codes, 4), "table": table.expand(len(w), 16)}
+
+    def dequantize(self, parts):
+        return parts["table"].gather(1, unpack_bits(parts["codes"], 4).long())
+
+
+class Halved(Int8):
+    """Another rounding of a format that takes rows' largest weights, which this one does not."""
+
+    def quantize(self, w):
+        parts = super().quantize(w / 2)
+        return parts | {"scale": 2 * parts["scale"]}
+
+
+FORKS = {"ternary": Ternary(bits=8), "codebook": Codebook(bits=4), "halved": Halved(bits=8)}
 PROMPTS = [[5, 9, 40], [7, 80, 3, 21, 5]]  # batch 2, unequal lengths
 
 
@@ -30,7 +72,7 @@ class Unequal:
         self.generator = torch.Generator().manual_seed(rank)
 
     def propose(self, state):
-        tokens = torch.randint(131, (2, 3), generator=self.generator)
+        tokens = torch.randint(131, (len(state.pos), 3), generator=self.generator)
         return tokens, torch.nn.functional.one_hot(tokens, 131).float()
 
     def advance(self, n_accepted):
@@ -55,6 +97,8 @@ def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
 def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
     """Logits (2, 3, V) of a batch of two sequences of three, what both prompts continue with, and how many drafted
     tokens were reached and accepted, row by row."""
+    if case.get("quantize") in FORKS:
+        FORMATS[case["quantize"]] = FORKS[case["quantize"]]
     options = {"quantize": case.get("quantize"), "head": case.get("head"), "tp": ranks, "pack": False}
     model = load_model(case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), **options)
     drafter = make_drafter(case.get("drafter"), model, case, ranks)

@@ -8,15 +8,19 @@
     known_few                   whether a number of rows, which may be such a dimension, is small
     may_change                  what compiled code checks before it runs
     probe_early                 a second that torch would wait for
+    remove_truncated            libraries that an interrupted compilation left unfinished
 
 Workarounds that must stand where they act, and what each is for: `Block.forward` is a nested region, so that one block
-is compiled for all layers; `Linear.forward` flattens before a bias; `CachedModel` keeps one position of slack and
+is compiled for all layers; `Linear.forward` flattens before a bias; `ModelRunner` keeps a position of slack and
 never runs one position of a prompt alone. What each saves: benchmarks/NOTES.md.
 """
 
 import functools
 import inspect
+import os
 import re
+import struct
+import sys
 import threading
 
 import torch
@@ -77,11 +81,53 @@ def may_change(guards: list) -> list[bool]:
 
 def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     """Inductor's settings for steps, which a GPU replays, or for prompts, which have too many lengths for that."""
+    prepare_cache()
     if device.type == "cpu":
         probe_early()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
     own = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
     return options | UNCHECKED | {"guard_filter_fn": may_change} | own
+
+
+@functools.cache
+def prepare_cache() -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # here: it takes long to import
+
+    remove_truncated(cache_dir())
+
+
+def remove_truncated(folder: str) -> None:
+    """Delete unfinished libraries (folder/??/*.so) of Inductor's cache. torch takes a file that exists for a finished
+    one: a kernel fails to load in every later run, and a probe costs the processor its vector instructions. A file that
+    another process is writing now stays: its lock is taken."""
+    from torch.utils._filelock import FileLock
+
+    with os.scandir(folder) as parts:
+        parts = [part.path for part in parts if len(part.name) == 2]
+    for part in parts:
+        for name in os.listdir(part):
+            path = f"{part}/{name}"
+            if not name.endswith(".so") or not is_truncated(path):
+                continue
+            os.makedirs(f"{folder}/locks", exist_ok=True)
+            lock = FileLock(f"{folder}/locks/{name.partition('.')[0]}.lock")
+            try:
+                with lock.acquire(timeout=0):
+                    os.unlink(path)
+            except TimeoutError:
+                continue
+
+
+def is_truncated(path: str) -> bool:
+    """Is a library empty, or does its ELF header point beyond the file's end? The linker writes the header last."""
+    with open(path, "rb", buffering=0) as file:
+        header, size = file.read(64), os.fstat(file.fileno()).st_size
+    if sys.platform != "linux":
+        return not header
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return True
+    (table,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return not 0 < table <= size - entry * count
 
 
 @functools.cache

@@ -26,11 +26,10 @@ LARGE = 2**21  # bytes: larger weights lie beyond the inner caches, and reading 
 ROWS = 5  # oneDNN reads 16-bit and 8-bit weights up to a quarter faster for 4 to 6 rows than for 1: fewer are padded
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)  # numbers of rows that products may have
 LARGE_WIDTHS = (ROWS, 6, 9, 12, 16, 32, 64, 128)  # the same where trying one takes milliseconds
-FEW = 256  # rows up to which products are cut in parts, where only small ones round alike: a prompt has more
 ANY = 2**31  # rows
 
 _numbers = itertools.count()
-_held: "weakref.WeakValueDictionary[int, PackedWeights]" = weakref.WeakValueDictionary()  # by handle
+_held: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # with `multiply`, by handle
 _library = torch.library.Library("quickdraft", "FRAGMENT")
 _library.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
 
@@ -40,6 +39,13 @@ def _packed_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.d
 
 
 _library.impl("packed_product", _packed_product, "CPU")
+
+
+def new_handle(weights: nn.Module) -> Tensor:
+    """A number by which `packed_product` finds the weights, whose `multiply(x)` it runs."""
+    number = next(_numbers)
+    _held[number] = weights
+    return torch.tensor(number)
 
 
 @torch.library.register_fake("quickdraft::packed_product")
@@ -77,9 +83,7 @@ class PackedWeights(nn.Module):
         self.data = self.lay_out(weight)
         self.widths, self.cut = self.shapes(*weight.shape, weight.dtype, torch.get_num_threads())
         self.same_rows = self.cut
-        number = next(_numbers)
-        _held[number] = self
-        self.register_buffer("handle", torch.tensor(number), persistent=False)
+        self.register_buffer("handle", new_handle(self), persistent=False)
 
     @classmethod
     @functools.cache
@@ -92,7 +96,7 @@ class PackedWeights(nn.Module):
         widths = WIDTHS if not large else LARGE_WIDTHS if dtype.itemsize == 2 else (1, 2, 3, *LARGE_WIDTHS)
         # A tile of AMX has 16 rows, which cost as much as one; in float32 each row costs.
         found = tuple(same_widths(ones.product, n, dtype, widths, fewest=16 if dtype.itemsize == 2 else 2))
-        return (found, ANY if found[-1] >= 128 else FEW) if found else (widths[:1], 0)
+        return (found, ANY) if found else (widths[:1], 0)
 
     def lay_out(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, 1)

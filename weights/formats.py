@@ -45,6 +45,9 @@ def _regroup(x: Tensor, n: int, m: int, have: int, want: int) -> Tensor:
     return torch.stack([word >> want * i & 2**want - 1 for i in range(m)], dim=-1).flatten(-2)
 
 
+E8M0_NAN = 255
+
+
 def power_of_two(code: Tensor) -> Tensor:
     """E8M0 uint8 -> float32 2^(code - 127), by placing the exponent. 0 is 2^-127, a subnormal number."""
     code = code.to(torch.int32)
@@ -77,7 +80,15 @@ class Format:
     bits: int
     group: int = 0
     ragged: ClassVar[bool] = False  # may a row end inside a group?
-    whole_rows: ClassVar[bool] = False  # does a scale follow from the whole row, of which a rank may hold a part?
+    # The least that `quantize` must see: any whole "groups" of a row, whole "rows", or the whole "matrix" (as stacked:
+    # q, k and v are one). Chunks and ranks that hold less of a weight quantize all of it, and keep their share.
+    scope: ClassVar[str] = "rows"
+    takes_row_max: ClassVar[bool] = False  # does `quantize` take parts of rows too, with the rows' largest |weight|?
+
+    def __init_subclass__(cls):
+        if "quantize" in vars(cls):  # the base class knows nothing about what this one must see
+            cls.scope = vars(cls).get("scope", Format.scope)
+            cls.takes_row_max = vars(cls).get("takes_row_max", Format.takes_row_max)
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Part -> (shape, dtype). The first dimension of every part is the weight's rows; one part is "codes"."""
@@ -102,7 +113,7 @@ class Format:
 class PerRow(Format):
     """Codes of type `kind` up to `largest`, times one scale a row."""
 
-    whole_rows = True
+    takes_row_max = True
 
     stored: torch.dtype = torch.bfloat16  # of scales
     kind: ClassVar[torch.dtype]
@@ -143,6 +154,8 @@ class Int4(Format):
     codes are chosen, so only weights at a group's ends can lie outside, by what the zero's rounding moved.
     """
 
+    scope = "groups"
+
     stored: torch.dtype = torch.bfloat16  # of scale and zero
     center: int = 8  # the code that stands for zero
 
@@ -173,6 +186,8 @@ class Int4(Format):
 @dataclass(frozen=True)
 class Groups(Format):
     """Groups along the input: w = code * scale, codes of type `kind` up to `largest`."""
+
+    scope = "groups"
 
     stored: torch.dtype = torch.float16  # of scales
     kind: ClassVar[torch.dtype]
@@ -220,6 +235,8 @@ class Mx(Format):
     has the smallest scale. Error of a normal element: |w| * 2^-(mantissa + 1); of the largest ones, which saturate, up
     to max|w| * (1 - largest / 2^(emax + 1)).
     """
+
+    scope = "groups"
 
     mantissa: int = 0
     bias: int = 0
@@ -270,7 +287,7 @@ class NvFp4(Mx):
     stored once a matrix there and once a row here, so that matrices can be stacked. Source: NVIDIA's Transformer Engine
     and compressed-tensors, compressors/nvfp4 and quantization/lifecycle/forward_helpers.py (_dequantize)."""
 
-    whole_rows = True
+    scope, takes_row_max = "rows", True
 
     def shapes(self, rows, columns):
         scales = {"scale": ((rows, columns // self.group), torch.float8_e4m3fn), "whole": ((rows,), torch.float32)}
@@ -344,11 +361,12 @@ def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) 
     ValueError for an unknown scheme, inputs that do not divide, and weights that are not finite.
     """
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
-    if row_max is not None and not FORMATS[scheme].whole_rows:
-        raise ValueError(f"{scheme} takes whole rows only: write the folder with quantize.py, then divide that one")
+    if row_max is not None and not FORMATS[scheme].takes_row_max:
+        raise ValueError(f"{scheme} takes whole rows only: hand it all inputs, without row_max")
     shapes = FORMATS[scheme].shapes(*weight.shape)
     found = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
-    for rows in row_chunks(*weight.shape):
+    chunks = [slice(None)] if FORMATS[scheme].scope == "matrix" else row_chunks(*weight.shape)
+    for rows in chunks:
         w = weight[rows].float()
         if not w.isfinite().all() or (row_max is not None and not row_max[rows].isfinite().all()):
             raise ValueError("weights hold NaN or infinity; a scale cannot be taken over them")

@@ -27,9 +27,8 @@ from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tens
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
 FUSING_DEVICE = "cuda"  # whose compiler makes one kernel of unpacking, multiplying and summing
+KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, also beyond a row's end
 KERNEL_CENTER = 8  # the code that aten's int4 kernels take for zero
-CPU_INT8_ROWS = 64  # KERNEL_ROWS of int8 on a CPU
-CPU_INT4_ROWS = 256  # of int4, where unpacking takes as long as the kernel with 200 rows
 
 
 class QuantizedLinear(nn.Module):
@@ -91,6 +90,14 @@ class QuantizedLinear(nn.Module):
         for name, part in parts.items():
             getattr(self, name)[rows] = part.to(getattr(self, name).device)
 
+    def check_part(self, name: str, part: Tensor) -> None:
+        """ValueError for a stored scale or zero that is no finite number. Codes are other parts."""
+        if name.endswith(".codes"):
+            return
+        is_exponent = isinstance(self.format, formats.Mx) and part.dtype == torch.uint8
+        if (part == formats.E8M0_NAN).any() if is_exponent else not part.float().isfinite().all():
+            raise ValueError(f"{name}: holds NaN or infinity, of which no weights follow")
+
     def shard(self, dim: int, rank: int, world: int) -> "QuantizedLinear":
         """The part of rank `rank` of `world`: of the output rows (dim 0) or of the inputs (dim 1, whole groups; bias
         with rank 0 alone). Rows' scales stay those of the whole row. ValueError for what cannot be cut."""
@@ -103,7 +110,8 @@ class QuantizedLinear(nn.Module):
         options = {"bias": bias, "device": self.codes.device, "dtype": self.dtype}
         found = self.empty(sizes[1], sizes[0], self.scheme, **options)
         for name, part in (self.parts() | ({"bias": self.bias} if bias else {})).items():
-            found.fill(slice(None), {name: part.chunk(world, dim)[rank] if dim < part.dim() else part})
+            is_full = part.shape[dim : dim + 1] == getattr(found, name).shape[dim : dim + 1]  # () of a row's scales
+            found.fill(slice(None), {name: part if is_full else part.chunk(world, dim)[rank]})
         return found
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -131,13 +139,25 @@ class QuantizedLinear(nn.Module):
     @property
     def same_rows(self) -> int:
         """Rows up to which a row's result depends on the row alone."""
-        return self.packed.same_rows if self.packed is not None else self.few_rows if self.widths else 0
+        return self.packed.same_rows if self.packed is not None else cpu.ANY if self.widths else 0
 
     def let_go(self, *names: str) -> None:
         """Free parts that the kernel holds in its own form, unless an embedding looks rows up in them. A parameter
         stays on the meta device: name, shape, type and size."""
         for name in () if self.looked_up else names:
             self.register_parameter(name, nn.Parameter(getattr(self, name).to("meta"), False))
+
+    def hold(self, widths: Sequence[int]) -> None:
+        """Multiply by `kernel` on a CPU from now on, for any number of rows: a row's result must not depend on how many
+        others there are."""
+        self.widths = widths
+        self.register_buffer("handle", cpu.new_handle(self), persistent=False)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x (M, in) -> (M, out or more) by `kernel`, in parts that round alike."""
+        if known_few(x.size(0), max(self.widths, default=0)) or not torch.compiler.is_compiling():
+            return in_widths(self.kernel, x, self.widths)
+        return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_rows, x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out), without bias."""
@@ -171,33 +191,34 @@ def say_no_kernel(scheme: str, dtype: torch.dtype, expanded: bool) -> None:
 class Int8Linear(QuantizedLinear):
     """codes times scale, factored out of the product: y = (x @ codes.T) * scale.
 
-    On a CPU large weights multiply in integers, for any number of rows, with float32 scales. The rounding of x is below
+    On a CPU large weights multiply in integers, with float32 scales. The rounding of x is below
     that of the result (see `to_digits`). All other products take scales in the activations' type: of a float32 scale
     (int8-float32) bfloat16 loses 2^-9, half a last bit of the result. float16 holds neither small scales, below 6e-5,
     nor large products with codes, above 65,504: there the scale stays float32 and goes to the codes, not the product.
     """
 
-    few_rows = CPU_INT8_ROWS
-
     def lay_out(self):
+        on_cpu = self.codes.device.type == "cpu"
         if PackedInt8.gains(self.codes):
             self.packed = PackedInt8(self.codes, self.scale)
             self.let_go("codes")
+        elif on_cpu and self.in_features % KERNEL_LANES:
+            super().lay_out()
         else:  # A cast inside the compiled product would be a computed scale, which Inductor's lowering does not take.
             dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
             self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
-            if self.codes.device.type == "cpu":
-                self.widths = cpu.int8_widths(dtype, torch.get_num_threads())
+            if on_cpu:
+                self.kernel_rows = self.out_features
+                self.hold(cpu.int8_widths(dtype, torch.get_num_threads()))
 
     def product(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
+        if isinstance(self.packed, PackedInt8):
             digits, step = cpu.to_digits(x)
             return cpu.from_digits(self.packed(digits), step).to(x.dtype)
-        if not self.is_packed or fuses(x):
+        if not self.is_packed or self.packed is not None or fuses(x):
             return super().product(x)
-        if x.device.type == "cpu" and known_few(x.size(0), self.few_rows):
-            x, dtype = x.to(self.kernel_scale.dtype), x.dtype
-            return in_widths(self.kernel, x, self.widths).to(dtype)
+        if x.device.type == "cpu":
+            return self.multiply(x.to(self.kernel_scale.dtype)).to(x.dtype)
         if x.dtype == torch.float16:
             return F.linear(x, (self.codes * self.kernel_scale[:, None]).to(x.dtype))
         return F.linear(x, self.codes.to(x.dtype)) * self.kernel_scale
@@ -214,11 +235,10 @@ class Int4Linear(QuantizedLinear):
     2^-9 * (|code - 8| * scale + |zero|), which is at most scale / 32 where zero is up to 8 scales, as in other
     programs' folders; choosing codes had already moved the weights by up to scale / 2. float16 loses an eighth of that,
     and up to 2^-25 * (|code - 8| + 1) below 6e-5, where its numbers are 2^-24 apart; float32 nothing. On a CPU only the
-    kernel's form is kept; long prompts unpack it.
+    kernel's form is kept.
     """
 
-    few_rows = CPU_INT4_ROWS
-    kernel = None  # until packed, and where none fits
+    operator = None  # until packed, and where none fits
     layout = None  # of packed_codes, where it is known
 
     def lay_out(self):
@@ -237,12 +257,13 @@ class Int4Linear(QuantizedLinear):
         if device == "cpu":
             # Not aten's operator, for which Inductor would call this one: its lowering loses the group size inside a
             # region that is compiled once for many layers (torch 2.13).
-            self.kernel, self.layout = cpu.INT4_KERNEL, cpu.int4_layout()
-            self.widths = cpu.int4_widths(self.dtype, torch.get_num_threads())
+            self.operator, self.layout = cpu.INT4_KERNEL, cpu.int4_layout()
+            self.kernel_rows = rows
+            self.hold(cpu.int4_widths(self.dtype, torch.get_num_threads()))
             self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         else:
-            self.kernel, self.kernel_group = torch.ops.aten._weight_int4pack_mm, self.format.group
+            self.operator, self.kernel_group = torch.ops.aten._weight_int4pack_mm, self.format.group
             pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)  # this kernel takes the first code high
             tiles = math.gcd(self.in_features // 16, 8)  # of 16 inputs that one thread block takes in a go: 2, 4 or 8
             packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
@@ -264,14 +285,14 @@ class Int4Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
-        few = known_few(x.size(0), self.few_rows if on_cpu else KERNEL_ROWS)
-        if self.kernel is None or not few or not (on_cpu or x.dtype == torch.bfloat16):
+        few = on_cpu or known_few(x.size(0), KERNEL_ROWS)
+        if self.operator is None or not few or not (on_cpu or x.dtype == torch.bfloat16):
             return super().product(x)
-        y = in_widths(self.read_codes, x, self.widths)  # (M, rows)
+        y = self.multiply(x) if on_cpu else self.kernel(x)  # (M, rows)
         return y if y.size(1) == self.out_features else y[:, : self.out_features]
 
-    def read_codes(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)
+    def kernel(self, x: Tensor) -> Tensor:
+        return self.operator(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)
 
 
 class MxLinear(QuantizedLinear):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import generate as engines
+import runner
 from benchmarks.record import record
 from checkpoint import load_model
 from generate import Engine, generate
@@ -105,7 +105,7 @@ def in_passes(engine: Engine, prompts: Tensor, ids: Tensor, width: int) -> Tenso
     tokens, model, found = torch.cat((prompts, ids[:, :-1]), dim=1), engine.model, []
     T = tokens.size(1)
     for start, end in itertools.pairwise([0, *range(PROMPT, T, width), T]):
-        h = model.hidden(tokens[:, start:end], torch.arange(start, end), engine.cached.upto(end))
+        h = model.hidden(tokens[:, start:end], torch.arange(start, end), engine.runner.slice_to(end))
         found.append(model.head(h if start else h[:, -1:]))
     return torch.cat(found, dim=1)
 
@@ -172,7 +172,7 @@ def patched(*places: tuple[object, str], new: Callable) -> AbstractContextManage
 
 def tiled(change: Callable[[int, int], tuple[int, int]]) -> AbstractContextManager:
     """Engines whose tile of attention (rows, keys) is another."""
-    return patched((engines, "same_attention"), new=lambda *given: change(*(same_attention(*given) or (1, 16))))
+    return patched((runner, "same_attention"), new=lambda *given: change(*(same_attention(*given) or (1, 16))))
 
 
 UNDONE = {

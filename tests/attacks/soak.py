@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,13 +37,15 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.record import record
-from generate import Engine, Timing, rounded_up
+from generate import Engine
+from limits import rounded_up
+from program import printing, prompts
 from program.chat import chat
 from program.edge import ending_plainly
 from program.flags import Parser, positive, speculate_k
 from program.flags import parse_args as generate_flags
 from program.loading import load_drafter, load_target, pick_device
-from program.printing import Printer, Session
+from program.printing import Session
 from sampling import FILTERED, GREEDY, PLAIN, Sampling
 from speculative import AUTO_K, Costs
 from tokenizer import Tokenizer
@@ -158,11 +160,12 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
 
 @torch.inference_mode()
 def warm_lengths(engine: Engine) -> None:
-    """Run prompts of every length that there is, in every number of rows: libraries keep something for each."""
-    drafts = [engine.drafter.cached] if engine.drafter and engine.drafter.owns_cache else []
+    """Run prompts of every length that there is: libraries keep something for each."""
+    first = engine.rows(0, 1)
+    runners = [first.target] + ([first.drafter.runner] if len(engine.runners) > 1 else [])
     for n in sorted({rounded_up(n) for n in range(1, CONTEXT + 1)}):
-        for cached, rows in itertools.product([engine.cached, *drafts], range(1, engine.state.pos.size(0) + 1)):
-            cached.hidden(*cached.chunk(engine.state, rows, 0, min(n, CONTEXT)))
+        for runner in runners:
+            runner.hidden(*runner.inputs(first.state, 0, min(n, CONTEXT)))
 
 
 class Recorded(Session):
@@ -180,18 +183,19 @@ class Recorded(Session):
         if self.armed:
             raise KeyboardInterrupt
 
-    def decode(self, printer: Printer, prompts, budgets: list[int], seed: int) -> Timing:
-        number, answer = len(self.answers), Answer([], [])
+    def decode(self, asked: Iterable[printing.Answer]) -> Iterator[printing.Answer]:
+        number, answer, asked = len(self.answers), Answer([], []), list(asked)
         self.answers.append(answer)
         once = self.before[number] if self.before is not None and number < len(self.before) else None
         if once is not None and once.interrupted:
-            printer.feed = until(sum(map(len, once.ids)), printer.feed)
+            interrupt_after(sum(map(len, once.ids)), [each.printer for each in asked])
         try:
             try:
                 if self.before is None and self.interrupts[number] is not None:
                     self.armed = True
                     signal.setitimer(signal.ITIMER_REAL, self.interrupts[number])
-                return super().decode(printer, prompts, budgets, seed)
+                for _ in super().decode(asked):
+                    pass
             finally:
                 self.armed = False
         except KeyboardInterrupt:
@@ -202,23 +206,30 @@ class Recorded(Session):
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            answer.ids, answer.texts = printer.ids, ["".join(pieces) for pieces in printer.pieces]
+            answer.ids, answer.texts = ([getattr(each.printer, name) for each in asked] for name in ("ids", "text"))
             if once is not None and once.interrupted:
-                answer.interrupted, printer.pieces = True, [[text] for text in once.texts]
+                answer.interrupted = True
+                for each, text in zip(asked, once.texts):
+                    each.printer.pieces = [text]
+        return iter(asked)
 
 
-def until(n: int, feed: Callable) -> Callable:
-    """Printer.feed, which is interrupted after n tokens."""
+def interrupt_after(n: int, printers: list[printing.Printer]) -> None:
+    """Let these printers be interrupted after n tokens of all."""
     left = n
 
-    def counting(*arguments) -> None:
-        nonlocal left
-        if not left:
-            raise KeyboardInterrupt
-        left -= 1
-        feed(*arguments)
+    def counting(feed: Callable) -> Callable:
+        def fed(*arguments) -> None:
+            nonlocal left
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+            feed(*arguments)
 
-    return counting
+        return fed
+
+    for printer in printers:
+        printer.feed = counting(printer.feed)
 
 
 def serve(engine: Engine, tokenizer: Tokenizer, asked: Request, before: list[Answer] | None = None) -> list[Answer]:
@@ -232,8 +243,14 @@ def serve(engine: Engine, tokenizer: Tokenizer, asked: Request, before: list[Ans
             sys.stdin = io.StringIO("".join(" ".join(text.split()) + "\n" for text in asked.texts))
             chat(session, generate_flags(flags + ["--stop"] * bool(asked.stop) + asked.stop))
         else:
-            printer = Printer(tokenizer, asked.texts, session.stop_ids, asked.stop, as_json=True)
-            session.decode(printer, [tokenizer.encode(text) for text in asked.texts], asked.new, asked.seed)
+            rows = zip(asked.texts, asked.new)
+            session.decode([
+                printing.Answer(
+                    prompts.Request(text, ids=tokenizer.encode(text), max_new_tokens=new, seed=asked.seed),
+                    session.printer(asked.stop),
+                )
+                for text, new in rows
+            ])  # fmt: skip
     return session.answers
 
 

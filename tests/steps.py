@@ -1,0 +1,37 @@
+"""Engines brought to a step of one's own choice, for tests of single steps and of thousands of rows."""
+
+import torch
+
+from generate import decide
+from runner import caches_by_name
+
+
+def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop_ids=()) -> None:
+    """Give every prompt a slot and run it, so that `engine.run(engine.rows(0, n), length, k)` is a step of them all."""
+    for prompt, seed in zip(prompts, seeds or [0] * len(prompts)):
+        engine.add_request(prompt, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed)
+    while (request := engine.next_prompt()) is not None:
+        engine.prefill(request)
+    engine.rows(0, engine.batch_size).state.kind = sampling.kind
+
+
+@torch.inference_mode()
+def start_all_alike(engine, prompt: list[int], max_new_tokens: int, sampling, seeds: list[int]) -> None:
+    """One prompt in all slots, run once, each with a seed of its own: thousands of rows for a test of their law."""
+    engine.clear()
+    state, n = engine.state, len(prompt)
+    one, rows = engine.rows(0, 1), engine.rows(0, engine.batch_size)
+    state.tokens[:, :n] = torch.tensor(prompt)
+    state.seed.copy_(torch.tensor(seeds))
+    state.values.copy_(sampling.values)
+    state.stop_ids.fill_(-1), state.drafts.fill_(True), state.end.fill_(n - 1 + max_new_tokens)
+    h = one.target.prefill(one.state, 0, n, engine.chunk)  # (1, D)
+    if len(engine.runners) > 1:
+        one.drafter.runner.prefill(one.state, 0, n, engine.chunk)
+    for cache in caches_by_name(engine.runners).values():
+        for x in cache.at(slice(None), 0, n).values():
+            x.copy_(x[:1].clone().expand_as(x))
+    state.pos.fill_(n - 1), state.done.fill_(False)
+    rows.state.kind = sampling.kind
+    decide(rows.state, engine.model.head(h).expand(engine.batch_size, -1))
+    engine.result(rows.state, rows.drafter, 0, ())

@@ -1,0 +1,144 @@
+"""Requests that come and go: each gets, bit for bit, what it gets alone, whatever comes, ends or is aborted beside it.
+
+A schedule is random: who comes when, with which prompt, sampling and length, who is aborted. The oracle is an engine of
+one slot that has never seen another text.
+"""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import generate as program
+import scheduler
+from caches import Int8Cache
+from checkpoint import load_model
+from generate import Engine, generate
+from model import KVCache
+from sampling import Sampling
+from speculative import ModelDraft, NgramDraft, layer_subset
+from weights.linears import pack_model
+
+SAMPLINGS = (Sampling(0), Sampling(0.9), Sampling(1.2, top_k=9), Sampling(0.7, top_p=0.8, min_p=0.01))
+V, LENGTH = 131, 150
+
+
+@pytest.fixture(scope="module")
+def model_of(folder_of):
+    models = {}
+
+    def make(dtype: torch.dtype = torch.float32, quantize: str | None = None, family: str = "llama-3"):
+        key = dtype, quantize, family
+        if key not in models:
+            models[key] = pack_model(load_model(folder_of(family), dtype=dtype, quantize=quantize))
+        return models[key]
+
+    return make
+
+
+def drafter_of(kind: str, model):
+    if kind == "model":
+        return ModelDraft(layer_subset(model, [0, 2]))
+    return {"none": None, "ngram": NgramDraft(2), "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2])}[kind]
+
+
+@dataclasses.dataclass
+class Arrival:
+    step: int
+    prompt: list[int]
+    options: dict
+    abort_at: int | None
+
+
+def arrivals(seed: int, n: int = 12) -> list[Arrival]:
+    """Prompts short and long, of which some begin alike, with lengths and samplings of all kinds."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(3, V) for _ in range(40)] for _ in range(2)]
+    plan = []
+    for number in range(n):
+        prompt = [rng.randrange(3, V) for _ in range(rng.choice((1, 3, 17, 60)))]
+        if rng.random() < 0.5:
+            prompt = rng.choice(beginnings)[: rng.randrange(1, 41)] + prompt
+        new = rng.choice((1, 2, 9, 25))
+        options = {
+            "sampling": rng.choice(SAMPLINGS), "max_new_tokens": new, "seed": number,
+            "stop_ids": {rng.randrange(V)} if rng.random() < 0.3 else (),
+        }  # fmt: skip
+        plan.append(Arrival(rng.randrange(30), prompt, options, rng.randrange(45) if rng.random() < 0.2 else None))
+    return plan
+
+
+def alone(model, engine_options: dict, drafter: str, arrival: Arrival) -> list[int]:
+    engine = Engine(model, 1, LENGTH, drafter=drafter_of(drafter, model), speculate_k=3, **engine_options)
+    return [id for _, id in generate(model, [arrival.prompt], engine=engine, **arrival.options)]
+
+
+def run_schedule(engine: Engine, plan: list[Arrival]) -> list[list[int]]:
+    """The tokens of each arrival, as far as they came."""
+    requests, tokens, number = {}, {}, 0
+    while number <= max(arrival.step for arrival in plan) or engine.has_unfinished():
+        for index, arrival in enumerate(plan):
+            if arrival.step == number:
+                id = engine.add_request(arrival.prompt, **arrival.options)
+                requests[index], tokens[id] = id, []
+            if arrival.abort_at == number and index in requests:
+                engine.abort(requests[index])
+        for id, token in engine.step():
+            tokens[id].append(token)
+        number += 1
+    return [tokens[requests[index]] for index in range(len(plan))]
+
+
+def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> list[int]:
+    """The arrivals of a random schedule whose tokens are not those that they get alone."""
+    engine = Engine(model, num_slots, LENGTH, drafter=drafter_of(drafter, model), speculate_k=3, **engine_options)
+    engine.chunk = 16  # most prompts take several, between others' steps; alone they take one
+    plan, wrong = arrivals(seed), []
+    for index, (arrival, tokens) in enumerate(zip(plan, run_schedule(engine, plan))):
+        expected = alone(model, engine_options, drafter, arrival)
+        is_complete = arrival.abort_at is None
+        assert not is_complete or tokens
+        if tokens != (expected if is_complete else expected[: len(tokens)]):
+            wrong.append(index)
+    assert not engine.requests and all(slot.request is None for slot in engine.scheduler.slots)
+    return wrong
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers"])
+def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
+    model = model_of()
+    assert not parted(model, drafter, num_slots, seed=num_slots)
+
+
+@pytest.mark.parametrize("kind", [KVCache, Int8Cache])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
+@pytest.mark.parametrize("drafter", ["none", "model"])
+def test_in_16_bits_too(model_of, quantize, kind, drafter):
+    model = model_of(torch.bfloat16, quantize)
+    if Engine(model, 4, LENGTH, kind=kind).identical:
+        assert not parted(model, drafter, 4, seed=7, kind=kind)
+
+
+@pytest.mark.parametrize("family", ["mistral-v0.1", "phi-4-mini", "gpt-oss"])
+def test_windows_long_texts_and_sinks(model_of, family):
+    """phi-4-mini rotates a text by how long it may become; its texts here are short and long."""
+    assert not parted(model_of(family=family), "model", 4, seed=3)
+
+
+@pytest.mark.parametrize("broken", ["prefix", "parking", "mixed kinds"])
+def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
+    """The negative control: a newcomer that trusts one position too many, rows that are not parked, and rows that share
+    the first one's sampling."""
+    if broken == "prefix":
+        usual = scheduler.common_prefix
+        monkeypatch.setattr(scheduler, "common_prefix", lambda x, y: min(len(x), usual(x, y) + 1))
+    elif broken == "parking":
+        monkeypatch.setattr(program.State, "park", lambda self, slot: self.done[slot].fill_(False))
+    else:
+        monkeypatch.setattr(program, "common_kind", lambda samplings: next(iter(samplings)).kind)
+    wrong = set()
+    for seed in (5, 8):
+        wrong |= set(parted(model_of(), "none", 5, seed=seed))
+    assert wrong
