@@ -1,5 +1,6 @@
 """python generate.py as its users run it: flags, prompt files, text and JSON, chat, errors, signals, figures."""
 
+import contextlib
 import fcntl
 import functools
 import importlib
@@ -491,8 +492,12 @@ def test_ctrl_c_ends_the_answer_not_the_chat(chat_folder):
     terminal.type("b\n")  # the interrupted answer and 1960 new tokens are more than fits
     terminal.wait_for("the context is full: .* do not fit in 2000 positions")
     terminal.wait_for("> ")
-    terminal.type("\x03")
-    assert terminal.process.wait(timeout=30) == 130
+    for _ in range(6):  # CPython's readline may miss a signal that comes just before it waits for a key
+        terminal.type("\x03")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            terminal.process.wait(timeout=5)
+            break
+    assert terminal.process.returncode == 130
 
 
 def remember_ids(monkeypatch) -> None:
