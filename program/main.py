@@ -95,9 +95,9 @@ class Output:
         if error := answer.request.error:
             if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
                 error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
-            if answer.asked.place is None:
+            if answer.row.place is None:
                 raise error
-            print_error(f"{answer.asked.place}: {error}")
+            print_error(f"{answer.row.place}: {error}")
             self.has_errors = True
         self.ended.add(answer)
         if not self.in_order:
@@ -111,7 +111,7 @@ class Output:
         if self.as_json:
             print(json.dumps(answer.result(self.engine)), flush=True)
         else:
-            print(answer.asked.text, end="", file=sys.stderr, flush=True)
+            print(answer.row.text, end="", file=sys.stderr, flush=True)
             print("".join(answer.printer.coloured_pieces), flush=True)
 
     def timings(self) -> list[Timing]:

@@ -73,7 +73,7 @@ class Printer:
 class Answer:
     """A request with what becomes of it. `request` is the engine's, once it has been added."""
 
-    asked: Request
+    row: Request
     printer: Printer
     request: scheduler.Request | None = None
 
@@ -94,7 +94,7 @@ class Answer:
     def result(self, engine: Engine) -> dict:
         """The JSON object of DESIGN's contract."""
         request, timing, ids = self.request, Timing([self.request]), self.printer.ids
-        return self.asked.labels() | {
+        return self.row.labels() | {
             "prompt_tokens": request.prompt, "tokens": ids, "text": self.printer.text,
             "finish_reason": self.printer.finish_reason(), "cached_tokens": request.num_reused,
             "decode_tok_s": rate(len(ids) - 1, request.decode_s), "ttft_s": request.ttft_s,
@@ -158,10 +158,10 @@ class Session:
                 answer.printer.close()
 
     def start(self, answer: Answer) -> int:
-        asked = answer.asked
+        row = answer.row
         id = self.engine.add_request(
-            asked.ids, sampling=asked.sampling or self.sampling, max_new_tokens=asked.max_new_tokens,
-            stop_ids=self.stop_ids, seed=asked.seed,
+            row.ids, sampling=row.sampling or self.sampling, max_new_tokens=row.max_new_tokens,
+            stop_ids=self.stop_ids, seed=row.seed,
         )  # fmt: skip
         answer.request = self.engine.requests[id]
         return id

@@ -511,7 +511,7 @@ def remember_ids(monkeypatch) -> None:
     def remember(session, answers):
         yield from decode(session, answers)
         for answer in answers:
-            history[:] = answer.asked.ids + answer.printer.ids
+            history[:] = answer.row.ids + answer.printer.ids
 
     monkeypatch.setattr(program.chat, "conversation_ids", conversation_ids)
     monkeypatch.setattr(Session, "decode", remember)
@@ -551,7 +551,7 @@ def test_an_answer_goes_on_to_the_contexts_end_and_says_why_it_ended(chat_folder
 
     def remember(session, answers):
         yield from decode(session, answers)
-        lengths.extend((len(answer.asked.ids), len(answer.printer.ids)) for answer in answers)
+        lengths.extend((len(answer.row.ids), len(answer.printer.ids)) for answer in answers)
 
     monkeypatch.setattr(Session, "decode", remember)
     chat = functools.partial(chatted, capsys, monkeypatch, chat_folder, "the cat\n")
