@@ -1,19 +1,18 @@
 """Token ids in, token ids out: `python generate.py --checkpoint DIR --prompt "Once upon a time"`.
 
-    decode_step             the step that advances a batch, state.py's fixed tensors, in place
+    decode_step             the step that advances a batch, decoding/slots.py's fixed tensors, in place
     compiled                the one place where code is compiled
     Engine                  slots that requests come to and leave: add_request, step, abort; warm_up, calibrate
     generate, stream        a batch of independent prompts: ids as they are decided; one prompt as text
 
-This file knows token ids and nothing of text. Who waits and who takes which slot is scheduler.py's, sampling is
-sampling.py's, the arithmetic model.py's, the weights checkpoint.py's; what is drafted and accepted is speculative.py's,
-what steps cost timing.py's. Run as a program, this file hands over to program/.
+This file knows token ids and nothing of text. Slots, sampling and timing are decoding/'s, the arithmetic is model.py's,
+the weights are loading/'s, drafts speculative.py's. Run as a program, this file hands over to cli/.
 """
 
-if __name__ == "__main__":  # before torch is imported: program/ decides what Ctrl-C does from the first moment on
+if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C does from the first moment on
     import runpy
 
-    runpy.run_module("program.main", run_name="__main__")
+    runpy.run_module("cli.main", run_name="__main__")
     raise SystemExit
 
 import functools
@@ -24,16 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from limits import check_draft_length, check_engine, check_lengths, check_seed, one_each, whole_numbers
+from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
+from decoding.sampling import Sampling, common_kind, sample, uniform
+from decoding.scheduler import Launch, Request, Scheduler
+from decoding.slots import STOP_SLOTS, State
+from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, spent
+from decoding.validation import check_draft_length, check_engine, check_lengths, check_seed, one_each, whole_numbers
+from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
-from runner import ModelRunner, Rows, clear_positions, copy_positions
-from sampling import Sampling, common_kind, sample, uniform
-from scheduler import Launch, Request, Scheduler
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
-from state import STOP_SLOTS, State
-from timing import Readback, StepRecord, StepResult, Timing, mark, spent
 from tp import lost_contact, ranks_of
-from warmup import calibrate, warm_up
 from weights.compiling import compile_options, own_entries
 from weights.linears import same_rows
 
@@ -77,7 +76,7 @@ class Engine:
     or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. With `one_width`
     every step is a pass over K + 1 positions, drafted or not. Keep an engine while shapes stay the same: `warm_up`
     compiles once. Any number of engines may share a model; a drafter belongs to the engine that was made last. `kind`:
-    of its caches, KVCache or one of caches.py.
+    of its caches, KVCache or one of decoding/kv_8bit.py.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Engine:
         self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
-        self.runner.caches = self.runner.caches._replace(ends=self.state.end)
+        self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
         self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them

@@ -1,12 +1,14 @@
-"""The Llama-architecture decoder: KV cache, attention, block, Transformer.
+"""The Llama-architecture decoder, read from top to bottom: the whole arithmetic and nothing else.
 
-    KVCache, Caches         static, position-indexed keys and values; how far attention runs over them
-    Attention, Block, Transformer
+    Config                          every number that the arithmetic depends on
+    Embedding, Linear, RMSNorm      the small modules
+    rope_frequencies, Rope          rotary positions
+    AttentionMask, attend           attention with grouped heads
+    KVCache, Caches                 static keys and values, indexed by position
+    Attention, FeedForward, Experts, Block, Transformer
 
 A forward pass depends on its arguments alone: `model(tokens, pos, caches)`. This file does not know sampling,
-quantization, ranks, compilation, checkpoints or text. It sees token ids, their absolute positions, and weights that
-someone else filled in. Its numbers stand in config.py, rotary positions in rope.py, norms, feed-forwards and
-their experts in feedforward.py.
+quantization, ranks, compilation, files or text.
 
 Dimension letters, here and everywhere: B batch, T query length, S cache length, D model dim, H query heads,
 G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K draft length.
@@ -14,103 +16,300 @@ G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabula
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
-from config import Config
-from feedforward import Embedding, Experts, FeedForward, Linear, RMSNorm, sigmoid
-from rope import Rope, apply_rope, rope_frequencies  # noqa: F401
-from rounding import KEY_BLOCK
-
-KERNEL_WITH_SUMS = "cpu"  # the device whose kernel says what its softmax divided by
+KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
+KERNEL_WITH_SUMS = "cpu"  # the device whose kernel also returns the log-sum-exp
 
 
-# ------------------------------------------------------------------------------------------- Attention
+@dataclass(frozen=True)
+class Config:
+    """Every number that the arithmetic depends on. loading.config_from_hf makes one from a config.json."""
+
+    dim: int  # D
+    n_layers: int
+    n_heads: int  # H
+    n_kv_heads: int  # G
+    head_dim: int  # E
+    ffn_dim: int  # F
+    vocab_size: int  # V
+    max_seq_length: int  # positions the model was trained for
+    norm_eps: float
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    gate_limit: float | None = None  # of a feed-forward's gate and up
+    gate_alpha: float = 1.0
+    qk_norm: str | None = None  # of single "heads", of "rotated" heads, or of all heads as one "full" vector
+    norms_after: bool = False  # norms follow attention and feed-forward instead of preceding them
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of the outputs of attention and feed-forward
+    score_scale: float = 1.0  # of q k / sqrt(E)
+    logit_scale: float = 1.0
+    sinks: bool = False  # a learned score of each head in the softmax, without a value
+    sparse: tuple[bool, ...] = ()  # per layer: experts in place of one feed-forward; (): no layer
+    n_experts: int = 0
+    n_chosen: int = 0  # experts per token
+    expert_dim: int = 0  # F of an expert
+    expert_bias: bool = False
+    router_bias: bool = False
+    router_norm: bool = True  # do the weights of the chosen experts sum to 1?
+    shared_dim: int = 0  # F of the expert that every token takes
+    windows: tuple[int | None, ...] = ()  # per layer: tokens attended, itself included; None is all of them
+    rope_theta: float = 10000.0
+    rope_types: tuple[int | None, ...] = ()  # per layer: 0 as below, 1 with the local theta, None without rotation
+    rope_local_theta: float = 10000.0  # of rope_types that are 1
+    rope_dim: int = 0  # rotated leading dimensions of a head; 0: all
+    rope_interleaved: bool = False  # pairs are (x[2 i], x[2 i + 1])
+    rope_type: str = "default"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_length: int = 0  # llama3, yarn, longrope: the context before it was stretched
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = True
+    rope_attention_factor: float = 1.0  # multiplies cos and sin
+    rope_short: tuple[float, ...] = ()  # longrope: stretch of each pair in texts of up to the original length
+    rope_long: tuple[float, ...] = ()  # and in longer ones
+    query_scale: float = 0.0  # scales queries by 1 + query_scale * log(1 + position // original length)
+    dtype: str | None = None  # of the checkpoint's weights; no part of the arithmetic
+    family: str = field(
+        default="llama", compare=False
+    )  # whose tensor names the checkpoint has; no part of the arithmetic
+
+
+# ------------------------------------------------------------------------------------ small modules
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table; on the meta device without initial values."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Linear(nn.Linear):
+    """y = x W^T + b; on the meta device without initial values."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.linear(x, self.weight)
+        # Flatten to two dimensions: torch 2.13 specialises a biased 3-D product on the T that it was traced with.
+        return F.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) in float32. Its bits do not depend on x's place in a tensor; those of torch.sigmoid do, because
+    vector lanes and the remainder round differently."""
+    return 1 / (1 + (-x.float()).exp())
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; `F.rms_norm` accumulates 16-bit input in float32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
+
+
+# --------------------------------------------------------------------------------------------- RoPE
+
+
+def rope_frequencies(config: Config, stretch: tuple[float, ...] = ()) -> Tensor:
+    """Inverse frequencies (rotated dimensions / 2,) float32, scaled by `config.rope_type`. longrope divides by
+    `stretch`, by default by the stretch of short texts.
+
+    Sources: RoFormer arXiv:2104.09864 eq. 15; linear interpolation arXiv:2306.15595; llama3 the published
+    Llama 3.1 reference; yarn arXiv:2309.00071 §3.2 (NTK-by-parts); longrope arXiv:2402.13753 §3.
+    """
+    E, theta, factor = config.rope_dim or config.head_dim, config.rope_theta, config.rope_factor
+    inv_freq = 1.0 / theta ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
+    if config.rope_type == "longrope":
+        return inv_freq / torch.tensor(stretch or config.rope_short, dtype=torch.float32, device="cpu")
+    if config.rope_type == "linear":
+        return inv_freq / factor
+    if config.rope_type == "llama3":
+        rotations = config.rope_original_length * inv_freq / (2 * math.pi)  # full circles within the original context
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        keep = ((rotations - low) / (high - low)).clamp(0, 1)  # 1: fast pairs stay; 0: slow pairs are stretched
+        return inv_freq / factor * (1 - keep) + inv_freq * keep
+    if config.rope_type == "yarn":
+
+        def pair_of(times: float) -> float:  # the pair that makes this many circles in the original context
+            return E * math.log(config.rope_original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_of(config.rope_beta_fast), pair_of(config.rope_beta_slow)
+        if config.rope_truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, E - 1)
+        ramp = (torch.arange(E // 2, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+        return inv_freq / factor * (1 - keep) + inv_freq * keep
+    return inv_freq
+
+
+class Rope(nn.Module):
+    """cos and sin of position times frequency, always float32: a 16-bit table loses positions at long context."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)  # (rotated dimensions / 2,)
+        long = rope_frequencies(config, config.rope_long) if config.rope_long else None
+        self.register_buffer("long", long, persistent=False)  # replaces inv_freq in long texts
+        plain = {"rope_type": "default", "rope_theta": config.rope_local_theta, "rope_attention_factor": 1.0}
+        self.local = Rope(replace(config, rope_types=(), **plain)) if 1 in config.rope_types else None
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(
+            fn, recurse
+        )  # moves between devices and out of meta; a cast of the model must not reach the table
+        self.inv_freq = rope_frequencies(self.config).to(self.inv_freq.device)
+        if self.long is not None:
+            self.long = rope_frequencies(self.config, self.config.rope_long).to(self.inv_freq.device)
+        return self
+
+    def by_type(self, pos: Tensor, max_positions: Tensor | None = None) -> dict[int | None, tuple | None]:
+        """`forward` for each of Config's rope_types."""
+        rotations = {None: None, 0: self(pos, max_positions)}
+        return rotations if self.local is None else rotations | {1: self.local(pos)}
+
+    def forward(self, pos: Tensor, max_positions: Tensor | None = None) -> tuple[Tensor, ...]:
+        """pos (B, T) int -> cos, sin (B, 1, T, rotated dimensions / 2) float32, and the queries' scale (B, 1, T, 1)
+        where the config has one. max_positions (B or more,): the final position of each row, by default the last of
+        pos; longrope takes a row's text for long by it."""
+        config, inv_freq = self.config, self.inv_freq
+        if self.long is not None:
+            max_positions = pos.amax(1) if max_positions is None else max_positions[: len(pos)]  # (B,)
+            is_long = (max_positions >= config.rope_original_length)[:, None, None, None]
+            inv_freq = torch.where(is_long, self.long, inv_freq)  # (B, 1, 1, n)
+        angle = pos[:, None, :, None].float() * inv_freq  # (B, 1, T, n)
+        scale = config.rope_attention_factor * math.sqrt(config.score_scale)  # of q and of k: squared in their product
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        if not config.query_scale:
+            return cos, sin
+        steps = pos // config.rope_original_length
+        return cos, sin, (1 + config.query_scale * (1 + steps).log())[:, None, :, None]  # (B, 1, T, 1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the leading n pairs of x (B, heads, T, E). Pair i is (x[i], x[i + n]), or interleaved (x[2i], x[2i + 1]).
+    cos and sin (B, 1, T, n)."""
+    n = 2 * cos.size(-1)
+    rotated, rest = (x, None) if n == x.size(-1) else x.split((n, x.size(-1) - n), dim=-1)
+    if interleaved:
+        a, b = rotated.float().unflatten(-1, (-1, 2)).unbind(-1)  # each (B, heads, T, n)
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+    else:
+        a, b = rotated.float().chunk(2, dim=-1)  # each (B, heads, T, n)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return rotated if rest is None else torch.cat((rotated, rest), dim=-1)
+
+
+# ---------------------------------------------------------------------------------------- attention
 
 
 def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
-    """What may be attended: pos (B, T), key_pos (S,) or (B, S) -> bool (B, 1, T, S).
+    """True where a query may see a key: pos (B, T), key_pos (S,) or (B, S) -> bool (B, 1, T, S).
 
-    A query sees keys at its own position and before, at most `window` of them counting itself. A negative key
-    position stands for no key at all.
+    A query sees keys up to its own position, at most `window` of them counting itself. A negative key position is
+    no key.
     """
     key = key_pos.view(-1, 1, 1, key_pos.size(-1))  # (B or 1, 1, 1, S)
     distance = pos[:, None, :, None] - key  # (B, 1, T, S)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window) & (key >= 0)
 
 
-class Keys(NamedTuple):
-    """Which cached keys the queries of one call look at, the same for every layer with the same window."""
+class AttentionMask(NamedTuple):
+    """The cached keys that the queries of one call see; shared by all layers with the same window."""
 
-    mask: Tensor  # (B, 1, T, S) bool; as layers take it, (B, 1, rows, S) to add to scores
+    mask: Tensor  # (B, 1, T, S) bool; after `as_bias` (B, 1, rows, S), added to scores
     index: Tensor | None  # (B, S) positions to gather, or None: the first S
 
-    def as_bias(self, R: int, rows: int, dtype: torch.dtype) -> "Keys":
-        """The mask as 0 and -inf, made once a call, where every layer would make it, for R * T query rows, padded to a
-        multiple of `rows`."""
+    def as_bias(self, R: int, rows: int, dtype: torch.dtype) -> "AttentionMask":
+        """The mask as 0 and -inf for R * T query rows, padded to a multiple of `rows`. Made once for all layers."""
         bias = torch.zeros((), dtype=dtype, device=self.mask.device).where(self.mask, -math.inf)  # (B, 1, T, S)
         bias = bias.repeat(1, 1, R, 1)  # (B, 1, R*T, S)
-        extra = -bias.size(2) % rows
-        return self._replace(mask=F.pad(bias, (0, 0, 0, extra)) if extra else bias)
+        num_padding = -bias.size(2) % rows
+        return self._replace(mask=F.pad(bias, (0, 0, 0, num_padding)) if num_padding else bias)
 
 
-def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool) -> Keys:
+def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool) -> AttentionMask:
     """pos (B, T), consecutive within a row; key_pos (S,) of the filled cache, or (B, T) without one.
 
-    Once more is filled than a window spans, only the window is gathered, so that its cost stops growing: from where a
-    block of keys begins, so that passes over different positions add up the same blocks.
+    Past the window, gather only its keys, from a KEY_BLOCK boundary: its cost stays constant, and passes over
+    different positions add up the same blocks.
     """
     T, S = pos.size(1), key_pos.size(-1)
     n = math.ceil((window + T + KEY_BLOCK - 2) / KEY_BLOCK) * KEY_BLOCK if cached and window else S
     if n >= S:
-        return Keys(attention_mask(pos, key_pos, window), None)
+        return AttentionMask(attention_mask(pos, key_pos, window), None)
     begin = (pos[:, :1] - (window - 1)).clamp(min=0) // KEY_BLOCK * KEY_BLOCK  # (B, 1)
-    key_pos = begin + torch.arange(n, device=pos.device)  # (B, n), beyond the cache where a row is full
-    return Keys(attention_mask(pos, key_pos, window), key_pos.clamp(max=S - 1))
+    key_pos = begin + torch.arange(n, device=pos.device)  # (B, n); beyond the cache where a row is full
+    return AttentionMask(attention_mask(pos, key_pos, window), key_pos.clamp(max=S - 1))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Softmax attention in float32. q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S) -> (B, H, T, E).
 
-    The R query heads that share a KV head become rows of one product, so K and V are read once, never repeated. Rows of
-    zeros are added where the bias has more than R * T. sinks (H,): a score of each head that takes its part of the
-    softmax and brings no value.
+    The R query heads that share a KV head become rows of one product, so K and V are read once. Zero rows pad the
+    queries to the bias's rows. sinks (H,): a score of each head that takes part in the softmax without a value.
     """
     B, H, T, E = q.shape
     G = k.size(1)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # a CPU's kernel reads rows of E numbers
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # a CPU kernel reads rows of E numbers
     q = q.reshape(B, G, H // G * T, E)  # (B, H, T, E) -> (B, G, R*T, E)
     q = F.pad(q, (0, 0, 0, bias.size(2) - q.size(2))) if bias.size(2) > q.size(2) else q  # (B, G, rows, E)
     if sinks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return y[:, :, : H // G * T].reshape(B, H, T, E)
-    y, total = attend_with_sums(q, k, v, bias)
-    y, total = (x[:, :, : H // G * T].reshape(B, H, T, -1) for x in (y, total))
-    return (y * sigmoid(total - sinks.float()[:, None, None])).to(q.dtype)  # e^total / (e^total + e^sink)
+    y, logsumexp = attend_with_sums(q, k, v, bias)
+    y, logsumexp = (x[:, :, : H // G * T].reshape(B, H, T, -1) for x in (y, logsumexp))
+    return (y * sigmoid(logsumexp - sinks.float()[:, None, None])).to(q.dtype)  # sum / (sum + e^sink)
 
 
 def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention (B, G, rows, E), and the logarithms of the sums that its softmax divides by (B, G, rows) float32."""
-    if q.device.type == KERNEL_WITH_SUMS:  # the kernel behind scaled_dot_product_attention, which tells no sums
+    """Attention (B, G, rows, E), and the log-sum-exp of its scores (B, G, rows) float32."""
+    if q.device.type == KERNEL_WITH_SUMS:  # the kernel behind scaled_dot_product_attention
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
 
 
-def attend_beside_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """`attend` with sinks of 0: what shows how its kernels round."""
+def attend_with_zero_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """`attend` with zero sinks, for the probe of how kernels round."""
     return attend(q, k, v, bias, q.new_zeros(q.size(1)))
+
+
+# ----------------------------------------------------------------------------------------- KV cache
 
 
 class KVCache(nn.Module):
     """Keys and values of one layer at fixed addresses, indexed by absolute position.
 
-    Nothing is ever removed: what stands at or beyond the next position is masked, then overwritten. Zeros, not
-    uninitialised memory, because a masked NaN still makes 0 * NaN = NaN.
+    Nothing is removed: positions from the next one on are masked, then overwritten. The cache starts as zeros, because
+    a masked NaN still makes 0 * NaN = NaN.
     """
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
@@ -120,43 +319,43 @@ class KVCache(nn.Module):
 
     @staticmethod
     def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
-        """Of one layer."""
+        """Bytes of one position in one layer."""
         return 2 * G * E * dtype.itemsize
 
     @classmethod
     def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
-        """The function that attends, as `attend` does, for a model of heads of E channels, of this device and type."""
-        return attend_beside_sinks if sinks else attend
+        """The function that attends, with `attend`'s signature, for heads of E channels of this device and dtype."""
+        return attend_with_zero_sinks if sinks else attend
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write k and v (B, G, T, E) at pos (B, T)."""
-        if pos.size(0) == self.k.size(0) == 1:  # a third of the time that indexing by two tensors takes
+        if pos.size(0) == self.k.size(0) == 1:  # a third of the time of indexing by two tensors
             self.k.index_copy_(2, pos[0], k), self.v.index_copy_(2, pos[0], v)
             return
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
         self.k[row, :, pos] = k.transpose(1, 2)  # (B, G, T, E) -> (B, T, G, E)
         self.v[row, :, pos] = v.transpose(1, 2)
 
-    def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
-        """q (B, H, T, E) over the positions in `keys` -> (B, H, T, E). B may be smaller than the cache's."""
-        k, v = self.read(q.size(0), keys)
-        return attend(q, k, v, keys.mask, sinks)
+    def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
+        """q (B, H, T, E) over the visible positions -> (B, H, T, E). B may be smaller than the cache's."""
+        k, v = self.read(q.size(0), visible)
+        return attend(q, k, v, visible.mask, sinks)
 
-    def read(self, B: int, keys: Keys) -> tuple[Tensor, Tensor]:
+    def read(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor]:
         """Keys and values (B, G, S, E) of the first B rows."""
-        if keys.index is None:
-            return tuple(x[:B, :, : keys.mask.size(-1)] for x in (self.k, self.v))
+        if visible.index is None:
+            return tuple(x[:B, :, : visible.mask.size(-1)] for x in (self.k, self.v))
         row = torch.arange(B, device=self.k.device)[:, None]  # (B, 1)
-        return tuple(x[row, :, keys.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
+        return tuple(x[row, :, visible.index].transpose(1, 2) for x in (self.k, self.v))  # (B, S, G, E) -> (B, G, S, E)
 
     def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
-        """What positions [begin, end) of these rows left behind, by name: views, but copies where rows are listed."""
+        """Positions [begin, end) of these rows by buffer name: views, or copies where rows are a list."""
         return {name: x[rows, :, begin:end] for name, x in self.named_buffers()}
 
 
 def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:
-    """The module for rows [begin, end) of a batch alone: a shallow copy whose buffers are views of these rows. Scalars
-    and the buffers that `shared` names are those of all rows."""
+    """The module for rows [begin, end) of a batch: a shallow copy whose buffers are views of these rows. Scalars and
+    the buffers named in `shared` stay those of all rows."""
     view = copy.copy(module)
     shared = getattr(module, "shared", ())
     view._buffers = {
@@ -166,34 +365,30 @@ def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:
 
 
 class Caches(NamedTuple):
-    """A KVCache for every layer, and the positions that attention runs over: their number is what attention costs."""
+    """A KVCache for every layer, and the positions that attention runs over."""
 
     layers: tuple[KVCache, ...]
     key_pos: Tensor  # (S,) 0, 1, 2, …
-    rows: int = 1  # attention takes a multiple of so many query rows
-    taps: dict[int, nn.Module] | None = None  # layer -> what is told, by `update(x, pos)`, what enters that layer
-    ends: Tensor | None = None  # (B or more,) the last position that a row may come to have
+    row_multiple: int = 1  # query rows are padded to a multiple of this
+    aux_hidden_states: dict[int, nn.Module] | None = None  # layer -> recorder of its input, by `update(x, pos)`
+    max_positions: Tensor | None = None  # (B or more,) each row's final position; longrope needs it
 
-    def upto(self, length: int) -> "Caches":
-        """The same, for calls that query no position >= `length`: a tensor's length, which a trace can leave open."""
+    def slice_to(self, length: int) -> "Caches":
+        """For calls that query no position >= `length`. It is a tensor's length, which a trace can leave dynamic."""
         return self._replace(key_pos=self.key_pos[:length])
 
     def row_view(self, begin: int, end: int) -> "Caches":
-        """The same for rows [begin, end) alone."""
+        """The caches of rows [begin, end)."""
         layers = tuple(row_view(layer, begin, end) for layer in self.layers)
-        taps = self.taps and {number: row_view(tap, begin, end) for number, tap in self.taps.items()}
-        return self._replace(layers=layers, taps=taps, ends=self.ends[begin:end])
+        aux = self.aux_hidden_states and {i: row_view(x, begin, end) for i, x in self.aux_hidden_states.items()}
+        return self._replace(layers=layers, aux_hidden_states=aux, max_positions=self.max_positions[begin:end])
 
 
-# --------------------------------------------------------------------------------------------- modules
-
-
-def scaled(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1 else x * scale
+# ----------------------------------------------------------------------- attention and feed-forward
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Head counts are read off the Linears, so a rank that holds a slice just works."""
+    """Grouped-query attention. Head counts follow from the Linears' shapes, so a rank's slice just works."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -202,7 +397,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.dim, heads + 2 * kv, bias=config.qkv_bias)
         self.out = Linear(heads, config.dim, bias=config.out_bias)
         self.norms, self.interleaved = config.qk_norm, config.rope_interleaved
-        q_dim, k_dim = (heads, kv) if self.norms == "whole" else (config.head_dim, config.head_dim)
+        q_dim, k_dim = (heads, kv) if self.norms == "full" else (config.head_dim, config.head_dim)
         self.q_norm = RMSNorm(q_dim, config.norm_eps) if self.norms else None
         self.k_norm = RMSNorm(k_dim, config.norm_eps) if self.norms else None
         self.register_parameter("sinks", nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None)
@@ -212,31 +407,112 @@ class Attention(nn.Module):
         H = self.out.in_features // self.head_dim
         return H, (self.qkv.out_features // self.head_dim - H) // 2
 
-    def normed(self, qk: Tensor, H: int) -> Tensor:  # (B, H + G, T, E)
+    def normalize(self, qk: Tensor, H: int) -> Tensor:  # (B, H + G, T, E)
         return torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
 
-    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, visible: AttentionMask, cache: KVCache | None):
         B, T, _ = x.shape
         H, G = self.heads()
         qkv = self.qkv(x)  # (B, T, (H + 2G)*E)
-        if self.norms == "whole":
+        if self.norms == "full":
             q, k, v = qkv.split([n * self.head_dim for n in (H, G, G)], dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
         qk, v = qkv.split((H + G, G), dim=1)
-        qk = self.normed(qk, H) if self.norms == "heads" else qk
-        cos, sin, *growth = rope or (None, None)
+        qk = self.normalize(qk, H) if self.norms == "heads" else qk
+        cos, sin, *query_scale = rope or (None, None)
         # Rotate q and k together: small models are bound by the number of operations.
         qk = qk if cos is None else apply_rope(qk, cos, sin, self.interleaved)
-        qk = self.normed(qk, H) if self.norms == "rotated" else qk
+        qk = self.normalize(qk, H) if self.norms == "rotated" else qk
         q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
-        q = (q * growth[0]).to(q.dtype) if growth else q
+        q = (q * query_scale[0]).to(q.dtype) if query_scale else q
         if cache is None:
-            y = attend(q, k, v, keys.mask, self.sinks)
+            y = attend(q, k, v, visible.mask, self.sinks)
         else:
             cache.update(k, v, pos)
-            y = cache.attend(q, keys, self.sinks)
+            y = cache.attend(q, visible, self.sinks)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix. gpt-oss clamps both and adds 1 to up."""
+
+    def __init__(self, config: Config, dim: int, bias: bool):
+        super().__init__()
+        self.limit, self.alpha = config.gate_limit, config.gate_alpha
+        self.gate_up = Linear(config.dim, 2 * dim, bias=bias)
+        self.down = Linear(dim, config.dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gated(self.gate_up(x)))
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """(..., 2F) -> (..., F)"""
+        gate, up = gate_up.chunk(2, dim=-1)  # each (..., F)
+        if self.limit is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * sigmoid(self.alpha * gate)).to(gate.dtype) * (up + 1)
+
+
+class Router(Linear):
+    """Scores of the experts. It is small and sensitive, so no scheme quantizes it."""
+
+    is_router = True
+
+
+class Mixture(nn.ModuleList):
+    """The experts of a layer. Each token takes a few, weighted by the router's logits (Shazeer et al.,
+    arXiv:1701.06538)."""
+
+    def __init__(self, config: Config):
+        super().__init__(FeedForward(config, config.expert_dim, config.expert_bias) for _ in range(config.n_experts))
+        self.n_chosen, self.renormalise = config.n_chosen, config.router_norm
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits (N, experts) -> chosen experts (N, n_chosen), the first of equals, and their float32 weights: a
+        softmax over all experts, renormalised over the chosen ones where the config says so."""
+        logits = logits.float()
+        best, chosen = (x[:, : self.n_chosen] for x in logits.sort(dim=1, descending=True, stable=True))
+        return chosen, best.softmax(1) if self.renormalise else logits.softmax(1).gather(1, chosen)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        """x (N, D), logits (N, experts) -> (N, D). Each expert runs once, on the rows that chose it. A row's sum runs
+        in the experts' order, so it does not depend on other rows."""
+        chosen, weight = self.route(logits)
+        if compiler.is_compiling():  # static shapes: any row may choose any expert
+            shares = weight.new_zeros(logits.shape).scatter(1, chosen, weight)  # (N, experts)
+            return sum(expert(x) * share[:, None] for expert, share in zip(self, shares.unbind(1))).to(x.dtype)
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        if len(x) == 1:
+            for number, share in sorted(zip(chosen[0].tolist(), weight[0])):
+                y += self[number](x).float() * share
+            return y.to(x.dtype)
+        for number in chosen.unique().tolist():
+            row, slot = (chosen == number).nonzero(as_tuple=True)
+            y.index_add_(0, row, self[number](x[row]) * weight[row, slot, None])
+        return y.to(x.dtype)
+
+
+class Experts(nn.Module):
+    """The feed-forward of a sparse layer. Qwen2-MoE adds an expert for every token, gated by the router's last row."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.n_experts, self.n_chosen = config.n_experts, config.n_chosen
+        self.router = Router(config.dim, config.n_experts + bool(config.shared_dim), bias=config.router_bias)
+        self.experts = Mixture(config)
+        self.shared = FeedForward(config, config.shared_dim, False) if config.shared_dim else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)  # (B, T, D) -> (N, D)
+        logits, gate = self.router(flat).tensor_split((self.n_experts,), dim=1)  # (N, experts), (N, 1 or 0)
+        y = self.experts(flat, logits)
+        y = y if self.shared is None else y + (sigmoid(gate) * self.shared(flat)).to(y.dtype)
+        return y.view(x.shape)
+
+
+# -------------------------------------------------------------------------------------- Transformer
 
 
 class Block(nn.Module):
@@ -248,30 +524,24 @@ class Block(nn.Module):
         self.ffn = Experts(config) if sparse else FeedForward(config, config.ffn_dim, config.ffn_bias)
         self.norms_after, self.scale = config.norms_after, config.residual_scale
 
-    @compiler.nested_compile_region  # whoever compiles a model compiles one block for all layers; eagerly a plain call
-    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, keys: Keys, cache: KVCache | None) -> Tensor:
+    @compiler.nested_compile_region  # a compiler traces one block for all layers
+    def forward(self, x: Tensor, pos: Tensor, rope: tuple | None, visible: AttentionMask, cache: KVCache | None):
         if self.norms_after:
-            x = x + self.attention_norm(self.attention(x, pos, rope, keys, cache))
+            x = x + self.attention_norm(self.attention(x, pos, rope, visible, cache))
             return x + self.ffn_norm(self.ffn(x))
-        x = x + scaled(self.attention(self.attention_norm(x), pos, rope, keys, cache), self.scale)
+        x = x + scaled(self.attention(self.attention_norm(x), pos, rope, visible, cache), self.scale)
         return x + scaled(self.ffn(self.ffn_norm(x)), self.scale)
 
 
-# ----------------------------------------------------------------------------------------- Transformer
-
-
 class Transformer(nn.Module):
-    """tokens and their positions in, logits out.
-
-    Without caches a call attends over its own tokens (training, scoring). With them it also attends over everything
-    written at earlier positions (decoding).
-    """
+    """Tokens and their positions in, logits out. Without caches a call attends over its own tokens (training, scoring);
+    with caches also over all earlier positions (decoding)."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.windows = config.windows or (None,) * config.n_layers
-        self.turns = config.turns or (0,) * config.n_layers
+        self.rope_types = config.rope_types or (0,) * config.n_layers
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, sparse) for sparse in config.sparse or (False,) * config.n_layers)
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -280,22 +550,27 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed.weight
         self.rope = Rope(config)
 
-    def make_caches(self, batch_size: int, max_seq_length: int, kind: type[KVCache] = KVCache) -> Caches:
-        """Empty caches of (batch_size, G, max_seq_length, E) a layer in the norms' dtype, or as their kind holds it.
-        Any number of them may be in use at once."""
+    def make_caches(
+        self, batch_size: int, max_seq_length: int, kind: type[KVCache] | Sequence[type[KVCache]] = KVCache
+    ) -> Caches:
+        """Empty caches for batch_size rows of max_seq_length positions, all layers of one kind or a kind per layer. Any
+        number of them may be in use at once."""
         weight, E = self.norm.weight, self.config.head_dim
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
+            kinds = [kind] * len(self.layers) if isinstance(kind, type) else kind
             layers = [
                 kind(batch_size, layer.attention.heads()[1], max_seq_length, E, weight.dtype, weight.device)
-                for layer in self.layers
+                for layer, kind in zip(self.layers, kinds, strict=True)
             ]
-            ends = torch.full((batch_size,), max_seq_length - 1, device=weight.device)
-            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device), ends=ends)
+            last = torch.full((batch_size,), max_seq_length - 1, device=weight.device)
+            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device), max_positions=last)
 
-    def keys(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict[int | None, Keys]:
-        """What queries at pos (B, T) see, for each window that some layer has."""
+    def visible_by_window(
+        self, pos: Tensor, caches: Caches | None, dtype: torch.dtype
+    ) -> dict[int | None, AttentionMask]:
+        """The keys that queries at pos (B, T) see, for each window of some layer."""
         H, G = self.layers[0].attention.heads()
-        key_pos, rows = (pos, 1) if caches is None else (caches.key_pos, caches.rows)
+        key_pos, rows = (pos, 1) if caches is None else (caches.key_pos, caches.row_multiple)
         return {
             window: visible_keys(pos, key_pos, window, caches is not None).as_bias(H // G, rows, dtype)
             for window in set(self.windows)
@@ -304,15 +579,15 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches | None = None) -> Tensor:
         """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed hidden states (B, T, D)."""
         pos = pos.expand(tokens.shape)  # (B, T)
-        ropes = self.rope.kinds(pos, None if caches is None else caches.ends)
+        rope_by_type = self.rope.by_type(pos, None if caches is None else caches.max_positions)
         x = scaled(self.embed(tokens), self.config.embed_scale)  # (B, T, D)
-        keys = self.keys(pos, caches, x.dtype)
-        cached, taps = ([None] * len(self.layers), None) if caches is None else (caches.layers, caches.taps)
-        each = zip(self.layers, self.windows, self.turns, cached, strict=True)
-        for number, (layer, window, turn, cache) in enumerate(each):
-            if taps and number in taps:
-                taps[number].update(x, pos)
-            x = layer(x, pos, ropes[turn], keys[window], cache)
+        visible = self.visible_by_window(pos, caches, x.dtype)
+        layer_caches = [None] * len(self.layers) if caches is None else caches.layers
+        recorders = (caches and caches.aux_hidden_states) or {}
+        for i, (layer, cache) in enumerate(zip(self.layers, layer_caches, strict=True)):
+            if i in recorders:
+                recorders[i].update(x, pos)
+            x = layer(x, pos, rope_by_type[self.rope_types[i]], visible[self.windows[i]], cache)
         return self.norm(x)
 
     def head(self, h: Tensor) -> Tensor:

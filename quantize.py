@@ -9,8 +9,8 @@ Formats and the Linears that own them stand in weights/, and may be used from he
 This file does not know kernels, sampling or ranks.
 """
 
-if __name__ == "__main__":  # before torch is imported: program/ decides what Ctrl-C does from the first moment on
-    import program  # noqa: F401
+if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C does from the first moment on
+    import cli  # noqa: F401
 
 import argparse
 import copy
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import checkpoint
+import loading.checkpoint as checkpoint
+from loading.gguf import is_gguf
+from loading.tokenizer import copy_files, load_tokenizer
 from model import Block, Config, Transformer, scaled
-from reading.gguf import is_gguf
-from tokenizer import copy_files, load_tokenizer
 from tp import launched
 from weights import formats
 from weights.formats import FORMATS, SCHEMES, Format, Int4, dequantize_tensor, format_of, quantize_tensor  # noqa: F401
@@ -293,7 +293,7 @@ def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Ten
     if not states:
         return []
     pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)
-    rope = model.rope.kinds(pos)[model.turns[number]]
+    rope = model.rope.by_type(pos)[model.rope_types[number]]
     keys = model.keys(pos, None, states[0].dtype)[model.windows[number]]
     return [model.layers[number](x, pos, rope, keys, None) for x in states]
 
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from program.edge import ending_plainly
+    from cli.errors import ending_plainly
 
     with ending_plainly():
         main()

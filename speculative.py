@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-import sampling
+import decoding.sampling as sampling
+from decoding.sampling import ACCEPT, DRAFT_DRAW, draw, uniform
+from decoding.timing import mark
 from model import Caches, Transformer
-from sampling import ACCEPT, DRAFT_DRAW, draw, uniform
-from timing import mark
 
 # ---------------------------------------------------------------------------------------------- accept
 
@@ -245,7 +245,7 @@ def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
     other = copy.deepcopy(model, {id(module): module for module in [*shared, *model.layers]})
     other.layers = nn.ModuleList(model.layers[i] for i in kept)
     other.config = replace(model.config, n_layers=len(kept))
-    other.windows, other.turns = (tuple(each[i] for i in kept) for each in (model.windows, model.turns))
+    other.windows, other.rope_types = (tuple(each[i] for i in kept) for each in (model.windows, model.rope_types))
     return other
 
 

@@ -98,7 +98,7 @@ def check(config, world: int, group: int = 0) -> None:
     that share a scale, 0 where the whole row does."""
     if world == 1:
         return
-    if config.qk_norm == "whole":
+    if config.qk_norm == "full":
         raise ValueError(f"queries are normed over all heads at once, which {world} ranks would divide; use one")
     unused = "ffn_dim" if config.sparse and all(config.sparse) else None
     for name, cut in PLAN.items():

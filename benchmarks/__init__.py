@@ -1,3 +1,3 @@
 """What measures, run as `python -m benchmarks.NAME`, beside what was measured."""
 
-import program  # noqa: F401, until `main` Ctrl-C ends the process without a word
+import cli  # noqa: F401, until `main` Ctrl-C ends the process without a word

@@ -47,17 +47,18 @@ import tp
 from benchmarks.plots import draw
 from benchmarks.record import commit as git_commit
 from benchmarks.tables import fill
-from checkpoint import load_model, random_model, save_model, write_whole
+from cli.errors import ending_plainly
+from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
+from decoding.runner import Rows
+from decoding.sampling import GREEDY, Sampling
+from decoding.scheduler import Request
 from generate import Engine, Timing, generate
-from model import Config, Transformer
-from program.edge import ending_plainly
-from program.report import attended_bytes, position_bytes, speculative, weight_bytes
+from loading.checkpoint import load_model, random_model, save_model, write_whole
+from loading.config import config_from_hf
+from loading.tokenizer import load_tokenizer
+from model import Transformer
 from quantize import SCHEMES, quantize_model
-from runner import Rows
-from sampling import GREEDY, Sampling
-from scheduler import Request
 from speculative import ModelDraft, NgramDraft
-from tokenizer import load_tokenizer
 from weights.linears import pack_model
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +123,7 @@ class Contender:
     ):  # fmt: skip
         """`quantize`: of every matrix, the head's too, as the other programs do it."""
         options = {"dtype": getattr(torch, dtype), "quantize": quantize, "head": quantize}
-        self.model = pack_model(random_model(Config.from_hf(hf), **options))
+        self.model = pack_model(random_model(config_from_hf(hf), **options))
         self.engine = Engine(self.model, batch, cache, compile=compile)
         self.compile_s = self.engine.warm_up(GREEDY) if compile else 0.0
         self.batch = batch
@@ -235,7 +236,7 @@ def counting_model(
     independently. With a `period` counting starts again after so many tokens. `quantize`: of every matrix, the head's
     too; not of a tied head, which cannot say what follows.
     """
-    model = random_model(Config.from_hf(hf), device=device)
+    model = random_model(config_from_hf(hf), device=device)
     for layer in model.layers:
         layer.attention.out.weight.mul_(1e-3)
         layer.ffn.down.weight.mul_(1e-3)
@@ -633,7 +634,7 @@ def measure_load(args) -> list[dict]:
     note, rows = "1.1B shape, files in the page cache", []
     with tempfile.TemporaryDirectory() as folder:
         original, quantized = f"{folder}/original", f"{folder}/quantized"
-        save_model(random_model(Config.from_hf(TINYLLAMA)), original, TINYLLAMA)
+        save_model(random_model(config_from_hf(TINYLLAMA)), original, TINYLLAMA)
         peak, seconds = fresh(f"quantize_once({original!r}, {quantized!r}, 'int4-g32')")
         rows.append(row("quantize.1b.int4-g32.peak_gb", [peak], "GB", f"python quantize.py; {note}"))
         rows.append(row("quantize.1b.int4-g32.s", [seconds], "s", f"python quantize.py; {note}"))
@@ -701,7 +702,7 @@ def measure_tp(args) -> list[dict]:
     buffer, bandwidth, note = torch.ones(2**28), [], "1.1B shape in bf16, gloo, eager"
     found: dict[str, list[list[dict]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        save_model(random_model(Config.from_hf(TINYLLAMA)), folder, TINYLLAMA)
+        save_model(random_model(config_from_hf(TINYLLAMA)), folder, TINYLLAMA)
         for _ in range(args.rounds):
             bandwidth.append(read_bandwidth(buffer) / 1e9)
             for name, n, threads in (("1thread", 1, 1), ("1rank", 1, 2), ("2ranks", 2, 1)):

@@ -66,16 +66,17 @@ from torch import Tensor, nn
 import model as model_py
 from benchmarks.bench import ROOT, Worker, counting_model, mislead, row, write_results
 from benchmarks.candidates import add_words, by_flex, by_library, by_rows, by_sums, in_chunks, in_words, int8pack
-from checkpoint import random_model
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
+from cli.load import pick_device
+from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
+from decoding.sampling import Sampling
+from decoding.timing import mark, spent, synchronize
 from generate import Engine, Timing, decode_step, generate
+from loading.checkpoint import random_model
+from loading.config import config_from_hf
 from model import Block, Caches, Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser, positive
-from program.loading import pick_device
-from program.report import attended_bytes, position_bytes, speculative, weight_bytes
-from sampling import Sampling
 from speculative import Costs, Drafter, ModelDraft
-from timing import mark, spent, synchronize
 from weights import compiling, formats
 from weights.linears import QuantizedLinear, pack_model, quantized_linears
 
@@ -153,7 +154,7 @@ class Subject:
     def __init__(self, args: argparse.Namespace, name: str, format: str, head: bool = True):
         self.args, self.name, self.format = args, name, format
         scheme = None if format == "bf16" else format
-        config = Config.from_hf(shape(args, name))
+        config = config_from_hf(shape(args, name))
         options = {"device": args.device, "quantize": scheme, "head": scheme if head else None}
         with larger_chunks(args.device):
             self.model = random_model(config, **options, pack=False)
@@ -391,7 +392,7 @@ class Contender:
                 cache.v.normal_()
             return
         rows = tokens.expand(state.pos.size(0), -1)
-        self.subject.model.hidden(rows, torch.arange(n, device=self.device), caches.upto(n))
+        self.subject.model.hidden(rows, torch.arange(n, device=self.device), caches.slice_to(n))
 
     def warm_up(self) -> float:
         """Seconds until every step that will be timed has been compiled, recorded and replayed."""

@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from loading.config import config_from_hf
+
 HERE = Path(__file__).resolve().parent.parent
 CASES = [
     *({"quantize": scheme, "compile": compile} for compile in (False, True) for scheme in (None, "int8", "int4-g32")),
@@ -31,10 +33,9 @@ SHAPE = {  # TinyLlama, 1.1B
 def work(root: str, case: dict) -> None:
     """The process of one checkout: a line of JSON when it is ready, and one for each line that it reads."""
     sys.path.insert(0, root)
-    from checkpoint import load_model, random_model
+    from decoding.sampling import Sampling
     from generate import Engine, Timing, generate
-    from model import Config
-    from sampling import Sampling
+    from loading.checkpoint import load_model, random_model
     from speculative import ModelDraft
 
     out, drafter = os.fdopen(os.dup(1), "w"), None
@@ -43,7 +44,7 @@ def work(root: str, case: dict) -> None:
         model = load_model(f"{root}/checkpoints/demo")
         drafter = ModelDraft(load_model(f"{root}/checkpoints/demo-draft")) if case["draft"] else None
     else:
-        model = random_model(Config.from_hf(SHAPE), quantize=case["quantize"])
+        model = random_model(config_from_hf(SHAPE), quantize=case["quantize"])
     pack = __import__("weights.linears").linears.pack_model if Path(root, "weights").exists() else None
     for each in (model, *([drafter.model] if drafter else [])):
         (pack or __import__("packed").pack_linears)(each)

@@ -16,16 +16,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench import TINYLLAMA, Worker, close, interleave, ours, row, seconds_of, write_results
-from caches import KINDS
-from checkpoint import load_model, random_model
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
+from cli.report import attended_bytes, position_bytes, weight_bytes
+from decoding.kv_8bit import KINDS
+from decoding.sampling import Sampling
 from generate import Engine
-from model import Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser, positive
-from program.report import attended_bytes, position_bytes, weight_bytes
-from sampling import Sampling
+from loading.checkpoint import load_model, random_model
+from loading.config import config_from_hf
+from loading.tokenizer import load_tokenizer
+from model import Transformer
 from speculative import NgramDraft
-from tokenizer import load_tokenizer
 from weights.linears import pack_model
 
 K = 5  # tokens that a verification has besides the first
@@ -38,7 +39,7 @@ def steps(args) -> list[dict]:
     hf, rows = TINYLLAMA | {"max_position_embeddings": 16_200}, []
     for weights in (None, "int8"):
         model = pack_model(
-            random_model(Config.from_hf(hf), dtype=torch.bfloat16, device="cpu", quantize=weights, pack=False)
+            random_model(config_from_hf(hf), dtype=torch.bfloat16, device="cpu", quantize=weights, pack=False)
         )
         engines = {
             kind: Engine(model, 1, 16_100, drafter=NgramDraft(), speculate_k=K, kind=KINDS[kind]) for kind in NAMES
@@ -123,7 +124,7 @@ def log_probabilities(model: Transformer, ids: list[int], kind: str, chunk: int)
     for begin in range(0, len(ids), chunk):
         tokens = torch.tensor([ids[begin : begin + chunk]])
         pos = torch.arange(begin, begin + tokens.size(1))
-        parts.append(model(tokens, pos, held.upto(begin + chunk))[0].log_softmax(-1))
+        parts.append(model(tokens, pos, held.slice_to(begin + chunk))[0].log_softmax(-1))
     return torch.cat(parts)
 
 

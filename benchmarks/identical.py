@@ -2,9 +2,9 @@
 
     python -m benchmarks.identical [--formats bf16 int8 int4-g32] [--filled 100 16000] [--write benchmarks/cpu.json]
 
-Both kinds of step run in turn on the same packed weights of the 1.1B shape, so nothing differs but rounding.py's
-measures: numbers of rows that round alike, lengths of attention in whole blocks, query rows in multiples. This file
-knows no engine but this project's.
+Both kinds of step run in turn on the same packed weights of the 1.1B shape, so nothing differs but the measures of
+decoding/exactness.py: numbers of rows that round alike, lengths of attention in whole blocks, query rows in
+multiples. This file knows no engine but this project's.
 """
 
 import contextlib
@@ -18,12 +18,13 @@ from unittest import mock
 import torch
 
 from benchmarks.bench import TINYLLAMA, fill_slots, row, write_results
-from checkpoint import random_model
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
+from decoding.runner import ModelRunner
 from generate import Engine
-from model import Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser, positive
-from runner import ModelRunner
+from loading.checkpoint import random_model
+from loading.config import config_from_hf
+from model import Transformer
 from weights import cpu
 from weights.linears import pack_model
 
@@ -41,7 +42,7 @@ def undone(model: Transformer, engine: Engine) -> Iterator[None]:
     target = engine.rows(0, 1).target
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(ModelRunner, "bucket_length", exact))
-        stack.enter_context(mock.patch.object(target, "caches", target.caches._replace(rows=1)))
+        stack.enter_context(mock.patch.object(target, "caches", target.caches._replace(row_multiple=1)))
         for module in model.modules():
             if type(module) is cpu.PackedWeights:
                 for name, value in (("widths", (min(module.widths[0], cpu.ROWS),)), ("cut", 0)):
@@ -64,7 +65,7 @@ def measure(format: str, lengths: list[int], rounds: int, steps: int) -> list[di
     hf = TINYLLAMA | {"max_position_embeddings": max(lengths) + steps + 1}
     scheme = None if format == "bf16" else format
     model = pack_model(
-        random_model(Config.from_hf(hf), dtype=torch.bfloat16, device="cpu", quantize=scheme, pack=False)
+        random_model(config_from_hf(hf), dtype=torch.bfloat16, device="cpu", quantize=scheme, pack=False)
     )
     engine, rows = Engine(model, 1, max(lengths) + steps + 1), []
     for filled in lengths:

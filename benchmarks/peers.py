@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-os.environ.pop("GOMP_SPINCOUNT", None)  # program/ sets it for this project alone: others wait as they always do
+os.environ.pop("GOMP_SPINCOUNT", None)  # cli/ sets it for this project alone: others wait as they always do
 
 
 def inference(method: Callable) -> Callable:

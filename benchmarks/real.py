@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import program.main
+import cli.main
 from benchmarks.bench import ROOT, Worker, close, row, write_results
 from benchmarks.peers import write_bf16
-from program.edge import ending_plainly
-from program.flags import Parser, parse_args, positive
-from program.printing import Answer, Session
-from program.prompts import Request, conversation_ids
-from tokenizer import load_tokenizer
+from cli.errors import ending_plainly
+from cli.flags import Parser, parse_args, positive
+from cli.output import Answer, Session
+from cli.prompts import Request, conversation_ids
+from loading.tokenizer import load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
@@ -127,8 +127,8 @@ def serve(flags: list[str]) -> None:
             for answer in session.decode([Answer(asked, session.printer([]))]):
                 print(json.dumps(answer.result(session.engine)), file=out, flush=True)
 
-    with mock.patch.object(program.main, "chat", answer_all):
-        program.main.main(parse_args([*flags, "--interactive"]))
+    with mock.patch.object(cli.main, "chat", answer_all):
+        cli.main.main(parse_args([*flags, "--interactive"]))
 
 
 @contextlib.contextmanager

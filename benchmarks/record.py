@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import write_whole
+from loading.checkpoint import write_whole
 
 ROOT = Path(__file__).parent.parent
 

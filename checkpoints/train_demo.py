@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import save_model, write_whole
-from model import Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser
+from cli.errors import ending_plainly
+from cli.flags import Parser
+from loading.checkpoint import save_model, write_whole
+from loading.config import config_from_hf
+from model import Transformer
 from scripts.distill_draft import adamw, init_weights, learning_rate, update
 
 BOS, EOS, END_OF_STORY = 1, 2, "<|endoftext|>"
@@ -124,7 +125,7 @@ def heldout_rows(text: str, tokenizer, context: int) -> Tensor:
 
 def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transformer:
     """The target, trained, or continued from --work. In eval mode."""
-    model = Transformer(Config.from_hf(TARGET))
+    model = Transformer(config_from_hf(TARGET))
     init_weights(model, args.seed)
     model.to(args.device)
     add_dropout(model, args.dropout)

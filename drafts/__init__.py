@@ -4,5 +4,5 @@
     eagle.py            EAGLE-3: one layer over what the target knew before each token
     vocabulary.py       a draft whose tokens are not all the target's
 
-What their folders look like stands in reading/drafts.py; the rounds that they take part in, in speculative.py.
+What their folders look like stands in loading/draft_configs.py; the rounds that they take part in, in speculative.py.
 """

@@ -3,7 +3,7 @@
     Tap             the target's residual stream at one layer, by position, where its passes leave it
     EagleModel      pairs (token, state) -> logits at the target's ids
     EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
-    load_eagle      a folder of either layout of reading/drafts.py
+    load_eagle      a folder of either layout of loading/draft_configs.py
 
 Published code counts a pair by the position of its state; here it stands at its token's, one later, which RoPE does not
 tell apart. So it is cached, fed and prefilled like a model's token; position 0 has no pair and is never attended to.
@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import DTYPES, allocate, pieces
 from drafts.vocabulary import spread
+from loading.checkpoint import DTYPES, allocate, pieces
+from loading.config import config_from_hf
+from loading.draft_configs import Eagle, eagle_of
+from loading.files import check_headers, open_shards, read_json, reading, shards
+from loading.vocabularies import led_by
 from model import Caches, Config, Linear, RMSNorm, Transformer
-from reading.drafts import Eagle, eagle_of
-from reading.files import check_headers, open_shards, read_json, reading, shards
-from reading.vocabularies import led_by
 from speculative import ModelDraft
 
 
@@ -51,46 +52,46 @@ class EagleModel(Transformer):
 
     def __init__(self, config: Config, eagle: Eagle, own_embed: bool):
         super().__init__(config)
-        D, eps, n = config.dim, config.norm_eps, len(eagle.taps)
+        D, eps, n = config.dim, config.norm_eps, len(eagle.aux_layer_ids)
         self.eagle, attention = eagle, self.layers[0].attention
         attention.qkv = Linear(2 * D, attention.qkv.out_features, bias=config.qkv_bias)
         self.lm_head = Linear(D, eagle.vocab_size, bias=False)
         self.embed = self.embed if own_embed else None  # the target's, once there is one
         self.hidden_norm, self.fc = RMSNorm(D, eps), Linear(n * eagle.target_dim, D, bias=False)
         self.input_norm = RMSNorm(n * eagle.target_dim, eps) if eagle.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(RMSNorm(eagle.target_dim, eps) for _ in eagle.taps if eagle.fc_norm)
+        self.fc_norm = nn.ModuleList(RMSNorm(eagle.target_dim, eps) for _ in eagle.aux_layer_ids if eagle.fc_norm)
 
     def fuse(self, *tapped: Tensor) -> Tensor:
-        """The residual streams (B, T, D of the target) that entered the layers of `taps` -> a state (B, T, D)."""
+        """The residual streams (B, T, D of the target) that entered the auxiliary layers -> a state (B, T, D)."""
         tapped = [norm(x) for norm, x in zip(self.fc_norm, tapped)] if self.eagle.fc_norm else tapped
         x = torch.cat(tapped, dim=-1)
         return self.fc(x if self.input_norm is None else self.input_norm(x))
 
-    def keys(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict:
+    def visible_by_window(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict:
         """As any model's, but for position 0, which has no pair."""
         if caches is not None:
             caches = caches._replace(key_pos=torch.where(caches.key_pos == 0, 2**30, caches.key_pos))
-        return super().keys(pos, caches, dtype)
+        return super().visible_by_window(pos, caches, dtype)
 
     def stream(self, tokens: Tensor, pos: Tensor, caches: Caches | None, state: Tensor) -> Tensor:
         """tokens and pos (B, T), the state (B, T, D) before each token -> the residual stream (B, T, D) behind the
         block."""
         (layer,), embedded, normed = self.layers, self.embed(tokens), self.hidden_norm(state)
         both = torch.cat((layer.attention_norm(embedded), normed), dim=-1)  # (B, T, 2D)
-        keys = self.keys(pos, caches, both.dtype)[self.windows[0]]
+        visible = self.visible_by_window(pos, caches, both.dtype)[self.windows[0]]
         cache = None if caches is None else caches.layers[0]
         x = normed if self.eagle.norm_before_residual else state
-        x = x + layer.attention(both, pos, self.rope(pos), keys, cache)
+        x = x + layer.attention(both, pos, self.rope(pos), visible, cache)
         return x + layer.ffn(layer.ffn_norm(x))
 
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches) -> Tensor:
-        """Normed states (B, T, D) behind decided tokens: `caches.taps` holds what the target knew before each."""
+        """Normed states (B, T, D) behind decided tokens: `caches.aux_hidden_states` holds the target's streams."""
         pos = pos.expand(tokens.shape)
-        return self.norm(self.stream(tokens, pos, caches, self.known(caches, pos)))
+        return self.norm(self.stream(tokens, pos, caches, self.target_states(caches, pos)))
 
-    def known(self, caches: Caches, pos: Tensor) -> Tensor:
+    def target_states(self, caches: Caches, pos: Tensor) -> Tensor:
         """The state (B, T, D) before each token at pos (B, T)."""
-        return self.fuse(*(caches.taps[i].read((pos - 1).clamp(min=0)) for i in self.eagle.taps))
+        return self.fuse(*(caches.aux_hidden_states[i].read((pos - 1).clamp(min=0)) for i in self.eagle.aux_layer_ids))
 
     def head(self, h: Tensor) -> Tensor:
         """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
@@ -106,11 +107,11 @@ class EagleDraft(ModelDraft):
         like = model.norm.weight
         sizes = state.pos.size(0), target.S + target.slack, eagle.target_dim, like.dtype, like.device
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            taps = {i: Tap(*sizes) for i in eagle.taps}
-        target.caches = target.caches._replace(taps=taps)
+            streams = {i: Tap(*sizes) for i in eagle.aux_layer_ids}
+        target.caches = target.caches._replace(aux_hidden_states=streams)
         self.model.embed = self.model.embed or model.embed
         super().setup(state, k_max, target, maybe_compile)
-        self.runner.caches, self.fed = self.runner.caches._replace(taps=taps), k_max + 1
+        self.runner.caches, self.fed = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
         own = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
         self.register_buffer("own", own, persistent=False)  # (B, 1, D) the state behind the last token fed
 
@@ -118,7 +119,7 @@ class EagleDraft(ModelDraft):
         """Normed states (B, T, D) at the T positions up to `last` (B,). One alone is drafted: it follows its own."""
         model, pos = self.model, (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)
         tokens = state.tokens.gather(1, pos).clamp(max=model.config.vocab_size - 1)
-        x = model.stream(tokens, pos, caches, self.own if T == 1 else model.known(caches, pos))
+        x = model.stream(tokens, pos, caches, self.own if T == 1 else model.target_states(caches, pos))
         h = model.norm(x)
         self.own.copy_((h if model.eagle.norm_output else x)[:, -1:])
         return h
@@ -131,7 +132,7 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     config, like = target.config, target.norm.weight
     with led_by(folder / "config.json"):
         eagle = eagle_of(read_json(folder / "config.json"), config.n_layers, config.dim)
-        layer = Config.from_hf(eagle.layer)
+        layer = config_from_hf(eagle.layer)
     readers = open_shards(shards(folder))
     own_embed, D, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
     if not own_embed and layer.dim != config.dim:

@@ -18,13 +18,13 @@ from collections.abc import AsyncIterator, Sequence
 
 import torch
 
+from cli.errors import print_error
+from cli.output import Session
+from cli.report import PLAIN_TOKEN, origin, rate, speculative
+from decoding.scheduler import Request
+from decoding.timing import Timing
 from generate import Engine
-from program.edge import print_error
-from program.printing import Session
-from program.report import PLAIN_TOKEN, origin, rate, speculative
-from scheduler import Request
 from scripts.openai_form import Ask, Event, Refusal, Token
-from timing import Timing
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
 FRAME_S = 1 / 30  # tokens that come within it travel together: each event costs the decoding thread time

@@ -27,20 +27,20 @@ from typing import NamedTuple
 
 import torch
 
+from cli.errors import cpu_share, ending_plainly
+from cli.flags import Parser, check_options, positive, speculate_k
+from cli.flags import parse_args as generate_args
+from cli.load import check_same_tokens, compiles, load_drafter, load_target, pick_device, warm_up
+from cli.output import Answer, Session
+from cli.prompts import Request, new_tokens, requests, sampling_of
+from cli.report import rate
+from decoding.scheduler import common_prefix
+from decoding.timing import Timing
+from decoding.validation import check_lengths
 from generate import Engine
-from limits import check_lengths
+from loading.tokenizer import Tokenizer
 from model import Transformer
-from program.edge import cpu_share, ending_plainly
-from program.flags import Parser, check_options, positive, speculate_k
-from program.flags import parse_args as generate_args
-from program.loading import check_same_tokens, compiles, load_drafter, load_target, pick_device, warm_up
-from program.printing import Answer, Session
-from program.prompts import Request, new_tokens, requests, sampling_of
-from program.report import rate
-from scheduler import common_prefix
 from speculative import Drafter, ModelDraft
-from timing import Timing
-from tokenizer import Tokenizer
 from tp import ALONE
 from weights.linears import pack_model
 
@@ -121,7 +121,7 @@ def load_sides(a: argparse.Namespace, b: argparse.Namespace, asked: list[Request
 
 
 def load_all(settings: Sequence[argparse.Namespace]) -> list[tuple[Transformer, Tokenizer, Drafter | None]]:
-    """What program.loading.load gives for each set of flags, with equal weights held once."""
+    """What cli.load.load gives for each set of flags, with equal weights held once."""
     targets, drafts, found = {}, {}, []
     for args in settings:
         key, draft = (tuple(getattr(args, name) for name in names) for names in (WEIGHTS, DRAFTS))

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import config_of
+import loading.quantized.reader as foreign
+from cli.errors import ending_plainly
+from cli.flags import Parser
+from loading.checkpoint import config_of
+from loading.files import read_json, save_tensors, shard_name, whole_folder, write_index
+from loading.tokenizer import copy_files, load_tokenizer
 from model import Config
-from program.edge import ending_plainly
-from program.flags import Parser
-from reading import foreign
-from reading.files import read_json, save_tensors, shard_name, whole_folder, write_index
-from tokenizer import copy_files, load_tokenizer
 
 # gpt-fast's module -> the Hugging Face ones whose rows, one after the other, make its matrix
 LAYER = {

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from program.edge import ending_plainly
-from program.flags import Parser
-from reading.files import read_json, save_tensors, shard_name, whole_folder, write_index
-from tokenizer import load_tokenizer
+from cli.errors import ending_plainly
+from cli.flags import Parser
+from loading.files import read_json, save_tensors, shard_name, whole_folder, write_index
+from loading.tokenizer import load_tokenizer
 
 # Meta's module -> (Hugging Face's, the dimension that model-parallel shards split: None is replicated)
 LAYER = {

@@ -37,19 +37,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import fingerprints, load_config, load_model
+from cli.errors import ending_plainly, interrupts_held, use_threads
+from cli.flags import DTYPES, Parser, positive
+from cli.load import compiles, pick_device, pick_dtype
+from cli.prompts import conversation_ids
+from decoding.sampling import Sampling
 from generate import Engine, generate
+from loading.checkpoint import fingerprints, load_config, load_model
+from loading.config import config_from_hf, text_part
+from loading.files import open_shards, read_json, shards, whole_folder, write_whole
+from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Config, Transformer
-from program.edge import ending_plainly, interrupts_held, use_threads
-from program.flags import DTYPES, Parser, positive
-from program.loading import compiles, pick_device, pick_dtype
-from program.prompts import conversation_ids
-from reading.config import text_part
-from reading.files import open_shards, read_json, shards, whole_folder, write_whole
-from sampling import Sampling
 from scripts.draft_kinds import KINDS, Model, by_position, deployed
 from speculative import Costs, layer_subset, parse_layers
-from tokenizer import Tokenizer, copy_files, load_tokenizer
 from weights.linears import QuantizedLinear, check_unpacked, pack_model
 
 END = "<|endoftext|>"
@@ -75,7 +75,7 @@ def draft_config(hf: dict, args: argparse.Namespace) -> dict:
         return layers_config(hf, args.from_layers)
     D, hf = args.dim, text_part(hf)
     if hf.get("model_type") in OWN_ROPES:
-        theta = Config.from_hf({**hf, "quantization_config": None}).rope_theta
+        theta = config_from_hf({**hf, "quantization_config": None}).rope_theta
         ropes = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
         hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}
     if D % 2:
@@ -102,7 +102,7 @@ def draft_config(hf: dict, args: argparse.Namespace) -> dict:
         "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16",
         **{key: hf[key] for key in SHARED if hf.get(key) is not None},
     }  # fmt: skip
-    Config.from_hf(found)
+    config_from_hf(found)
     return found
 
 
@@ -114,7 +114,7 @@ def layers_config(hf: dict, kept: Sequence[int]) -> dict:
     if found.get("layer_types"):
         found["layer_types"] = [found["layer_types"][i] for i in kept]
     if found.get("model_type") == "smollm3":
-        turns = Config.from_hf({**hf, "quantization_config": None}).turns
+        turns = config_from_hf({**hf, "quantization_config": None}).turns
         found["no_rope_layers"] = [int(turns[i] is not None) for i in kept]
     return found | {"num_hidden_layers": len(kept), "dtype": "bfloat16"}
 

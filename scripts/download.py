@@ -6,8 +6,8 @@ duplicate weights that some repositories keep in folders, or in Mistral's own la
 
 from pathlib import Path
 
-from program.flags import Parser
-from tokenizer import FILES
+from cli.flags import Parser
+from loading.tokenizer import FILES
 
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *FILES]
 DUPLICATES = ["*/*", "consolidated*"]

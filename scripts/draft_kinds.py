@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import allocate, empty_model, save_model
 from drafts.eagle import EagleDraft, EagleModel, Tap, places_of
 from drafts.pard import PardDraft
-from model import Config, Keys, Transformer, attend
-from reading.drafts import eagle_of
-from reading.files import save_tensors, write_whole
+from loading.checkpoint import allocate, empty_model, save_model
+from loading.config import config_from_hf
+from loading.draft_configs import eagle_of
+from loading.files import save_tensors, write_whole
+from model import AttentionMask, Config, Transformer, attend
 from speculative import Drafter, ModelDraft
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -55,11 +56,11 @@ class Model:
         self.hf, self.target, self.depth, self.positions = hf, target, depth, 1
 
     def empty(self, dtype: torch.dtype) -> Transformer:
-        return empty_model(Config.from_hf(self.hf), dtype)
+        return empty_model(config_from_hf(self.hf), dtype)
 
     def trained(self) -> Transformer:
         """A model in float32 to be learned, its weights not yet drawn."""
-        return Transformer(Config.from_hf(self.hf))
+        return Transformer(config_from_hf(self.hf))
 
     def bind(self, draft: Transformer, target: Transformer) -> None:
         """What the draft takes from its target."""
@@ -102,12 +103,12 @@ class Masked(Transformer):
 
     mask: Tensor
 
-    def keys(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
+    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
         if caches is not None:
-            return super().keys(pos, caches, dtype)
+            return super().visible_by_window(pos, caches, dtype)
         H, G = self.layers[0].attention.heads()
         mask = self.mask.expand(pos.size(0), 1, -1, -1)  # (B, 1, N, N)
-        return dict.fromkeys(set(self.windows), Keys(mask, None).as_bias(H // G, 1, dtype))
+        return dict.fromkeys(set(self.windows), AttentionMask(mask, None).as_bias(H // G, 1, dtype))
 
 
 class Pard(Model):
@@ -120,10 +121,10 @@ class Pard(Model):
 
     def empty(self, dtype: torch.dtype) -> Transformer:
         with torch.device("meta"):
-            return Masked(Config.from_hf(self.hf)).to(dtype)
+            return Masked(config_from_hf(self.hf)).to(dtype)
 
     def trained(self) -> Transformer:
-        return Masked(Config.from_hf(self.hf))
+        return Masked(config_from_hf(self.hf))
 
     def drafter(self, model: Transformer) -> Drafter:
         return PardDraft(model, self.mask)
@@ -157,8 +158,8 @@ class Grown:
         old = self.k is not None
         self.k, self.v = (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)) if old else (k, v)
 
-    def attend(self, q: Tensor, keys: Keys, sinks: Tensor | None = None) -> Tensor:
-        return attend(q, self.k.to(q.dtype), self.v.to(q.dtype), keys.mask.to(q.dtype), sinks)
+    def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
+        return attend(q, self.k.to(q.dtype), self.v.to(q.dtype), visible.mask.to(q.dtype), sinks)
 
 
 class Steps:
@@ -175,10 +176,10 @@ class LearnedEagle(EagleModel):
     table: list
     embed = property(lambda self: lambda tokens: self.table[0](tokens).to(self.norm.weight.dtype))
 
-    def keys(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
+    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
         H, G = self.layers[0].attention.heads()
         mask = self.mask.expand(pos.size(0), 1, -1, -1)
-        return {None: Keys(mask, None).as_bias(H // G, 1, dtype)}
+        return {None: AttentionMask(mask, None).as_bias(H // G, 1, dtype)}
 
 
 class Eagle3(Model):
@@ -193,10 +194,10 @@ class Eagle3(Model):
         super().__init__(hf | changed, target, depth)
         self.positions, self.ids = depth, torch.arange(vocab or target.vocab_size)  # the target's, of what it drafts
         self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
-        self.taps = list(self.eagle.taps)
+        self.aux_layer_ids = list(self.eagle.aux_layer_ids)
 
     def trained(self) -> EagleModel:
-        return LearnedEagle(Config.from_hf(self.eagle.layer), self.eagle, False)
+        return LearnedEagle(config_from_hf(self.eagle.layer), self.eagle, False)
 
     def empty(self, dtype: torch.dtype) -> EagleModel:
         with torch.device("meta"):
@@ -215,7 +216,7 @@ class Eagle3(Model):
         self.ids = often[: self.eagle.vocab_size].sort().values
 
     def drafter(self, model: EagleModel) -> Drafter:
-        other = EagleModel(Config.from_hf(self.eagle.layer), self.eagle, False).to(model.norm.weight.dtype)
+        other = EagleModel(config_from_hf(self.eagle.layer), self.eagle, False).to(model.norm.weight.dtype)
         other.load_state_dict(model.state_dict())
         other.register_buffer("ids", model.ids, persistent=False)
         return EagleDraft(other.requires_grad_(False).eval())
@@ -223,9 +224,11 @@ class Eagle3(Model):
     def of_target(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The target's states (B, T, D), and what enters its tapped layers."""
         (B, T), like = rows.shape, target.norm.weight
-        taps = {i: Tap(B, T, target.config.dim, like.dtype, like.device) for i in self.taps}
-        caches = target.make_caches(B, T)._replace(taps=taps)
-        return target.hidden(rows, torch.arange(T, device=rows.device), caches), [taps[i].x for i in self.taps]
+        streams = {i: Tap(B, T, target.config.dim, like.dtype, like.device) for i in self.aux_layer_ids}
+        caches = target.make_caches(B, T)._replace(aux_hidden_states=streams)
+        return target.hidden(rows, torch.arange(T, device=rows.device), caches), [
+            streams[i].x for i in self.aux_layer_ids
+        ]
 
     def logits(self, draft: LearnedEagle, states: Tensor) -> Tensor:
         with learning(draft):

@@ -22,15 +22,15 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from cli.errors import ending_plainly, fail
+from cli.flags import DTYPES, Parser, positive
+from cli.load import load, pick_device
+from decoding.sampling import Sampling
 from generate import Engine
+from loading.files import write_whole
+from loading.tokenizer import StopStrings, Tokenizer
 from model import Transformer
-from program.edge import ending_plainly, fail
-from program.flags import DTYPES, Parser, positive
-from program.loading import load, pick_device
 from quantize import SCHEMES
-from reading.files import write_whole
-from sampling import Sampling
-from tokenizer import StopStrings, Tokenizer
 from tp import ALONE
 
 try:

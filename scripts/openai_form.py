@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from program.prompts import SAMPLED, check_names
-from sampling import Sampling
-from tokenizer import joined
+from cli.prompts import SAMPLED, check_names
+from decoding.sampling import Sampling
+from loading.tokenizer import joined
 
-ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in program/report.py's order
+ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
 MOST_STOPS, MOST_LIKELIEST = 16, 20
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as OpenAI has it
 # Keys that change no text here, and those that would, with the values that ask for nothing.

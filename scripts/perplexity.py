@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_config, load_model
+from cli.errors import ending_plainly
+from cli.flags import DTYPES, Parser, positive
+from cli.load import check_same_tokens, pick_device, pick_dtype
+from loading.checkpoint import load_config, load_model
+from loading.tokenizer import load_tokenizer
 from model import Transformer
-from program.edge import ending_plainly
-from program.flags import DTYPES, Parser, positive
-from program.loading import check_same_tokens, pick_device, pick_dtype
 from quantize import SCHEMES
-from tokenizer import load_tokenizer
 
 LOGITS = 2**25  # made at once: 128 MB, and as much for each step from them to a divergence
 MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity is no float: None

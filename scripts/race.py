@@ -33,21 +33,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cli.errors import ending_plainly, fail, interrupts_held, use_threads
+from cli.flags import DTYPES, Parser, check_options, positive, speculate_k, thread_count
+from cli.flags import parse_args as generate_flags
+from cli.load import compiles, pick_device, warm_up
+from cli.prompts import new_tokens
+from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
+from decoding.sampling import Sampling
+from decoding.scheduler import common_prefix
+from decoding.timing import Timing, synchronize
+from decoding.validation import check_lengths
 from generate import Engine, generate
-from limits import check_lengths
-from program.edge import ending_plainly, fail, interrupts_held, use_threads
-from program.flags import DTYPES, Parser, check_options, positive, speculate_k, thread_count
-from program.flags import parse_args as generate_flags
-from program.loading import compiles, pick_device, warm_up
-from program.prompts import new_tokens
-from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
+from loading.files import write_whole
+from loading.tokenizer import Tokenizer
 from quantize import SCHEMES
-from reading.files import write_whole
-from sampling import Sampling
-from scheduler import common_prefix
 from scripts.compare import load_all
-from timing import Timing, synchronize
-from tokenizer import Tokenizer
 
 try:
     from rich import box
@@ -96,7 +96,7 @@ class Moment(NamedTuple):
 
     at: float  # seconds on the column's own clock
     text: str
-    origin: int  # program/report.py's
+    origin: int  # cli/report.py's
     steps: int
     judged: int = 0  # drafted tokens that were accepted or rejected
     accepted: int = 0

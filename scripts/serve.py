@@ -26,14 +26,14 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from limits import check_lengths
-from program.edge import ending_plainly, fail, use_threads
-from program.flags import Parser, check_options, positive
-from program.flags import parse_args as generate_flags
-from program.loading import pick_device
-from program.main import open_session
-from program.prompts import conversation_ids, new_tokens
-from program.report import greedy_text
+from cli.errors import ending_plainly, fail, use_threads
+from cli.flags import Parser, check_options, positive
+from cli.flags import parse_args as generate_flags
+from cli.load import pick_device
+from cli.main import open_session
+from cli.prompts import conversation_ids, new_tokens
+from cli.report import greedy_text
+from decoding.validation import check_lengths
 from scripts.batches import Decoder, Job, Row
 from scripts.openai_form import MIN_SEED, MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
 from tp import ALONE

@@ -13,15 +13,15 @@ import argparse
 import json
 from pathlib import Path
 
+from cli.errors import fail
+from cli.flags import DTYPES, Parser, positive
+from cli.load import compiles, load, pick_device
+from cli.report import speculative
+from decoding.sampling import Sampling
+from decoding.timing import Timing
+from decoding.validation import check_lengths
 from generate import Engine, generate
-from limits import check_lengths
-from program.edge import fail
-from program.flags import DTYPES, Parser, positive
-from program.loading import compiles, load, pick_device
-from program.report import speculative
-from sampling import Sampling
 from speculative import Costs, expected_tokens
-from timing import Timing
 from tp import ALONE, check_single_process
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

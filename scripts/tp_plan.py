@@ -9,7 +9,7 @@ rented.
     show        the table
 
 Shapes are those of the program itself: the same meta model, cut by tp.py and quantized by quantize.py, counted by
-program/report.py. The cache is held in full for every layer; a layer with a sliding window reads its window of it. The
+cli/report.py. The cache is held in full for every layer; a layer with a sliding window reads its window of it. The
 prediction is a floor: kernels that reach less than the bandwidth, and launches, come on top.
 """
 
@@ -21,7 +21,10 @@ from types import MappingProxyType
 
 import torch
 
-from checkpoint import (
+from cli.errors import fail
+from cli.flags import DTYPES, Parser
+from cli.report import attended_bytes, held, position_bytes, weight_bytes
+from loading.checkpoint import (
     Stored,
     config_of,
     empty_model,
@@ -31,14 +34,11 @@ from checkpoint import (
     schemes_of,
     stored_quantization,
 )
+from loading.gguf import is_gguf
+from loading.quantized.merged_experts import is_mxfp4
+from loading.quantized.reader import layout_of
 from model import Config
-from program.edge import fail
-from program.flags import DTYPES, Parser
-from program.report import attended_bytes, held, position_bytes, weight_bytes
 from quantize import SCHEMES, format_of
-from reading.foreign import layout_of
-from reading.gguf import is_gguf
-from reading.merged import is_mxfp4
 from tp import SUM, Ranks, check, cut_of
 from weights.linears import matrices
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from decoding.runner import caches_by_name
 from generate import decide
-from runner import caches_by_name
 
 
 def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop_ids=()) -> None:

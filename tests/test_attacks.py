@@ -15,10 +15,10 @@ import pytest
 import torch
 from conftest import ROOT
 
+import loading.chat_templates as templates
 import speculative
-from checkpoint import load_model
-from reading import templates
-from sampling import Sampling
+from decoding.sampling import Sampling
+from loading.checkpoint import load_model
 from speculative import accept
 from tests.attacks import drift, faults, fuzz, law, mutate
 
@@ -160,7 +160,7 @@ def test_drafting_does_not_drift(broken, monkeypatch):
 # After the fork, in the server alone: its caches hold whatever it is asked about, and every answer leaves a file open.
 SOAK = """
 import sys
-import scheduler
+import decoding.scheduler as scheduler
 from tests.attacks import soak
 honest, serve, kept = soak.work, soak.serve, []
 def work(*arguments):

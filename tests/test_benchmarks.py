@@ -13,11 +13,11 @@ from conftest import BASE, FAMILIES, ROOT
 from benchmarks import bench_gpu, peers, real
 from benchmarks.bench import Contender, row, write_results
 from benchmarks.tables import fill
-from checkpoint import load_model
+from decoding.sampling import Sampling
 from generate import Timing, generate
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from model import Transformer
-from sampling import Sampling
-from tokenizer import load_tokenizer
 
 DEMO = ROOT / "checkpoints" / "demo"
 SHAPE = {**BASE, **FAMILIES["llama-3"]}

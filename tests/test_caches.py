@@ -1,4 +1,4 @@
-"""caches.py: what 8-bit caches hold, what attention makes of it, and that drafting stays lossless on them.
+"""decoding/kv_8bit.py: what 8-bit caches hold, what attention makes of it, and that drafting stays lossless on them.
 
 The oracle is written here, in float64, from the formats' definitions: a code is a number of its type times its
 position's scale, and attention is a softmax over rotated keys.
@@ -15,18 +15,18 @@ import torch
 from conftest import ROOT
 from test_generate import PROMPTS, rows_of
 
-import caches
+import decoding.kv_8bit as caches
 import generate as engines
-from caches import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, hadamard
-from checkpoint import load_model
+from cli.flags import parse_args
+from cli.main import run
+from cli.report import position_bytes
+from decoding.exactness import attends_alike, cancelling, same_attention
+from decoding.kv_8bit import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, hadamard
+from decoding.runner import clear_positions
+from decoding.sampling import Sampling
 from generate import Engine
-from model import Caches, Keys, KVCache
-from program.flags import parse_args
-from program.main import run
-from program.report import position_bytes
-from rounding import attends_alike, cancelling, same_attention
-from runner import clear_positions
-from sampling import Sampling
+from loading.checkpoint import load_model
+from model import AttentionMask, Caches, KVCache
 from speculative import ModelDraft, NgramDraft, layer_subset
 from weights.linears import pack_model
 
@@ -49,8 +49,8 @@ def filled(kind: type[KVCache], B: int, G: int, S: int, E: int, dtype=torch.floa
     return cache, k, v
 
 
-def every(S: int, B: int = 1, rows: int = 1, dtype=torch.float32) -> Keys:
-    return Keys(torch.zeros(B, 1, rows, S, dtype=dtype), None)
+def every(S: int, B: int = 1, rows: int = 1, dtype=torch.float32) -> AttentionMask:
+    return AttentionMask(torch.zeros(B, 1, rows, S, dtype=dtype), None)
 
 
 @pytest.mark.parametrize("E", [1, 2, 12, 64, 80, 96, 128])
@@ -121,7 +121,7 @@ def attention(q, k, v, bias):
 def held_codes(B: int, G: int, S: int, E: int):
     cache, *_ = filled(Int8Cache, B, G, S, E, torch.bfloat16)
     keys = every(S)
-    return cache.held(B, keys), cache.read(B, Keys(keys.mask.double(), None))
+    return cache.codes_at(B, keys), cache.read(B, AttentionMask(keys.mask.double(), None))
 
 
 @pytest.mark.parametrize("B, T, S, E", [(1, 1, 48, 64), (1, 6, 407, 64), (3, 4, 65, 80), (1, 6, 9000, 32)])
@@ -259,7 +259,7 @@ def test_logits_are_those_of_dequantized_caches(family, kind, folder_of):
         held = model.make_caches(2, 41, each)
         parts = [range(30), *([i] for i in range(30, 40))]
         with torch.no_grad():
-            parts = [model(tokens[:, [*part]], torch.tensor(part), held.upto(part[-1] + 1)) for part in parts]
+            parts = [model(tokens[:, [*part]], torch.tensor(part), held.slice_to(part[-1] + 1)) for part in parts]
         found.append(torch.cat(parts, dim=1))
     want, got, whole = found
     assert (got - want).abs().median() < 1e-5 < (whole - want).abs().median() / 10
@@ -289,7 +289,7 @@ def test_16_bit_windows_meet_codes_too(folder_of):
             assert layer.whole == caches.in_whole_numbers(64 // 4, torch.bfloat16, CPU)
             layer.whole = layer.whole and whole
         with torch.no_grad():
-            parts = [model(tokens[:, i : i + 6], pos[i : i + 6], held.upto(i + 6)) for i in range(0, 60, 6)]
+            parts = [model(tokens[:, i : i + 6], pos[i : i + 6], held.slice_to(i + 6)) for i in range(0, 60, 6)]
         found.append(torch.cat(parts, dim=1))
     assert (found[0] - found[1]).square().mean().sqrt() / found[1].std() < 0.05
 

@@ -1,4 +1,4 @@
-"""checkpoint.py and scripts/convert_meta.py: what is in the folder is what computes, and what does not fit is named."""
+"""loading/checkpoint.py: what is in the folder is what computes, and what does not fit is named."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_families import NEW
 
 import quantize
-from checkpoint import load_config, load_model, random_model, save_model, shards
+from loading.checkpoint import load_config, load_model, random_model, save_model, shards
 from model import Config
 from scripts.convert_meta import convert, half_split
 

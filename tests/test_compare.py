@@ -15,13 +15,13 @@ from conftest import ROOT, config_json
 from reference import logits as reference_logits
 from safetensors.torch import load_file
 
-from checkpoint import load_model
-from program.flags import parse_args as generate_args
-from program.main import run
-from program.prompts import Request
+from cli.flags import parse_args as generate_args
+from cli.main import run
+from cli.prompts import Request
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from scripts import compare as script
 from scripts.compare import Difference, Pair, Run, describe, difference, joined, main, parse_args, rows_of, totals
-from tokenizer import load_tokenizer
 
 DEMO = ROOT / "checkpoints" / "demo"
 DRAFT = ROOT / "checkpoints" / "demo-draft"

@@ -8,9 +8,8 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, config_json
 
-from model import Config
-from reading.config import NEUTRAL, config_fields
-from rope import rope_frequencies
+from loading.config import NEUTRAL, config_fields, config_from_hf
+from model import rope_frequencies
 
 LLAMA = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
@@ -33,7 +32,7 @@ def v4_spelling(hf: dict) -> dict:
 def test_v4_and_v5_spelling_agree(family, folder_of):
     written_by_v5 = config_json(folder_of(family))
     assert "rope_parameters" in written_by_v5 and "dtype" in written_by_v5
-    v5, v4 = Config.from_hf(written_by_v5), Config.from_hf(v4_spelling(written_by_v5))
+    v5, v4 = config_from_hf(written_by_v5), config_from_hf(v4_spelling(written_by_v5))
     if family == "olmo3":  # v4 had one theta for both kinds of layers
         v5 = dataclasses.replace(v5, rope_local_theta=v5.rope_theta)
     assert v5 == v4
@@ -139,14 +138,14 @@ REFUSED = [  # (config, what the message must name)
 @pytest.mark.parametrize("hf, names", REFUSED, ids=[names for _, names in REFUSED])
 def test_refused_by_name(hf, names):
     with pytest.raises(ValueError, match=r"config\.json") as error:
-        Config.from_hf(hf)
+        config_from_hf(hf)
     assert names in str(error.value)
 
 
 def test_every_key_of_related_architectures_is_refused_by_name():
     for key in NEUTRAL:
         with pytest.raises(ValueError, match=rf"config\.json: {key} = 'odd' is not supported"):
-            Config.from_hf({**LLAMA, key: "odd"})
+            config_from_hf({**LLAMA, key: "odd"})
 
 
 def test_harmless_values_pass():
@@ -154,21 +153,21 @@ def test_harmless_values_pass():
     neutral = {key: values[0] for key, values in NEUTRAL.items() if values}
     harmless = {"attention_dropout": 0.1, "use_cache": False, "pretraining_tp": 2, "unsloth_fixed": True,
                 "no_rope_layers": [1, 1, 1], "layer_types": ["full_attention"] * 3, "sliding_window": None}  # fmt: skip
-    assert Config.from_hf({**LLAMA, **neutral, **harmless, **dict.fromkeys(NEUTRAL)}) == Config.from_hf(
+    assert config_from_hf({**LLAMA, **neutral, **harmless, **dict.fromkeys(NEUTRAL)}) == config_from_hf(
         {**LLAMA, "layer_types": None}
     )
-    assert Config.from_hf({**LLAMA, **neutral}) == Config.from_hf(LLAMA)
+    assert config_from_hf({**LLAMA, **neutral}) == config_from_hf(LLAMA)
 
 
 def test_an_empty_object_hides_nothing():
     hf = {**LLAMA, "rope_parameters": {}, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert Config.from_hf(hf).rope_type == "linear"
+    assert config_from_hf(hf).rope_type == "linear"
 
 
 def test_the_original_context_may_stand_beside_the_object():
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    beside = Config.from_hf({**LLAMA, "rope_parameters": rope, "original_max_position_embeddings": 40})
-    inside = Config.from_hf({**LLAMA, "rope_parameters": {**rope, "original_max_position_embeddings": 40}})
+    beside = config_from_hf({**LLAMA, "rope_parameters": rope, "original_max_position_embeddings": 40})
+    inside = config_from_hf({**LLAMA, "rope_parameters": {**rope, "original_max_position_embeddings": 40}})
     assert beside == inside and inside.rope_original_length == 40
 
 
@@ -186,10 +185,10 @@ def test_a_yarn_dictionary_means_what_transformers_reads_in_it():
     hf = {**LLAMA, "model_type": "qwen3", "rope_parameters": None, "rope_scaling": rope, "rope_theta": 1e6}
     own = AutoConfig.for_model(**{key: value for key, value in hf.items() if value is not None})
     _, factor = ROPE_INIT_FUNCTIONS["yarn"](own, "cpu")
-    config = Config.from_hf(hf)
+    config = config_from_hf(hf)
     assert config.rope_type == "yarn" and config.rope_attention_factor == pytest.approx(factor, rel=1e-12)
     with pytest.raises(ValueError, match="attn_factor"):
-        Config.from_hf({**hf, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9}})
+        config_from_hf({**hf, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9}})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,7 @@ def test_yarns_frequencies_are_transformers(changes):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 400}
     hf = {**LLAMA, "head_dim": 32, "rope_parameters": {**rope, **changes}}
     want, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**copy.deepcopy(hf)), "cpu")
-    assert torch.allclose(rope_frequencies(Config.from_hf(hf)), want, rtol=1e-5)
+    assert torch.allclose(rope_frequencies(config_from_hf(hf)), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +219,9 @@ def test_ministral_3_without_rope_parameters_is_transformers(rope):
     hf = {**BASE, "model_type": "ministral3", "head_dim": 32, "max_position_embeddings": 262144, **rope}
     theirs = AutoConfig.for_model(**copy.deepcopy(hf))  # which writes into dictionaries
     want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    config = Config.from_hf(hf)
+    config = config_from_hf(hf)
     assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_attention_factor == factor
-    assert config.query_growth == theirs.rope_parameters.get("llama_4_scaling_beta", 0)
+    assert config.query_scale == theirs.rope_parameters.get("llama_4_scaling_beta", 0)
     assert config.rope_original_length == theirs.rope_parameters["original_max_position_embeddings"]
     assert torch.allclose(rope_frequencies(config), want, rtol=1e-5)
 
@@ -234,26 +233,26 @@ def test_the_outer_model_says_whether_mistral_3s_head_is_tied(text, inner, outer
     """transformers' Mistral3Config ties unless it says otherwise; the text model's key is not read."""
     hf = {"model_type": "mistral3", "text_config": {**text, "tie_word_embeddings": inner}, "tie_word_embeddings": outer}
     hf = {key: value for key, value in hf.items() if value is not None}
-    assert Config.from_hf(hf).tie_embeddings == (outer is not False)
+    assert config_from_hf(hf).tie_embeddings == (outer is not False)
 
 
 def test_qwen_window_is_off_unless_used():
-    assert Config.from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows == (None,) * 3
+    assert config_from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows == (None,) * 3
     sliding = {**QWEN, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
-    assert Config.from_hf(sliding).windows == (None, None, 9)
+    assert config_from_hf(sliding).windows == (None, None, 9)
 
 
 def test_families_differ_where_their_key_is_absent():
     """transformers' defaults: Mistral slides over 4096 and has 8 KV heads, Qwen3 heads are 128 wide."""
     bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_parameters")}
-    assert Config.from_hf(bare).n_kv_heads == 4 and Config.from_hf(bare).rope_theta == 10000.0
-    assert Config.from_hf({**MISTRAL, "num_attention_heads": 8}).windows == (4096,) * 3
-    assert Config.from_hf({**MISTRAL, "sliding_window": 9, "max_window_layers": 1}).windows == (9,) * 3
-    assert Config.from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
+    assert config_from_hf(bare).n_kv_heads == 4 and config_from_hf(bare).rope_theta == 10000.0
+    assert config_from_hf({**MISTRAL, "num_attention_heads": 8}).windows == (4096,) * 3
+    assert config_from_hf({**MISTRAL, "sliding_window": 9, "max_window_layers": 1}).windows == (9,) * 3
+    assert config_from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
 
 
 def test_config_survives_json():
-    assert Config.from_hf(json.loads(json.dumps(LLAMA))) == Config.from_hf(LLAMA)
+    assert config_from_hf(json.loads(json.dumps(LLAMA))) == config_from_hf(LLAMA)
 
 
 def test_a_growth_of_0_is_none():

@@ -15,10 +15,10 @@ import torch
 from conftest import BASE, LLAMA3_ROPE, config_json, rope
 from safetensors.torch import load_file
 
-from checkpoint import load_config, load_model, random_model, save_model
-from model import Config
+from loading.checkpoint import load_config, load_model, random_model, save_model
+from loading.config import config_from_hf
+from loading.tokenizer import load_tokenizer
 from scripts import convert_gptfast
-from tokenizer import load_tokenizer
 from weights.linears import quantized_linears
 
 SHAPES = {
@@ -71,7 +71,7 @@ def source(tmp_path, story_tokenizer):
 
     def make(shape: str = "grouped heads", dtype: torch.dtype = torch.bfloat16):
         hf = {**BASE, "vocab_size": 384, **SHAPES[shape], "dtype": str(dtype).removeprefix("torch.")}
-        model = random_model(Config.from_hf(hf), dtype=dtype)
+        model = random_model(config_from_hf(hf), dtype=dtype)
         for parameter in model.parameters():
             parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
         save_model(model, tmp_path / "original", hf)

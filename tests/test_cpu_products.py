@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from checkpoint import load_model
+from cli.report import weight_bytes
+from decoding.sampling import Sampling
 from generate import generate
-from program.report import weight_bytes
-from sampling import Sampling
+from loading.checkpoint import load_model
 from speculative import layer_subset
 from weights import cpu
 from weights.cpu import PackedInt8, PackedWeights, from_digits, int4_layout, to_digits, unpack_int4

@@ -14,11 +14,13 @@ import torch
 from conftest import BASE, FAMILIES, ROOT, config_json
 from safetensors.torch import load_file
 
-from checkpoint import load_config, load_model, random_model, save_model
+from cli.main import main as decode
+from decoding.sampling import Sampling
 from generate import generate
-from model import Config, Transformer
-from program.main import main as decode
-from sampling import Sampling
+from loading.checkpoint import load_config, load_model, random_model, save_model
+from loading.config import config_from_hf
+from loading.tokenizer import load_tokenizer
+from model import Transformer
 from scripts import distill_draft, draft_kinds
 from scripts.distill_draft import (
     Windows,
@@ -36,7 +38,6 @@ from scripts.distill_draft import (
     project_embedding,
 )  # fmt: skip
 from speculative import Costs
-from tokenizer import load_tokenizer
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
 SHAPE = ("--layers", 1, "--dim", 64, "--context", CONTEXT, "--batch", 4, "--heldout", 1000, "--device", "cpu")
@@ -169,11 +170,11 @@ def test_blocks_of_logits_add_up_to_the_whole(monkeypatch):
     sums of a few hundred terms agree within 1e-5."""
     monkeypatch.setattr(draft_kinds, "learning", lambda _: contextlib.nullcontext())
     shape = {**BASE, **FAMILIES["llama-3.2"]}
-    target = random_model(Config.from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1)
+    target = random_model(config_from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1)
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.mul_(4)  # far from uniform
-    whole, parts = (Transformer(Config.from_hf(shape)) for _ in range(2))
+    whole, parts = (Transformer(config_from_hf(shape)) for _ in range(2))
     rows, pos = torch.randint(131, (3, 20), generator=torch.Generator().manual_seed(2)), torch.arange(19)
     for draft in (whole, parts):
         init_weights(draft, 3)
@@ -197,11 +198,11 @@ def shape(dim: int, *others: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_draft_of_every_family_agrees_where_it_must(family):
     hf = {**BASE, **FAMILIES[family]}
-    target = Config.from_hf(hf)
-    draft = Config.from_hf(draft_config(hf, shape(48)))
+    target = config_from_hf(hf)
+    draft = config_from_hf(draft_config(hf, shape(48)))
     ropes = [name for name in vars(target) if name.startswith("rope_") and name != "rope_interleaved"]
     if hf["model_type"] in ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3"):  # no Llama rotates so
-        ropes, plain = ["rope_theta"], Config.from_hf({**BASE, "model_type": "llama"})
+        ropes, plain = ["rope_theta"], config_from_hf({**BASE, "model_type": "llama"})
         assert (draft.rope_type, draft.rope_attention_factor, draft.rope_long) == (plain.rope_type, 1.0, ())
     same = ("vocab_size", "max_seq_length", "norm_eps", *ropes)
     assert {name: getattr(draft, name) for name in same} == {name: getattr(target, name) for name in same}
@@ -213,7 +214,7 @@ def test_rope_of_older_folders_is_kept():
     hf = {**BASE, "model_type": "llama", "rope_theta": 5e5, "original_max_position_embeddings": 24}
     hf["rope_scaling"] = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     draft = draft_config(hf, shape(320, "--kv_heads", "1"))
-    assert Config.from_hf(draft).rope_theta == 5e5 and Config.from_hf(draft).rope_original_length == 24
+    assert config_from_hf(draft).rope_theta == 5e5 and config_from_hf(draft).rope_original_length == 24
     assert (draft["num_attention_heads"], draft["head_dim"], draft["intermediate_size"]) == (5, 64, 864)
 
 
@@ -327,7 +328,7 @@ def test_a_killed_run_leaves_no_folder_and_goes_on(number, text, tmp_path, monke
 def small_target(tmp_path, story_tokenizer):
     """A random Qwen3, its vocabulary of 384 padded beyond the tokenizer's."""
     folder, hf = tmp_path / "target", {**BASE, **FAMILIES["qwen3"], "vocab_size": 384, "dtype": "bfloat16"}
-    save_model(random_model(Config.from_hf(hf), seed=4), folder, hf)
+    save_model(random_model(config_from_hf(hf), seed=4), folder, hf)
     (folder / "tokenizer.model").write_bytes(story_tokenizer.read_bytes())
     return folder
 
@@ -419,14 +420,14 @@ def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, c
 def test_a_projected_embedding_is_the_nearest():
     """Products of rows of a table of 24 columns are nearest to the target's own where the difference is what the
     singular values beyond the 24th leave (Eckart and Young); with all columns they are the target's."""
-    target = random_model(Config.from_hf({**BASE, **FAMILIES["llama-3.2"]}), dtype=torch.float32, seed=1)
+    target = random_model(config_from_hf({**BASE, **FAMILIES["llama-3.2"]}), dtype=torch.float32, seed=1)
     E = target.embed.weight.double()
     E.mul_(torch.linspace(0.1, 3, E.size(1)))  # a random table has no leading directions
     target.embed.weight.data.copy_(E)
     singular = torch.linalg.svdvals(E)
     for columns in (24, 64):
         hf = draft_config({**BASE, **FAMILIES["llama-3.2"]}, shape(columns))
-        draft = Transformer(Config.from_hf(hf))
+        draft = Transformer(config_from_hf(hf))
         project_embedding(draft, target)
         X = draft.embed.weight.detach().double()
         gram, other = E @ E.T, X @ X.T

@@ -11,11 +11,11 @@ from reference import logits
 from safetensors.torch import load_file
 from test_drafts import D, EagleTwin, pard_twin
 
-from checkpoint import load_model
-from program.flags import parse_args
-from program.main import run as run_args
+from cli.flags import parse_args
+from cli.main import run as run_args
+from decoding.sampling import Sampling
+from loading.checkpoint import load_model
 from quantize import main as quantize
-from sampling import Sampling
 from scripts import distill_draft
 from scripts.distill_draft import distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args

@@ -17,20 +17,20 @@ from safetensors.torch import load_file, save_file
 from steps import prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
 
-from checkpoint import load_model
+from cli.flags import parse_args
+from cli.load import SAMPLE_TEXT
+from cli.main import run as run_args
+from decoding.sampling import Sampling
 from drafts.eagle import EagleDraft, EagleModel, load_eagle
 from drafts.pard import PardDraft
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
+from loading.checkpoint import load_model
+from loading.draft_configs import Eagle, eagle_of, kind_of, pard_token
+from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
-from program.flags import parse_args
-from program.loading import SAMPLE_TEXT
-from program.main import run as run_args
-from reading.drafts import Eagle, eagle_of, kind_of, pard_token
-from sampling import Sampling
 from speculative import ModelDraft
 from tests.attacks.law import IgnoresIds, WrongPosition
-from tokenizer import load_tokenizer
 
 PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
 D, V, DRAFT_V = 64, 131, 90  # of conftest's families; ids that the EAGLE-3 drafts have
@@ -85,7 +85,7 @@ def written(folder, hf: dict, tensors: dict):
 
 
 def eagle_folder(kind: str, folder):
-    """SafeAILab's layout; that of speculators; and the latter with every switch, two taps and its own embedding."""
+    """SafeAILab's layout, speculators', and the latter with every switch, two aux layers and its own embedding."""
     if kind == "safeai":
         return written(folder, SAFEAI, eagle_tensors("midlayer", 3 * D))
     if kind == "speculators":
@@ -116,8 +116,8 @@ def pard_twin(folder, tokens: list[int], drafted: list[int], sampling: Sampling)
 class EagleTwin:
     """EAGLE-3 as cnets.py and speculators define it, in float64: no cache, everything anew for each drafted token."""
 
-    def __init__(self, folder, target, taps: tuple[int, ...]):
-        self.hf, self.taps = config_json(folder), taps
+    def __init__(self, folder, target, aux_layer_ids: tuple[int, ...]):
+        self.hf, self.aux_layer_ids = config_json(folder), aux_layer_ids
         self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
         self.target_hf = config_json(target)
         self.target_w = load_file(target / "model.safetensors")
@@ -128,7 +128,7 @@ class EagleTwin:
         """(n, D): what the target knew at each token."""
         entering = []
         logits(self.target_hf, self.target_w, tokens, entering)
-        tapped = [entering[i] for i in self.taps]
+        tapped = [entering[i] for i in self.aux_layer_ids]
         if self.hf.get("fc_norm"):
             tapped = [norm(x, self.w[f"fc_norm.{i}.weight"], 1e-5) for i, x in enumerate(tapped)]
         x = torch.cat(tapped, -1)
@@ -481,9 +481,9 @@ def test_layer_ids_are_computed_where_files_disagree():
     """32 layers: 2, 16, 29 by what enters them; 1, 15, 28 are the same by what leaves them."""
     for said, want in ((None, (2, 16, 29)), ([1, 15, 28], (2, 16, 29)), ([2, 16, 29], (2, 16, 29)), ([3, 9], (3, 9))):
         hf = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": said}
-        assert eagle_of(hf, 32, D).taps == want
+        assert eagle_of(hf, 32, D).aux_layer_ids == want
     nested = {**SAFEAI, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}}
-    assert eagle_of(nested, 32, D).taps == (4, 5, 6)
+    assert eagle_of(nested, 32, D).aux_layer_ids == (4, 5, 6)
 
 
 def test_strings_pair_once():

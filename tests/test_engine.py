@@ -10,19 +10,19 @@ import pytest
 import torch
 from test_generate import PROMPTS, SAMPLED, rows_of
 
+import decoding.timing as timing
 import generate as engine_room
-import timing
-from checkpoint import load_model
+from cli.flags import parse_args
+from cli.main import run
+from decoding.exactness import in_blocks
+from decoding.runner import ModelRunner
+from decoding.sampling import GREEDY, Sampling
+from decoding.scheduler import Request
+from decoding.slots import NO_TOKEN, State
 from generate import Engine, decide, generate
+from loading.checkpoint import load_model
 from model import visible_keys
-from program.flags import parse_args
-from program.main import run
-from rounding import in_blocks
-from runner import ModelRunner
-from sampling import GREEDY, Sampling
-from scheduler import Request
 from speculative import ModelDraft, NgramDraft, layer_subset, verify_step
-from state import NO_TOKEN, State
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 
@@ -71,7 +71,7 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
 def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
-    """Prompts of more and fewer rows than the kernels take at once. program/threads.py changes the number of threads
+    """Prompts of more and fewer rows than the kernels take at once. cli/threads.py changes the number of threads
     while tokens are decoded."""
     engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
     engine.warm_up(GREEDY)

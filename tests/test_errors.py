@@ -14,9 +14,9 @@ import torch
 from conftest import config_json
 from safetensors.torch import load_file, save_file
 
-from checkpoint import load_model
-from program import loading
-from program.main import main
+import cli.load as loading
+from cli.main import main
+from loading.checkpoint import load_model
 
 
 def edit_config(folder, **changes) -> None:

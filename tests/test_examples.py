@@ -12,9 +12,9 @@ from conftest import ROOT
 CODE = """
 import json, sys
 import torch, transformers
-from checkpoint import load_model, save_model
+from loading.checkpoint import load_model, save_model
 from generate import generate
-from sampling import Sampling
+from decoding.sampling import Sampling
 
 hf = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7,
       "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 131, "sliding_window": 9,
@@ -51,7 +51,7 @@ def fork(tmp_path_factory):
     folder.mkdir()
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
-    for room in ("drafts", "reading", "weights", "program"):
+    for room in ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli"):
         shutil.copytree(ROOT / room, folder / room)
     diff = (ROOT / "examples" / "gemma3.diff").read_text()
     done = subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=folder, input=diff, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def test_gemma_3_is_a_diff_of_sixty_lines(fork, tmp_path):
 
 
 def test_without_the_diff_it_is_refused():
-    from reading.config import config_fields
+    from loading.config import config_fields
 
     with pytest.raises(ValueError, match="model_type 'gemma3_text' is not supported"):
         config_fields({"model_type": "gemma3_text"})

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import quantize
 import tp
-from checkpoint import load_config, load_model, save_model
-from feedforward import Experts, FeedForward, Mixture
+from cli.report import multiplications, weight_bytes
+from decoding.sampling import Sampling
 from generate import Engine, generate
-from model import Config, attend
-from program.report import multiplications, weight_bytes
+from loading.checkpoint import load_config, load_model, save_model
+from loading.config import config_from_hf
+from model import Config, Experts, FeedForward, Mixture, attend
 from quantize import quantized_copy
-from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from weights import experts as packed
 from weights.formats import FORMATS
@@ -409,11 +409,11 @@ OSS = {**MIXTRAL, "model_type": "gpt_oss", "rope_scaling": {"rope_type": "yarn",
 
 
 def test_dense_layers_among_sparse_ones():
-    assert Config.from_hf({**QWEN, "mlp_only_layers": [2]}).sparse == (True, True, False, True)
-    assert Config.from_hf({**QWEN, "decoder_sparse_step": 2}).sparse == (False, True, False, True)
+    assert config_from_hf({**QWEN, "mlp_only_layers": [2]}).sparse == (True, True, False, True)
+    assert config_from_hf({**QWEN, "decoder_sparse_step": 2}).sparse == (False, True, False, True)
     both = {**QWEN, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True}
-    assert Config.from_hf(both).sparse == (False, True, False, False) and Config.from_hf(both).router_norm
-    assert not Config.from_hf(QWEN).router_norm and Config.from_hf(MIXTRAL).router_norm
+    assert config_from_hf(both).sparse == (False, True, False, False) and config_from_hf(both).router_norm
+    assert not config_from_hf(QWEN).router_norm and config_from_hf(MIXTRAL).router_norm
 
 
 def test_what_a_family_leaves_out_is_transformers_default():
@@ -424,13 +424,13 @@ def test_what_a_family_leaves_out_is_transformers_default():
         written = hf.to_dict()
         sizes = {key: written[key] for key in [*QWEN][1:9] if key not in ("num_key_value_heads", "head_dim")}
         rope = {"rope_parameters": written["rope_parameters"]} if family == "gpt_oss" else {}
-        bare = Config.from_hf({"model_type": family, **sizes, **rope})
-        assert bare == Config.from_hf({**written, "dtype": None}), family
+        bare = config_from_hf({"model_type": family, **sizes, **rope})
+        assert bare == config_from_hf({**written, "dtype": None}), family
 
 
 def test_v4_and_v5_names_of_the_number_of_experts():
     v5 = {key: value for key, value in QWEN.items() if key != "num_experts"} | {"num_local_experts": 4}
-    assert Config.from_hf(v5) == Config.from_hf(QWEN)
+    assert config_from_hf(v5) == config_from_hf(QWEN)
 
 
 @pytest.mark.parametrize("hf, names", [
@@ -450,18 +450,18 @@ def test_v4_and_v5_names_of_the_number_of_experts():
     ({**OSS, "rope_scaling": None}, "rope_scaling is missing"),
     ({**OSS, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({**OSS, "layer_types": ["full_attention"] * 3}, "layer_types"),
-    ({**OSS, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),  # checkpoint.py's to take out
+    ({**OSS, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),  # for checkpoint.py to take out
 ], ids=str)  # fmt: skip
 def test_refused_by_name(hf, names):
     with pytest.raises(ValueError, match=r"config\.json") as error:
-        Config.from_hf(hf)
+        config_from_hf(hf)
     assert names in str(error.value)
 
 
 def test_gpt_oss_slides_in_every_other_layer():
-    assert Config.from_hf({**OSS, "sliding_window": 9}).windows == (9, None, 9, None)
+    assert config_from_hf({**OSS, "sliding_window": 9}).windows == (9, None, 9, None)
     kinds = ["full_attention", "sliding_attention"] * 2
-    assert Config.from_hf({**OSS, "sliding_window": 9, "layer_types": kinds}).windows == (None, 9, None, 9)
+    assert config_from_hf({**OSS, "sliding_window": 9, "layer_types": kinds}).windows == (None, 9, None, 9)
 
 
 # ------------------------------------------------------------------------------------------------ ranks

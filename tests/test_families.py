@@ -10,12 +10,13 @@ import torch
 from conftest import BASE, FAMILIES, config_json, oracle
 from safetensors.torch import load_file, save_file
 
-import checkpoint
+import loading.checkpoint as checkpoint
 import quantize as quantize_program
-from checkpoint import load_config, load_model, save_model
+from decoding.sampling import Sampling
 from generate import Engine, generate
-from model import Config, scaled
-from sampling import Sampling
+from loading.checkpoint import load_config, load_model, save_model
+from loading.config import config_from_hf
+from model import scaled
 from speculative import layer_subset
 from tp import Ranks, check
 
@@ -177,8 +178,8 @@ def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_p
 
 def test_exaones_older_pattern_is_read():
     hf = {**BASE, **FAMILIES["exaone-4"], "sliding_window_pattern": "LLLG", "layer_types": None}
-    config = Config.from_hf(hf)
-    assert config.windows == (9, 9, 9, None, 9) and config.turns == (0, 0, 0, None, 0)
+    config = config_from_hf(hf)
+    assert config.windows == (9, 9, 9, None, 9) and config.rope_types == (0, 0, 0, None, 0)
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
@@ -190,7 +191,7 @@ def test_phi_3s_older_names_of_longrope(kind):
     found.pop("partial_rotary_factor")
     found.pop("original_max_position_embeddings")
     old = {**hf, "rope_parameters": None, "rope_scaling": {**found, "type": kind}, "rope_theta": theta}
-    assert Config.from_hf(old) == Config.from_hf(hf)
+    assert config_from_hf(old) == config_from_hf(hf)
 
 
 # ------------------------------------------------------------------------------------------ compiled code

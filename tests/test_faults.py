@@ -26,11 +26,11 @@ from conftest import BASE, ROOT, forked
 from safetensors.torch import save_file
 from torch.utils._filelock import FileLock
 
-import checkpoint
-from checkpoint import load_model, random_model, save_model
-from model import Config
-from program import edge
-from reading import files
+import cli.errors as edge
+import loading.checkpoint as checkpoint
+import loading.files as files
+from loading.checkpoint import load_model, random_model, save_model
+from loading.config import config_from_hf
 from tests.attacks import faults
 from weights import compiling
 
@@ -90,7 +90,7 @@ def refused(folder) -> bool:
 def sources(tmp_path_factory, text_folder, story_tokenizer):
     """Program -> (module, arguments but for the output) of writers of folders."""
     folder = tmp_path_factory.mktemp("gptfast")
-    torch.save(faults.gptfast(random_model(Config.from_hf(HF), dtype=torch.float32)), folder / "model.pth")
+    torch.save(faults.gptfast(random_model(config_from_hf(HF), dtype=torch.float32)), folder / "model.pth")
     (folder / "tokenizer.model").write_bytes(story_tokenizer.read_bytes())
     (folder / "config.json").write_text(json.dumps(HF))
     return {
@@ -181,7 +181,7 @@ def stop_at(monkeypatch, where: int) -> None:
 def test_saving_over_another_model_never_mixes_them(scheme, before, tmp_path, monkeypatch):
     """save_model over a folder of the same or the other form (one file; a file a layer), stopped at each step: it does
     not load, or it is the old model (nothing happened yet) or the new one, whole."""
-    config, loaded = Config.from_hf(HF), []
+    config, loaded = config_from_hf(HF), []
     old, new = (
         random_model(config, dtype=torch.float32, seed=n, quantize=q, pack=False) for n, q in ((1, before), (2, scheme))
     )
@@ -205,7 +205,7 @@ def test_saving_over_another_model_never_mixes_them(scheme, before, tmp_path, mo
 
 
 def test_saving_to_a_full_disk_is_an_oserror(tmp_path):
-    model = random_model(Config.from_hf(HF))
+    model = random_model(config_from_hf(HF))
     with full_disk(), pytest.raises(OSError, match=r"model\.safetensors: cannot be written"):
         save_model(model, tmp_path, HF)
     assert refused(tmp_path) and not (tmp_path / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""reading/floats.py: folders of fp8 blocks, static fp8, MX, NVFP4 and bitsandbytes' 4 bits hold the published weights.
+"""floats.py: folders of fp8 blocks, static fp8, MX, NVFP4 and bitsandbytes' 4 bits hold the published weights.
 
 Every matrix is drawn as random codes and scales and dequantized here a second time, block by block in float64 or in
 the published order of float32 operations, without the reader's code. Sizes are no multiples of a block: q has 192 rows
@@ -17,8 +17,8 @@ from conftest import BASE, config_json, rope
 from safetensors.torch import load_file, save_file
 from test_foreign import FUSED, shapes
 
-import checkpoint
-from checkpoint import load_config, save_model
+import loading.checkpoint as checkpoint
+from loading.checkpoint import load_config, save_model
 from quantize import dequantize_tensor
 from tests.test_foreign import TOKENS, compressed
 from tp import Ranks

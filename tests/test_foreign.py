@@ -1,4 +1,4 @@
-"""reading/foreign.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write them hold the published weights.
+"""quantized/reader.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write them hold the published weights.
 
 The writers here pack bit by bit, from the published layouts alone, and share no code with the reader. Weights are
 compared in float64 with (code - zero point) * scale of the random numbers that were packed.
@@ -16,12 +16,12 @@ import torch
 from conftest import BASE, config_json, rope
 from safetensors.torch import load_file, save_file
 
-import checkpoint
+import cli.main as program
+import loading.checkpoint as checkpoint
+import loading.quantized.reader as foreign
 import quantize as quantize_program
-from checkpoint import load_config, save_model
-from model import Config
-from program import main as program
-from reading import foreign
+from loading.checkpoint import load_config, save_model
+from loading.config import config_from_hf
 from tp import Ranks
 from weights.formats import dequantize_tensor
 from weights.linears import QuantizedLinear, pack_model
@@ -667,7 +667,7 @@ def test_float32_scales_are_a_choice_too(written, tmp_path):
 def test_config_alone_still_refuses():
     """Whoever reads a config.json without checkpoint.py must not take such a folder for one in full precision."""
     with pytest.raises(ValueError, match="quantization_config"):
-        Config.from_hf({**HF, "quantization_config": gptq_config()})
+        config_from_hf({**HF, "quantization_config": gptq_config()})
     assert foreign.layout_of(HF) is None
 
 

@@ -13,11 +13,12 @@ import time
 import pytest
 import torch
 
-from checkpoint import load_config, load_model
-from reading import files, templates
-from reading.templates import ChatTemplate
+import loading.chat_templates as templates
+import loading.files as files
+from loading.chat_templates import ChatTemplate
+from loading.checkpoint import load_config, load_model
+from loading.tokenizer import load_tokenizer
 from tests.attacks import fuzz
-from tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ import pytest
 import torch
 from conftest import FAMILIES, oracle
 
+import decoding.timing as timing
 import generate as library
-import timing
-from checkpoint import load_model
+from decoding.sampling import Sampling
+from decoding.timing import Timing
+from decoding.validation import rounded_up
 from generate import Engine, generate
-from limits import rounded_up
-from sampling import Sampling
+from loading.checkpoint import load_model
 from speculative import ModelDraft, NgramDraft, layer_subset
-from timing import Timing
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
 SAMPLED = Sampling(1.1, top_k=50, top_p=0.95)

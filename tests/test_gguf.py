@@ -1,6 +1,6 @@
 """GGUF files: written here with the gguf package from tiny folders, and read back. The oracles are the folders, the
 package's own dequantization, and the libraries whose vocabularies the files hold. None of them shares code with
-reading/, but for the arithmetic of types that it leaves to the package."""
+loading/, but for the arithmetic of types that it leaves to the package."""
 
 import contextlib
 import json
@@ -16,13 +16,13 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT, oracle
 
-import checkpoint
-from checkpoint import load_config, load_model, save_model
-from program.flags import parse_args
-from program.main import main
+import loading.checkpoint as checkpoint
+import loading.gguf as ours
+from cli.flags import parse_args
+from cli.main import main
+from loading.checkpoint import load_config, load_model, save_model
+from loading.tokenizer import load_tokenizer
 from quantize import main as quantize
-from reading import gguf as ours
-from tokenizer import load_tokenizer
 from tp import Ranks
 from weights.linears import matrices, quantized_linears
 
@@ -39,7 +39,7 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def add_config(writer, hf) -> None:
-    """Keys of a transformers config, as conversion/base.py writes them."""
+    """AttentionMask of a transformers config, as conversion/base.py writes them."""
     writer.add_block_count(hf.num_hidden_layers)
     writer.add_context_length(hf.max_position_embeddings)
     writer.add_embedding_length(hf.hidden_size)

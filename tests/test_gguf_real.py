@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 from benchmarks.real import packaged
-from checkpoint import load_model
+from decoding.sampling import Sampling
 from generate import generate
-from sampling import Sampling
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from scripts.perplexity import measure, windows
-from tokenizer import load_tokenizer
 from weights.linears import pack_model, replace_linears
 
 FILE = packaged()

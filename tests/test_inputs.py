@@ -12,15 +12,15 @@ import pytest
 import torch
 from conftest import ROOT
 
-from checkpoint import load_model, random_model, save_model
+from cli.main import main
+from decoding.sampling import Sampling
 from generate import Engine, generate
-from model import Config
-from program.main import main
+from loading.checkpoint import load_model, random_model, save_model
+from loading.config import config_from_hf
+from loading.tokenizer import StopStrings, load_tokenizer
 from quantize import quantized_copy
-from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from tests.attacks import fuzz
-from tokenizer import StopStrings, load_tokenizer
 
 KINDS = ["sentencepiece", "tokenizers", "tiktoken"]
 
@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
     """A folder of every kind of tokenizer."""
     folders = fuzz.build(tmp_path_factory.mktemp("folders"))
     hf = fuzz.HF | {"vocab_size": 520}  # 260 ranks and 256 special tokens
-    save_model(random_model(Config.from_hf(hf), dtype=torch.float32), folders["tiktoken"], hf)
+    save_model(random_model(config_from_hf(hf), dtype=torch.float32), folders["tiktoken"], hf)
     return folders
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from conftest import ROOT
 
-from checkpoint import load_model
+from cli.errors import interrupts_held
+from decoding.sampling import Sampling
+from decoding.timing import Timing
 from generate import Engine, generate
-from program.edge import interrupts_held
-from sampling import Sampling
+from loading.checkpoint import load_model
 from speculative import Costs, ModelDraft, NgramDraft, layer_subset
-from timing import Timing
 
 NAMES = ("generate", "model", "sampling", "scheduler", "runner", "state", "speculative", "timing", "tp")
 FILES = {str(ROOT / f"{name}.py") for name in NAMES}

@@ -21,21 +21,21 @@ from test_rounding import SHAPE, bits, large_numbers
 from test_speculative import pair, rows_of
 from test_tp import launch
 
-import program.flags
-import program.printing
-from checkpoint import fingerprints, load_model
+import cli.flags
+import cli.output
+from cli.flags import check_options, parse_args
+from cli.main import run
+from cli.prompt_cache import PromptCache
+from decoding.runner import caches_by_name
+from decoding.sampling import Sampling
+from decoding.scheduler import common_prefix
+from decoding.timing import Timing
 from generate import Engine
+from loading.checkpoint import fingerprints, load_model
+from loading.files import open_shards, sample, shards
 from model import Block
-from program.flags import check_options, parse_args
-from program.main import run
-from program.prompt_cache import PromptCache
-from reading.files import open_shards, sample, shards
-from runner import caches_by_name
-from sampling import Sampling
-from scheduler import common_prefix
 from scripts.serve import parse_args as server_flags
 from speculative import ModelDraft, NgramDraft
-from timing import Timing
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]
@@ -220,9 +220,9 @@ MORE = f"{TEXT} that was happy"
 @pytest.fixture
 def ran(text_folder, capsys, monkeypatch):
     """run(flags) -> (JSON objects, stderr); `ran.engines` are those of all runs."""
-    engines, decode_all = [], program.printing.Session.decode
+    engines, decode_all = [], cli.output.Session.decode
     monkeypatch.setattr(
-        program.printing.Session,
+        cli.output.Session,
         "decode",
         lambda self, *args: (engines.append(self.engine), decode_all(self, *args))[1],
     )
@@ -335,7 +335,7 @@ def test_the_file_grows_and_does_not_shrink(ran, tmp_path):
 
 def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder, tmp_path, monkeypatch):
     """Ctrl-C between two tokens keeps the prompt; an error keeps nothing."""
-    file, feed, count = tmp_path / "cache", program.printing.Printer.feed, []
+    file, feed, count = tmp_path / "cache", cli.output.Printer.feed, []
 
     def interrupting(self, *given):
         feed(self, *given)
@@ -344,7 +344,7 @@ def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(program.printing.Printer, "feed", interrupting)
+        patch.setattr(cli.output.Printer, "feed", interrupting)
         with pytest.raises(KeyboardInterrupt):
             ran("--prompt", TEXT, "--prompt_cache", file)
     assert len(count) == 3
@@ -354,7 +354,7 @@ def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder
     def failing(self, *given):
         raise ValueError("no room")
 
-    monkeypatch.setattr(program.printing.Printer, "feed", failing)
+    monkeypatch.setattr(cli.output.Printer, "feed", failing)
     with pytest.raises(ValueError, match="no room"):
         ran("--prompt", MORE, "--prompt_cache", file)
     assert file.read_bytes() == stored and ran.engines
@@ -618,7 +618,7 @@ def test_where_no_file_can_be(ran, text_folder, stored, tmp_path, capsys, monkey
     args = parse_args(["--prompt_cache", str(tmp_path / "none" / "cache")])
     with pytest.raises(ValueError, match=r"--prompt_cache .*none/cache: its folder does not exist or cannot be"):
         check_options(args)
-    monkeypatch.setattr(program.flags, "launched", lambda: True)
+    monkeypatch.setattr(cli.flags, "launched", lambda: True)
     with pytest.raises(ValueError, match="--prompt_cache is one process's: start it without torchrun"):
         check_options(parse_args(["--prompt_cache", str(tmp_path / "cache")]))
     with pytest.raises(SystemExit):

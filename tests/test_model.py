@@ -10,8 +10,9 @@ from conftest import FAMILIES, config_json, oracle
 from reference import logits as reference_logits
 from safetensors.torch import load_file
 
-from checkpoint import load_model
-from model import Config, RMSNorm, Rope, Transformer, attend
+from loading.checkpoint import load_model
+from loading.config import config_from_hf
+from model import RMSNorm, Rope, Transformer, attend
 
 LIMIT = 1e-4  # the bound promised for float32
 
@@ -94,7 +95,7 @@ def test_bounding_the_attended_length_changes_nothing(model):
     tokens = torch.arange(20)[None]
     caches = model.make_caches(1, 64)
     want = model(tokens, torch.arange(20), caches)
-    assert (model(tokens, torch.arange(20), caches.upto(20)) - want).abs().max() <= LIMIT
+    assert (model(tokens, torch.arange(20), caches.slice_to(20)) - want).abs().max() <= LIMIT
 
 
 @torch.no_grad()
@@ -122,7 +123,7 @@ def test_a_smaller_batch_uses_the_first_rows_of_the_cache(folder_of):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rope_stays_float32_through_casts_and_moves(dtype):
     """A bfloat16 table is off by 2e-3 at position 1 and by whole turns at position 1000."""
-    config = Config.from_hf({"model_type": "llama", **_sizes()})
+    config = config_from_hf({"model_type": "llama", **_sizes()})
     want = Rope(config).inv_freq.clone()
     model = Transformer(config).to(dtype)
     assert model.rope.inv_freq.dtype == torch.float32 and torch.equal(model.rope.inv_freq, want)

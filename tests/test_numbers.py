@@ -14,10 +14,11 @@ import reference
 import torch
 from torch import Tensor
 
-from checkpoint import pieces, random_model
+from decoding.sampling import GREEDY, INVALID, Sampling, draw
 from generate import Engine, generate
-from model import Config, RMSNorm, Rope, Transformer, apply_rope, attend
-from sampling import GREEDY, INVALID, Sampling, draw
+from loading.checkpoint import pieces, random_model
+from loading.config import config_from_hf
+from model import RMSNorm, Rope, Transformer, apply_rope, attend
 from speculative import Drafter, ModelDraft, NgramDraft, accept, acceptance, layer_subset, residual
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -179,7 +180,7 @@ HF = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 29, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-CONFIG = Config.from_hf(HF)
+CONFIG = config_from_hf(HF)
 PROMPTS = [[5, 9, 17, 5, 9, 11], [20, 3, 28]]
 N = 16
 

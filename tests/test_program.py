@@ -22,23 +22,23 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT, forked
 
-import program.chat
-import scheduler
-from checkpoint import load_model
+import cli.chat
+import decoding.scheduler as scheduler
+from cli.errors import cpu_share, ending_plainly
+from cli.flags import parse_args
+from cli.load import pick_device
+from cli.main import main
+from cli.main import run as run_args
+from cli.output import Printer, Session
+from cli.prompts import requests
+from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
+from decoding.sampling import Sampling
+from decoding.timing import Timing
 from generate import Engine, generate
-from program.edge import cpu_share, ending_plainly
-from program.flags import parse_args
-from program.loading import pick_device
-from program.main import main
-from program.main import run as run_args
-from program.printing import Printer, Session
-from program.prompts import requests
-from program.report import attended_bytes, bytes_read, position_bytes, weight_bytes
-from sampling import Sampling
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from scripts import race
 from scripts.download import download
-from timing import Timing
-from tokenizer import load_tokenizer
 
 
 def cli(*arguments: str, input: str | None = None) -> subprocess.CompletedProcess:
@@ -403,7 +403,7 @@ def test_old_torch_is_refused_plainly(monkeypatch, capsys):
 def test_start_up_imports_nothing_it_does_not_need():
     """Start-up is latency: transformers and friends are for tests and optional scripts."""
     unwanted = {"transformers", "matplotlib", "lm_eval", "huggingface_hub"}
-    code = f"import sys, program.main; sys.exit(', '.join({unwanted} & set(sys.modules)))"
+    code = f"import sys, cli.main; sys.exit(', '.join({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.strip() == ""
 
@@ -513,7 +513,7 @@ def remember_ids(monkeypatch) -> None:
         for answer in answers:
             history[:] = answer.row.ids + answer.printer.ids
 
-    monkeypatch.setattr(program.chat, "conversation_ids", conversation_ids)
+    monkeypatch.setattr(cli.chat, "conversation_ids", conversation_ids)
     monkeypatch.setattr(Session, "decode", remember)
 
 
@@ -620,7 +620,7 @@ def test_the_help_text_knows_a_chats_length(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"of a chat or scripts.serve, the context, at most {program.main.CHAT_LENGTH}" in text
+    assert f"of a chat or scripts.serve, the context, at most {cli.main.CHAT_LENGTH}" in text
 
 
 def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):
@@ -730,7 +730,7 @@ PROGRAMS = [  # the others take no flags, or are processes that a program starts
     name
     for name in LISTED
     if re.search('^if __name__ == "__main__"', text := (ROOT / name).read_text(), re.MULTILINE)
-    and re.search("parse_args|program.main", text)
+    and re.search("parse_args|cli.main", text)
 ]
 
 

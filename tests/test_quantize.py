@@ -16,17 +16,17 @@ import torch
 from conftest import ROOT, config_json
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cli.main as program
 import quantize as quantize_program
-from checkpoint import load_config, load_model, random_model, save_model
+from cli.flags import parse_args
+from decoding.sampling import Sampling
 from generate import Engine, Timing, generate
-from program import main as program
-from program.flags import parse_args
+from loading.checkpoint import load_config, load_model, random_model, save_model
+from loading.tokenizer import load_tokenizer
 from quantize import gptq, quantize_model, quantized_copy, search_range
-from sampling import Sampling
 from scripts import perplexity
 from scripts.perplexity import measure, windows
 from speculative import ModelDraft
-from tokenizer import load_tokenizer
 from weights import cpu, formats, linears
 from weights.formats import (
     FORMATS,

@@ -27,15 +27,15 @@ from conftest import ROOT
 from rich.console import Console
 from rich.style import Style
 
-from program.flags import parse_args as generate_args
-from program.main import run
-from program.printing import COLOURS
-from program.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
-from sampling import Sampling
-from scheduler import Request
+from cli.flags import parse_args as generate_args
+from cli.main import run
+from cli.output import COLOURS
+from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
+from decoding.sampling import Sampling
+from decoding.scheduler import Request
+from decoding.timing import StepRecord, Timing
 from scripts import race
 from scripts.race import STYLES, Moment, load_columns, main, parse_args, picture, results, shown, take_turns
-from timing import StepRecord, Timing
 
 DRAFT = str(ROOT / "checkpoints" / "demo-draft")
 ALONE = {  # a column's spec; what it means, in generate.py's words

@@ -1,4 +1,4 @@
-"""program/report.py: what a run is said to have cost and gained, from records made by hand."""
+"""cli/report.py: what a run is said to have cost and gained, from records made by hand."""
 
 import json
 import math
@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from program.report import ACCEPTED, BONUS, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, speculation, speculative
-from program.report import summary as lines_of
-from sampling import Sampling
-from scheduler import Request
+from cli.report import ACCEPTED, BONUS, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, speculation, speculative
+from cli.report import summary as lines_of
+from decoding.sampling import Sampling
+from decoding.scheduler import Request
+from decoding.timing import StepRecord, Timing, TokenRecord
 from speculative import Costs, DraftLength, expected_tokens
-from timing import StepRecord, Timing, TokenRecord
 
 COSTS = Costs(0.1, {3: 0.06}, {3: 0.12})  # c = 0.2, v = 1.2
 FIRST = TokenRecord(0, 0, -1, 0.0, first=True)

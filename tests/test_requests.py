@@ -10,16 +10,16 @@ import torch
 from conftest import ROOT, oracle
 from safetensors.torch import load_file, save_file
 
-from checkpoint import load_model
+from cli.flags import check_options, parse_args
+from cli.main import run as run_args
+from cli.prompts import encoded, requests
+from decoding.logits import RepetitionPenalty, log_likeliest
+from decoding.sampling import Sampling
 from generate import Engine, generate
-from processors import RepetitionPenalty, log_likeliest
-from program.flags import check_options, parse_args
-from program.main import run as run_args
-from program.prompts import encoded, requests
-from reading.templates import ChatTemplate
-from sampling import Sampling
+from loading.chat_templates import ChatTemplate
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from speculative import ModelDraft, NgramDraft, layer_subset
-from tokenizer import load_tokenizer
 
 
 def run(capsys, *arguments) -> list[dict]:
@@ -241,7 +241,7 @@ DRAFTS = {
 
 def decoded(model, sampling, **options):
     """Tokens of each row, and what was noted beside them."""
-    from timing import Timing
+    from decoding.timing import Timing
 
     engine, timing = Engine(model, 2, 80, speculate_k=3, **options), Timing()
     rows = [[], []]

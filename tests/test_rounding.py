@@ -1,5 +1,5 @@
-"""rounding.py and what rests on it: a pass over K + 1 positions rounds as K + 1 passes over one, so that drafted greedy
-text is plain greedy text, bit for bit.
+"""exactness.py and what rests on it: a pass over K + 1 positions rounds as K + 1 passes over one, so that drafted
+greedy text is plain greedy text, bit for bit.
 
 Made-up kernels that add in another order for some shapes show that the self-checks see it; models of random weights,
 that all logits are the same bits; the demo, that texts are.
@@ -17,16 +17,16 @@ import torch
 from conftest import ROOT
 from torch import Tensor
 
+import decoding.runner as runner
 import generate as engines
-import runner
-from checkpoint import load_model, random_model
+from decoding.exactness import cancelling, same_attention, same_widths
+from decoding.sampling import Sampling
+from decoding.timing import Timing
 from generate import Engine, generate
+from loading.checkpoint import load_model, random_model
 from model import Config
-from rounding import cancelling, same_attention, same_widths
-from sampling import Sampling
 from speculative import AUTO_K, Costs, DraftLength, ModelDraft, NgramDraft, layer_subset
 from tests.attacks import drift
-from timing import Timing
 from weights import cpu
 from weights.cpu import in_widths, laid_out
 from weights.linears import pack_model, same_rows
@@ -316,7 +316,7 @@ def demo_draft():
 
 @functools.cache
 def prompt_ids() -> list[list[int]]:
-    from tokenizer import load_tokenizer
+    from loading.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(ROOT / "checkpoints" / "demo")
     return [tokenizer.encode(text) for text in PROMPTS]
@@ -399,7 +399,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(k):
 
 
 def held(engine: Engine, length: int) -> list[Tensor]:
-    """Keys and values up to a position, bits."""
+    """AttentionMask and values up to a position, bits."""
     return [bits(x[:, :, :length]) for cache in engine.runner.caches.layers for x in (cache.k, cache.v)]
 
 

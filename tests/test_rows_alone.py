@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_rounding import SHAPE, large_numbers
 
-import caches
-from caches import KINDS
+import decoding.kv_8bit as caches
+from decoding.kv_8bit import KINDS
+from decoding.sampling import Sampling
 from generate import Engine, generate
-from sampling import Sampling
 from speculative import NgramDraft
 from weights import linears
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sampling as program
-from sampling import INVALID, Sampling, draw, uniform
+import decoding.sampling as program
+from decoding.sampling import INVALID, Sampling, draw, uniform
 
 Z = 4.75  # standard normal quantile of 1 - 1e-6
 

@@ -27,12 +27,12 @@ import pytest
 import torch
 from conftest import ROOT, started, status_of
 
-from checkpoint import load_model
+from decoding.sampling import Sampling, uniform
 from generate import generate
-from sampling import Sampling, uniform
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from scripts import serve
 from scripts.openai_form import Answer, Event, Refusal, Token, ask_of
-from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.attack  # half a minute on two cores
 
@@ -424,8 +424,8 @@ def test_a_new_field_of_sampling_needs_no_other_list(monkeypatch):
 
     monkeypatch.setattr("sampling.Sampling", Forked)
     with monkeypatch.context() as patch:
-        prompts = fresh_copy(patch, "program.prompts")
-        patch.setitem(sys.modules, "program.prompts", prompts)
+        prompts = fresh_copy(patch, "cli.prompts")
+        patch.setitem(sys.modules, "cli.prompts", prompts)
         form = fresh_copy(patch, "scripts.openai_form")
         ask = form.ask_of({"prompt": "a", "typical_p": 0.25}, False, "m", Forked(0.5), None)
         assert ask.sampling == Forked(0.5, typical_p=0.25)

@@ -10,13 +10,13 @@ import random
 import pytest
 import torch
 
+import decoding.scheduler as scheduler
 import generate as program
-import scheduler
-from caches import Int8Cache
-from checkpoint import load_model
+from decoding.kv_8bit import Int8Cache
+from decoding.sampling import Sampling
 from generate import Engine, generate
+from loading.checkpoint import load_model
 from model import KVCache
-from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from weights.linears import pack_model
 

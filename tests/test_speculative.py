@@ -13,15 +13,17 @@ import torch
 from steps import prefill_all, start_all_alike
 from torch import Tensor
 
+import decoding.timing as clock
 import speculative
-import timing as clock
-from checkpoint import random_model
+from cli.report import RowStatistics
+from decoding.runner import ModelRunner
+from decoding.sampling import INVALID, Sampling
+from decoding.scheduler import Request
+from decoding.slots import State
+from decoding.timing import Timing
 from generate import Engine, generate
+from loading.checkpoint import random_model
 from model import Config, Transformer
-from program.report import RowStatistics
-from runner import ModelRunner
-from sampling import INVALID, Sampling
-from scheduler import Request
 from speculative import (
     Costs,
     Drafter,
@@ -37,8 +39,6 @@ from speculative import (
     residual,
     speedup,
 )  # fmt: skip
-from state import State
-from timing import Timing
 
 SAMPLINGS = [
     Sampling(0), Sampling(0.3), Sampling(1), Sampling(2), Sampling(1, top_k=3), Sampling(1, top_p=0.8),

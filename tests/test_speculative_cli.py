@@ -9,12 +9,12 @@ import pytest
 from conftest import ROOT
 from test_program import Terminal, run
 
-from checkpoint import load_model, save_model
-from program.flags import parse_args
-from program.main import main
-from program.main import run as run_args
+from cli.flags import parse_args
+from cli.main import main
+from cli.main import run as run_args
+from loading.checkpoint import load_model, save_model
+from loading.tokenizer import load_tokenizer
 from speculative import layer_subset
-from tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from reading.vocabularies import TEKKEN_PATTERN
-from tokenizer import load_tokenizer
+from loading.tokenizer import load_tokenizer
+from loading.vocabularies import TEKKEN_PATTERN
 
 MERGES = [b"th", b"the", b" the", b" c", b"at", b" cat", b"\xc3\xb6", b"12"]
 TEXTS = ["the cat", " the  cat\n\n", "cat12 1234", "w\u00f6rld \u65e5\u672c \U0001f389", "</s>[INST] x [/INST]",

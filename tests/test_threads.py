@@ -2,7 +2,7 @@
 
 import pytest
 
-from program.threads import MOST_PATIENCE, TRY, Threads
+from cli.threads import MOST_PATIENCE, TRY, Threads
 
 
 class Machine:

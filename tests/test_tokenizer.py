@@ -1,4 +1,4 @@
-"""tokenizer.py: ids equal to the libraries' own, text back without a broken character."""
+"""loading/tokenizer.py: ids equal to the libraries' own, text back without a broken character."""
 
 import base64
 import json
@@ -13,8 +13,8 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reading.vocabularies import BYTE_OF_CHAR, LLAMA3_PATTERN
-from tokenizer import StopStrings, copy_files, load_tokenizer
+from loading.tokenizer import StopStrings, copy_files, load_tokenizer
+from loading.vocabularies import BYTE_OF_CHAR, LLAMA3_PATTERN
 
 TEXTS = [
     "the little cat", "  two spaces, a\ttab\nand a line ", "", " ", "日本語のテキスト", "한국어 텍스트", "ภาษาไทย",

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tp_worker import FORKS, run_case
 
-import checkpoint
+import cli.errors as edge
+import decoding.timing as timing
+import loading.checkpoint as checkpoint
 import quantize
-import timing
 import tp
-from checkpoint import load_config, load_model, save_model
-from program import edge
+from loading.checkpoint import load_config, load_model, save_model
 from quantize import FORMATS, dequantize_tensor
 from scripts import tp_plan
 from scripts.tp_plan import plan
@@ -770,7 +770,7 @@ FAULT = """
 import os, sys, time, signal
 sys.path.insert(0, {root!r})
 import generate
-from program.main import main
+from cli.main import main
 rank = int(os.environ["RANK"])
 open({pids!r} + str(rank), "w").write(str(os.getpid()))
 step, count = generate.Engine.step, []

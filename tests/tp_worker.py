@@ -10,12 +10,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
-from caches import KINDS
-from checkpoint import load_model
+from cli.report import RowStatistics
+from decoding.kv_8bit import KINDS
+from decoding.sampling import Sampling
 from generate import Engine, Timing, generate
-from program.report import RowStatistics
+from loading.checkpoint import load_model
 from quantize import quantized_copy
-from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
 from weights.formats import FORMATS, Format, Int8, pack_bits, unpack_bits

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rounding import same_widths
+from decoding.exactness import same_widths
 from weights.compiling import known_few
 
 LARGE = 2**21  # bytes: larger weights lie beyond the inner caches, and reading them is what a product costs

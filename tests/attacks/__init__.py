@@ -1,3 +1,3 @@
 """What takes hours, run as `python -m tests.attacks.NAME`."""
 
-import program  # noqa: F401, until `main` Ctrl-C ends the process without a word
+import cli  # noqa: F401, until `main` Ctrl-C ends the process without a word

@@ -32,18 +32,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import runner
+import decoding.runner as runner
 from benchmarks.record import record
-from checkpoint import load_model
+from cli.errors import ending_plainly
+from cli.flags import DTYPES, Parser, positive
+from decoding.exactness import same_attention
+from decoding.sampling import GREEDY, Sampling
 from generate import Engine, generate
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 from model import Transformer
-from program.edge import ending_plainly
-from program.flags import DTYPES, Parser, positive
 from quantize import quantized_copy
-from rounding import same_attention
-from sampling import GREEDY, Sampling
 from speculative import Drafter, ModelDraft, NgramDraft, layer_subset
-from tokenizer import load_tokenizer
 from weights import cpu, linears
 from weights.linears import pack_model
 

@@ -425,7 +425,7 @@ def main() -> None:
     elif EMULATED in os.environ:
         run_emulated()
     else:
-        from program.edge import ending_plainly
+        from cli.errors import ending_plainly
 
         with ending_plainly():
             restarted()

@@ -41,10 +41,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.record import record
-from checkpoint import load_model, random_model, save_model
-from model import Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser, positive
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
+from loading.checkpoint import load_model, random_model, save_model
+from loading.config import config_from_hf
+from model import Transformer
 
 ROOT = Path(__file__).parents[2]
 DEMO, DRAFT = ROOT / "checkpoints" / "demo", ROOT / "checkpoints" / "demo-draft"
@@ -131,7 +132,7 @@ def build(root: Path) -> Path:
     """What the programs read."""
     shutil.copytree(DEMO, root / "demo")
     shutil.copytree(DRAFT, root / "draft")
-    model = random_model(Config.from_hf(HF), dtype=torch.float32)
+    model = random_model(config_from_hf(HF), dtype=torch.float32)
     save_model(model, root / "model", HF)
     (root / "fast").mkdir()
     for folder in ("model", "fast"):

@@ -35,16 +35,16 @@ from pathlib import Path
 
 import torch
 
+import loading.chat_templates as templates
 from benchmarks.record import record
-from checkpoint import load_config, load_model, pieces, random_model, save_model
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
+from decoding.sampling import Sampling
 from generate import generate
-from model import Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser, positive
-from reading import templates
-from reading.config import NEUTRAL
-from sampling import Sampling
-from tokenizer import load_tokenizer
+from loading.checkpoint import load_config, load_model, pieces, random_model, save_model
+from loading.config import NEUTRAL, config_from_hf
+from loading.tokenizer import load_tokenizer
+from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE_S, CASE_BYTES, LONGEST_LINE = 10.0, 512 * 2**20, 2000
@@ -82,7 +82,7 @@ def build(root: Path) -> dict[str, Path]:
     for name, folder in folders.items():
         hf = HF | ({"quantization_config": QUANTIZED[name][0]} if name in QUANTIZED else {})
         scheme = "int8" if name == "sharded" else None
-        model = random_model(Config.from_hf(HF), dtype=torch.float32, quantize=scheme, pack=False)
+        model = random_model(config_from_hf(HF), dtype=torch.float32, quantize=scheme, pack=False)
         save_model(model, folder, hf)
         if name in QUANTIZED:
             _requantize(folder, hf, QUANTIZED[name][1])

@@ -56,20 +56,20 @@ from tqdm import tqdm
 
 import speculative
 from benchmarks.record import record
-from checkpoint import load_model, random_model
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
+from decoding.sampling import DRAFT_DRAW, FILTERED, Sampling
+from decoding.timing import TokenRecord
 from drafts.eagle import EagleDraft, EagleModel
 from drafts.pard import PardDraft
 from drafts.vocabulary import translate
 from generate import Engine, Timing, generate
+from loading.checkpoint import load_model, random_model
+from loading.draft_configs import Eagle, pard_token
+from loading.files import read_json
 from model import Config, Transformer
-from program.edge import ending_plainly
-from program.flags import Parser, positive
 from quantize import quantized_copy
-from reading.drafts import Eagle, pard_token
-from reading.files import read_json
-from sampling import DRAFT_DRAW, FILTERED, Sampling
 from speculative import Costs, Drafter, ModelDraft, NgramDraft, accept, layer_subset
-from timing import TokenRecord
 from weights.linears import pack_model
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +284,7 @@ def rounding(name: str) -> float:
         caches = model.make_caches(2, T)
         for begin in range(0, T - 5, 6):
             pos = torch.arange(begin, begin + 6)
-            logits = model(tokens[:, begin : begin + 6], pos, caches.upto(begin + 6))
+            logits = model(tokens[:, begin : begin + 6], pos, caches.slice_to(begin + 6))
             largest = max(largest, (logits - whole[:, begin : begin + 6]).abs().max().item())
     return largest
 

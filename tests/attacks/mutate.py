@@ -31,21 +31,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from program.edge import ending_plainly
-from program.flags import Parser, positive
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300  # for the tests of one mutant, which may run for ever
 LIBRARIES = ("torch", "hypothesis", "transformers.models.llama.modeling_llama")
 TESTS = {
     "model.py": ("test_model.py", "test_engine.py"),
-    "sampling.py": ("test_sampling.py",),
+    "decoding/sampling.py": ("test_sampling.py",),
     "generate.py": ("test_generate.py", "test_engine.py", "test_speculative.py"),
     "speculative.py": ("test_speculative.py",),
     "tp.py": ("test_tp.py",),
     "weights/formats.py": ("test_quantize.py",),
-    "checkpoint.py": ("test_checkpoint.py", "test_model.py"),
-    "tokenizer.py": ("test_tokenizer.py",),
+    "loading/checkpoint.py": ("test_checkpoint.py", "test_model.py"),
+    "loading/tokenizer.py": ("test_tokenizer.py",),
 }
 PAIRS = (
     "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, FloorDiv Mod, LShift RShift, BitAnd BitOr, And Or"

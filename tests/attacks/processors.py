@@ -20,7 +20,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from program.flags import Parser
+from cli.flags import Parser
 
 ROOT = Path(__file__).parents[2]
 # oneDNN's name, aten's name, and the flags of /proc/cpuinfo that a processor needs for both

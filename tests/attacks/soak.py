@@ -36,19 +36,20 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import cli.output as printing
+import cli.prompts as prompts
 from benchmarks.record import record
+from cli.chat import chat
+from cli.errors import ending_plainly
+from cli.flags import Parser, positive, speculate_k
+from cli.flags import parse_args as generate_flags
+from cli.load import load_drafter, load_target, pick_device
+from cli.output import Session
+from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
+from decoding.validation import rounded_up
 from generate import Engine
-from limits import rounded_up
-from program import printing, prompts
-from program.chat import chat
-from program.edge import ending_plainly
-from program.flags import Parser, positive, speculate_k
-from program.flags import parse_args as generate_flags
-from program.loading import load_drafter, load_target, pick_device
-from program.printing import Session
-from sampling import FILTERED, GREEDY, PLAIN, Sampling
+from loading.tokenizer import Tokenizer
 from speculative import AUTO_K, Costs
-from tokenizer import Tokenizer
 from tp import ALONE
 from weights.linears import pack_model
 

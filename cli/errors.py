@@ -1,0 +1,159 @@
+"""Where a program meets the system: exit statuses, Ctrl-C, pipes, full disks, launchers, a container's quota.
+
+`ending_plainly` stands around every program. This file knows nothing of models, flags or text.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from tp import check_single_process, launched, leave, lost_contact
+
+OLDEST_TORCH = [2, 11]
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+OTHERS_WAIT_S = 3.0  # before a rank prints an error that local rank 0 may have too
+
+
+@contextlib.contextmanager
+def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) -> Iterator[None]:
+    """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a bug keeps its traceback.
+
+    With `reader_may_leave` a closed stdout is no error: `program | head` ends quietly. SIGTERM ends a program at once;
+    what it was writing then lies under NAME.partial. Without `joins_ranks` the program refuses to be one of several
+    processes of torchrun: each would do all of the work, and write to the same files.
+    """
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # cli/__init__.py's; `nohup` stays
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
+            raise ValueError(f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.13")
+        if not joins_ranks:
+            check_single_process()
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # an error here can still be said
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RuntimeError as error:
+        if lost_contact(error):
+            fail(f"lost contact with another rank, whose own error, if it had one, tells why ({error})")
+        if any(words in str(error) for words in ("file too short", "invalid ELF header")):
+            folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "of TORCHINDUCTOR_CACHE_DIR")
+            fail(f"torch's compile cache holds a damaged library: delete the folder {folder} and start again ({error})")
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # a CPU's words
+            raise
+        fail(error)
+    except (ValueError, OSError, MemoryError) as error:
+        if not (reader_may_leave and isinstance(error, BrokenPipeError)):
+            fail(error)
+        close_stdout()
+        if launched():
+            sys.exit(1)  # the other ranks must not wait for this one
+    finally:
+        leave_ranks()
+
+
+def fail(error: Exception | str) -> NoReturn:
+    """Print one line and exit with status 2."""
+    if isinstance(error, OSError):
+        close_stdout()
+    # Local rank 0 reports first; torchrun then ends the waiting ranks, so an error that all share is printed once.
+    if launched() and int(os.environ["LOCAL_RANK"]) > 0:
+        time.sleep(OTHERS_WAIT_S)
+    rank = int(os.environ.get("RANK", 0)) if launched() else 0
+    print_error(f"rank {rank}: {error}" if rank else error)
+    sys.exit(2)
+
+
+def print_error(error: Exception | str) -> None:
+    tqdm.write(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def close_stdout() -> None:
+    """Send nowhere what is still buffered: Python writes it at exit, and would fail again."""
+    if sys.stdout is sys.__stdout__ is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[list]:
+    """Note a first Ctrl-C in the list that is yielded, and raise it at the end. A second one acts at once.
+
+    Inside a guard of compiled code the exception would be lost: torch takes it for a guard that fails, and recompiles.
+    """
+    usual, noted = signal.getsignal(signal.SIGINT), []
+
+    def note(*which) -> None:
+        noted.append(which)
+        signal.signal(signal.SIGINT, usual)
+
+    if callable(usual):  # not where it is ignored
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        if callable(usual):
+            signal.signal(signal.SIGINT, usual)
+        if noted:
+            raise KeyboardInterrupt
+
+
+def end_with_launcher() -> None:
+    """Let this rank end when torchrun does: a torchrun that is killed cannot end its ranks."""
+    if launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def silent(yes: bool) -> Iterator[None]:
+    """If `yes`, print nothing within."""
+    with open(os.devnull, "w") as nowhere:
+        out, err = (nowhere, nowhere) if yes else (sys.stdout, sys.stderr)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+
+
+def leave_ranks() -> None:
+    """End the process group, with the program's exception, if any, on its way. After a failure NCCL would wait for
+    collectives that never end, so the process ends at once."""
+    error = sys.exc_info()[1]
+    if error is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+    leave()
+
+
+def use_threads(asked: int | None) -> int:
+    """Use --threads, or torch's number within the share of this process; a rank takes its part of that. How many."""
+    share, usual = cpu_share(), torch.get_num_threads()
+    num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable
+    if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, if the user says nothing
+        share = usual = max(1, share // int(num_local))
+    torch.set_num_threads(asked or min(usual, share))
+    return torch.get_num_threads()
+
+
+def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
+    """Processors that this process may keep busy: its affinity, or a smaller quota of its container (Linux, cgroups
+    v2). Threads beyond a quota all wait together once it is used up."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path(file).read_text().split()
+        return max(1, min(here, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # another system, or "max": no quota
+        return here

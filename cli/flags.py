@@ -1,0 +1,205 @@
+"""The flags of generate.py, and what is refused before anything is loaded.
+
+This file knows no device, file or model. Other programs take `Parser` and `positive` from it.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cli.errors import fail
+from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
+from decoding.kv_8bit import KINDS
+from decoding.logits import RepetitionPenalty
+from generate import DEFAULT_K
+from loading.tokenizer import StopStrings
+from tp import launched
+from weights.formats import SCHEMES, format_of
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        fail(message)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def thread_count(text: str) -> int:
+    """A number of threads that the machine has processors for: thousands would freeze it."""
+    count, most = positive(text), os.cpu_count() or 1
+    if count > most:
+        raise argparse.ArgumentTypeError(f"{count} threads are more than this machine's processors, {most}")
+    return count
+
+
+def an_object(text: str) -> dict:
+    return checked_json(text, dict, "an object")
+
+
+def a_list(text: str) -> list:
+    """JSON, or the name of a file with it."""
+    if not text.lstrip().startswith("["):
+        text = Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
+    return checked_json(text, list, "a list, or a file that holds one")
+
+
+def checked_json(text: str, kind: type, what: str) -> object:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        raise argparse.ArgumentTypeError(f"{text!r:.99} is not {what} in JSON")
+    return found
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        description="Decode text with a Llama-architecture model from a Hugging Face folder or GGUF file. Text streams"
+        " to stdout, everything else to stderr.",
+        epilog="On several devices: torchrun --nproc_per_node=N generate.py …",
+    )
+    add = parser.add_argument_group("model").add_argument
+    demo = Path(__file__).parent.parent / "checkpoints" / "demo"
+    path = "a Hugging Face folder or a .gguf file"
+    add("--checkpoint", default=str(demo), metavar="PATH", help=f"{path}; default: checkpoints/demo")
+    add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
+    add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
+    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+
+    group = parser.add_argument_group("prompt")
+    source, add = group.add_mutually_exclusive_group(), group.add_argument
+    source.add_argument("--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"')
+    jsonl = 'one a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for stdin'
+    source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
+    source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
+    add("--system", metavar="TEXT", help="system message for --interactive")
+    add("--chat_template_kwargs", type=an_object, default={}, metavar="JSON", help="names for the template, such as"
+        ' \'{"enable_thinking": false}\'')  # fmt: skip
+    add("--tools", type=a_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
+    add("--prefill", default="", metavar="TEXT", help="how each answer begins")
+    add("--prompt_cache", metavar="FILE", help="what was computed of a prompt, read from and written to this file")
+    add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of one prompt")
+    add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
+
+    add = parser.add_argument_group("what is drawn").add_argument
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token; default: 0.8")
+    add("--top_k", type=int, metavar="N", help="keep the N most likely tokens")
+    add("--top_p", type=float, metavar="P", help="keep the most likely tokens that together reach this mass")
+    add("--min_p", type=float, metavar="P", help="keep tokens at least this likely relative to the most likely one")
+    add(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="of tokens that stood before; default: 1, none",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+
+    add = parser.add_argument_group("when it ends").add_argument
+    add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
+    add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: as many"
+        " as they need; of a chat or scripts.serve, the context, at most 4096")  # fmt: skip
+    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
+    add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
+
+    group = parser.add_argument_group("drafting")
+    draft, add = group.add_mutually_exclusive_group(), group.add_argument
+    draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model, a PARD or an EAGLE-3 draft")
+    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
+    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: what pays best; default: {DEFAULT_K}")
+    add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
+    add(
+        "--one_width",
+        action="store_true",
+        help="every step is a pass over K + 1 positions, drafted or not: where the"
+        " report does not say identical, plain and drafted greedy text meet so",
+    )
+    add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
+
+    add = parser.add_argument_group("where it runs").add_argument
+    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
+    add("--threads", type=thread_count, metavar="N", help="of a CPU; default: all it may use or one, as measured")
+    add("--kv_cache_dtype", choices=[*KINDS], default="model", help="of keys and values; int8 and fp8 take half the"
+        " bytes; default: the model's")  # fmt: skip
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
+
+    add = parser.add_argument_group("under torchrun").add_argument
+    add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
+        help="divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
+    add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for another rank; default: 600")
+
+    add = parser.add_argument_group("what is reported").add_argument
+    add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
+    add("--ordered", action="store_true", help="--json in the file's order; default: each line as soon as its row ends")
+    add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
+        " before temperature, penalty and filters")  # fmt: skip
+    add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
+    args = parser.parse_args(argv)
+    args.batch_size = args.batch_size or args.num_samples
+    return args
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """ValueError for what would only fail later, or would be ignored without a word."""
+    drafts = args.draft or args.draft_checkpoint
+    sampling_of(args)
+    StopStrings(args.stop)
+    processor_of(args)
+    check_names(args.chat_template_kwargs)
+    chats = args.interactive or args.prompt_file
+    for wrong, message in (
+        (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
+        (args.max_new_tokens is not None and args.max_new_tokens < 1,
+         f"--max_new_tokens {args.max_new_tokens} must be at least 1"),
+        (args.system and not args.interactive, "--system needs --interactive"),
+        ((args.chat_template_kwargs or args.tools is not None or args.prefill) and not chats,
+         "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive or a --prompt_file of them"),
+        (args.logprobs is not None and (args.logprobs < 0 or not args.json),
+         f"--logprobs {args.logprobs} must be a number from 0 on, and needs --json"),
+        (sys.stdin is None and (args.interactive or args.prompt_file == "-"),
+         "stdin is closed, which --interactive and --prompt_file - read: give --prompt or a file"),
+        (args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1),
+         "--interactive is one conversation in text: not with --json, --num_samples or --batch_size"),
+        (args.quantize_head and not args.quantize, "--quantize_head needs --quantize"),
+        (args.draft_quantize and not args.draft_checkpoint, "--draft_quantize needs --draft_checkpoint"),
+        (args.draft_tp == "sharded" and not args.draft_checkpoint,
+         "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"),
+        (not 0 < args.timeout < 1e6, f"--timeout {args.timeout} must be a positive number of seconds"),
+        (not drafts and (args.show_drafts or (args.speculate_k is not None and not args.one_width)),
+         "--speculate_k and --show_drafts need --draft_checkpoint or --draft"),
+        (args.one_width and args.speculate_k == "auto", "--one_width needs a --speculate_k that is a number"),
+        (args.prompt_cache and launched(), "--prompt_cache is one process's: start it without torchrun"),
+        *((file and not os.access(Path(file).resolve().parent, os.W_OK),
+           f"--{name} {file}: its folder does not exist or cannot be written to")
+          for name, file in (("profile", args.profile), ("prompt_cache", args.prompt_cache))),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(message)
+    for scheme in (args.quantize, args.quantize_head, args.draft_quantize):
+        if scheme is not None:
+            format_of(scheme)
+    speculate_k(args)
+
+
+def processor_of(args: argparse.Namespace) -> RepetitionPenalty | None:
+    return None if args.repetition_penalty == 1 else RepetitionPenalty(args.repetition_penalty)
+
+
+def speculate_k(args: argparse.Namespace) -> int | str:
+    """--speculate_k: a number of tokens, or auto."""
+    text = str(DEFAULT_K) if args.speculate_k is None else args.speculate_k
+    if text != "auto" and not text.isdigit():
+        raise ValueError(f"--speculate_k {text} must be a number of tokens from 0 on, or auto")
+    return text if text == "auto" else int(text)

@@ -1,0 +1,206 @@
+"""What is asked: --prompt, a file of prompts or of conversations -> requests with token ids.
+
+This file knows text and tokenizers, and nothing of models.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from decoding.sampling import Sampling
+from loading.tokenizer import ContentError, Tokenizer, joined
+
+DEFAULT_NEW_TOKENS = 200
+LARGEST_SEED = 2**62
+SAMPLED = tuple(field.name for field in dataclasses.fields(Sampling))  # a line may have its own
+NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
+KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SAMPLED, *NAMES}
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
+WANTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
+
+
+class Request(NamedTuple):
+    """A text, or a conversation whose last message is `text`. Results carry the `id`."""
+
+    text: str
+    messages: list[dict] | None = None
+    id: object = None
+    place: str | None = None  # the line of a file that it stands in
+    max_new_tokens: int | None = None  # None: as the flags say
+    seed: int | None = None
+    sample: int = 0
+    ids: list[int] | None = None  # of the prompt, once it is encoded
+    sampling: Sampling | None = None  # None, and so below: as the flags say
+    stop: list[str] | None = None
+    names: dict | None = None  # tools, prefill and template's names
+
+    def encode(self, tokenizer: Tokenizer, names: dict | None = None) -> list[int]:
+        if self.messages is None:
+            return tokenizer.encode(self.text)
+        return conversation_ids(tokenizer, self.messages, **(self.names or names or {}))
+
+    def labels(self) -> dict:
+        """What tells results apart."""
+        return ({} if self.id is None else {"id": self.id}) | {"seed": self.seed, "sample": self.sample}
+
+
+def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
+    """(requests, an error for each line that holds none) of --prompt, or of the lines of --prompt_file ('-' is stdin):
+    plain text, or JSONL where the first line begins an object. Empty lines are skipped."""
+    if args.prompt_file is None:
+        if not args.prompt:
+            raise ValueError("--prompt is empty: give it at least one character")
+        return [Request(args.prompt)], []
+    name = "stdin" if args.prompt_file == "-" else args.prompt_file
+    try:
+        text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    lines = re.split("\r?\n", text.removeprefix("\ufeff"))  # a byte order mark
+    places = [(f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not places:
+        raise ValueError(f"{name}: holds no prompt")
+    jsonl, asked, broken = places[0][1].lstrip().startswith("{"), [], []
+    for place, line in places:
+        try:
+            asked.append(jsonl_request(line, place, args) if jsonl else Request(line, place=place))
+        except ValueError as error:
+            broken.append(f"{place}: {error}")
+    return asked, broken
+
+
+def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
+    """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}, with or without "id", "max_new_tokens" and "seed",
+    settings of its own in place of the flags', and for the template "chat_template_kwargs", "tools" and "prefill".
+    ValueError for anything else."""
+    try:
+        found = json.loads(line)
+        messages, id, new, seed = (found.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
+        contents = [content_of(message) for message in messages or ()]
+        text = found["prompt"] if messages is None else contents[-1]
+        parts = [text, *contents, *(message["role"] for message in messages or ())]
+        both = "prompt" in found and "messages" in found
+        valid = not both and all(isinstance(part, str) for part in parts)
+    except ContentError:
+        raise
+    except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
+        valid = False
+    if not valid:
+        raise ValueError(WANTED)
+    check_finite(found)
+    if not text and messages is None:
+        raise ValueError('"prompt" is empty: give it at least one character')
+    for key, n in (("max_new_tokens", new), ("seed", seed)):
+        if n is not None and not (type(n) is int and 0 <= n < LARGEST_SEED):
+            raise ValueError(f'"{key}": {n!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}')
+    if unknown := sorted(found.keys() - KEYS):
+        raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
+    own = {key: found[key] for key in SAMPLED if found.get(key) is not None}
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in own.values()):
+        raise ValueError(f"{own}: settings of sampling are numbers")
+    sampling = (
+        Sampling(**{key: own.get(key, getattr(args, key, getattr(Sampling(), key))) for key in SAMPLED})
+        if own
+        else None
+    )
+    stop = [found["stop"]] if isinstance(found.get("stop"), str) else found.get("stop")
+    if stop is not None and not (isinstance(stop, list) and all(isinstance(each, str) and each for each in stop)):
+        raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
+    return Request(
+        text, messages, id, place if id is None else f"{place}, id {id!s:.99}", new, seed, sampling=sampling,
+        stop=stop, names=own_names(found, args) if found.keys() & set(NAMES) else None,
+    )  # fmt: skip
+
+
+def content_of(message: dict) -> object:
+    """A message's text; none where it calls tools instead. ContentError, LookupError or TypeError for anything else."""
+    if message.get("tool_calls") and message.get("content") is None:
+        return ""
+    return joined(message["content"])
+
+
+def check_finite(line: dict) -> None:
+    """ValueError for numbers that Python reads and JSON does not have: results repeat the line's id."""
+    try:
+        json.dumps(line, allow_nan=False)
+    except ValueError:
+        raise ValueError("it holds NaN or Infinity, or a number as large, which JSON cannot hold") from None
+
+
+def own_names(found: dict, args: argparse.Namespace) -> dict:
+    """What a line asks of the template, in place of the flags'."""
+    if "messages" not in found:
+        raise ValueError(f"{', '.join(key for key in NAMES if key in found)}: only conversations have a template")
+    kinds = {"chat_template_kwargs": dict, "tools": list, "prefill": str}
+    said = {dict: "objects", list: "lists", str: "strings"}
+    for key, kind in kinds.items():
+        if found.get(key) is not None and not isinstance(found[key], kind):
+            raise ValueError(f'"{key}": {found[key]!r:.99} must be of JSON\'s {said[kind]}')
+    given = {key: found[key] if found.get(key) is not None else getattr(args, key, None) for key in NAMES}
+    check_names(given["chat_template_kwargs"] or {})
+    return template_names(argparse.Namespace(**given))
+
+
+def template_names(args: argparse.Namespace) -> dict:
+    """tools, prefill and the template's own names, as Tokenizer.chat takes them."""
+    return {"tools": args.tools, "prefill": args.prefill or "", **(args.chat_template_kwargs or {})}
+
+
+def check_names(names: dict) -> None:
+    """ValueError for a name that is not the user's to give."""
+    if wrong := [name for name in RESERVED if name in names]:
+        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
+
+
+def conversation_ids(
+    tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
+) -> list[int]:
+    """In the folder's chat format; without one, the messages' texts and the prefill, a line each. ValueError where
+    there is no template that tools, calls of them or names could be for."""
+    if tokenizer.template is not None:
+        return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
+    if tools is not None or names:
+        raise ValueError(f"this folder has no chat template for {', '.join(names) or 'tools'}")
+    if any(message.get("tool_calls") for message in messages):
+        raise ValueError("this folder has no chat template for tool_calls")
+    return tokenizer.encode(
+        "\n".join([*(joined(message["content"]) for message in messages), *[prefill] * bool(prefill)])
+    )
+
+
+def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
+    """--max_new_tokens as it stands (whether it fits is checked later), or as many as fit up to DEFAULT_NEW_TOKENS."""
+    return asked if asked is not None else max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SAMPLED})
+
+
+def encoded(
+    asked: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable
+) -> tuple[list[Request], list[str]]:
+    """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
+    check([ids], [new]) raises ValueError for what does not fit."""
+    rows, refused = [], []
+    if tokenizer.template is None and any(request.messages for request in asked):
+        print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
+    for request in asked:
+        new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        seed = args.seed if request.seed is None else request.seed
+        try:
+            ids = request.encode(tokenizer, template_names(args))
+            own = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
+            whole = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **own)
+            check([ids], [whole.max_new_tokens])
+            rows += [whole._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]
+        except ValueError as error:
+            if request.place is None:
+                raise
+            refused.append(f"{request.place}: {str(error).removeprefix('prompt 0 ')}")
+    return rows, refused

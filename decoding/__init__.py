@@ -1,0 +1,1 @@
+"""Between a model and its tokens: sampling, slots, 8-bit caches, timing."""

@@ -1,0 +1,210 @@
+"""Keys and values in 8 bits: half of a cache's bytes, and on a CPU attention in whole numbers.
+
+    CodedCache              codes, a scale for each head and position, and how they are read
+    Int8Cache, Fp8Cache     whole numbers; E4M3
+    attend_codes            queries over an Int8Cache on a CPU, without dequantizing it
+    KINDS                   by the names of --kv_cache_dtype
+
+Keys, and the queries that meet them, are rotated first by a Hadamard matrix, which spreads a channel of large keys over
+all (QuaRot, arXiv:2404.00456): q k^T stays what it was. This file does not know layers, steps, ranks or flags.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import AttentionMask, KVCache
+
+CACHED = 2**18  # scores that stay in a processor's inner caches
+MAX_CHANNELS = 2**24 // 127**2  # of a head: float32 holds whole numbers up to 2^24
+LANES = 16  # torch's product with int8 codes reads so many positions at once, also beyond their end
+TINY = 1e-30  # of a scale: a head of zeros has one too
+
+_library = torch.library.Library("quickdraft", "FRAGMENT")
+_library.define("attend_codes(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor bias) -> Tensor")
+
+
+def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, bias: Tensor) -> Tensor:
+    """Softmax attention of rotated q (B, H, T, E) bfloat16 over int8 codes k (B, G, S, E) and v (B, G, E, S) with
+    scales (B, G, S), bias (B, 1, R * T or more, S) -> (B, H, T, E).
+
+    q is coded as keys are, so that scores are exact sums, whatever their order; they and the softmax are float32. The
+    scales of v weigh probabilities, which are rounded to bfloat16, as scaled_dot_product_attention's are, and multiply
+    the codes.
+    """
+    if extra := -k.size(2) % LANES:
+        k, v = F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, extra))
+        k_scale, v_scale = F.pad(k_scale, (0, extra)), F.pad(v_scale, (0, extra))
+        bias = F.pad(bias, (0, extra), value=-math.inf)
+    B, H, T, E = q.shape
+    G, S, rows = k.size(1), k.size(2), H // k.size(1) * T
+    x, step = coded(q.reshape(B, G, rows, E))  # (B, H, T, E) -> (B, G, R*T, E)
+    step = step / math.sqrt(E)
+    y, ones, bias = q.new_empty(B, G, rows, E), q.new_ones(E), bias[:, :, :rows].float()
+    # Operations on all heads at once where scores stay in the inner caches, else on as many rows of a head as do.
+    n, width = (G, rows) if G * rows * S <= CACHED else (1, max(1, CACHED // S))
+    for b, begin, first in itertools.product(range(B), range(0, G, n), range(0, rows, width)):
+        heads, part = slice(begin, begin + n), slice(first, first + width)
+        few = x[b, heads, part]  # (n, width, E)
+        sums = torch.empty(*few.shape[:2], S, dtype=torch.int32 if adds_exactly() else torch.float32)
+        for codes, keys, found in zip(few, k[b, heads], sums):
+            multiply_codes(codes, keys, found)
+        scores = sums.float().mul_(k_scale[b, heads, None])
+        scores = torch.addcmul(bias[b, :, part], scores, step[b, heads, part])
+        p = scores.softmax(-1).mul_(v_scale[b, heads, None]).to(q.dtype)
+        for weights, values, found in zip(p, v[b, heads], y[b, heads, part]):
+            found.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (width, E)
+    return y.view(B, H, T, E)
+
+
+_library.impl("attend_codes", attend_codes, "CPU")
+
+
+@torch.library.register_fake("quickdraft::attend_codes")
+def _like_q(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def attend_as_codes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """`attend_codes` for keys and values (B, G, S, E) as `attend` takes them: what shows how its kernels round. All
+    channels have the values of the first, so that values which cancel have codes which cancel."""
+    (k, k_scale), (v, v_scale) = coded(k), coded(v[..., :1].expand_as(v))
+    return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias.expand(q.size(0), -1, -1, -1))
+
+
+def multiply_codes(x: Tensor, keys: Tensor, out: Tensor) -> None:
+    """out (rows, S) = x (rows, E) @ keys (S, E).T, exact sums of codes: int32, or float32, which holds sums of up to
+    MAX_CHANNELS products."""
+    if out.dtype == torch.int32:
+        torch._int_mm(x, keys.T, out=out)
+    else:
+        torch.mm(x.float(), keys.float().T, out=out)
+
+
+def in_whole_numbers(E: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Are scores of heads of E channels exact sums, and is the product of such activations with int8 codes quick?"""
+    return device.type == "cpu" and dtype == torch.bfloat16 and E <= MAX_CHANNELS
+
+
+@functools.cache
+def adds_exactly() -> bool:
+    """Is torch's product of 8-bit numbers exact? Some processors add pairs in 16 bits, or have no such product."""
+    codes = torch.tensor([[127], [-128], [-128]], dtype=torch.int8).repeat(8, 64)  # (24, 64)
+    try:
+        return torch.equal(torch._int_mm(codes, codes.T), (codes.long() @ codes.T.long()).to(torch.int32))
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def coded(x: Tensor, kind: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x (..., E) as codes, whole numbers or the bytes of another kind of 8 bits, and their scales (..., 1) float32."""
+    whole = not kind.is_floating_point
+    largest = (torch.iinfo if whole else torch.finfo)(kind).max
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
+    numbers = (x / scale).round() if whole else x / scale
+    return numbers.to(kind).view(torch.int8), scale
+
+
+@functools.cache
+def hadamard(E: int, device: torch.device) -> Tensor:
+    """A rotation (E, E), its own inverse but for its norm: Sylvester's matrices, of 1 and -1, of the largest power of
+    two that divides E. On a CPU in float64, where sums of 16-bit numbers are exact and round alike in any pass."""
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        while E % (2 * len(matrix)) == 0:
+            matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+        return torch.block_diag(*[matrix] * (E // len(matrix))).to(device)
+
+
+class CodedCache(KVCache):
+    """A KVCache of 8-bit codes (B, G, S, E), values (B, G, E, S), each position of a head with a scale of its own."""
+
+    codes: torch.dtype
+    shared = ("rotation",)  # by all rows
+
+    def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
+        nn.Module.__init__(self)
+        shapes = {"k": (B, G, S, E), "v": (B, G, E, S), "k_scale": (B, G, S), "v_scale": (B, G, S)}
+        for name, shape in shapes.items():
+            kind = torch.float32 if name.endswith("scale") else torch.int8
+            self.register_buffer(name, torch.zeros(shape, dtype=kind, device=device), persistent=False)
+        self.register_buffer("rotation", hadamard(E, device), persistent=False)
+
+    @staticmethod
+    def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
+        return 2 * G * (E + torch.float32.itemsize)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x (B, heads, T, E), float32."""
+        norm = math.sqrt(x.size(-1) & -x.size(-1))  # of the matrix's columns
+        return (x.to(self.rotation.dtype) @ self.rotation).float() / norm
+
+    def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        codes, scale = coded(torch.stack((self.rotated(k), v.float())), self.codes)  # (2, B, G, T, E), (2, B, G, T, 1)
+        (k, v), (k_scale, v_scale) = codes, scale[..., 0]  # (B, G, T, E), (B, G, T)
+        if pos.size(0) == self.k.size(0) == 1:
+            self.k.index_copy_(2, pos[0], k), self.v.index_copy_(3, pos[0], v.transpose(2, 3))
+            self.k_scale.index_copy_(2, pos[0], k_scale), self.v_scale.index_copy_(2, pos[0], v_scale)
+            return
+        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
+        self.k[row, :, pos], self.v[row, :, :, pos] = k.transpose(1, 2), v.transpose(1, 2)  # (B, T, G, E)
+        self.k_scale[row, :, pos] = k_scale.transpose(1, 2)  # (B, G, T) -> (B, T, G)
+        self.v_scale[row, :, pos] = v_scale.transpose(1, 2)
+
+    def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
+        return super().attend(self.rotated(q).to(q.dtype), visible, sinks)
+
+    def codes_at(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes k (B, G, S, E), their scales (B, G, S), v (B, G, E, S) and theirs, of the first B rows."""
+        if visible.index is None:
+            S = visible.mask.size(-1)
+            return self.k[:B, :, :S], self.k_scale[:B, :, :S], self.v[:B, ..., :S], self.v_scale[:B, :, :S]
+        row, at = torch.arange(B, device=self.k.device)[:, None], visible.index  # (B, 1), (B, S)
+        k, k_scale = (x[row, :, at].transpose(1, 2) for x in (self.k, self.k_scale))  # (B, S, G, …) -> (B, G, S, …)
+        v, v_scale = self.v[row, :, :, at].permute(0, 2, 3, 1), self.v_scale[row, :, at].transpose(1, 2)
+        return k, k_scale, v, v_scale
+
+    def read(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values (B, G, S, E), in the type of the mask."""
+        k, k_scale, v, v_scale = self.codes_at(B, visible)
+        k = k.view(self.codes).float() * k_scale[..., None]
+        v = v.transpose(2, 3).contiguous().view(self.codes).float() * v_scale[..., None]  # kernels want rows
+        return k.to(visible.mask.dtype), v.to(visible.mask.dtype)
+
+    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+        found = {name: getattr(self, name)[rows, :, begin:end] for name in ("k", "k_scale", "v_scale")}
+        return found | {"v": self.v[rows, :, :, begin:end]}
+
+
+class Int8Cache(CodedCache):
+    codes = torch.int8
+
+    def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(B, G, S, E, dtype, device)
+        self.whole = in_whole_numbers(E, dtype, device)
+
+    @classmethod
+    def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
+        whole = not sinks and in_whole_numbers(E, like.dtype, like.device)
+        return attend_as_codes if whole else super().kernel(sinks, E, like)
+
+    def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
+        """As any cache's. Queries meet the codes themselves where that is exact and quick, in every pass: what a
+        position leaves behind must not depend on how many others run beside it."""
+        if sinks is not None or not self.whole:
+            return super().attend(q, visible, sinks)
+        run = torch.ops.quickdraft.attend_codes if torch.compiler.is_compiling() else attend_codes
+        return run(self.rotated(q).to(q.dtype), *self.codes_at(q.size(0), visible), visible.mask)
+
+
+class Fp8Cache(CodedCache):
+    codes = torch.float8_e4m3fn
+
+
+KINDS = {"model": KVCache, "int8": Int8Cache, "fp8": Fp8Cache}

@@ -1,0 +1,330 @@
+"""A GGUF file's keys -> the JSON and vocabulary files of a Hugging Face folder.
+
+    read_json     config.json, generation_config.json or tokenizer_config.json, from the keys
+    write_files   these and tokenizer.json or tokenizer.model, into a folder
+
+Sources: llama.cpp, conversion/ (what the keys were made of) and src/llama-vocab.cpp (how texts are split). This file
+does not know models or tokenizers' libraries.
+"""
+
+import contextlib
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from loading.chat_templates import one_line
+from loading.gguf import Blocks, Strings, kv_heads, open_file, parts_of
+from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
+}  # fmt: skip
+FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # whose model_type differs
+COPIED = {  # Hugging Face's key -> an architecture's own
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+# Keys of an architecture that would change the arithmetic, with the values under which they do not.
+NEUTRAL = {
+    "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.scale": (0,),
+    "attn_logit_softcapping": (0,), "embedding_scale": (0, 1), "expert_gating_func": (1, 0),
+    "expert_group_count": (0, 1), "expert_shared_count": (0,), "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1), "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1, -1), "use_parallel_residual": (False,),
+}  # fmt: skip
+
+
+def config_json(path: Path) -> dict:
+    """ValueError names the key and value that cannot be used."""
+    keys = open_file(path).keys
+    tensors = {name: blocks for file in parts_of(path) for name, blocks in open_file(file).tensors.items()}
+    family = keys.get("general.architecture")
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"general.architecture = {family!r:.60} is not supported; supported: {known}")
+
+    def get(key: str, default: object = None) -> object:
+        value = keys.get(f"{family}.{key}", default)
+        if isinstance(value, memoryview | Strings):
+            raise ValueError(f"{family}.{key} is an array, which is not supported")
+        return value
+
+    for key, neutral in NEUTRAL.items():
+        if get(key) not in (None, *neutral):
+            raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not supported; supported: {neutral[0]}")
+    missing = [f"{family}.{key}" for key in COPIED.values() if get(key) is None]
+    missing += [] if "token_embd.weight" in tensors else ["token_embd.weight"]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    rows, tokens = tensors["token_embd.weight"].shape[0], keys.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Strings) and tokens.count > rows:
+        raise ValueError(f"tokenizer.ggml.tokens are {tokens.count:,}, the rows of token_embd.weight {rows:,}")
+    hf = {key: get(own) for key, own in COPIED.items()}
+    head_dim = get("attention.key_length", hf["hidden_size"] // max(hf["num_attention_heads"], 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if get(key, head_dim) != head_dim:
+            raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not the size of a head, {head_dim!r:.60}")
+    dtypes = {blocks.kind.dtype for blocks in tensors.values() if len(blocks.shape) > 1}
+    hf |= {
+        "model_type": FAMILIES.get(family, family), "architectures": [ARCHITECTURES[family]], "hidden_act": "silu",
+        "head_dim": head_dim,
+        "num_key_value_heads": kv_heads(keys), "vocab_size": rows,
+        "tie_word_embeddings": "output.weight" not in tensors, "rope_theta": get("rope.freq_base", 10000.0),
+        "dtype": str((len(dtypes) == 1 and dtypes.pop()) or torch.bfloat16).removeprefix("torch."),
+        "attention_bias": family not in ("qwen2", "qwen2moe") and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors, "rope_scaling": rope_scaling(get, tensors, head_dim),
+        **{f"{role}_token_id": id for role, id in special_ids(keys, "bos", "eos").items()},
+    }  # fmt: skip
+    hf |= experts(get, family)
+    window = get("attention.sliding_window", 0)
+    if family == "gpt-oss":
+        rope = hf["rope_scaling"] or {"rope_type": "default"}
+        return hf | {"sliding_window": window or None, "rope_scaling": rope | {"truncate": False}}  # as it was trained
+    if window and family == "llama":
+        moe = "Mixtral" if get("expert_count") else "Mistral"
+        hf |= {"model_type": moe.lower(), "architectures": [f"{moe}ForCausalLM"], "sliding_window": window}
+    elif window:
+        hf |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    return hf
+
+
+def experts(get: Callable, family: str) -> dict:
+    """Of an architecture with experts, which a file of Mixtral is by their number. llama.cpp fixes whether the weights
+    of the chosen ones sum to 1."""
+    count, used, norm = get("expert_count", 0), get("expert_used_count"), family != "qwen2moe"
+    if family != "llama" and (count > 0) != (family in FAMILIES):
+        raise ValueError(f"{family}.expert_count = {count!r:.60} is not supported for this architecture")
+    if get("expert_weights_norm", norm) != norm:
+        raise ValueError(f"{family}.expert_weights_norm = {not norm} is not supported; supported: {norm}")
+    if not count:
+        return {}
+    found = {"num_local_experts": count, "num_experts_per_tok": used}
+    if family == "llama":
+        return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    if family == "gpt-oss":
+        return found | {"intermediate_size": get("expert_feed_forward_length", get("feed_forward_length"))}
+    sizes = {"moe_intermediate_size": "expert_feed_forward_length"}
+    sizes |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family == "qwen2moe" else {}
+    missing = [f"{family}.{key}" for key in sizes.values() if get(key) is None]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return found | {"norm_topk_prob": norm} | {name: get(key) for name, key in sizes.items()}
+
+
+def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> dict | None:
+    """As transformers says it. ValueError for one that it does not know."""
+    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
+    old = get("rope.scale_linear")  # how files said it in 2023
+    if kind == "none" and old not in (None, 0, 1):
+        kind, factor = "linear", old
+    if kind not in ("none", "linear", "yarn") or (kind != "none" and "rope_freqs.weight" in tensors):
+        raise ValueError(f"rope.scaling.type = {kind!r:.60} is not supported; supported: none, linear, yarn")
+    if "rope_freqs.weight" in tensors:
+        return llama3_scaling(tensors["rope_freqs.weight"], head_dim, get("rope.freq_base", 10000.0))
+    if kind == "none":
+        return None
+    names = {"original_max_position_embeddings": "original_context_length"} if kind == "yarn" else {}
+    names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"} if kind == "yarn" else {}
+    found = {name: get(f"rope.scaling.{key}") for name, key in names.items()}
+    return {"rope_type": kind, "factor": factor} | {name: value for name, value in found.items() if value is not None}
+
+
+def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
+    """The llama3 scaling, with the published low and high factors, that made these divisors of RoPE's frequencies."""
+    low, high, length = 1.0, 4.0, 8192
+    if stored.shape != (head_dim // 2,):
+        raise ValueError(f"rope_freqs.weight has the shape {stored.get_shape()} with heads of {head_dim}")
+    divisors = stored[:].double()  # (E / 2,): 1 / divisor = (1 - smooth) / factor + smooth
+    if (divisors == 1).all():
+        return None
+    factor, wavelengths = divisors.max(), 2 * math.pi * theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    between = (divisors > 1) & (divisors < factor)
+    if between.any():  # smooth = (length / wavelength - low) / (high - low)
+        smooth = (1 / divisors[between][0] - 1 / factor) / (1 - 1 / factor)
+        length = round(float((smooth * (high - low) + low) * wavelengths[between][0]))
+    smooth = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-3):
+        raise ValueError("rope_freqs.weight holds other numbers than Llama 3's scaling makes, which is not supported")
+    return {
+        "rope_type": "llama3", "factor": float(factor), "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": length,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ vocabularies
+
+# Where texts are split before pieces are merged, by tokenizer.ggml.pre: one pattern after the other.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_PRES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")
+SPLITS = {
+    **dict.fromkeys(("default", None), (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys((*LLAMA3_PRES, "smaug-bpe"), (LLAMA3_PATTERN,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), (QWEN2,)),
+    **dict.fromkeys(("gpt-2", "mellum", "trillion", "a.x-4.0", "gigachat"), (GPT2,)),
+    **dict.fromkeys(("gpt-4o", "kanana2"), (O200K,)),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "seed-coder": (QWEN2.replace(r"[\r\n]*|", "|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{N}\r\n]"),),
+    "tekken": (TEKKEN_PATTERN,),
+}
+WHOLE = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens, as sentencepiece numbers them
+
+
+def vocabulary(keys: dict[str, object]) -> list[str]:
+    found = keys.get("tokenizer.ggml.tokens")
+    if not isinstance(found, Strings):
+        raise ValueError("tokenizer.ggml.tokens is missing, or no array of strings")
+    return [*found]
+
+
+def numbers(keys: dict[str, object], key: str, default: float, count: int) -> list:
+    """A number for each token."""
+    found = keys.get(f"tokenizer.ggml.{key}")
+    if found is not None and (not isinstance(found, memoryview) or len(found) != count):
+        raise ValueError(f"tokenizer.ggml.{key} must have a number for each of {count:,} tokens")
+    return [default] * count if found is None else found.tolist()
+
+
+def special_ids(keys: dict[str, object], *roles: str) -> dict[str, int]:
+    """Role -> id, of those that the keys give one."""
+    found = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in roles}
+    return {role: id for role, id in found.items() if type(id) is int}
+
+
+def tokenizer_config(keys: dict[str, object]) -> dict:
+    """Names of special tokens, the BOS policy, the chat template."""
+    tokens, model = vocabulary(keys), keys.get("tokenizer.ggml.model")
+    adds = keys.get("tokenizer.ggml.add_bos_token", model == "llama" or keys.get("tokenizer.ggml.pre") in WHOLE)
+    found = {"add_bos_token": bool(adds), "clean_up_tokenization_spaces": False}
+    found["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
+    roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # transformers' names for these
+    ids = special_ids(keys, *roles)
+    found |= {f"{roles[role]}_token": tokens[id] for role, id in ids.items() if 0 <= id < len(tokens)}
+    template = keys.get("tokenizer.chat_template")
+    return found | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+def generation_config(keys: dict[str, object]) -> dict:
+    """Where generation ends: a text, a turn, a message to a tool."""
+    ids = special_ids(keys, "eos", "eot", "eom")
+    return {"eos_token_id": sorted({*ids.values()})} if ids else {}
+
+
+def tokenizer_json(keys: dict[str, object]) -> bytes:
+    """Of byte-level BPE, as the tokenizers library reads it."""
+    pre, merges = keys.get("tokenizer.ggml.pre"), keys.get("tokenizer.ggml.merges")
+    if pre not in SPLITS:
+        known = ", ".join(filter(None, SPLITS))
+        raise ValueError(f"tokenizer.ggml.pre = {pre!r:.60} is not supported; supported: {known}")
+    if not isinstance(merges, Strings):
+        raise ValueError("tokenizer.ggml.merges is missing or no array of strings")
+    tokens, settings = vocabulary(keys), tokenizer_config(keys)
+    types = numbers(keys, "token_type", NORMAL, len(tokens))
+    vocab = {token: id for id, (token, type) in enumerate(zip(tokens, types)) if type != UNUSED}
+    if len(vocab) + types.count(UNUSED) != len(tokens):
+        raise ValueError("tokenizer.ggml.tokens holds a token twice")
+    splits = [{"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated", "invert": False} for x in SPLITS[pre]]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    bos, leads = settings.get("bos_token"), None
+    if settings["add_bos_token"] and bos in vocab:
+        sequence = {"Sequence": {"id": "A", "type_id": 0}}
+        leads = {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, sequence],
+            "pair": [sequence], "special_tokens": {bos: {"id": bos, "ids": [vocab[bos]], "tokens": [bos]}},
+        }  # fmt: skip
+    return json.dumps({
+        "version": "1.0",
+        "added_tokens": [
+            {"id": id, "content": token, "special": type == CONTROL, **flags}
+            for id, (token, type) in enumerate(zip(tokens, types)) if type in (CONTROL, USER_DEFINED)
+        ],
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": leads,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "ignore_merges": pre in WHOLE, "vocab": vocab, "merges": [*merges]},
+    }).encode()  # fmt: skip
+
+
+def tokenizer_model(keys: dict[str, object]) -> bytes:
+    """A sentencepiece model: its protocol buffer, of which few fields matter."""
+    tokens = vocabulary(keys)
+    scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
+    # llama.cpp writes the spaces of these as spaces; sentencepiece looks for them in texts that have none.
+    tokens = [token.replace(" ", "▁") if type == USER_DEFINED else token for token, type in zip(tokens, types)]
+    pieces = (
+        field(1, field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, type))
+        for token, score, type in zip(tokens, scores, types)
+    )
+    settings, prefix = tokenizer_config(keys), keys.get("tokenizer.ggml.add_space_prefix", True)
+    names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}
+    trainer = number(3, 2) + number(35, 1)  # BPE, with bytes for what no piece holds
+    trainer += b"".join(field(place, settings[name].encode()) for place, name in names.items() if name in settings)
+    normalizer = field(1, b"identity") + number(3, bool(prefix)) + number(4, 0) + number(5, 1)  # spaces kept, as U+2581
+    return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
+
+
+def number(place: int, value: int) -> bytes:
+    return varint(place << 3) + varint(value)
+
+
+def field(place: int, content: bytes) -> bytes:
+    return varint(place << 3 | 2) + varint(len(content)) + content
+
+
+def varint(value: int) -> bytes:
+    found = []
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
+# ----------------------------------------------------------------------------------------------- files
+
+MAKERS = {"generation_config.json": generation_config, "tokenizer_config.json": tokenizer_config}
+VOCABULARIES = {"gpt2": ("tokenizer.json", tokenizer_json), "llama": ("tokenizer.model", tokenizer_model)}
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Let an error be a ValueError that begins with the file: keys may hold values of any type."""
+    with led_by(path):
+        try:
+            yield
+        except (TypeError, OverflowError, ZeroDivisionError, struct.error) as error:
+            raise ValueError(f"its keys hold what they cannot mean: {one_line(error)}") from None
+
+
+def read_json(path: Path, name: str) -> dict:
+    with reading(path):
+        return config_json(path) if name == "config.json" else MAKERS[name](open_file(path).keys)
+
+
+def write_files(path: Path, folder: Path) -> None:
+    """All but config.json and the tensors, into a folder."""
+    keys = open_file(path).keys
+    model = keys.get("tokenizer.ggml.model")
+    with reading(path):
+        if model not in VOCABULARIES:
+            known = ", ".join(VOCABULARIES)
+            raise ValueError(f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: {known}")
+        name, make = VOCABULARIES[model]
+        (folder / name).write_bytes(make(keys))
+        for name, make in MAKERS.items():
+            (folder / name).write_text(json.dumps(make(keys), indent=2) + "\n")
