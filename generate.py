@@ -10,10 +10,9 @@ the weights are loading/'s, drafts speculative.py's. Run as a program, this file
 """
 
 if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C does from the first moment on
-    import runpy
+    from cli.main import main
 
-    runpy.run_module("cli.main", run_name="__main__")
-    raise SystemExit
+    raise SystemExit(main())
 
 import functools
 import itertools
@@ -34,7 +33,7 @@ from model import Caches, KVCache, Transformer, row_view
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, own_entries
-from weights.linears import same_rows
+from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
 PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; elsewhere more
@@ -97,7 +96,8 @@ class Engine:
         prompts = functools.partial(compiled, device=self.device, prompts=True) if self.compile_prompts else None
         self.runner = ModelRunner(model, batch_size, max_seq_length + K, K + 1, compile, prompts, kind=kind)
         # Greedy text is the same with any drafter and beside any other request, bit for bit.
-        self.identical = bool(self.runner.tile) and self.ranks.world == 1 and batch_size * (K + 1) <= same_rows(model)
+        num_rows = batch_size * (K + 1)
+        self.identical = bool(self.runner.tile) and self.ranks.world == 1 and num_rows <= batch_invariant_rows(model)
         self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)

@@ -456,7 +456,7 @@ class FeedForward(nn.Module):
 
 
 class Router(Linear):
-    """Scores of the experts. It is small and sensitive, so no scheme quantizes it."""
+    """Scores of the experts. It is small and sensitive, so it is never quantized."""
 
     is_router = True
 

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C
     import cli  # noqa: F401
 
 import argparse
-import copy
 import functools
 import math
 import signal
@@ -33,28 +32,8 @@ from model import Block, Config, Transformer, scaled
 from tp import launched
 from weights import formats
 from weights.formats import FORMATS, SCHEMES, Format, Int4, dequantize_tensor, format_of, quantize_tensor  # noqa: F401
-from weights.linears import QuantizedLinear, check_unpacked, replace_linears
-
-
-@torch.no_grad()
-def quantize_model(model: nn.Module, scheme: str | None, head: str | None = None) -> nn.Module:
-    """A model in memory, quantized in place, not packed. Each matrix's full precision is freed before the next."""
-
-    def quantized(name: str, linear: nn.Module) -> QuantizedLinear | None:
-        wanted = head if name == "lm_head" else scheme
-        return None if wanted is None else QuantizedLinear.from_float(linear, wanted)
-
-    return replace_linears(model, quantized)
-
-
-def quantized_copy(model: Transformer, scheme: str) -> Transformer:
-    """The model's quantized self, for drafting: its blocks' Linears are new, all other modules are the model's own. Not
-    packed: `pack_model(model, copy)` packs both. ValueError for a packed model."""
-    check_unpacked(model, "copied")
-    shared = [module for module in model.modules() if next(module.children(), None) is None]
-    own = copy.deepcopy(model, {id(part): part for part in [*shared, *model.parameters(), *model.buffers()]})
-    return quantize_model(own, scheme)
-
+from weights.linears import QuantizedLinear
+from weights.walker import quantize_model, quantized_copy, replace_linears  # noqa: F401
 
 # ------------------------------------------------------------------------------------------ calibration
 
@@ -294,8 +273,8 @@ def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Ten
         return []
     pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)
     rope = model.rope.by_type(pos)[model.rope_types[number]]
-    keys = model.keys(pos, None, states[0].dtype)[model.windows[number]]
-    return [model.layers[number](x, pos, rope, keys, None) for x in states]
+    visible = model.visible_by_window(pos, None, states[0].dtype)[model.windows[number]]
+    return [model.layers[number](x, pos, rope, visible, None) for x in states]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,7 +4,6 @@
     run_round, verify_step          one round: SPECULATE, VERIFY, ACCEPT
     Drafter                         what a drafter offers: propose and advance
     ModelDraft                      a second model with its own cache, or part of the target on the target's cache
-    NgramDraft                      what followed the last N tokens when they stood there before
     expected_tokens, speedup, operations    the papers' formulas
     Costs, DraftLength              what steps cost, and how many tokens the next round drafts
 
@@ -18,15 +17,18 @@ import copy
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 import decoding.sampling as sampling
+from decoding.costs import Costs, expected_tokens, operations, speedup  # noqa: F401
 from decoding.sampling import ACCEPT, DRAFT_DRAW, draw, uniform
 from decoding.timing import mark
-from model import Caches, Transformer
+from model import Caches, Config, Transformer
+from weights.formats import format_of
+from weights.walker import quantized_copy
 
 # ---------------------------------------------------------------------------------------------- accept
 
@@ -260,35 +262,19 @@ def parse_layers(text: str) -> list[int]:
     return layers
 
 
-class NgramDraft(Drafter):
-    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): where the last N tokens stood before
-    in prompt or output, most recently, what followed them then is proposed. What reaches the end repeats itself."""
+def layers_from_spec(value: str, config: Config) -> Callable[[Transformer], ModelDraft]:
+    """`--draft layers:0-7,24-31`: the target with some of its layers, on the target's caches. ValueError for missing
+    layers."""
+    layers = parse_layers(value)
+    if max(layers) >= config.n_layers:
+        raise ValueError(f"layers {layers} must be some of 0 to {config.n_layers - 1}")
+    return lambda model: ModelDraft(layer_subset(model, layers), on_layers=layers)
 
-    def __init__(self, n: int = 3):
-        super().__init__()
-        if n < 1:
-            raise ValueError(f"ngram:{n} must match at least 1 token")
-        self.n = n
 
-    def look(self, state: nn.Module) -> None:
-        self.maybe_compile(self.find, state)(state)
-
-    def find(self, state: nn.Module) -> None:
-        """Find the match, and make the proposal that a next round would take."""
-        pos, tokens, N = state.pos[:, None], state.tokens, min(self.n, state.tokens.size(1))  # (B, 1), (B, S)
-        last = (pos + torch.arange(1 - N, 1, device=pos.device)).clamp(min=0)  # (B, N)
-        grams = tokens.unfold(1, N, 1)  # (B, S - N + 1, N)
-        end = torch.arange(N - 1, tokens.size(1), device=pos.device)  # (S - N + 1,) where each n-gram ends
-        match = (grams == tokens.gather(1, last)[:, None]).all(dim=-1) & (end < pos) & ~state.done[:, None]
-        found = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
-        matched = found >= 0
-        state.has_match.copy_(matched[:, 0])
-        period = torch.where(matched, pos - found, 1)
-        ahead = torch.arange(self.tokens.size(1), device=pos.device)
-        self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)
-        # Zeros where nothing matched: such a row is decided as if nobody had drafted.
-        drawn = matched.float()[..., None].expand(-1, self.tokens.size(1), 1)  # (B, K, 1)
-        self.probs.zero_().scatter_(2, self.tokens[..., None], drawn)
+def quantized_from_spec(value: str, config: Config) -> Callable[[Transformer], ModelDraft]:
+    """`--draft quantized:SCHEME`: the target's quantized self, on the target's caches."""
+    format_of(value)
+    return lambda model: ModelDraft(quantized_copy(model, value), on_layers=range(config.n_layers))
 
 
 class CustomDraft(Drafter):
@@ -308,56 +294,7 @@ class CustomDraft(Drafter):
         self.drafter.advance(n_accepted)
 
 
-# --------------------------------------------------------------------------------------------- theory
-
-
-def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens that one round yields on average when each drafted token is accepted with probability alpha,
-    independently: (1 - alpha^(K+1)) / (1 - alpha), L eq. (1)."""
-    return float(sum(alpha**i for i in range(k + 1)))
-
-
-def speedup(alpha: float, k: int, c: float, v: float = 1.0) -> float:
-    """Factor by which wall time per token shrinks: expected_tokens / (K c + v). c: cost of drafting one token, v: of
-    verifying K + 1 positions, both in plain decode steps. With v = 1 it is L theorem 3.8."""
-    return expected_tokens(alpha, k) / (k * c + v)
-
-
-def operations(alpha: float, k: int, c_ops: float) -> float:
-    """Factor by which arithmetic per token grows: (K c_ops + K + 1) / expected_tokens, L theorem 3.11. c_ops: the
-    drafter's operations for one token over the target's."""
-    return (k * c_ops + k + 1) / expected_tokens(alpha, k)
-
-
-@dataclass
-class Costs:
-    """Seconds, calibrated outside the rounds: of a plain decode step, and by K of drafting and of verifying."""
-
-    decode_s: float
-    draft_s: dict[int, float] = field(default_factory=dict)
-    verify_s: dict[int, float] = field(default_factory=dict)
-
-    def c(self, k: int) -> float:
-        """Cost of drafting one token, in plain steps."""
-        return self.draft_s[k] / k / self.decode_s
-
-    def v(self, k: int) -> float:
-        """Cost of verifying K + 1 positions, in plain steps."""
-        return self.verify_s[k] / self.decode_s
-
-    def round(self, k: int) -> float:
-        """Cost of a round in plain steps."""
-        return 1.0 if k == 0 else k * self.c(k) + self.v(k)
-
-    def speedup(self, k: int, alpha: float, drafted: float = 1.0, paid: float = 1.0) -> float:
-        """Expected, where a row finds something to draft in a share `drafted` of its steps, and in a share `paid` some
-        row does, so that the step is a round."""
-        return (1 + drafted * (expected_tokens(alpha, k) - 1)) / (1 + paid * (self.round(k) - 1))
-
-    def best(self, alpha: float, *shares: float) -> tuple[int, float]:
-        """(K, expected speed-up) that pays best among the calibrated K, as `speedup` has it; K = 0 when none pays."""
-        return max(((k, self.speedup(k, alpha, *shares)) for k in (0, *self.verify_s)), key=lambda pair: pair[1])
-
+# ---------------------------------------------------------------------------------------- draft length
 
 AUTO_K = (1, 2, 3, 5, 8)  # what `auto` chooses from, besides 0
 KEPT = 1 - 1 / 64  # of what a running acceptance remembers, with each drafted position

@@ -52,14 +52,15 @@ from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
 from decoding.runner import Rows
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
+from drafts.ngram import NgramDraft
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_model, random_model, save_model, write_whole
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import SCHEMES, quantize_model
-from speculative import ModelDraft, NgramDraft
-from weights.linears import pack_model
+from speculative import ModelDraft
+from weights.walker import pack_model
 
 ROOT = Path(__file__).parent.parent
 

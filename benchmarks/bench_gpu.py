@@ -78,7 +78,8 @@ from loading.config import config_from_hf
 from model import Block, Caches, Config, Transformer
 from speculative import Costs, Drafter, ModelDraft
 from weights import compiling, formats
-from weights.linears import QuantizedLinear, pack_model, quantized_linears
+from weights.linears import QuantizedLinear
+from weights.walker import pack_model, quantized_linears
 
 Rows = list[dict]
 K = 5  # drafted tokens that a verification takes
@@ -176,7 +177,7 @@ def float32_logits(model: Transformer, tokens: Tensor, last: int) -> Tensor:
     """Logits (last, V) of tokens (1, T) without cache or kernel: each block as the model's own code computes it in
     float32, with the weights that its stored parts stand for."""
     pos = torch.arange(tokens.size(1), device=tokens.device)[None]  # (1, T)
-    x, rope, keys = model.embed(tokens).float(), model.rope(pos), model.keys(pos, None, torch.float32)
+    x, rope, keys = model.embed(tokens).float(), model.rope(pos), model.visible_by_window(pos, None, torch.float32)
     for layer, window in zip(model.layers, model.windows):
         x = float32_block(model.config, layer)(x, pos, rope, keys[window], None)
     x = F.rms_norm(x[0, -last:], x.shape[-1:], model.norm.weight.float(), model.config.norm_eps)  # (last, D)

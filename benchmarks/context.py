@@ -21,13 +21,13 @@ from cli.flags import Parser, positive
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.kv_8bit import KINDS
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine
 from loading.checkpoint import load_model, random_model
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
-from speculative import NgramDraft
-from weights.linears import pack_model
+from weights.walker import pack_model
 
 K = 5  # tokens that a verification has besides the first
 PROMPT = 8192

@@ -26,7 +26,7 @@ from loading.checkpoint import random_model
 from loading.config import config_from_hf
 from model import Transformer
 from weights import cpu
-from weights.linears import pack_model
+from weights.walker import pack_model
 
 FORMATS = ("bf16", "int8", "int4-g32")
 

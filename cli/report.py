@@ -19,7 +19,7 @@ from decoding.timing import StepRecord, Timing, TokenRecord
 from generate import Engine
 from model import Experts, KVCache, Transformer
 from speculative import Costs, expected_tokens
-from weights.linears import quantized_linears
+from weights.walker import quantized_linears
 
 PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
 

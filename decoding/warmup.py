@@ -12,9 +12,9 @@ import time
 
 import torch
 
+from decoding.costs import Costs
 from decoding.sampling import Sampling
 from decoding.timing import spent, synchronize
-from speculative import Costs
 
 
 def row_counts(engine) -> list[int]:

@@ -3,7 +3,9 @@
     Tap             the target's residual stream at one layer, by position, where its passes leave it
     EagleModel      pairs (token, state) -> logits at the target's ids
     EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
-    load_eagle      a folder of either layout of loading/draft_configs.py
+    eagle_of        the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
+                    `midlayer.*`), and speculators' (github.com/vllm-project/speculators, `layers.0.*`)
+    load            a folder of either layout
 
 Published code counts a pair by the position of its state; here it stands at its token's, one later, which RoPE does not
 tell apart. So it is cached, fed and prefilled like a model's token; position 0 has no pair and is never attended to.
@@ -12,18 +14,30 @@ This file does not know sampling, or how the draft was trained.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drafts.vocabulary import spread
 from loading.checkpoint import DTYPES, allocate, pieces
-from loading.config import config_from_hf
-from loading.draft_configs import Eagle, eagle_of
+from loading.config import Section, config_from_hf
 from loading.files import check_headers, open_shards, read_json, reading, shards
 from loading.vocabularies import led_by
 from model import Caches, Config, Linear, RMSNorm, Transformer
 from speculative import ModelDraft
+from weights.walker import quantized_copy
+
+
+class Eagle(NamedTuple):
+    layer: dict  # the config.json of a Llama with one layer
+    vocab_size: int  # of the draft
+    aux_layer_ids: tuple[int, ...]  # the target's layers whose inputs go into `fc`
+    target_dim: int
+    norm_before_residual: bool  # the residual stream begins with the normed state
+    norm_before_fc: bool  # one norm over all of these inputs
+    fc_norm: bool  # a norm for each
+    norm_output: bool  # later steps are fed the state behind the last norm
 
 
 class Tap(nn.Module):
@@ -165,3 +179,50 @@ def places_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
             continue
         for source, part in pieces(model.config, name, parameter):
             yield source.removeprefix("model.").replace("layers.0", layer), part
+
+
+def load(folder: Path, target: Transformer, tokenizer, *, quantize: str | None, sharded: bool, **options) -> EagleDraft:
+    """An EAGLE-3 folder for this target, not packed, in the target's dtype."""
+    if sharded:
+        raise ValueError(f"--draft_tp sharded: {folder} is an EAGLE-3 draft, which every rank holds in full")
+    draft = load_eagle(folder, target)
+    return EagleDraft(quantized_copy(draft, quantize) if quantize else draft)
+
+
+def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
+    """For a target of so many layers and this D. ValueError names the key and value that cannot be honoured."""
+    hf = Section(hf)
+    for key in ("transformer_layer_config", "eagle_config"):
+        if not isinstance(hf.get(key) or {}, dict):
+            raise hf.refused(key, "must be an object")
+    layer = Section(hf.get("transformer_layer_config") or hf)
+    layer.where = "transformer_layer_config." if layer.keys() != hf.keys() else ""
+    layer["tie_word_embeddings"] = False  # the draft's head is stored
+    if layer.size("num_hidden_layers", 1) != 1:
+        raise layer.refused("num_hidden_layers", "is not supported; an EAGLE-3 draft of 1 layer is")
+    if layer.setdefault("model_type", "llama") != "llama":
+        raise layer.refused("model_type", "is not supported as an EAGLE-3 draft; supported: 'llama'")
+    target_dim = hf.size("target_hidden_size", dim)
+    if target_dim != dim:
+        raise hf.refused("target_hidden_size", f"is of another target: this one has hidden_size = {dim}")
+    said = hf.get("eagle_config") or {}
+    if said.get("use_aux_hidden_state") is False:
+        raise ValueError("config.json: eagle_config.use_aux_hidden_state = False is not supported; only true is")
+    return Eagle(
+        dict(layer), hf.size("draft_vocab_size", layer.size("vocab_size")), aux_layer_ids_of(hf, said, n_layers),
+        target_dim,
+        *(hf.flag(key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
+    )  # fmt: skip
+
+
+def aux_layer_ids_of(hf: Section, said: dict, n_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are tapped: those that the file names, or 2, L // 2 and L - 3.
+
+    Files name the same three by what enters a layer or by what leaves one, with nothing to tell which: one less than
+    the usual ones means the usual ones.
+    """
+    usual, key = (2, n_layers // 2, n_layers - 3), "eagle_aux_hidden_state_layer_ids"
+    found = hf.get(key) or said.get(key) or usual
+    if not isinstance(found, list | tuple) or not all(type(i) is int and 0 <= i < n_layers for i in found):
+        raise ValueError(f"config.json: {key} = {found!r} must be layers of the target, 0 to {n_layers - 1}")
+    return usual if tuple(found) == tuple(i - 1 for i in usual) else tuple(found)

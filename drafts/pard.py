@@ -5,10 +5,15 @@ This file does not know folders or how the model was trained.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from loading.config import Section
+from loading.drafts import load_translated
+from loading.files import read_json
+from loading.tokenizer import Tokenizer
 from model import Caches, Transformer
 from speculative import ModelDraft
 
@@ -43,3 +48,19 @@ class PardDraft(ModelDraft):
         tokens = torch.where(pos > state.pos[:, None], self.mask, known)
         h = self.model.hidden(tokens, pos.clamp(min=0), caches)[:, -K:]  # (B, K, D)
         self.draw(state, h, pos[:, -K:] + 1)
+
+
+def pard_token(hf: dict) -> int:
+    """The mask's id. ValueError where it is none of the model's."""
+    mask, V = hf["pard_token"], Section(hf).size("vocab_size")
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < V:
+        raise Section(hf).refused("pard_token", f"must be a token's id below vocab_size = {V}")
+    return mask
+
+
+def load(folder: Path, target: Transformer, tokenizer: Tokenizer, **options) -> PardDraft:
+    """A PARD folder for this target, not packed; options as loading.drafts.load_translated takes them."""
+    mask = pard_token(read_json(folder / "config.json"))
+    draft = load_translated(folder, target, tokenizer, mask, **options)
+    is_translated = draft.config.vocab_size == target.config.vocab_size and hasattr(draft.embed, "ids")
+    return PardDraft(draft, target.config.vocab_size if is_translated else mask)

@@ -1,12 +1,18 @@
-"""Other people's files: each format that others define is read here and nowhere else.
+"""Folders and files <-> models. A user's program imports these names from here; other files import from the file.
 
-config.py         config.json -> the fields of model.Config
-vocabularies.py   tokenizer files of three libraries -> the fields of tokenizer.Tokenizer
-templates.py      chat templates, rendered in a process of their own
-files.py          a folder's JSON and safetensors, checked when they are read, written whole or not at all
-foreign.py        quantized weights of other programs: which matrices of a folder, and what they become here
-quantization.py   what their config.json says;  layouts.py, floats.py  where they keep codes and scales
-merged.py         gpt-oss's experts, which stand in one tensor
-gguf.py           llama.cpp's files: their keys and tensors, checked; their blocks as parts of our formats
-gguf_folder.py    what a folder's JSON and vocabulary files would say, from such a file's keys
+checkpoint.py       a folder or GGUF file -> Transformer, and back
+config.py           config.json -> model.Config
+tokenizer.py        text <-> ids;  vocabularies.py  tokenizer files of three libraries;  chat_templates.py
+drafts.py           a draft folder or a spec -> Drafter
+files.py            JSON and safetensors, checked when they are read, written in full or not at all
+quantization.py     the schemes of a folder;  quantized/  other programs' formats
+gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as the files of a folder
+weight_names.py     our parameters <-> the tensors of a checkpoint
 """
+
+from loading.checkpoint import load_model, save_model
+from loading.config import config_from_hf
+from loading.drafts import load_drafter
+from loading.tokenizer import load_tokenizer
+
+__all__ = ["config_from_hf", "load_drafter", "load_model", "load_tokenizer", "save_model"]

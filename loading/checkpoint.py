@@ -50,9 +50,10 @@ from loading.vocabularies import led_by, plain_file
 from loading.weight_names import pieces, sources
 from model import Config, Transformer
 from tp import ALONE, Ranks, check, connect, cut_of, fill_share, shrink, stack, take
-from weights import formats, linears
+from weights import formats, linears, walker
 from weights.formats import FORMATS
-from weights.linears import QuantizedLinear, matrices, quantized_linears
+from weights.linears import QuantizedLinear
+from weights.walker import matrices, quantized_linears
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
@@ -121,7 +122,7 @@ def empty_model(
         formats.check_columns(wanted, linear.in_features, name.replace(".attention", "").replace(".ffn", ""))
         return QuantizedLinear.like(linear, wanted)
 
-    return linears.replace_linears(model, empty) if scheme or given else model
+    return walker.replace_linears(model, empty) if scheme or given else model
 
 
 def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
@@ -274,7 +275,7 @@ def filled(
             quantize_into(model.get_submodule(module), module, model.config, read, ranks, squares)
         done(parameter.nbytes)
     if pack:
-        linears.pack_quantized(model)
+        walker.pack_quantized(model)
     return connect(model, ranks)
 
 

@@ -1,11 +1,7 @@
-"""config.json -> the fields of model.Config.
+"""config.json -> model.Config. Files of transformers v4 and v5 give the same; every message names key and value.
 
-    config_fields   the one door: a parsed config.json in, a dict of Config's fields out
     FAMILIES        supported architectures, each with transformers' values for keys that a file leaves out
     NEUTRAL         keys that would change the arithmetic, with the values under which they do not; null never does
-
-A file of transformers v4 and one of v5 give the same fields. Every message names key and value.
-This file knows no other file of the project: no path, no tensor, no Config.
 """
 
 import math

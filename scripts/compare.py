@@ -30,7 +30,7 @@ import torch
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import Parser, check_options, positive, speculate_k
 from cli.flags import parse_args as generate_args
-from cli.load import check_same_tokens, compiles, load_drafter, load_target, pick_device, warm_up
+from cli.load import compiles, drafter_of, load_target, pick_device, warm_up
 from cli.output import Answer, Session
 from cli.prompts import Request, new_tokens, requests, sampling_of
 from cli.report import rate
@@ -38,11 +38,12 @@ from decoding.scheduler import common_prefix
 from decoding.timing import Timing
 from decoding.validation import check_lengths
 from generate import Engine
+from loading.drafts import check_same_tokens
 from loading.tokenizer import Tokenizer
 from model import Transformer
 from speculative import Drafter, ModelDraft
 from tp import ALONE
-from weights.linears import pack_model
+from weights.walker import pack_model
 
 REFUSED = ("interactive", "system", "json", "prompt", "prompt_file", "num_samples", "profile", "show_drafts",
            "prompt_cache")  # fmt: skip
@@ -127,7 +128,7 @@ def load_all(settings: Sequence[argparse.Namespace]) -> list[tuple[Transformer, 
         key, draft = (tuple(getattr(args, name) for name in names) for names in (WEIGHTS, DRAFTS))
         if key not in targets:
             targets[key] = load_target(args, pick_device(args.device), ALONE)
-        drafter = ModelDraft(drafts[draft]) if draft in drafts else load_drafter(args, *targets[key])
+        drafter = ModelDraft(drafts[draft]) if draft in drafts else drafter_of(args, *targets[key])
         if args.draft_checkpoint:
             drafts[draft] = drafter.model
         found.append((*targets[key], drafter))

@@ -39,18 +39,20 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly, interrupts_held, use_threads
 from cli.flags import DTYPES, Parser, positive
-from cli.load import compiles, pick_device, pick_dtype
+from cli.load import compiles, pick_device
 from cli.prompts import conversation_ids
 from decoding.sampling import Sampling
 from generate import Engine, generate
 from loading.checkpoint import fingerprints, load_config, load_model
 from loading.config import config_from_hf, text_part
+from loading.drafts import pick_dtype
 from loading.files import open_shards, read_json, shards, whole_folder, write_whole
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts.draft_kinds import KINDS, Model, by_position, deployed
 from speculative import Costs, layer_subset, parse_layers
-from weights.linears import QuantizedLinear, check_unpacked, pack_model
+from weights.linears import QuantizedLinear
+from weights.walker import check_unpacked, pack_model
 
 END = "<|endoftext|>"
 SAMPLE_ROWS = 16  # documents that the target writes together
@@ -114,8 +116,8 @@ def layers_config(hf: dict, kept: Sequence[int]) -> dict:
     if found.get("layer_types"):
         found["layer_types"] = [found["layer_types"][i] for i in kept]
     if found.get("model_type") == "smollm3":
-        turns = config_from_hf({**hf, "quantization_config": None}).turns
-        found["no_rope_layers"] = [int(turns[i] is not None) for i in kept]
+        rope_types = config_from_hf({**hf, "quantization_config": None}).rope_types
+        found["no_rope_layers"] = [int(rope_types[i] is not None) for i in kept]
     return found | {"num_hidden_layers": len(kept), "dtype": "bfloat16"}
 
 
@@ -324,7 +326,7 @@ def weights_of_layers(draft: Transformer, target: Transformer, kept: Sequence[in
     A mask's row of the embedding is the mean of all rows. ValueError for a packed target."""
     check_unpacked(target, "copied")
     chosen = layer_subset(target, kept)
-    if (chosen.windows, chosen.turns) != (draft.windows, draft.turns):
+    if (chosen.windows, chosen.rope_types) != (draft.windows, draft.rope_types):
         raise ValueError(
             f"--from_layers {list(kept)}: config.json cannot say what these layers attend to and rotate by"
         )

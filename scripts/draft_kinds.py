@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafts.eagle import EagleDraft, EagleModel, Tap, places_of
+from drafts.eagle import EagleDraft, EagleModel, Tap, eagle_of, places_of
 from drafts.pard import PardDraft
 from loading.checkpoint import allocate, empty_model, save_model
 from loading.config import config_from_hf
-from loading.draft_configs import eagle_of
 from loading.files import save_tensors, write_whole
 from model import AttentionMask, Config, Transformer, attend
 from speculative import Drafter, ModelDraft

@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly
 from cli.flags import DTYPES, Parser, positive
-from cli.load import check_same_tokens, pick_device, pick_dtype
+from cli.load import pick_device
 from loading.checkpoint import load_config, load_model
+from loading.drafts import check_same_tokens, pick_dtype
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import SCHEMES

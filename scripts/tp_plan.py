@@ -40,7 +40,7 @@ from loading.quantized.reader import layout_of
 from model import Config
 from quantize import SCHEMES, format_of
 from tp import SUM, Ranks, check, cut_of
-from weights.linears import matrices
+from weights.walker import matrices
 
 TOKENS = 1000  # cached tokens that the table speaks of
 CONTEXT = 1000  # --context, where the model has as many positions

@@ -20,15 +20,17 @@ import generate as engines
 from cli.flags import parse_args
 from cli.main import run
 from cli.report import position_bytes
-from decoding.exactness import attends_alike, cancelling, same_attention
+from decoding.exactness import attends_alike, same_attention
 from decoding.kv_8bit import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, hadamard
 from decoding.runner import clear_positions
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine
 from loading.checkpoint import load_model
 from model import AttentionMask, Caches, KVCache
-from speculative import ModelDraft, NgramDraft, layer_subset
-from weights.linears import pack_model
+from speculative import ModelDraft, layer_subset
+from weights.rounding import cancelling
+from weights.walker import pack_model
 
 CODED = [Int8Cache, Fp8Cache]
 CPU = torch.device("cpu")

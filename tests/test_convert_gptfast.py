@@ -19,7 +19,7 @@ from loading.checkpoint import load_config, load_model, random_model, save_model
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from scripts import convert_gptfast
-from weights.linears import quantized_linears
+from weights.walker import quantized_linears
 
 SHAPES = {
     "grouped heads": {"model_type": "llama", **LLAMA3_ROPE},

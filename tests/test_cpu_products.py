@@ -19,7 +19,8 @@ from speculative import layer_subset
 from weights import cpu
 from weights.cpu import PackedInt8, PackedWeights, from_digits, int4_layout, to_digits, unpack_int4
 from weights.formats import dequantize_tensor, quantize_tensor
-from weights.linears import PackedLinear, QuantizedLinear, pack_model
+from weights.linears import PackedLinear, QuantizedLinear
+from weights.walker import pack_model
 
 needs_onednn = pytest.mark.skipif(
     not PackedWeights.gains(torch.empty(1, 1, dtype=torch.bfloat16)) or not cpu.sums_exactly(),

@@ -21,12 +21,12 @@ from cli.flags import parse_args
 from cli.load import SAMPLE_TEXT
 from cli.main import run as run_args
 from decoding.sampling import Sampling
-from drafts.eagle import EagleDraft, EagleModel, load_eagle
-from drafts.pard import PardDraft
+from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
+from drafts.pard import PardDraft, pard_token
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.draft_configs import Eagle, eagle_of, kind_of, pard_token
+from loading.drafts import kind_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from speculative import ModelDraft

@@ -19,10 +19,11 @@ from decoding.runner import ModelRunner
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
 from decoding.slots import NO_TOKEN, State
+from drafts.ngram import NgramDraft
 from generate import Engine, decide, generate
 from loading.checkpoint import load_model
 from model import visible_keys
-from speculative import ModelDraft, NgramDraft, layer_subset, verify_step
+from speculative import ModelDraft, layer_subset, verify_step
 
 KINDS = [Sampling(0), Sampling(0.9), Sampling(0.7, top_k=20, top_p=0.9)]
 

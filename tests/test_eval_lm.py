@@ -24,12 +24,13 @@ from lm_eval.api.instance import Instance
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts import eval_lm
 from scripts.eval_lm import QuickdraftLM
-from speculative import ModelDraft, NgramDraft, layer_subset
+from speculative import ModelDraft, layer_subset
 
 DEMO = ROOT / "checkpoints" / "demo"
 STORY = (ROOT / "checkpoints" / "stories.txt").read_text().strip()  # 1,000 tokens, twice the context

@@ -14,15 +14,17 @@ import quantize
 import tp
 from cli.report import multiplications, weight_bytes
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_config, load_model, save_model
 from loading.config import config_from_hf
 from model import Config, Experts, FeedForward, Mixture, attend
 from quantize import quantized_copy
-from speculative import ModelDraft, NgramDraft, layer_subset
+from speculative import ModelDraft, layer_subset
 from weights import experts as packed
 from weights.formats import FORMATS
-from weights.linears import QuantizedLinear, matrices, pack_model, quantized_linears
+from weights.linears import QuantizedLinear
+from weights.walker import matrices, pack_model, quantized_linears
 
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "gpt-oss"]
 TOKENS = torch.randint(3, 131, (1, 24), generator=torch.Generator().manual_seed(2))

@@ -51,7 +51,7 @@ def test_calibration_begins_with_scaled_embeddings(folder_of, tmp_path, monkeypa
 def test_some_of_the_layers_rotate_as_they_did(folder_of):
     """A draft of layers 1 and 3, which do not rotate: block by block, on their own."""
     model, tokens, pos = load_model(folder_of("smollm3"), dtype=torch.float32), torch.arange(9)[None], torch.arange(9)
-    x, keys = model.embed(tokens), model.keys(pos[None], None, torch.float32)[None]
+    x, keys = model.embed(tokens), model.visible_by_window(pos[None], None, torch.float32)[None]
     for number in (1, 3):
         x = model.layers[number](x, pos[None], None, keys, None)
     assert torch.equal(layer_subset(model, [1, 3]).hidden(tokens, pos), model.norm(x))

@@ -22,7 +22,8 @@ from loading.checkpoint import load_config, save_model
 from quantize import dequantize_tensor
 from tests.test_foreign import TOKENS, compressed
 from tp import Ranks
-from weights.linears import QuantizedLinear, pack_model
+from weights.linears import QuantizedLinear
+from weights.walker import pack_model
 
 load_model = functools.partial(checkpoint.load_model, pack=False)
 D, F, H, G = 192, 320, 4, 2

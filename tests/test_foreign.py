@@ -24,7 +24,8 @@ from loading.checkpoint import load_config, save_model
 from loading.config import config_from_hf
 from tp import Ranks
 from weights.formats import dequantize_tensor
-from weights.linears import QuantizedLinear, pack_model
+from weights.linears import QuantizedLinear
+from weights.walker import pack_model
 
 load_model = functools.partial(checkpoint.load_model, pack=False)  # what is stored is what these tests look at
 D, F, H, G = 256, 512, 4, 2  # every group of 128 inputs divides over two ranks; no matrix but q and o is square

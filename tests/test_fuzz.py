@@ -237,7 +237,9 @@ def test_a_templates_process_opens_and_writes_nothing(tmp_path):
     """Even a template that left jinja's sandbox would find no file to open. Here the sandbox is left on purpose."""
     file = tmp_path / "secret"
     file.write_text("secret")
-    code = "from reading import templates\ntemplates.ENVIRONMENT.globals['open'] = open\ntemplates.serve()\n"
+    code = (
+        "import loading.chat_templates as templates\ntemplates.ENVIRONMENT.globals['open'] = open\ntemplates.serve()\n"
+    )
     for call in (f"open('{file}').read()", f"open('{tmp_path}/new', 'w').write('x')"):
         request = json.dumps(["{{ " + call + " }}", {}]) + "\n"
         done = subprocess.run(

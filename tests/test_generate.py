@@ -9,9 +9,10 @@ import generate as library
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from decoding.validation import rounded_up
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
-from speculative import ModelDraft, NgramDraft, layer_subset
+from speculative import ModelDraft, layer_subset
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
 SAMPLED = Sampling(1.1, top_k=50, top_p=0.95)

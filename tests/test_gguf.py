@@ -24,7 +24,7 @@ from loading.checkpoint import load_config, load_model, save_model
 from loading.tokenizer import load_tokenizer
 from quantize import main as quantize
 from tp import Ranks
-from weights.linears import matrices, quantized_linears
+from weights.walker import matrices, quantized_linears
 
 gguf = pytest.importorskip("gguf")
 TYPES = gguf.GGMLQuantizationType

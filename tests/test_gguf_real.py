@@ -22,7 +22,7 @@ from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts.perplexity import measure, windows
-from weights.linears import pack_model, replace_linears
+from weights.walker import pack_model, replace_linears
 
 FILE = packaged()
 pytestmark = [

@@ -14,12 +14,13 @@ from conftest import ROOT
 
 from cli.main import main
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model, random_model, save_model
 from loading.config import config_from_hf
 from loading.tokenizer import StopStrings, load_tokenizer
 from quantize import quantized_copy
-from speculative import ModelDraft, NgramDraft, layer_subset
+from speculative import ModelDraft, layer_subset
 from tests.attacks import fuzz
 
 KINDS = ["sentencepiece", "tokenizers", "tiktoken"]

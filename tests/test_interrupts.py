@@ -20,9 +20,10 @@ from conftest import ROOT
 from cli.errors import interrupts_held
 from decoding.sampling import Sampling
 from decoding.timing import Timing
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
-from speculative import Costs, ModelDraft, NgramDraft, layer_subset
+from speculative import Costs, ModelDraft, layer_subset
 
 NAMES = ("generate", "model", "sampling", "scheduler", "runner", "state", "speculative", "timing", "tp")
 FILES = {str(ROOT / f"{name}.py") for name in NAMES}

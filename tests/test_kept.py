@@ -30,12 +30,13 @@ from decoding.runner import caches_by_name
 from decoding.sampling import Sampling
 from decoding.scheduler import common_prefix
 from decoding.timing import Timing
+from drafts.ngram import NgramDraft
 from generate import Engine
 from loading.checkpoint import fingerprints, load_model
 from loading.files import open_shards, sample, shards
 from model import Block
 from scripts.serve import parse_args as server_flags
-from speculative import ModelDraft, NgramDraft
+from speculative import ModelDraft
 
 COMMON = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [[*COMMON, 7], [*COMMON, 9, 8, 5, 21, 33, 4, 17, 50, 3, 11], [*COMMON, 9, 8, 6]]

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from decoding.sampling import GREEDY, INVALID, Sampling, draw
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import pieces, random_model
 from loading.config import config_from_hf
 from model import RMSNorm, Rope, Transformer, apply_rope, attend
-from speculative import Drafter, ModelDraft, NgramDraft, accept, acceptance, layer_subset, residual
+from speculative import Drafter, ModelDraft, accept, acceptance, layer_subset, residual
 
 HALVES = [torch.float16, torch.bfloat16]
 SAMPLINGS = [

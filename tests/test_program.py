@@ -22,7 +22,8 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT, forked
 
-import cli.chat
+import cli.chat as chat_room
+import cli.main as main_room
 import decoding.scheduler as scheduler
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import parse_args
@@ -513,7 +514,7 @@ def remember_ids(monkeypatch) -> None:
         for answer in answers:
             history[:] = answer.row.ids + answer.printer.ids
 
-    monkeypatch.setattr(cli.chat, "conversation_ids", conversation_ids)
+    monkeypatch.setattr(chat_room, "conversation_ids", conversation_ids)
     monkeypatch.setattr(Session, "decode", remember)
 
 
@@ -620,7 +621,7 @@ def test_the_help_text_knows_a_chats_length(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"of a chat or scripts.serve, the context, at most {cli.main.CHAT_LENGTH}" in text
+    assert f"of a chat or scripts.serve, the context, at most {main_room.CHAT_LENGTH}" in text
 
 
 def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, monkeypatch):
@@ -769,7 +770,7 @@ def test_programs_are_looked_for_where_they_are():
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- 2>&-"])
 def test_a_closed_stream_is_no_error(closed):
     """Progress bars write to stderr, which then does not exist."""
-    code = "import program, sys; print(1, file=sys.stderr); sys.stdout.isatty(); sys.stderr.write('a')"
+    code = "import cli, sys; print(1, file=sys.stderr); sys.stdout.isatty(); sys.stderr.write('a')"
     done = subprocess.run(f"exec {sys.executable} -c {code!r:} {closed}", shell=True, cwd=ROOT, capture_output=True)
     assert done.returncode == 0 and (done.stdout, done.stderr) in ((b"", b""), (b"", b"1\na"))
 

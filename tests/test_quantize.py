@@ -37,7 +37,8 @@ from weights.formats import (
     scale_of,
     unpack_bits,
 )  # fmt: skip
-from weights.linears import QuantizedLinear, matrices, pack_model, quantized_linears, replace_linears
+from weights.linears import QuantizedLinear
+from weights.walker import matrices, pack_model, quantized_linears, replace_linears
 
 SCHEMES = list(FORMATS)
 MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}  # exponent, mantissa, bias, largest
@@ -703,7 +704,7 @@ def test_gptq_on_the_command_line(text_folder, tmp_path):
 
 def test_a_run_that_is_killed_leaves_nothing_that_loads(text_folder, tmp_path):
     code = (
-        "import os, checkpoint, quantize\n"
+        "import os, loading.checkpoint as checkpoint, quantize\n"
         "write = checkpoint.write_tensors\n"
         "checkpoint.write_tensors = lambda *a: (write(*a), os._exit(9) if '00002' in a[0].name else None)[0]\n"
         f"quantize.main(['--checkpoint', {str(text_folder)!r}, '--scheme', 'int8',"

@@ -15,11 +15,12 @@ from cli.main import run as run_args
 from cli.prompts import encoded, requests
 from decoding.logits import RepetitionPenalty, log_likeliest
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from speculative import ModelDraft, NgramDraft, layer_subset
+from speculative import ModelDraft, layer_subset
 
 
 def run(capsys, *arguments) -> list[dict]:

@@ -19,17 +19,19 @@ from torch import Tensor
 
 import decoding.runner as runner
 import generate as engines
-from decoding.exactness import cancelling, same_attention, same_widths
+from decoding.exactness import same_attention
 from decoding.sampling import Sampling
 from decoding.timing import Timing
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model, random_model
 from model import Config
-from speculative import AUTO_K, Costs, DraftLength, ModelDraft, NgramDraft, layer_subset
+from speculative import AUTO_K, Costs, DraftLength, ModelDraft, layer_subset
 from tests.attacks import drift
 from weights import cpu
 from weights.cpu import in_widths, laid_out
-from weights.linears import pack_model, same_rows
+from weights.rounding import cancelling, same_widths
+from weights.walker import batch_invariant_rows, pack_model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -194,7 +196,7 @@ def test_products_give_each_row_what_it_gets_alone(out, n, dtype):
     x = torch.randn(M, n, generator=generator).to(dtype)
     alone = torch.cat([packed(row[None]) for row in x])
     for M in (*range(1, 34), len(x)):
-        if packed.same_rows >= M:
+        if packed.batch_invariant_rows >= M:
             assert torch.equal(bits(packed(x[:M])), bits(alone[:M])), M
     x[2] = math.nan
     for M in (3, 4, 9, 17):
@@ -433,7 +435,7 @@ def test_a_kept_conversation_is_a_fresh_one(k, quantize):
 def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch):
     """Products of any number of rows round alike, so pieces of a prompt may be of any length."""
     model = demo(quantize)
-    assert same_rows(model) >= 2 * length
+    assert batch_invariant_rows(model) >= 2 * length
     ids = torch.randint(3, 2048, (2, length), generator=torch.Generator().manual_seed(0))
     prompts = [ids[0].tolist(), ids[1, : length - 40].tolist()]
     whole, cut = Engine(model, 2, 400), Engine(model, 2, 400)
@@ -463,7 +465,7 @@ def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme
         cpu.PackedWeights, "shapes", cpu.PackedWeights.shapes.__func__.__wrapped__.__get__(cpu.PlainWeights)
     )
     model = large_numbers(config, quantize=scheme)
-    assert same_rows(model) == 0 and not Engine(model, 1, 64).identical
+    assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).identical
     tokens = torch.arange(20)[None]
     assert model(tokens, torch.arange(20)).isfinite().all(), "and yet it decodes"
 
@@ -474,7 +476,7 @@ def test_an_engine_vouches_for_no_more_rows_than_its_kernels_do(scheme, monkeypa
     model = large_numbers(SHAPE, dtype=dtype, quantize=quantize)
     drafted = functools.partial(Engine, model, max_seq_length=32, drafter=NgramDraft())
     assert drafted(batch_size=40, speculate_k=8).identical
-    monkeypatch.setattr(engines, "same_rows", lambda model: 64)
+    monkeypatch.setattr(engines, "batch_invariant_rows", lambda model: 64)
     assert drafted(batch_size=8, speculate_k=7).identical
     assert not drafted(batch_size=8, speculate_k=8).identical
     assert not drafted(batch_size=8, speculate_k="auto").identical, "8 is one of auto's"

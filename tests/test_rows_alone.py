@@ -14,8 +14,8 @@ from test_rounding import SHAPE, large_numbers
 import decoding.kv_8bit as caches
 from decoding.kv_8bit import KINDS
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
-from speculative import NgramDraft
 from weights import linears
 
 WEIGHTS = ("bfloat16", "float32", "int8", "int4-g32")

@@ -14,11 +14,12 @@ import decoding.scheduler as scheduler
 import generate as program
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from model import KVCache
-from speculative import ModelDraft, NgramDraft, layer_subset
-from weights.linears import pack_model
+from speculative import ModelDraft, layer_subset
+from weights.walker import pack_model
 
 SAMPLINGS = (Sampling(0), Sampling(0.9), Sampling(1.2, top_k=9), Sampling(0.7, top_p=0.8, min_p=0.01))
 V, LENGTH = 131, 150

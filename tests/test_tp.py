@@ -33,7 +33,7 @@ from quantize import FORMATS, dequantize_tensor
 from scripts import tp_plan
 from scripts.tp_plan import plan
 from tp import Ranks, share
-from weights.linears import quantized_linears
+from weights.walker import quantized_linears
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCHEMES = list(FORMATS)

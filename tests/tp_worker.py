@@ -13,13 +13,14 @@ import torch.distributed as dist
 from cli.report import RowStatistics
 from decoding.kv_8bit import KINDS
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_model
 from quantize import quantized_copy
-from speculative import ModelDraft, NgramDraft, layer_subset
+from speculative import ModelDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
 from weights.formats import FORMATS, Format, Int8, pack_bits, unpack_bits
-from weights.linears import pack_model
+from weights.walker import pack_model
 
 
 class Ternary(Format):

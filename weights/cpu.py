@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decoding.exactness import same_widths
 from weights.compiling import known_few
+from weights.rounding import same_widths
 
 LARGE = 2**21  # bytes: larger weights lie beyond the inner caches, and reading them is what a product costs
 ROWS = 5  # oneDNN reads 16-bit and 8-bit weights up to a quarter faster for 4 to 6 rows than for 1: fewer are padded
@@ -73,7 +73,7 @@ class PackedWeights(nn.Module):
     CPU and are never read back.
 
     Up to `cut` rows are multiplied in parts that round alike, of `widths` rows. A row's result depends on the row alone
-    in products of up to `same_rows` rows.
+    in products of up to `batch_invariant_rows` rows.
     """
 
     def __init__(self, weight: Tensor):
@@ -82,7 +82,7 @@ class PackedWeights(nn.Module):
         self.dtype = weight.dtype  # of products
         self.data = self.lay_out(weight)
         self.widths, self.cut = self.shapes(*weight.shape, weight.dtype, torch.get_num_threads())
-        self.same_rows = self.cut
+        self.batch_invariant_rows = self.cut
         self.register_buffer("handle", new_handle(self), persistent=False)
 
     @classmethod
@@ -153,7 +153,7 @@ class PackedInt8(PackedWeights):
     def __init__(self, codes: Tensor, scale: Tensor):
         super().__init__(codes)
         self.dtype, self.scale, self.zeros = torch.float32, scale.float(), torch.zeros(len(codes), dtype=torch.int64)
-        self.same_rows = ANY
+        self.batch_invariant_rows = ANY
 
     @classmethod
     def shapes(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:

@@ -1,9 +1,7 @@
-"""Linears that own their weights in a stored form, and the walker that puts them in place of a model's Linears.
+"""Linears that own their weights in a stored form.
 
     QuantizedLinear      a Linear that owns the parts of a format: from_float, shard, pack; a subclass per kernel family
     QuantizedEmbedding   rows of a tied, quantized head;  PackedLinear  plain weights in a CPU kernel's layout
-    matrices             the Linears of a model;  replace_linears  the only loop that swaps them
-    pack_model           the last step before decoding: every Linear in the form that its kernel reads
 
 Parts are the same for every device; what `pack` makes of them is not, and is never sharded, saved or read back. This
 file does not know checkpoints, ranks or decoding.
@@ -13,7 +11,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,6 @@ from torch import Tensor, nn
 from weights import cpu, formats, gpu
 from weights.compiling import known_few
 from weights.cpu import PackedInt8, PackedWeights, in_widths
-from weights.experts import pack_experts
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release, row_chunks
 
 KERNEL_ROWS = 16  # inputs up to which a kernel that reads the codes beats one product with the unpacked weights
@@ -137,9 +134,9 @@ class QuantizedLinear(nn.Module):
             say_no_kernel(self.scheme, self.dtype, self.packed is not None)
 
     @property
-    def same_rows(self) -> int:
+    def batch_invariant_rows(self) -> int:
         """Rows up to which a row's result depends on the row alone."""
-        return self.packed.same_rows if self.packed is not None else cpu.ANY if self.widths else 0
+        return self.packed.batch_invariant_rows if self.packed is not None else cpu.ANY if self.widths else 0
 
     def let_go(self, *names: str) -> None:
         """Free parts that the kernel holds in its own form, unless an embedding looks rows up in them. A parameter
@@ -330,6 +327,12 @@ class MxLinear(QuantizedLinear):
 KERNELS = {formats.Int8: Int8Linear, formats.Int4: Int4Linear, formats.Mx: MxLinear}
 
 
+def check_unpacked(module: nn.Module, purpose: str) -> None:
+    """ValueError for a packed model or Linear, whose weights only a kernel can read."""
+    if any(getattr(part, "is_packed", False) for part in module.modules()):
+        raise ValueError(f"a packed model cannot be {purpose}: only kernels read its weights; load it with pack=False")
+
+
 class QuantizedEmbedding(nn.Module):
     """A tied embedding: rows of the quantized head, looked up. It holds no second copy."""
 
@@ -353,88 +356,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = cpu.laid_out(linear.weight.detach())
-        self.same_rows = self.packed.same_rows
+        self.batch_invariant_rows = self.packed.batch_invariant_rows
         self.weight, self.bias = nn.Parameter(linear.weight.detach().to("meta"), False), linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
-
-
-# ---------------------------------------------------------------------------------------------- models
-
-
-def matrices(model: nn.Module, routers: bool = False) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
-    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". Routers of experts,
-    which nothing quantizes, only where asked for."""
-    kinds = nn.Linear | QuantizedLinear
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-    names = [name for name, module in found if routers or not getattr(module, "is_router", False)]
-    return ((name, model.get_submodule(name)) for name in names)
-
-
-def replace_linears(
-    model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None], routers: bool = False
-) -> nn.Module:
-    """Put make(name, linear) in place of each Linear, one by one; None leaves it. A quantized head then serves a tied
-    embedding too. Forward hooks stay: they are tensor parallelism's sums."""
-    for name, linear in matrices(model, routers):
-        made = make(name, linear)
-        if made is not None:
-            made._forward_hooks.update(linear._forward_hooks)
-            model.set_submodule(name, made)
-            if name == "lm_head" and isinstance(made, QuantizedLinear) and model.config.tie_embeddings:
-                model.set_submodule("embed", QuantizedEmbedding(made))
-    return model
-
-
-def quantized_linears(model: nn.Module) -> list[QuantizedLinear]:
-    return [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-
-
-@torch.no_grad()
-def pack_quantized(model: nn.Module) -> None:
-    """Pack a model's quantized Linears. Experts on a GPU are stacked before, of what is stored."""
-    if any(linear.codes.device.type == "cuda" for linear in quantized_linears(model)):
-        pack_experts(model)
-    for linear in quantized_linears(model):
-        linear.pack()
-
-
-def check_unpacked(module: nn.Module, wanted: str) -> None:
-    """ValueError for a packed model or Linear, whose weights only a kernel can read."""
-    if any(getattr(part, "is_packed", False) for part in module.modules()):
-        raise ValueError(f"a packed model cannot be {wanted}: only kernels read its weights; load it with pack=False")
-
-
-@torch.no_grad()
-def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
-    """Give each Linear the form that its kernel reads, one by one, so that one matrix exists twice at a time.
-
-    The last step before decoding: a packed model stays on its device and is not trained, saved or copied. `others` are
-    models that share modules with it, such as a draft that is a part of the model; what they share is packed once. An
-    embedding that shares its head's plain weights keeps them, to look rows up in.
-    """
-    made = {}  # id of a plain Linear -> what takes its place; every Linear exists from the beginning
-    for each in (model, *others):
-        pack_experts(each)
-
-    def packed(name: str, linear: nn.Module) -> PackedLinear | None:
-        if isinstance(linear, QuantizedLinear):
-            linear.pack()
-        elif id(linear) not in made and linear.weight.device.type == "cpu":
-            made[id(linear)] = PackedLinear(linear)
-            release()
-        return made.get(id(linear))
-
-    for each in (model, *others):
-        replace_linears(each, packed, routers=True)
-    return model
-
-
-def same_rows(model: nn.Module) -> int:
-    """Rows up to which every product of a packed model gives a row the same bits, whatever the other rows; 0 where one
-    does not, or is no product on a CPU."""
-    return min(
-        (getattr(linear, "same_rows", 0) for linear in model.modules() if hasattr(linear, "in_features")), default=0
-    )

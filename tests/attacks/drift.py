@@ -38,14 +38,15 @@ from cli.errors import ending_plainly
 from cli.flags import DTYPES, Parser, positive
 from decoding.exactness import same_attention
 from decoding.sampling import GREEDY, Sampling
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import quantized_copy
-from speculative import Drafter, ModelDraft, NgramDraft, layer_subset
+from speculative import Drafter, ModelDraft, layer_subset
 from weights import cpu, linears
-from weights.linears import pack_model
+from weights.walker import pack_model
 
 ROOT = Path(__file__).parents[2]
 FORMATS = (*DTYPES, "int8", "int4-g32")  # the last two of bfloat16 activations

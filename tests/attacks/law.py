@@ -60,17 +60,17 @@ from cli.errors import ending_plainly
 from cli.flags import Parser, positive
 from decoding.sampling import DRAFT_DRAW, FILTERED, Sampling
 from decoding.timing import TokenRecord
-from drafts.eagle import EagleDraft, EagleModel
-from drafts.pard import PardDraft
+from drafts.eagle import Eagle, EagleDraft, EagleModel
+from drafts.ngram import NgramDraft
+from drafts.pard import PardDraft, pard_token
 from drafts.vocabulary import translate
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_model, random_model
-from loading.draft_configs import Eagle, pard_token
 from loading.files import read_json
 from model import Config, Transformer
 from quantize import quantized_copy
-from speculative import Costs, Drafter, ModelDraft, NgramDraft, accept, layer_subset
-from weights.linears import pack_model
+from speculative import Costs, Drafter, ModelDraft, accept, layer_subset
+from weights.walker import pack_model
 
 ROOT = Path(__file__).parents[2]
 FALSE_ALARM = 1e-6  # of the whole run

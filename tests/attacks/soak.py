@@ -43,7 +43,7 @@ from cli.chat import chat
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive, speculate_k
 from cli.flags import parse_args as generate_flags
-from cli.load import load_drafter, load_target, pick_device
+from cli.load import drafter_of, load_target, pick_device
 from cli.output import Session
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
 from decoding.validation import rounded_up
@@ -51,7 +51,7 @@ from generate import Engine
 from loading.tokenizer import Tokenizer
 from speculative import AUTO_K, Costs
 from tp import ALONE
-from weights.linears import pack_model
+from weights.walker import pack_model
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "checkpoints"
@@ -144,7 +144,7 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     for args in flags.values():
         if weights(args) not in targets:
             targets[weights(args)] = load_target(args, device, ALONE)
-    drafters = {name: load_drafter(args, *targets[weights(args)]) for name, args in flags.items()}
+    drafters = {name: drafter_of(args, *targets[weights(args)]) for name, args in flags.items()}
     models = [model for model, _ in targets.values()]
     pack_model(*models, *[drafter.model for drafter in drafters.values() if drafter and drafter.model])
     for name, args in tqdm(flags.items(), desc="engines"):

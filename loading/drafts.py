@@ -1,0 +1,184 @@
+"""A draft folder or a spec of --draft -> Drafter, for a given target.
+
+    load_drafter      the public door;  check_draft  everything that can be refused before weights are read
+    FOLDERS, SPECS    kind -> the function that makes it, imported on use: another kind is one file and one row
+    load_translated   a draft model, which reads and answers in the target's ids where its tokenizer differs
+    kind_of           the kind of a draft folder, by the keys of its config.json
+
+This file does not know how a drafter drafts.
+"""
+
+import importlib
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loading.checkpoint import fingerprints, load_config, load_model
+from loading.config import Section
+from loading.files import open_shards, read_json, shards
+from loading.tokenizer import Tokenizer, load_tokenizer
+from loading.vocabularies import led_by
+from model import Config, Transformer
+from tp import ranks_of
+from weights.walker import pack_model
+
+# make(folder, target, tokenizer, **options of load_drafter) -> Drafter
+FOLDERS = {"model": "loading.drafts:load_model_draft", "pard": "drafts.pard:load", "eagle3": "drafts.eagle:load"}
+# parse(value, config of the target) -> make(target) -> Drafter
+SPECS = {"ngram": "drafts.ngram:from_spec", "layers": "speculative:layers_from_spec",
+         "quantized": "speculative:quantized_from_spec"}  # fmt: skip
+UNSUPPORTED = {"medusa_num_heads": "Medusa", "dflash_config": "DFlash", "ptd_token_id": "P-EAGLE"}
+MIN_SHARED = 0.5  # share of the target's probability that the tokens of a draft with another tokenizer must have
+SAMPLE_TEXT = "On Monday the shop opened at 9, and Anna bought three books.\n\ndef area(r):\n    return 3.14 * r * r\n"
+
+
+def load_drafter(
+    folder_or_spec: str | Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str | None = None,
+    quantize: str | None = None, sharded: bool = False, pack: bool = True, progress: bool = False,
+):  # fmt: skip
+    """The Drafter for this target. A Path, or the name of an existing one, is a folder of any kind in FOLDERS;
+    other text is a spec: ngram[:N], layers:0-7,24-31 or quantized:SCHEME.
+
+    `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With `pack` the target and
+    the draft are packed for their kernels; a target that is packed already has no quantized draft. ValueError names
+    file, key and number of a draft that does not fit the target.
+    """
+    if is_folder(folder_or_spec):
+        folder, ranks = Path(folder_or_spec), ranks_of(model)
+        kind = folder_kind(folder)
+        ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
+        options = {"dtype": dtype, "quantize": quantize, "sharded": sharded, "progress": progress}
+        drafter = resolve(FOLDERS[kind])(folder, model, tokenizer, **options)
+    else:
+        with led_by(f"--draft {folder_or_spec}"):
+            drafter = parse_spec(folder_or_spec, model.config)(model)
+    if pack:
+        pack_model(model, *([drafter.model] if drafter.model is not None else []))
+    return drafter
+
+
+def check_draft(folder_or_spec: str | Path, config: Config) -> None:
+    """ValueError for a draft that cannot fit a target of this config. Reads no weights."""
+    if is_folder(folder_or_spec):
+        folder_kind(Path(folder_or_spec))
+    else:
+        with led_by(f"--draft {folder_or_spec}"):
+            parse_spec(folder_or_spec, config)
+
+
+def is_folder(folder_or_spec: str | Path) -> bool:
+    return isinstance(folder_or_spec, Path) or Path(folder_or_spec).exists()
+
+
+def parse_spec(spec: str, config: Config) -> Callable:
+    """make(target) -> Drafter of a spec. ValueError for anything else."""
+    kind, _, value = spec.partition(":")
+    if kind not in SPECS:
+        raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
+    return resolve(SPECS[kind])(value, config)
+
+
+def resolve(row: str) -> Callable:
+    """The function behind "module:name". ValueError where a fork has deleted the module."""
+    module, name = row.split(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise
+        raise ValueError(f"{module.replace('.', '/')}.py is missing: this copy has no such draft") from None
+
+
+def folder_kind(folder: Path) -> str:
+    """The kind of a draft folder, whose config must be readable."""
+    hf = read_json(folder / "config.json") if folder.exists() else {}  # load_config names a missing folder
+    with led_by(folder / "config.json"):
+        kind = kind_of(hf)
+        resolve(FOLDERS[kind])
+        if kind == "pard":
+            resolve("drafts.pard:pard_token")(hf)
+    if kind != "eagle3":
+        load_config(folder)
+    return kind
+
+
+def kind_of(hf: dict) -> str:
+    """ValueError names the key and value of a draft that is none of these."""
+    hf = Section(hf)
+    model = hf.get("speculators_model_type")
+    if model not in (None, "eagle3"):
+        raise hf.refused("speculators_model_type", "is not supported; supported: 'eagle3'")
+    for key, name in UNSUPPORTED.items():
+        if hf.get(key) is not None:
+            raise hf.refused(key, f"makes it a {name} draft; a model, a PARD draft and an EAGLE-3 draft are supported")
+    is_eagle = any("eagle3" in str(name).lower() for name in hf.get("architectures") or [])
+    if model or is_eagle or hf.get("draft_vocab_size") is not None:
+        return "eagle3"
+    return "model" if hf.get("pard_token") is None else "pard"
+
+
+def load_model_draft(folder: Path, target: Transformer, tokenizer: Tokenizer, **options):
+    """A smaller model as a draft."""
+    return resolve("speculative:ModelDraft")(load_translated(folder, target, tokenizer, **options))
+
+
+def load_translated(
+    folder: Path, target: Transformer, tokenizer: Tokenizer, mask: int | None = None, *, dtype: str | None,
+    quantize: str | None, sharded: bool, progress: bool,
+) -> Transformer:  # fmt: skip
+    """A draft folder's model on the target's device, not packed. Where its tokenizer differs, it reads and answers in
+    the target's ids, and reads its own id `mask` as the id V."""
+    device = target.norm.weight.device
+    dtype = pick_dtype(dtype, load_config(folder).dtype, device)
+    draft_tokenizer = load_tokenizer(folder)
+    ids = shared_tokens(tokenizer, draft_tokenizer, target, folder)
+    ranks = ranks_of(target) if sharded else None
+    draft = load_model(folder, device=device, dtype=dtype, progress=progress, pack=False, quantize=quantize, tp=ranks)
+    if ids is not None:
+        resolve("drafts.vocabulary:translate")(draft, ids, draft_tokenizer.bos_id or 0, mask)
+    return draft
+
+
+def pick_dtype(asked: str | None, stored: str | None, device: torch.device) -> torch.dtype:
+    """--dtype, or the checkpoint's own where it is one that we compute in, else bfloat16. ValueError where the device
+    cannot multiply in it."""
+    name = asked or (stored if stored in ("bfloat16", "float16", "float32") else "bfloat16")
+    dtype = getattr(torch, name)
+    try:
+        torch.mm(*torch.ones(2, 1, 1, dtype=dtype, device=device))
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--dtype {name}: {device} cannot compute in it ({reason}); try --dtype float32") from None
+    return dtype
+
+
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
+    """ValueError unless both read every id as the same string. Models may still have padded vocabularies."""
+    for id, pieces in enumerate(itertools.zip_longest(tokenizer.pieces(), other.pieces())):
+        if pieces[0] != pieces[1]:
+            first, second = ("no token" if p is None else repr(p.decode(errors="replace")) for p in pieces)
+            raise ValueError(f"{folder}: its tokenizer differs from the first's: token {id} is {second}, there {first}")
+
+
+@torch.no_grad()
+def shared_tokens(tokenizer: Tokenizer, other: Tokenizer, model: Transformer, folder: Path) -> Tensor | None:
+    """The draft's id of each of the target's V ids (V,), -1 for none; None where both read every id as the same string.
+    ValueError where the shared tokens have too small a share of the target's probability, the mean over a short text.
+    Equal tokenizers may still have vocabularies of unequal padding."""
+    pieces, draft_pieces = tokenizer.pieces(), other.pieces()
+    if pieces == draft_pieces:
+        return None
+    ids = resolve("drafts.vocabulary:ids_by_string")(pieces, draft_pieces, model.config.vocab_size)
+    text = torch.tensor([tokenizer.encode(SAMPLE_TEXT)], device=model.norm.weight.device)  # (1, T)
+    p = model(text, torch.arange(text.size(1), device=text.device)).softmax(-1)  # (1, T, V)
+    share = p[..., ids.to(p.device) >= 0].sum(-1).mean().item()
+    message = f"its tokenizer has {int((ids >= 0).sum())} of the target's {len(pieces)} tokens"
+    message += f", {share:.1%} of the target's probability"
+    if share < MIN_SHARED:
+        raise ValueError(f"{folder}: {message}; a draft needs at least {MIN_SHARED:.0%}")
+    print(f"{folder}: {message}, and drafts over these alone", file=sys.stderr)
+    return ids
