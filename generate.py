@@ -26,8 +26,8 @@ from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, common_kind, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
 from decoding.slots import STOP_SLOTS, State
-from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, spent
-from decoding.validation import check_draft_length, check_engine, check_lengths, check_seed, one_each, whole_numbers
+from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
+from decoding.validation import check_draft_length, check_engine, check_lengths, check_seed, one_per_row, whole_numbers
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
@@ -97,7 +97,7 @@ class Engine:
         self.runner = ModelRunner(model, batch_size, max_seq_length + K, K + 1, compile, prompts, kind=kind)
         # Greedy text is the same with any drafter and beside any other request, bit for bit.
         num_rows = batch_size * (K + 1)
-        self.identical = bool(self.runner.tile) and self.ranks.world == 1 and num_rows <= batch_invariant_rows(model)
+        self.identical = self.runner.attends_alike and self.ranks.world == 1 and num_rows <= batch_invariant_rows(model)
         self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
@@ -202,7 +202,7 @@ class Engine:
 
     def draft_positions(self) -> int:
         """Decided positions that the draft's own cache may lack."""
-        return self.drafter.fed - 1 + self.draft_lag if len(self.runners) > 1 else 0
+        return self.drafter.num_input_tokens - 1 + self.draft_lag if len(self.runners) > 1 else 0
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
@@ -326,7 +326,7 @@ class Engine:
     def result(self, state: State, drafter: Drafter | None, k: int, times: tuple) -> StepResult:
         """The tensors that the host reads, once the drafter has looked at the state too."""
         if drafter is not None:
-            drafter.look(state)
+            drafter.update(state)
         logprobs, end = (state.likeliest, state.weighed) if state.noting else (), (mark(self.device),) if times else ()
         return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *logprobs)
 
@@ -342,7 +342,7 @@ class Engine:
             if step.times:
                 seconds = now - max(launch.at, self.read_at)
                 positions = tuple(request.num_positions for _, request in running)
-                record = self.last_step = StepRecord(step.k, seconds, *spent(step), positions, self.costs)
+                record = self.last_step = StepRecord(step.k, seconds, *step_times(step), positions, self.costs)
             if step.k:
                 num_drafted = sum(step.accepted[row] >= 0 for row, _ in running)
                 self.draft_length.drafted(num_drafted, max(1, len(running)))
@@ -412,7 +412,7 @@ def generate(
     max_seq_length = (engine or model.config).max_seq_length if max_seq_length is None else max_seq_length
     budgets = whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
     seeds = whole_numbers("seed", seed, len(prompts))
-    samplings = one_each("sampling", sampling, len(prompts))
+    samplings = one_per_row("sampling", sampling, len(prompts))
     check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
     if engine is None:
         longest = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))

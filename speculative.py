@@ -1,14 +1,13 @@
-"""Draft K tokens cheaply, verify them in one pass of the target, keep those that leave its law as it is.
+"""Draft K tokens cheaply, verify them in one pass of the target, keep those that preserve its distribution.
 
-    acceptance, residual, accept    rejection sampling: the two formulas, and the decision that every round takes
+    acceptance, residual, accept    rejection sampling: two formulas, and the decision of every round
     run_round, verify_step          one round: SPECULATE, VERIFY, ACCEPT
-    Drafter                         what a drafter offers: propose and advance
+    Drafter                         the interface of a drafter: propose, advance, update
     ModelDraft                      a second model with its own cache, or part of the target on the target's cache
-    expected_tokens, speedup, operations    the papers' formulas
-    Costs, DraftLength              what steps cost, and how many tokens the next round drafts
+    DraftLength                     how many tokens the next round drafts
 
-This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or compilation: through
-`maybe_compile` the engine decides how a drafter's functions run.
+This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or compilation: the
+engine decides by `maybe_compile` how a drafter's functions run. The papers' formulas stand in decoding/costs.py.
 
 Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318. K is their gamma.
 """
@@ -34,14 +33,14 @@ from weights.walker import quantized_copy
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """The probability min(1, p / q) with which a drafted token is kept (L, section 2.3); 0 where q is 0, because what
-    the drafter cannot draw was not drawn from q. p target, q draft, any shape."""
+    """The probability min(1, p / q) of keeping a drafted token (L, section 2.3); 0 where q is 0, because such a token
+    was not drawn from q. p target, q draft, any shape."""
     return torch.where(q > 0, (p / q).clamp(max=1), 0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) (..., V): what a rejected token is replaced from (L, algorithm 1). It falls back to p where
-    nothing is left, which happens by rounding alone: p = q is never rejected."""
+    """norm(max(0, p - q)) (..., V), the distribution that replaces a rejected token (L, algorithm 1). It falls back to
+    p where rounding leaves nothing: p = q is never rejected."""
     rest = (p - q).clamp(min=0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
@@ -51,13 +50,12 @@ def accept(
     draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, generator: torch.Generator | None = None, *,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Algorithm 1 of L for every row: how many drafted tokens to keep, and the token that follows them.
+    """Algorithm 1 of L for every row: the number of drafted tokens to keep, and the token that follows them.
 
     draft_tokens (B, K) int, drawn from draft_probs (B, K, V) float32; target_probs (B, K + 1, V) float32
-    -> n_accepted (B,), next_token (B,), int64. `noise` = uniform numbers in [0, 1) for the K decisions (B, K), and for
-    the next token after each possible number of acceptances (B, K + 1), in place of the generator's. Nothing here waits
-    for the device. next_token is sampling.INVALID where the target's probabilities are NaN; NaN in the draft's is a
-    rejection.
+    -> n_accepted (B,), next_token (B,), int64. `noise` replaces the generator: uniform numbers in [0, 1) for the K
+    decisions (B, K), and for the next token after each number of acceptances (B, K + 1). Nothing here waits for the
+    device. next_token is sampling.INVALID where the target's probabilities are NaN; NaN in the draft's is a rejection.
     """
     B, K = draft_tokens.shape
     p, q = target_probs.float(), draft_probs.float()
@@ -68,7 +66,7 @@ def accept(
     n = (noise[0] < a).long().cumprod(dim=1).sum(dim=1)  # (B,) leading acceptances; u < 0 never holds
     at = n[:, None, None].expand(-1, 1, p.size(2))  # (B, 1, V)
     p_next = p.gather(1, at)[:, 0]  # (B, V)
-    q_next = torch.cat((q, torch.zeros_like(p[:, :1])), dim=1).gather(1, at)[:, 0]  # after K acceptances nothing is q's
+    q_next = torch.cat((q, torch.zeros_like(p[:, :1])), dim=1).gather(1, at)[:, 0]  # q is 0 after K acceptances
     return n, draw(residual(p_next, q_next), noise[1].gather(1, n[:, None])[:, 0])
 
 
@@ -79,28 +77,30 @@ def run_round(
     drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, lag: int, maybe_compile: Callable,
     other: Tensor | None = None, all_draft: bool = True,
 ) -> object:  # fmt: skip
-    """Decide 1 to K + 1 tokens of every row, K = state.k; the time between drafting and verifying. `lag`: tokens a row
-    may have got since the last round; `other` (B, K) is verified in place of the drafted tokens. Unless `all_draft`,
-    rows that state.drafts excludes are decided as if nobody had drafted."""
-    # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew them from.
+    """Decide 1 to K + 1 tokens of every row, K = state.k; returns the time between drafting and verifying.
+
+    `lag`: tokens that a row may have received since the last round. `other` (B, K) replaces the drafted tokens. Unless
+    `all_draft`, rows that state.drafts excludes are decided as in plain decoding.
+    """
+    # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew from.
     if lag:
         drafter.catch_up(state, lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
-    assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens where {state.k} were asked for"
+    assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens instead of {state.k}"
     draft_probs = draft_probs if all_draft else draft_probs * state.drafts[:, None, None]
-    drafted, verified = mark(draft_tokens.device), draft_tokens if other is None else other
-    maybe_compile(verify_step, state, state.k)(model, caches, state, verified, draft_probs)
+    drafted_at, draft_tokens = mark(draft_tokens.device), draft_tokens if other is None else other
+    maybe_compile(verify_step, state, state.k)(model, caches, state, draft_tokens, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
-    return drafted
+    return drafted_at
 
 
 def verify_step(
     model: Transformer, caches: Caches, state: nn.Module, draft_tokens: Tensor, draft_probs: Tensor
 ) -> None:
     """One pass over the last token and K drafted ones (B, K), drawn from draft_probs (B, K, V), decides 1 to K + 1
-    tokens of every row. A row of zeros in draft_probs says that nothing was drafted for that row.
+    tokens of every row. A row of zeros in draft_probs has no draft.
 
-    The pass writes keys and values of all K + 1 positions in every layer, so whatever a drafter left there is gone.
+    The pass overwrites keys and values of all K + 1 positions in every layer, including those of a drafter.
     """
     K, draft_tokens = draft_tokens.size(1), state.broadcast(draft_tokens)
 
@@ -108,8 +108,8 @@ def verify_step(
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    own = state.processed(logits, pos, tokens)  # (B, K + 1, V)
-    p = sampling.distribution(own, state.kind, state.values)
+    processed = state.processed(logits, pos, tokens)  # (B, K + 1, V)
+    p = sampling.distribution(processed, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
     seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
@@ -118,12 +118,12 @@ def verify_step(
     n, token = accept(draft_tokens, draft_probs, p, noise=(u, uniform(seed, pos + 1)))  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
     n = torch.where(state.done | (draft_probs[:, 0].amax(dim=-1) == 0), -1, n)  # -1: nothing was drafted for the row
-    # Rank 0's word for all: (B, K + 2) float32, which holds ids below 2^24.
+    # All ranks take rank 0's decision: (B, K + 2) float32, which holds ids below 2^24.
     decision = state.broadcast(torch.cat((n[:, None], token[:, None], overlap), dim=1))
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
     n = state.accepted.copy_(n).clamp(min=0)
     decided = torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token)  # (B, K + 1)
-    state.note(logits, own, decided, draft_probs)
+    state.note(logits, processed, decided, draft_probs)
     state.commit(decided, n)
 
 
@@ -131,86 +131,85 @@ def verify_step(
 
 
 class Drafter(nn.Module):
-    """What the loop asks of a drafter. `state` is generate.py's: tokens (B, S), pos (B,) the index of the last decided
-    token, done, seed, values and kind of the sampling; k, how many tokens to draft; broadcast(x), the x that all ranks
-    go on with. Positions beyond `pos` are the round's scratch space.
+    """The interface of a drafter; this class drafts nothing. `state` is decoding/slots.py's: tokens (B, S), pos (B,)
+    the index of the last decided token, done, seed, values and kind of the sampling, k the number of tokens to draft,
+    and broadcast(x), rank 0's x. Positions beyond `pos` are the round's scratch space.
 
-    Subclass it with `propose`, and whatever else the drafter needs. Every drawn token is verified. You may stop
-    drafting early, but never after looking at the drawn token: that would change the law.
-    """
+    A subclass overrides `propose`, and other methods as needed. Every drawn token is verified. A drafter may stop
+    early, but not because of the token it drew: that would change the output's distribution."""
 
-    owns_cache = False  # whether prompts must go through the drafter's model too
-    runner = owner = None  # runner.ModelRunner: its model with caches; the generate.Engine that was made with it last
-    fed = 2  # tokens that a round feeds it first: its own cache may be behind by one less
+    owns_cache = False  # must prompts go through the drafter's model too?
+    runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
+    num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
-        self.model = model  # what `propose` runs
+        self.model = model  # that `propose` runs
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
-        """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is a runner.ModelRunner;
-        maybe_compile(function, state, *static) is the function as the engine runs it."""
+        """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is the target's ModelRunner;
+        maybe_compile(function, state, *static) returns the function, compiled or not."""
         self.maybe_compile = maybe_compile
         B, V, device = state.pos.size(0), target.model.config.vocab_size, state.pos.device
         self.register_buffer("tokens", torch.zeros(B, k_max, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("probs", torch.zeros(B, k_max, V, device=device), persistent=False)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        """tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they were drawn from. A row
-        of zeros says that nothing was drawn for that row: so does this class, of any."""
+        """Tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they were drawn from. A row
+        of zeros has no draft; this class returns zeros for every row."""
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def advance(self, n_accepted: Tensor) -> None:
-        """The target has decided: n_accepted (B,) of the proposal and one token more stand in the state."""
+        """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
 
     def passes(self, k: int) -> int:
-        """How often its model runs to draft k tokens."""
+        """Passes of its model that draft k tokens."""
         return k
 
-    def look(self, state: nn.Module) -> None:
-        """A step has ended, a round or a plain one: say in state.has_match (B,) which rows have something to draft."""
+    def update(self, state: nn.Module) -> None:
+        """Called after every step, drafted or plain: writes to state.has_match (B,) which rows have a draft."""
 
     def catch_up(self, state: nn.Module, lag: int) -> None:
-        """`lag` tokens or fewer of every row were decided without this drafter."""
+        """Called before a round when up to `lag` tokens of a row were decided without this drafter."""
 
 
 class ModelDraft(Drafter):
     """A model drafts token by token, from the sampling's own distribution.
 
-    With its own cache it is always fed the last two tokens first: after K acceptances it has not seen the last one.
-    On the target's cache it is fed one: verification rewrites all K + 1 positions of every layer before any read.
-    """
+    Its own cache lags by at most one token, so the first pass of a round takes the last two. On the target's cache one
+    is enough: verification rewrites all K + 1 positions of every layer before any read."""
 
     CHUNK = 32  # tokens that `catch_up` runs at once
 
     def __init__(self, model: Transformer, on_layers: Sequence[int] | None = None):
-        """`on_layers`: the target's layers whose caches this model's layers use; None for caches of its own."""
+        """`on_layers`: the target's layers whose caches the draft's layers use; None for separate caches."""
         super().__init__(model)
-        self.on_layers, self.owns_cache, self.fed = on_layers, on_layers is None, 2 if on_layers is None else 1
+        self.on_layers, self.owns_cache = on_layers, on_layers is None
+        self.num_input_tokens = 2 if self.owns_cache else 1
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)
         self.runner = target.for_draft(self.model, self.on_layers)
-        # Ids that only the target has keep probability 0, so that the target's law stays whole.
+        # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
-        for name in ("drawn", "missing"):
+        for name in ("drawn", "num_behind"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=state.pos.device), persistent=False)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         caches = self.runner.slice_to(state.length)
         self.drawn.zero_()
         for step in range(state.k):
-            fed = self.fed if step == 0 else 1
-            self.maybe_compile(self.draw_next, state, fed)(caches, state, fed)
+            num_input_tokens = self.num_input_tokens if step == 0 else 1
+            self.maybe_compile(self.draw_next, state, num_input_tokens)(caches, state, num_input_tokens)
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
-    def draw_next(self, caches: Caches, state: nn.Module, fed: int) -> None:
+    def draw_next(self, caches: Caches, state: nn.Module, num_input_tokens: int) -> None:
         """Run the last `fed` tokens and draw the one after them."""
         last = state.pos + self.drawn  # (B,)
-        self.draw(state, self.hidden(caches, state, last, fed)[:, -1:], last[:, None] + 1)
+        self.draw(state, self.hidden(caches, state, last, num_input_tokens)[:, -1:], last[:, None] + 1)
 
     def draw(self, state: nn.Module, h: Tensor, pos: Tensor) -> None:
-        """Draw the tokens at pos (B, T), each from its own h (B, T, D), and note them behind those drawn before."""
+        """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the proposal."""
         logits = self.model.head(h)[..., : self.vocab]  # (B, T, V) of the shorter vocabulary
         q = sampling.distribution(logits, state.kind, state.values)
         noise = uniform(state.seed[:, None].expand_as(pos), pos, DRAFT_DRAW)  # (B, T)
@@ -222,7 +221,7 @@ class ModelDraft(Drafter):
         self.drawn.add_(pos.size(1))
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
-        """Hidden states (B, T, D) of the T positions up to `last` (B,); what would stand before 0 is position 0."""
+        """Hidden states (B, T, D) of the T positions up to `last` (B,). Positions before 0 become 0."""
         pos = (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)  # (B, T)
         tokens = state.tokens.gather(1, pos).clamp(max=self.model.config.vocab_size - 1)
         return self.model.hidden(tokens, pos, caches)
@@ -230,24 +229,26 @@ class ModelDraft(Drafter):
     def catch_up(self, state: nn.Module, lag: int) -> None:
         if self.owns_cache:
             for chunk in reversed(range(math.ceil(lag / self.CHUNK))):  # the oldest first
-                self.missing.fill_(self.fed + chunk * self.CHUNK)  # `draw_next` writes the last
+                self.num_behind.fill_(self.num_input_tokens + chunk * self.CHUNK)  # `draw_next` writes the last
                 self.maybe_compile(self.fill, state)(self.runner.slice_to(state.length), state)
 
     def fill(self, caches: Caches, state: nn.Module) -> None:
-        """Write the keys and values of CHUNK positions, the last of which is `missing` before `pos`."""
-        self.hidden(caches, state, (state.pos - self.missing).clamp(min=0), self.CHUNK)
+        """Write keys and values of CHUNK positions, the last one `num_behind` before `pos`."""
+        self.hidden(caches, state, (state.pos - self.num_behind).clamp(min=0), self.CHUNK)
 
 
-def layer_subset(model: Transformer, kept: Sequence[int]) -> Transformer:
+def layer_subset(model: Transformer, layer_ids: Sequence[int]) -> Transformer:
     """A Transformer of some of `model`'s layers, which shares its modules. ValueError for layers that are not there."""
     n_layers = model.config.n_layers
-    if not kept or not 0 <= min(kept) <= max(kept) < n_layers or sorted(set(kept)) != list(kept):
-        raise ValueError(f"layers {list(kept)} must be some of 0 to {n_layers - 1}, in order")
+    in_range = len(layer_ids) > 0 and 0 <= min(layer_ids) <= max(layer_ids) < n_layers
+    if not in_range or sorted(set(layer_ids)) != list(layer_ids):
+        raise ValueError(f"layers {list(layer_ids)} must be some of 0 to {n_layers - 1}, in order")
     shared = [module for module in model.children() if module is not model.layers]
     other = copy.deepcopy(model, {id(module): module for module in [*shared, *model.layers]})
-    other.layers = nn.ModuleList(model.layers[i] for i in kept)
-    other.config = replace(model.config, n_layers=len(kept))
-    other.windows, other.rope_types = (tuple(each[i] for i in kept) for each in (model.windows, model.rope_types))
+    other.layers = nn.ModuleList(model.layers[i] for i in layer_ids)
+    other.config = replace(model.config, n_layers=len(layer_ids))
+    other.windows = tuple(model.windows[i] for i in layer_ids)
+    other.rope_types = tuple(model.rope_types[i] for i in layer_ids)
     return other
 
 
@@ -255,10 +256,10 @@ def parse_layers(text: str) -> list[int]:
     """ "0-7,24-31" -> the layers in these ranges, both ends included. ValueError for anything else."""
     layers = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not found or int(found[2] or found[1]) < int(found[1]):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"{part!r} is no layer or range of layers; give ranges like 0-7,24-31")
-        layers += range(int(found[1]), int(found[2] or found[1]) + 1)
+        layers += range(int(match[1]), int(match[2] or match[1]) + 1)
     return layers
 
 
@@ -297,26 +298,26 @@ class CustomDraft(Drafter):
 # ---------------------------------------------------------------------------------------- draft length
 
 AUTO_K = (1, 2, 3, 5, 8)  # what `auto` chooses from, besides 0
-KEPT = 1 - 1 / 64  # of what a running acceptance remembers, with each drafted position
+DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay
 
 
 class DraftLength:
-    """K of the next round, from what earlier rounds showed. Nothing drawn in the round itself enters."""
+    """K of the next round, from earlier rounds. K must not depend on this round's tokens."""
 
     def __init__(self, k: int | str, costs: Costs | None = None):
         if k == "auto" and costs is None:
             raise ValueError("speculate_k = 'auto' needs calibrated costs: call engine.calibrate first")
         self.fixed, self.costs = None if k == "auto" else k, costs
-        # Acceptance, a running mean that starts as if it had seen a few of 0.7; share of a round's rows with a draft.
+        # The running mean of acceptance starts with a weight of 8 at 0.7. matched: the share of rows with a draft.
         self.overlap, self.weight, self.matched = 0.7 * 8, 8.0, 1.0
         self.plain, self.patience, self.probing = 0, PROBE_AFTER, 0
 
     def observe(self, overlap: float) -> None:
         """Sum of min(p, q) at one drafted position that was reached."""
         if math.isfinite(overlap):  # a draft's NaN would stay in the mean for good
-            self.overlap, self.weight = self.overlap * KEPT + overlap, self.weight * KEPT + 1
+            self.overlap, self.weight = self.overlap * DECAY + overlap, self.weight * DECAY + 1
 
     def drafted(self, matched: int, rows: int) -> None:
         """A round found something to draft for so many of its rows."""

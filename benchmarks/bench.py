@@ -171,11 +171,11 @@ class Contender:
             "attention": ("scaled_dot_product",),
             "norm": ("rms_norm",),
         }
-        spent = dict.fromkeys([*kinds, "other"], 0.0)
+        step_times = dict.fromkeys([*kinds, "other"], 0.0)
         for event in trace.key_averages():
             kind = next((kind for kind, words in kinds.items() if any(word in event.key for word in words)), "other")
-            spent[kind] += event.self_cpu_time_total / 1e3 / steps
-        return {"step": plain, **spent}
+            step_times[kind] += event.self_cpu_time_total / 1e3 / steps
+        return {"step": plain, **step_times}
 
 
 def fill_slots(engine: Engine, filled: int, steps: int) -> Rows:

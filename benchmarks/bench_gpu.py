@@ -71,7 +71,7 @@ from cli.flags import Parser, positive
 from cli.load import pick_device
 from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
 from decoding.sampling import Sampling
-from decoding.timing import mark, spent, synchronize
+from decoding.timing import mark, step_times, synchronize
 from generate import Engine, Timing, decode_step, generate
 from loading.checkpoint import random_model
 from loading.config import config_from_hf
@@ -722,7 +722,7 @@ def costs(args: argparse.Namespace, engine: Engine) -> Costs:
             if number >= UNCOUNTED:
                 found.setdefault(k, []).append(step)
         synchronize(engine.device)
-    parts = {k: [spent(step) for step in steps] for k, steps in found.items()}  # (draft, verify) seconds
+    parts = {k: [step_times(step) for step in steps] for k, steps in found.items()}  # (draft, verify) seconds
     draft = statistics.median(part[0] for part in parts[K])
     verify, plain = (statistics.median(part[1] for part in parts[k]) for k in (K, 0))
     return Costs(plain, {K: draft}, {K: verify})

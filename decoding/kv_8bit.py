@@ -1,12 +1,12 @@
-"""Keys and values in 8 bits: half of a cache's bytes, and on a CPU attention in whole numbers.
+"""Keys and values in 8 bits: half of the bytes, and on a CPU attention in integers.
 
-    CodedCache              codes, a scale for each head and position, and how they are read
-    Int8Cache, Fp8Cache     whole numbers; E4M3
+    CodedCache              codes, and a scale for each head and position
+    Int8Cache, Fp8Cache     integers; E4M3
     attend_codes            queries over an Int8Cache on a CPU, without dequantizing it
-    KINDS                   by the names of --kv_cache_dtype
+    KINDS                   caches by the names of --kv_cache_dtype
 
-Keys, and the queries that meet them, are rotated first by a Hadamard matrix, which spreads a channel of large keys over
-all (QuaRot, arXiv:2404.00456): q k^T stays what it was. This file does not know layers, steps, ranks or flags.
+Keys and queries are first rotated by a Hadamard matrix, which spreads a channel of large keys over all and leaves q k^T
+unchanged (QuaRot, arXiv:2404.00456). This file does not know layers, steps, ranks or flags.
 """
 
 import functools
@@ -33,9 +33,9 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
     """Softmax attention of rotated q (B, H, T, E) bfloat16 over int8 codes k (B, G, S, E) and v (B, G, E, S) with
     scales (B, G, S), bias (B, 1, R * T or more, S) -> (B, H, T, E).
 
-    q is coded as keys are, so that scores are exact sums, whatever their order; they and the softmax are float32. The
-    scales of v weigh probabilities, which are rounded to bfloat16, as scaled_dot_product_attention's are, and multiply
-    the codes.
+    q is coded like keys, so that scores are exact sums in any order; they and the softmax are float32. The
+    probabilities, times the scales of v, are rounded to bfloat16, as in scaled_dot_product_attention, and multiply the
+    codes.
     """
     if extra := -k.size(2) % LANES:
         k, v = F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, extra))
@@ -50,15 +50,15 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
     n, width = (G, rows) if G * rows * S <= CACHED else (1, max(1, CACHED // S))
     for b, begin, first in itertools.product(range(B), range(0, G, n), range(0, rows, width)):
         heads, part = slice(begin, begin + n), slice(first, first + width)
-        few = x[b, heads, part]  # (n, width, E)
-        sums = torch.empty(*few.shape[:2], S, dtype=torch.int32 if adds_exactly() else torch.float32)
-        for codes, keys, found in zip(few, k[b, heads], sums):
-            multiply_codes(codes, keys, found)
+        queries = x[b, heads, part]  # (n, width, E)
+        sums = torch.empty(*queries.shape[:2], S, dtype=torch.int32 if adds_exactly() else torch.float32)
+        for codes, keys, out in zip(queries, k[b, heads], sums):
+            multiply_codes(codes, keys, out)
         scores = sums.float().mul_(k_scale[b, heads, None])
         scores = torch.addcmul(bias[b, :, part], scores, step[b, heads, part])
         p = scores.softmax(-1).mul_(v_scale[b, heads, None]).to(q.dtype)
-        for weights, values, found in zip(p, v[b, heads], y[b, heads, part]):
-            found.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (width, E)
+        for weights, values, out in zip(p, v[b, heads], y[b, heads, part]):
+            out.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (width, E)
     return y.view(B, H, T, E)
 
 
@@ -71,8 +71,8 @@ def _like_q(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, b
 
 
 def attend_as_codes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """`attend_codes` for keys and values (B, G, S, E) as `attend` takes them: what shows how its kernels round. All
-    channels have the values of the first, so that values which cancel have codes which cancel."""
+    """`attend_codes` with the signature of `attend`, for the probe of how kernels round. All channels repeat the values
+    of the first, so that the codes of cancelling values cancel."""
     (k, k_scale), (v, v_scale) = coded(k), coded(v[..., :1].expand_as(v))
     return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias.expand(q.size(0), -1, -1, -1))
 
@@ -86,7 +86,7 @@ def multiply_codes(x: Tensor, keys: Tensor, out: Tensor) -> None:
         torch.mm(x.float(), keys.float().T, out=out)
 
 
-def in_whole_numbers(E: int, dtype: torch.dtype, device: torch.device) -> bool:
+def uses_integer_scores(E: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Are scores of heads of E channels exact sums, and is the product of such activations with int8 codes quick?"""
     return device.type == "cpu" and dtype == torch.bfloat16 and E <= MAX_CHANNELS
 
@@ -102,12 +102,12 @@ def adds_exactly() -> bool:
 
 
 def coded(x: Tensor, kind: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """x (..., E) as codes, whole numbers or the bytes of another kind of 8 bits, and their scales (..., 1) float32."""
-    whole = not kind.is_floating_point
-    largest = (torch.iinfo if whole else torch.finfo)(kind).max
+    """x (..., E) as 8-bit codes of this kind, stored as int8, and their scales (..., 1) float32."""
+    is_integer = not kind.is_floating_point
+    max_code = (torch.iinfo if is_integer else torch.finfo)(kind).max
     x = x.float()
-    scale = (x.abs().amax(-1, keepdim=True) / largest).clamp(min=TINY)
-    numbers = (x / scale).round() if whole else x / scale
+    scale = (x.abs().amax(-1, keepdim=True) / max_code).clamp(min=TINY)
+    numbers = (x / scale).round() if is_integer else x / scale
     return numbers.to(kind).view(torch.int8), scale
 
 
@@ -178,8 +178,8 @@ class CodedCache(KVCache):
         return k.to(visible.mask.dtype), v.to(visible.mask.dtype)
 
     def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
-        found = {name: getattr(self, name)[rows, :, begin:end] for name in ("k", "k_scale", "v_scale")}
-        return found | {"v": self.v[rows, :, :, begin:end]}
+        views = {name: getattr(self, name)[rows, :, begin:end] for name in ("k", "k_scale", "v_scale")}
+        return views | {"v": self.v[rows, :, :, begin:end]}
 
 
 class Int8Cache(CodedCache):
@@ -187,17 +187,17 @@ class Int8Cache(CodedCache):
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__(B, G, S, E, dtype, device)
-        self.whole = in_whole_numbers(E, dtype, device)
+        self.uses_integers = uses_integer_scores(E, dtype, device)
 
     @classmethod
     def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
-        whole = not sinks and in_whole_numbers(E, like.dtype, like.device)
-        return attend_as_codes if whole else super().kernel(sinks, E, like)
+        uses_integers = not sinks and uses_integer_scores(E, like.dtype, like.device)
+        return attend_as_codes if uses_integers else super().kernel(sinks, E, like)
 
     def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
-        """As any cache's. Queries meet the codes themselves where that is exact and quick, in every pass: what a
-        position leaves behind must not depend on how many others run beside it."""
-        if sinks is not None or not self.whole:
+        """Attend to the codes where that is exact and fast. The choice must not depend on the number of queries: a
+        position's result may not depend on other positions in its pass."""
+        if sinks is not None or not self.uses_integers:
             return super().attend(q, visible, sinks)
         run = torch.ops.quickdraft.attend_codes if torch.compiler.is_compiling() else attend_codes
         return run(self.rotated(q).to(q.dtype), *self.codes_at(q.size(0), visible), visible.mask)

@@ -1,8 +1,8 @@
-"""A model with caches of its own: how a prompt runs, and how far a step attends.
+"""A model with its caches: how a prompt runs, and how far a step attends.
 
     ModelRunner         a model and caches of B rows and S positions
     Rows                some neighbouring slots as a batch of their own
-    caches_by_name          all that positions leave behind;  copy_positions, clear_positions  of one slot
+    caches_by_name      all buffers indexed by position;  copy_positions, clear_positions  of one slot
 
 This file knows no request, no sampling and no compiler.
 """
@@ -22,34 +22,36 @@ from weights.compiling import leave_open
 
 
 class ModelRunner:
-    """A model with caches of B rows and S positions; or, with `layers`, with some layers of another model's caches.
+    """A model with caches of B rows and S positions. With `layers` it uses some layers of another model's caches.
 
-    Behind the S positions that are attended to lie `slack` more, which parked rows write to; one at least, because
-    attending to the whole cache would be a special case that compiles once more. `compile_prompts` compiles what runs
-    prompts; None: they run eagerly.
+    Parked rows write to `slack` more positions behind these S, which nothing attends to. At least one is needed: steps
+    over the full length of a cache would compile once more. `compile_prompts` compiles the pass over prompts; None runs
+    it eagerly.
     """
 
     def __init__(
         self, model: Transformer, B: int, S: int, slack: int, compile: bool, compile_prompts: Callable | None = None,
-        layers: Sequence[nn.Module] | None = None, ends: Tensor | None = None, kind: type[KVCache] = KVCache,
+        layers: Sequence[nn.Module] | None = None, max_positions: Tensor | None = None, kind: type[KVCache] = KVCache,
     ):  # fmt: skip
         self.model, self.B, self.compile, self.compile_prompts, self.kind = model, B, compile, compile_prompts, kind
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
         kernel = kind.kernel(model.config.sinks, E, model.norm.weight)
-        self.tile = same_attention(kernel, B, H, G, E, model.norm.weight)
-        rows, self.unit = self.tile or (1, 16)
-        self.S, self.slack = in_blocks(S, self.unit), slack
-        self.caches = model.make_caches(B if layers is None else 0, self.S + slack, kind)._replace(row_multiple=rows)
+        multiples = same_attention(kernel, B, H, G, E, model.norm.weight)
+        self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
+        row_multiple, self.length_multiple = multiples or (1, 16)
+        self.S, self.slack = in_blocks(S, self.length_multiple), slack
+        caches = model.make_caches(B if layers is None else 0, self.S + slack, kind)
+        self.caches = caches._replace(row_multiple=row_multiple)
         if layers is not None:
             self.caches = self.caches._replace(layers=tuple(layers))
-        if ends is not None:
-            self.caches = self.caches._replace(max_positions=ends)
+        if max_positions is not None:
+            self.caches = self.caches._replace(max_positions=max_positions)
         self.device = self.caches.key_pos.device
         self.uses_cuda_graphs = compile and self.device.type == "cuda"  # one for each length attended
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
     def for_draft(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "ModelRunner":
-        """A draft for this model: with caches of its own, or on the caches of some of this model's layers."""
+        """A runner for a draft model, with separate caches or on the caches of some of this model's layers."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         return ModelRunner(
             model,
@@ -64,27 +66,27 @@ class ModelRunner:
         )
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":
-        """The same for rows [begin, end) alone."""
+        """The runner of rows [begin, end)."""
         view = copy.copy(self)
         view.caches = self.caches.row_view(begin, end)
         return view
 
     def bucket_length(self, length: int) -> int:
-        """`length` filled positions, rounded up to the next of a few lengths, or of those that round alike."""
+        """Round `length` up to the next compiled length, or the next that rounds alike."""
         if self.uses_cuda_graphs:
             length = max(256, 1 << (length - 1).bit_length())
-        return min(in_blocks(length, self.unit), self.S)
+        return min(in_blocks(length, self.length_multiple), self.S)
 
     def slice_to(self, length: int) -> Caches:
-        """The caches, for steps after which `length` positions are filled."""
+        """The caches for a step after which `length` positions are filled."""
         caches = self.caches.slice_to(self.bucket_length(length))
         if self.compile:
             leave_open(caches.key_pos, 0)
         return caches
 
     def inputs(self, state: State, begin: int, end: int) -> tuple[Tensor, Tensor, Caches]:
-        """Positions [begin, end) of the texts in the state, as `hidden` takes them: tokens (B, T), pos (T,)."""
-        # A draft may know fewer ids than its target.
+        """(tokens (B, T), pos (T,), caches) of positions [begin, end), the arguments of `hidden`."""
+        # A draft's vocabulary may be smaller than its target's.
         tokens = state.tokens[:, begin:end].clamp(max=self.model.config.vocab_size - 1)
         pos = torch.arange(begin, end, device=self.device)
         if self.compile_prompts:
@@ -94,8 +96,7 @@ class ModelRunner:
     def prefill(self, state: State, begin: int, end: int, chunk: int) -> Tensor:
         """Run positions [begin, end) of a prompt in chunks; the hidden states (B, D) at the last one.
 
-        A chunk is padded on the right. Padding writes keys and values beyond the prompt's end, where decoding
-        overwrites each position before any query may see it.
+        A chunk is padded on the right. Decoding overwrites the padding's keys and values before any query sees them.
         """
         for first in range(begin, end, chunk):
             num_tokens = min(chunk, end - first)
@@ -104,7 +105,7 @@ class ModelRunner:
 
 
 class Rows(NamedTuple):
-    """Some neighbouring slots: their part of the state, of the model's caches, and of the drafter."""
+    """A range of slots: their rows of the state, of the model's caches, and of the drafter."""
 
     state: State
     target: ModelRunner
@@ -112,14 +113,14 @@ class Rows(NamedTuple):
 
 
 def caches_by_name(runners: Sequence[ModelRunner]) -> dict[str, nn.Module]:
-    """Each layer's cache in these runners, and the hidden states that a target and its draft share."""
+    """Each layer's cache in these runners, and the hidden states that a draft reads from its target."""
     caches = [runner.caches for runner in runners]
-    layers = {f"{i}.{layer}": cache for i, own in enumerate(caches) for layer, cache in enumerate(own.layers)}
-    return layers | {f"aux.{layer}": x for own in caches for layer, x in (own.aux_hidden_states or {}).items()}
+    layers = {f"{i}.{layer}": cache for i, part in enumerate(caches) for layer, cache in enumerate(part.layers)}
+    return layers | {f"aux.{layer}": x for part in caches for layer, x in (part.aux_hidden_states or {}).items()}
 
 
 def copy_positions(runners: Sequence[ModelRunner], source: int, target: int, num_positions: int) -> None:
-    """Slot `target` takes the first positions of slot `source`."""
+    """Copy the first positions of slot `source` to slot `target`."""
     for cache in caches_by_name(runners).values():
         stored = cache.at(source, 0, num_positions)
         for name, x in cache.at(target, 0, num_positions).items():
@@ -127,7 +128,7 @@ def copy_positions(runners: Sequence[ModelRunner], source: int, target: int, num
 
 
 def clear_positions(runners: Sequence[ModelRunner], slot: int, begin: int, end: int) -> None:
-    """Zeros in place of what may be NaN: a masked NaN still makes 0 * NaN = NaN."""
+    """Write zeros, because a masked NaN still makes 0 * NaN = NaN."""
     for cache in caches_by_name(runners).values():
         for x in cache.at(slot, begin, end).values():
             x.zero_()

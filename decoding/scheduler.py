@@ -1,12 +1,12 @@
-"""Requests, and the slots that they decode in: who waits, who takes which slot, which positions are computed already.
+"""Requests and slots: the waiting line, the choice of a slot, and the reuse of computed positions.
 
-    Request             a prompt and its settings, then its tokens and the facts that reports are made of
-    Slot                a row of the caches: whose it is, and the ids of the positions that it holds
-    Scheduler           the waiting line, and the slot that shares the longest beginning with a newcomer
-    common_prefix       leading ids that two texts have in common
+    Request             a prompt with its settings, tokens and measured times
+    Slot                a row of the caches: its request, and the ids behind its positions
+    Scheduler           the waiting line, and the slot that shares the longest prefix with a new request
+    common_prefix       the number of leading ids that texts share
 
-Keys and values of a position follow from the ids up to it, so a slot whose ids begin as a prompt does holds what the
-beginning of that prompt would compute. This file holds no tensor and knows no model.
+Keys and values of a position depend only on the ids up to it, so slots with a common prefix hold equal positions there.
+This file holds no tensor and knows no model.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from decoding.sampling import INVALID, Sampling
 from decoding.slots import NO_TOKEN
 from decoding.timing import StepRecord, StepResult, TokenRecord, seconds_between
 
-MIN_REUSED = 16  # positions below which a shared beginning, such as BOS alone, decides nothing and is not copied
+MIN_REUSED = 16  # shorter prefixes, such as BOS alone, are not worth a copy
 
 
 def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
-    """How many leading ids agree in all texts."""
-    ends = (next((i for i, (x, y) in enumerate(zip(first, other)) if x != y), len(other)) for other in others)
-    return min((len(first), *ends))
+    """The number of leading ids that all texts share."""
+    lengths = (next((i for i, (x, y) in enumerate(zip(first, other)) if x != y), len(other)) for other in others)
+    return min((len(first), *lengths))
 
 
 @dataclass(eq=False)
@@ -39,32 +39,32 @@ class Request:
     stop_ids: Collection[int] = ()
     seed: int = 0
     draft: bool = True  # may its tokens be drafted?
-    is_long: tuple[bool, ...] = ()  # per model with caches: is it rotated as a long text, by longrope?
+    is_long: tuple[bool, ...] = ()  # per model with caches: does longrope take it for long?
 
     slot: "Slot | None" = None
     num_computed: int = 0  # prompt positions that the target's cache holds
-    num_reused: int = 0  # of these, positions that another request had computed
+    num_reused: int = 0  # of these, positions from another request
     tokens: list[int] = field(default_factory=list)
     num_launched: int = 0  # tokens that the launched steps decide at least
-    can_draft: bool = True  # did the drafter have something to propose?
+    can_draft: bool = True  # did the drafter have a proposal?
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
-    ending: tuple | None = None  # finish_reason, and perhaps the error, that the last read token asks for
+    ending: tuple | None = None  # (finish_reason, error) due after the last read token
 
-    arrived: float = 0.0  # points in time of time.perf_counter
+    arrived: float = 0.0  # times of time.perf_counter
     started: float = 0.0
-    prefill_marks: list[tuple] = field(default_factory=list)  # when each chunk began and ended on the device
+    prefill_marks: list[tuple] = field(default_factory=list)  # (begin, end) of each chunk on the device
     prefill_s: float = 0.0
     ttft_s: float = 0.0  # from taking a slot to the first token
     decode_s: float = 0.0
-    steps: list[StepRecord] = field(default_factory=list)  # after the prompt, shared with its neighbours
+    steps: list[StepRecord] = field(default_factory=list)  # after the prompt, shared with other rows
     token_records: list[TokenRecord] = field(default_factory=list)  # with a drafter
     top_logprobs: list[list] = field(default_factory=list)
     token_probs: list[list[float]] = field(default_factory=list)
 
     @property
     def num_positions(self) -> int:
-        """Prompt and tokens."""
+        """Tokens of prompt and answer."""
         return len(self.prompt) + len(self.tokens)
 
     @property
@@ -72,11 +72,11 @@ class Request:
         return self.num_launched > 0 and self.finish_reason is None
 
     def cached_ids(self) -> list[int]:
-        """The ids whose positions the caches hold: no layer has seen the last token."""
+        """The ids whose positions are in the caches: all but the last token."""
         return self.prompt[: self.num_computed] + self.tokens[:-1]
 
     def first_token(self, now: float) -> None:
-        """The prompt has run, and its first token is read."""
+        """Record the times of the prompt, whose first token was read."""
         self.prefill_s = sum(seconds_between(*marks) for marks in self.prefill_marks)
         self.ttft_s = now - self.started
 
@@ -85,8 +85,8 @@ class Request:
         self.decode_s += step.seconds
 
     def receive(self, step: StepResult, row: int, draft_length) -> list[int]:
-        """Take the tokens that a step decided in this row, and say in `ending` whether the last of them ends the text.
-        `draft_length` (speculative.DraftLength) hears how well the draft fitted; None without a drafter."""
+        """Append the tokens that a step decided in this row, and set `ending` if the last one ends the text.
+        `draft_length` (speculative.DraftLength) observes the acceptance; None without a drafter."""
         ids = list(itertools.takewhile(NO_TOKEN.__ne__, step.tokens[row]))
         k = step.k if step.accepted[row] >= 0 else 0
         self.can_draft = step.has_match[row]
@@ -113,7 +113,7 @@ class Request:
 
 
 class Launch(NamedTuple):
-    """A step that the device has been given: whose rows it advances, and when."""
+    """A step given to the device: the requests that it advances, and its start."""
 
     requests: list[tuple[int, Request]]  # (row of the step, request)
     at: float = 0.0
@@ -121,13 +121,13 @@ class Launch(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """One row of the caches. Free, it still holds the positions of its last request."""
+    """One row of the caches. A free slot keeps the positions of its last request."""
 
     index: int
     request: Request | None = None
     ids: list[int] = field(default_factory=list)
-    num_draft: int = 0  # positions that the draft's own cache holds
-    num_written: int = 0  # positions that may hold something other than zeros
+    num_draft: int = 0  # positions in the draft's cache
+    num_written: int = 0  # positions that may not be zero
     is_long: tuple[bool, ...] = ()
 
     def cached_ids(self) -> list[int]:
@@ -135,36 +135,36 @@ class Slot:
 
 
 class Scheduler:
-    """Requests in the order of their arrival, and the slots."""
+    """The waiting requests, in order of arrival, and the slots."""
 
     def __init__(self, num_slots: int):
         self.slots = [Slot(index) for index in range(num_slots)]
         self.waiting: deque[Request] = deque()
 
     def decoding(self) -> list[Request]:
-        """Requests that want another token than those that the launched steps decide, in the order of their slots."""
+        """Requests that need more tokens than the launched steps decide, in the order of their slots."""
         running = (slot.request for slot in self.slots if slot.request is not None)
         return [request for request in running if request.is_decoding and request.num_launched < request.max_new_tokens]
 
     def prefilling(self) -> Request | None:
-        """The request that the next pass over a prompt belongs to: one that has begun, before one that takes a slot."""
+        """A request whose prompt has started and not finished."""
         running = (slot.request for slot in self.slots if slot.request is not None)
         return next((request for request in running if not request.num_launched), None)
 
     def admit(self, draft_lag: int) -> tuple[Request, Slot] | None:
-        """Give the first waiting request a free slot: (request, the slot that holds its prompt's beginning). None
-        if nobody waits, or no slot is free. `draft_lag`: positions that a draft's own cache may be behind."""
+        """Give the first waiting request a free slot: (request, the slot with the longest common prefix). None if no
+        request waits or no slot is free. `draft_lag`: positions by which a draft's cache may lag."""
         free = [slot for slot in self.slots if slot.request is None]
         if not self.waiting or not free:
             return None
         request = self.waiting.popleft()
         shared, longest = dict.fromkeys(self.slots, 0), 0
         for slot in self.slots:
-            if slot.request is None or longest < len(request.prompt) - 1:  # another busy slot could not hold more
+            if slot.request is None or longest < len(request.prompt) - 1:  # a busy slot could not share more
                 shared[slot] = self.shared(request, slot)
                 longest = max(longest, shared[slot])
         lost = {slot: len(slot.ids) - shared[slot] for slot in free}
-        # The slot that loses least; then the one that shares most; then the first, so that busy slots stand together.
+        # Prefer the slot that loses the fewest positions, then the longest prefix, then the first slot.
         slot = min(free, key=lambda s: (lost[s] if lost[s] >= MIN_REUSED else 0, -shared[s], s.index))
         source = max(self.slots, key=shared.get)
         source = source if shared[source] >= shared[slot] + MIN_REUSED else slot
@@ -175,14 +175,14 @@ class Scheduler:
         return request, source
 
     def release(self, request: Request, draft_lag: int, num_scratch: int) -> None:
-        """Free the slot of a request that has ended. The slot goes on holding its positions, unless they may be NaN.
-        `num_scratch`: positions behind a text that its steps may have written."""
+        """Free the slot of a finished request. The slot keeps its positions, unless they may be NaN. `num_scratch`:
+        positions behind the text that its steps may have written."""
         slot, request.slot = request.slot, None
         slot.num_written = max(request.num_computed, request.num_positions) + num_scratch
         slot.ids = [] if request.finish_reason == "error" else request.cached_ids()
         slot.num_draft, slot.request = max(0, len(slot.ids) - draft_lag), None
 
     def shared(self, request: Request, slot: Slot) -> int:
-        """Leading positions of the prompt that the slot holds; the last token of a prompt must run."""
+        """The length of the prefix that prompt and slot share. A prompt's last token must run."""
         prompt, ids = request.prompt[:-1], slot.cached_ids()
         return common_prefix(prompt, ids) if slot.is_long == request.is_long else 0

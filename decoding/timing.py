@@ -1,11 +1,11 @@
-"""What a step decided and when: on the device, on its way to the host, and as a record of the whole batch.
+"""Results and times of steps: on the device, on their way to the host, and in records for reports.
 
-    StepResult              tensors of the device, or lists of the host; points in time that the step passed
-    mark, spent             a point in time on the device; seconds between points
+    StepResult              the tensors of a step, or its lists on the host, and its marks
+    mark, step_times        a point in time on the device; seconds between points
     Readback                results on their way to the host, read a few steps late on a GPU
-    Timing, StepRecord, TokenRecord    facts of one batch; cli/report.py makes rates and bytes of them
+    Timing, StepRecord, TokenRecord    records of several requests, which cli/report.py turns into rates
 
-This file knows no model and no sampling. It never makes the device wait, but for a result that the host must read.
+This file knows no model and no sampling. It makes the device wait only for a result that the host must read.
 """
 
 import itertools
@@ -25,8 +25,8 @@ def host_lag(device: torch.device) -> int:
 
 
 class StepResult(NamedTuple):
-    """What a step decided, as State's tensors, or read back as lists; and when it passed which point: its begin, the
-    end of drafting, of verifying, of itself. A prompt's first tokens have no times."""
+    """The decisions of a step, as tensors or lists. `times` marks its start, the end of drafting, of verifying and of
+    the step; it is empty for a prompt's first token."""
 
     k: int  # tokens drafted
     times: tuple
@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
 
 
 def mark(device: torch.device):
-    """A point in time on the device: seconds, or an event that the device will pass."""
+    """A point in time on the device: seconds on a CPU, an event on a GPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -47,14 +47,14 @@ def mark(device: torch.device):
     return event
 
 
-def spent(step: StepResult) -> tuple[float, float]:
-    """(seconds of the drafter, seconds of the target's pass) of a step that has ended."""
-    draft, verify, look = (seconds_between(begin, end) for begin, end in itertools.pairwise(step.times))
-    return draft + look, verify
+def step_times(step: StepResult) -> tuple[float, float]:
+    """(seconds of the drafter, seconds of the target's pass) of a finished step."""
+    draft, verify, update = (seconds_between(begin, end) for begin, end in itertools.pairwise(step.times))
+    return draft + update, verify
 
 
 def seconds_between(begin, end) -> float:
-    """Of two marks that the device has passed."""
+    """Between two marks that the device has passed."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
@@ -69,14 +69,14 @@ class StepRecord(NamedTuple):
     k: int
     seconds: float
     draft_s: float
-    verify_s: float  # of a plain step its whole pass
-    positions: tuple[int, ...]  # decided before the step, of every row that was not done
-    costs: object = None  # speculative.Costs of such steps, by the rows and threads of this one, where calibrated
+    verify_s: float  # the full pass of a plain step
+    positions: tuple[int, ...]  # decided positions of each active row before the step
+    costs: object = None  # calibrated decoding.costs.Costs for this number of rows and threads
 
 
 class TokenRecord(NamedTuple):
-    """Token `index` of a round that drafted k tokens for its row (0: nothing matched) and accepted so many of them.
-    overlap: sum of min(p, q) there, 0 beyond k. first: the prompt's own next token, which no round decided."""
+    """Token `index` of a round that drafted k tokens for its row (0: no draft) and accepted some of them. overlap: sum
+    of min(p, q) at this position, 0 beyond k. first: the token after the prompt, which no round decided."""
 
     index: int
     k: int
@@ -87,13 +87,13 @@ class TokenRecord(NamedTuple):
 
 @dataclass
 class Timing:
-    """The facts of several requests, one a row, which cli/report.py interprets. Seconds."""
+    """Records of several requests, one per row. Times in seconds."""
 
     requests: list = field(default_factory=list)  # scheduler.Request
 
     @property
     def records(self) -> list[StepRecord]:
-        """The steps of all rows, each once."""
+        """The steps of all rows, without repetition."""
         return list({id(step): step for request in self.requests for step in request.steps}.values())
 
     decoded = property(lambda self: [len(request.tokens) for request in self.requests])
@@ -111,8 +111,8 @@ class Timing:
 
 
 class Readback:
-    """Results of steps on their way to the host. On a GPU they are read a few steps late, from pinned copies, so that
-    the device never waits for the host."""
+    """Results on their way to the host. On a GPU they are read a few steps late, from pinned copies, so that the device
+    does not wait for the host."""
 
     def __init__(self, device: torch.device, timeout_s: float | None = None):
         self.on_gpu, self.timeout_s = device.type == "cuda", timeout_s
@@ -121,11 +121,11 @@ class Readback:
 
     @property
     def unread(self) -> int:
-        """Tokens that a row may have got and the host has not read."""
+        """Tokens that a row may have received and the host has not read."""
         return sum(step.k + 1 for step, *_ in self.waiting)
 
     def send(self, step: StepResult, label: object) -> None:
-        """`label` comes back with the result."""
+        """Queue a result; `label` returns with it."""
         tensors, event = [tensor for tensor in step[2:] if tensor is not None], None
         if self.on_gpu:
             copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
@@ -140,13 +140,13 @@ class Readback:
         step, event, label = self.waiting.popleft()
         if event is not None and self.timeout_s is None:
             event.synchronize()
-        elif event is not None:  # a replayed graph waits for other ranks without end
+        elif event is not None:  # a replayed CUDA graph would wait for other ranks forever
             wait_for(event, self.timeout_s)
         return label, StepResult(step.k, step.times, *(copy.tolist() for copy in step[2:] if copy is not None))
 
 
 def wait_for(event, timeout_s: float) -> None:
-    """Until the device has passed the event. DistError after `timeout_s`."""
+    """Wait until the device has passed the event. DistError after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not event.query():
         if time.monotonic() > end:

@@ -1,12 +1,12 @@
-"""What a call of `generate` may ask for: every argument is checked from host integers before anything runs.
+"""The checks of arguments, from host integers, before anything runs.
 
     whole_numbers       one number, or one a row -> a list of ints
-    one_each            one value, or one a row -> a list
+    one_per_row         one value, or one a row -> a list
     check_lengths       do prompts and new tokens fit in the context, and in the draft's?
     check_seed          does it fit in 64 bits?
     check_draft_length  is it a number of tokens, or "auto"?
-    check_engine        does an engine that was made earlier have room for such texts?
-    rounded_up          a length of a prompt as one of a few
+    check_engine        does an existing engine have room for these texts?
+    rounded_up          a prompt's length, rounded up to one of a few
 
 Every ValueError names the row, the number and what would work. This file imports no project file.
 """
@@ -21,13 +21,13 @@ def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]
     try:
         return [operator.index(value)] * rows
     except TypeError:
-        found = [operator.index(number) for number in value]
-    if len(found) != rows:
-        raise ValueError(f"{name}: {len(found)} numbers for {rows} prompts; give one, or one a prompt")
-    return found
+        numbers = [operator.index(number) for number in value]
+    if len(numbers) != rows:
+        raise ValueError(f"{name}: {len(numbers)} numbers for {rows} prompts; give one, or one a prompt")
+    return numbers
 
 
-def one_each(name: str, value, rows: int) -> list:
+def one_per_row(name: str, value, rows: int) -> list:
     """A value for each of so many rows, from one or a sequence."""
     values = list(value) if isinstance(value, Sequence) else [value] * rows
     if len(values) != rows:

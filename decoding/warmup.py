@@ -1,9 +1,9 @@
-"""Before the first request: compile every step that will run, and measure what steps cost.
+"""Before the first request: compile every step that will run, and measure the cost of steps.
 
-    warm_up         compiles and, on a GPU, records the steps of one kind of sampling
+    warm_up         compile and, on a GPU, record the steps of one kind of sampling
     calibrate       seconds of a plain step, of drafting and of verifying
 
-This file knows an engine's rows and steps, and no request. What it writes to the caches is forgotten (Engine.clear).
+This file knows an engine's rows and steps, and no request. Engine.clear then discards its cache contents.
 """
 
 import itertools
@@ -14,32 +14,34 @@ import torch
 
 from decoding.costs import Costs
 from decoding.sampling import Sampling
-from decoding.timing import spent, synchronize
+from decoding.timing import step_times, synchronize
 
 
 def row_counts(engine) -> list[int]:
-    """Numbers of rows that steps are compiled for: one, and all."""
+    """The numbers of rows of compiled steps: one, and all."""
     return sorted({1, engine.batch_size})
 
 
 @torch.inference_mode()
 def warm_up(engine, kind: str) -> float:
-    """Compile the engine's steps for `kind` and run them at every length that will be recorded; compile prompts, short
-    and long, at the start, later on, and beyond a sliding window; seconds."""
-    start, S, replayed = time.perf_counter(), engine.max_seq_length, engine.runner.uses_cuda_graphs
+    """Compile the engine's steps for `kind` and run them at every recorded length. Compile prompts, short and long, at
+    the start, later, and beyond a sliding window. Returns seconds."""
+    start, S, uses_graphs = time.perf_counter(), engine.max_seq_length, engine.runner.uses_cuda_graphs
     first = engine.rows(0, 1)
     runners = [first.target] + ([first.drafter.runner] if len(engine.runners) > 1 else [])
     for runner in runners if engine.compile_prompts else ():
         # Few and many quantized rows use different kernels; warm up both.
-        for T in sorted({2, 2 if replayed else min(engine.chunk, S)}):
+        for T in sorted({2, 2 if uses_graphs else min(engine.chunk, S)}):
             for begin in sorted({0, min(1, S - T), S - T}):
                 runner.hidden(*runner.inputs(first.state, begin, begin + T))
-    lengths = {min(1 << i, engine.runner.S) for i in range(8, engine.runner.S.bit_length() + 8)} if replayed else {2, S}
+    lengths = (
+        {min(1 << i, engine.runner.S) for i in range(8, engine.runner.S.bit_length() + 8)} if uses_graphs else {2, S}
+    )
     for num_rows, length, k in itertools.product(row_counts(engine), sorted(lengths), (0, *engine.ks)):
         rows = engine.rows(0, num_rows)
         rows.state.kind = kind
         rows.state.pos.zero_(), rows.state.done.fill_(True)
-        for _ in range(3 if replayed else 1):  # CUDA graphs: warm up, record, replay
+        for _ in range(3 if uses_graphs else 1):  # CUDA graphs: warm up, record, replay
             engine.draft_lag = 1
             engine.run(rows, max(1, length - k), k)
     synchronize(engine.device)
@@ -71,7 +73,7 @@ def costs_of_rows(engine, num_rows: int, sampling: Sampling, length: int, rounds
         synchronize(engine.device)
         step = engine.run(rows, length, k, other=other)
         synchronize(engine.device)
-        times[k].append(spent(step))
+        times[k].append(step_times(step))
     draft, verify = ({k: statistics.median(s[part] for s in times[k][1:]) for k in times} for part in (0, 1))
     # A plain step stands as "verified" in the times of K = 0.
     return Costs(verify.pop(0), {k: draft[k] for k in engine.ks}, verify)

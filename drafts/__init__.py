@@ -1,8 +1,9 @@
-"""Drafters that were trained for their target.
+"""Drafters with a file each. Delete one, and the rest runs.
 
-    pard.py             all K tokens from one pass, with mask tokens in place of those that are still to come
-    eagle.py            EAGLE-3: one layer over what the target knew before each token
-    vocabulary.py       a draft whose tokens are not all the target's
+    ngram.py            prompt lookup, without a model
+    pard.py             all K tokens from one pass over mask tokens
+    eagle.py            EAGLE-3: one layer over the target's hidden states
+    vocabulary.py       drafts with another tokenizer than the target's
 
-What their folders look like stands in loading/draft_configs.py; the rounds that they take part in, in speculative.py.
+loading/drafts.py maps a folder or a spec to one of them; speculative.py has the rounds.
 """

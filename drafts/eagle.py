@@ -1,15 +1,15 @@
-"""EAGLE-3 (arXiv:2503.01840): one layer drafts from what the target knew before each token.
+"""EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
-    Tap             the target's residual stream at one layer, by position, where its passes leave it
+    AuxHiddenStates the target's residual stream at one layer, by position
     EagleModel      pairs (token, state) -> logits at the target's ids
     EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
     eagle_of        the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
                     `midlayer.*`), and speculators' (github.com/vllm-project/speculators, `layers.0.*`)
     load            a folder of either layout
 
-Published code counts a pair by the position of its state; here it stands at its token's, one later, which RoPE does not
-tell apart. So it is cached, fed and prefilled like a model's token; position 0 has no pair and is never attended to.
-This file does not know sampling, or how the draft was trained.
+Published code places a pair at the position of its state; here it stands at its token's, one later, which RoPE cannot
+tell apart. So it is cached and prefilled like a token. Position 0 has no pair and is never attended to. This file does
+not know sampling or training.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,12 +37,12 @@ class Eagle(NamedTuple):
     norm_before_residual: bool  # the residual stream begins with the normed state
     norm_before_fc: bool  # one norm over all of these inputs
     fc_norm: bool  # a norm for each
-    norm_output: bool  # later steps are fed the state behind the last norm
+    norm_output: bool  # later steps take the state behind the last norm
 
 
-class Tap(nn.Module):
-    """What entered one layer of the target, (B, S, D) at fixed addresses, written as the target's caches are: beyond
-    the last decided token stands what the next pass overwrites."""
+class AuxHiddenStates(nn.Module):
+    """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches: the next pass
+    overwrites everything beyond the last decided token."""
 
     def __init__(self, B: int, S: int, D: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -62,7 +62,7 @@ class Tap(nn.Module):
 
 
 class EagleModel(Transformer):
-    """One block whose attention reads a token's embedding beside a state (B, T, D): the target's, or its own."""
+    """One block whose attention reads a token's embedding and a state (B, T, D): the target's, or the draft's own."""
 
     def __init__(self, config: Config, eagle: Eagle, own_embed: bool):
         super().__init__(config)
@@ -91,11 +91,11 @@ class EagleModel(Transformer):
         """tokens and pos (B, T), the state (B, T, D) before each token -> the residual stream (B, T, D) behind the
         block."""
         (layer,), embedded, normed = self.layers, self.embed(tokens), self.hidden_norm(state)
-        both = torch.cat((layer.attention_norm(embedded), normed), dim=-1)  # (B, T, 2D)
-        visible = self.visible_by_window(pos, caches, both.dtype)[self.windows[0]]
+        inputs = torch.cat((layer.attention_norm(embedded), normed), dim=-1)  # (B, T, 2D)
+        visible = self.visible_by_window(pos, caches, inputs.dtype)[self.windows[0]]
         cache = None if caches is None else caches.layers[0]
         x = normed if self.eagle.norm_before_residual else state
-        x = x + layer.attention(both, pos, self.rope(pos), visible, cache)
+        x = x + layer.attention(inputs, pos, self.rope(pos), visible, cache)
         return x + layer.ffn(layer.ffn_norm(x))
 
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches) -> Tensor:
@@ -113,29 +113,29 @@ class EagleModel(Transformer):
 
 
 class EagleDraft(ModelDraft):
-    """A ModelDraft that is fed as many decided tokens as a round can decide, each behind the target's own state; then,
-    token by token, what it drew behind its own."""
+    """A ModelDraft whose first pass takes as many decided tokens as a round can decide, each with the target's state;
+    then one drafted token at a time, with the draft's own state."""
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         eagle, model = self.model.eagle, target.model
         like = model.norm.weight
         sizes = state.pos.size(0), target.S + target.slack, eagle.target_dim, like.dtype, like.device
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            streams = {i: Tap(*sizes) for i in eagle.aux_layer_ids}
+            streams = {i: AuxHiddenStates(*sizes) for i in eagle.aux_layer_ids}
         target.caches = target.caches._replace(aux_hidden_states=streams)
         self.model.embed = self.model.embed or model.embed
         super().setup(state, k_max, target, maybe_compile)
-        self.runner.caches, self.fed = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
-        own = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
-        self.register_buffer("own", own, persistent=False)  # (B, 1, D) the state behind the last token fed
+        self.runner.caches, self.num_input_tokens = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
+        last_state = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
+        self.register_buffer("last_state", last_state, persistent=False)  # (B, 1, D) behind the last input token
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
         """Normed states (B, T, D) at the T positions up to `last` (B,). One alone is drafted: it follows its own."""
         model, pos = self.model, (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)
         tokens = state.tokens.gather(1, pos).clamp(max=model.config.vocab_size - 1)
-        x = model.stream(tokens, pos, caches, self.own if T == 1 else model.target_states(caches, pos))
+        x = model.stream(tokens, pos, caches, self.last_state if T == 1 else model.target_states(caches, pos))
         h = model.norm(x)
-        self.own.copy_((h if model.eagle.norm_output else x)[:, -1:])
+        self.last_state.copy_((h if model.eagle.norm_output else x)[:, -1:])
         return h
 
 
@@ -155,18 +155,18 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
         model = EagleModel(layer, eagle, own_embed).to(like.dtype)
     allocate(model, like.device)
     places = dict(places_of(model, "midlayer" if any(name.startswith("midlayer.") for name in readers) else "layers.0"))
-    wanted = {name: (tuple(part.shape), DTYPES) for name, part in places.items()}
+    expected = {name: (tuple(part.shape), DTYPES) for name, part in places.items()}
     maps = {"d2t": ((D,), ("I64", "I32")), "t2d": ((layer.vocab_size,), ("BOOL", "U8"))}
     maps = {name: form for name, form in maps.items() if name in readers or (name == "d2t" and D != V)}
-    check_headers(folder, wanted | maps, readers, False)
+    check_headers(folder, expected | maps, readers, False)
     read = reading(readers)
     for name, part in places.items():
         part.copy_(read(name))
-    found = torch.arange(D) + (read("d2t").long() if "d2t" in maps else 0)  # the target's ids
-    if found.min() < 0 or found.max() >= V or len(found.unique()) < D:
-        reach = f"{len(found.unique())} ids from {found.min()} to {found.max()}"
+    target_ids = torch.arange(D) + (read("d2t").long() if "d2t" in maps else 0)
+    if target_ids.min() < 0 or target_ids.max() >= V or len(target_ids.unique()) < D:
+        reach = f"{len(target_ids.unique())} ids from {target_ids.min()} to {target_ids.max()}"
         raise ValueError(f"{folder}: d2t leads {D} tokens to {reach}; each needs one of its own from 0 to {V - 1}")
-    ids = torch.full((V,), -1).scatter(0, found, torch.arange(D))
+    ids = torch.full((V,), -1).scatter(0, target_ids, torch.arange(D))
     model.register_buffer("ids", ids.to(like.device), persistent=False)
     return model
 
@@ -205,24 +205,24 @@ def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
     target_dim = hf.size("target_hidden_size", dim)
     if target_dim != dim:
         raise hf.refused("target_hidden_size", f"is of another target: this one has hidden_size = {dim}")
-    said = hf.get("eagle_config") or {}
-    if said.get("use_aux_hidden_state") is False:
+    nested = hf.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
         raise ValueError("config.json: eagle_config.use_aux_hidden_state = False is not supported; only true is")
     return Eagle(
-        dict(layer), hf.size("draft_vocab_size", layer.size("vocab_size")), aux_layer_ids_of(hf, said, n_layers),
+        dict(layer), hf.size("draft_vocab_size", layer.size("vocab_size")), aux_layer_ids_of(hf, nested, n_layers),
         target_dim,
         *(hf.flag(key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
     )  # fmt: skip
 
 
-def aux_layer_ids_of(hf: Section, said: dict, n_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are tapped: those that the file names, or 2, L // 2 and L - 3.
+def aux_layer_ids_of(hf: Section, nested: dict, n_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs the draft reads: those in the file, or 2, L // 2 and L - 3.
 
-    Files name the same three by what enters a layer or by what leaves one, with nothing to tell which: one less than
-    the usual ones means the usual ones.
+    Some files count a layer's input, others the output of the layer before, and do not say so: ids one less than the
+    usual ones mean the usual ones.
     """
     usual, key = (2, n_layers // 2, n_layers - 3), "eagle_aux_hidden_state_layer_ids"
-    found = hf.get(key) or said.get(key) or usual
-    if not isinstance(found, list | tuple) or not all(type(i) is int and 0 <= i < n_layers for i in found):
-        raise ValueError(f"config.json: {key} = {found!r} must be layers of the target, 0 to {n_layers - 1}")
-    return usual if tuple(found) == tuple(i - 1 for i in usual) else tuple(found)
+    layer_ids = hf.get(key) or nested.get(key) or usual
+    if not isinstance(layer_ids, list | tuple) or not all(type(i) is int and 0 <= i < n_layers for i in layer_ids):
+        raise ValueError(f"config.json: {key} = {layer_ids!r} must be layers of the target, 0 to {n_layers - 1}")
+    return usual if tuple(layer_ids) == tuple(i - 1 for i in usual) else tuple(layer_ids)

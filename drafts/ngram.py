@@ -13,8 +13,8 @@ from speculative import Drafter
 
 
 class NgramDraft(Drafter):
-    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): where the last N tokens stood before
-    in prompt or output, most recently, what followed them then is proposed. What reaches the end repeats itself."""
+    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): propose the continuation of the most
+    recent earlier occurrence of the last N tokens. A continuation that reaches the end repeats."""
 
     def __init__(self, n: int = 3):
         super().__init__()
@@ -22,23 +22,23 @@ class NgramDraft(Drafter):
             raise ValueError(f"ngram:{n} must match at least 1 token")
         self.n = n
 
-    def look(self, state: nn.Module) -> None:
+    def update(self, state: nn.Module) -> None:
         self.maybe_compile(self.find, state)(state)
 
     def find(self, state: nn.Module) -> None:
-        """Find the match, and make the proposal that a next round would take."""
+        """Match the last N tokens, and write the proposal of the next round."""
         pos, tokens, N = state.pos[:, None], state.tokens, min(self.n, state.tokens.size(1))  # (B, 1), (B, S)
         last = (pos + torch.arange(1 - N, 1, device=pos.device)).clamp(min=0)  # (B, N)
         grams = tokens.unfold(1, N, 1)  # (B, S - N + 1, N)
         end = torch.arange(N - 1, tokens.size(1), device=pos.device)  # (S - N + 1,) where each n-gram ends
         match = (grams == tokens.gather(1, last)[:, None]).all(dim=-1) & (end < pos) & ~state.done[:, None]
-        found = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
-        matched = found >= 0
+        match_end = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
+        matched = match_end >= 0
         state.has_match.copy_(matched[:, 0])
-        period = torch.where(matched, pos - found, 1)
+        period = torch.where(matched, pos - match_end, 1)
         ahead = torch.arange(self.tokens.size(1), device=pos.device)
         self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)
-        # Zeros where nothing matched: such a row is decided as if nobody had drafted.
+        # Zeros without a match: such a row is decided as in plain decoding.
         drawn = matched.float()[..., None].expand(-1, self.tokens.size(1), 1)  # (B, K, 1)
         self.probs.zero_().scatter_(2, self.tokens[..., None], drawn)
 

@@ -1,7 +1,7 @@
-"""PARD (arXiv:2504.18583): a model that was taught to read mask tokens draws all K tokens of a round in one pass.
+"""PARD (arXiv:2504.18583): a model trained with mask tokens draws all K tokens of a round in one pass.
 
-q_i follows from the decided tokens and i - 1 masks, and from no drafted token: rejection sampling applies as it stands.
-This file does not know folders or how the model was trained.
+q_i depends on the decided tokens and i - 1 masks, not on drafted tokens, so rejection sampling applies unchanged.
+This file does not know how the model was trained.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from speculative import ModelDraft
 class PardDraft(ModelDraft):
     """A ModelDraft that runs once a round, over the newest decided tokens and K - 1 masks.
 
-    The masks' keys leave the cache by position: the next round feeds as many decided tokens as a round can decide.
+    The next round feeds as many decided tokens as a round can decide, and so overwrites the masks' keys.
     """
 
     def __init__(self, model: Transformer, mask: int):
-        """`mask`: the token, by the model's own id, that stands for one not yet known."""
+        """`mask`: the draft's id of the mask token."""
         super().__init__(model)
         self.mask = mask
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)
-        self.fed = k_max + 1
+        self.num_input_tokens = k_max + 1
 
     def passes(self, k: int) -> int:
         return 1
@@ -42,16 +42,16 @@ class PardDraft(ModelDraft):
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def draw_all(self, caches: Caches, state: nn.Module, K: int) -> None:
-        """Run `fed` decided tokens and K - 1 masks, and draw the K tokens after the last decided one."""
-        pos = state.pos[:, None] + torch.arange(1 - self.fed, K, device=state.pos.device)  # (B, fed + K - 1)
-        known = state.tokens.gather(1, pos.clamp(min=0)).clamp(max=self.model.config.vocab_size - 1)
-        tokens = torch.where(pos > state.pos[:, None], self.mask, known)
+        """Run `num_input_tokens` decided tokens and K - 1 masks, and draw the K tokens after the last decided one."""
+        pos = state.pos[:, None] + torch.arange(1 - self.num_input_tokens, K, device=state.pos.device)  # (B, n)
+        decided = state.tokens.gather(1, pos.clamp(min=0)).clamp(max=self.model.config.vocab_size - 1)
+        tokens = torch.where(pos > state.pos[:, None], self.mask, decided)
         h = self.model.hidden(tokens, pos.clamp(min=0), caches)[:, -K:]  # (B, K, D)
         self.draw(state, h, pos[:, -K:] + 1)
 
 
 def pard_token(hf: dict) -> int:
-    """The mask's id. ValueError where it is none of the model's."""
+    """The mask's id. ValueError for an id outside the vocabulary."""
     mask, V = hf["pard_token"], Section(hf).size("vocab_size")
     if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < V:
         raise Section(hf).refused("pard_token", f"must be a token's id below vocab_size = {V}")

@@ -1,7 +1,7 @@
-"""A draft whose vocabulary is not its target's, drafted with over the tokens that both have.
+"""A draft with another tokenizer than its target's, used over the tokens that both have.
 
-q is a distribution over what they share, 0 elsewhere, and it is what tokens are drawn from: the target's law is kept.
-This file knows tokens as bytes and as ids, no tokenizer.
+q is 0 outside the shared tokens, and tokens are drawn from q, so the output keeps the target's distribution. This file
+knows tokens as bytes and ids, and no tokenizer.
 """
 
 import math
@@ -20,8 +20,8 @@ def ids_by_string(target: list[bytes], draft: list[bytes], V: int) -> Tensor:
         seen = Counter()
         return [(piece, seen.update([piece]) or seen[piece]) for piece in pieces]
 
-    known = {piece: id for id, piece in enumerate(numbered(draft)) if piece[0]}
-    ids = [known.get(piece, -1) for piece in numbered(target)][:V]
+    id_by_piece = {piece: id for id, piece in enumerate(numbered(draft)) if piece[0]}
+    ids = [id_by_piece.get(piece, -1) for piece in numbered(target)][:V]
     return torch.tensor(ids + [-1] * (V - len(ids)))
 
 
@@ -31,7 +31,7 @@ def spread(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class Translated(nn.Module):
-    """An embedding or a head that the target's ids lead to, by `ids` (V,)."""
+    """An embedding or a head of the draft, indexed by the target's ids through `ids` (V,)."""
 
     def __init__(self, part: nn.Module, ids: Tensor, reads: bool):
         super().__init__()
@@ -43,8 +43,8 @@ class Translated(nn.Module):
 
 
 def translate(model: nn.Module, ids: Tensor, unknown: int, mask: int | None = None) -> None:
-    """Let a draft model, in place, read and answer in the target's ids (V,). It reads `unknown` where it has no such
-    token, and `mask`, its own id, where it is given the id V."""
+    """Make a draft model, in place, read and answer in the target's ids (V,). It reads `unknown` for a token that it
+    lacks, and its own id `mask` for the id V."""
     ids = ids.to(model.norm.weight.device)
     read = torch.where(ids < 0, unknown, ids)
     read = read if mask is None else torch.cat((read, read.new_tensor([mask])))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafts.eagle import EagleDraft, EagleModel, Tap, eagle_of, places_of
+from drafts.eagle import AuxHiddenStates, EagleDraft, EagleModel, eagle_of, places_of
 from drafts.pard import PardDraft
 from loading.checkpoint import allocate, empty_model, save_model
 from loading.config import config_from_hf
@@ -223,7 +223,7 @@ class Eagle3(Model):
     def of_target(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The target's states (B, T, D), and what enters its tapped layers."""
         (B, T), like = rows.shape, target.norm.weight
-        streams = {i: Tap(B, T, target.config.dim, like.dtype, like.device) for i in self.aux_layer_ids}
+        streams = {i: AuxHiddenStates(B, T, target.config.dim, like.dtype, like.device) for i in self.aux_layer_ids}
         caches = target.make_caches(B, T)._replace(aux_hidden_states=streams)
         return target.hidden(rows, torch.arange(T, device=rows.device), caches), [
             streams[i].x for i in self.aux_layer_ids

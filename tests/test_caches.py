@@ -288,8 +288,8 @@ def test_16_bit_windows_meet_codes_too(folder_of):
     for whole in (True, False):
         held = model.make_caches(1, 61, Int8Cache)
         for layer in held.layers:
-            assert layer.whole == caches.in_whole_numbers(64 // 4, torch.bfloat16, CPU)
-            layer.whole = layer.whole and whole
+            assert layer.uses_integers == caches.uses_integer_scores(64 // 4, torch.bfloat16, CPU)
+            layer.uses_integers = layer.uses_integers and whole
         with torch.no_grad():
             parts = [model(tokens[:, i : i + 6], pos[i : i + 6], held.slice_to(i + 6)) for i in range(0, 60, 6)]
         found.append(torch.cat(parts, dim=1))

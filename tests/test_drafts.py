@@ -18,7 +18,7 @@ from steps import prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
 
 from cli.flags import parse_args
-from cli.load import SAMPLE_TEXT
+from loading.drafts import SAMPLE_TEXT
 from cli.main import run as run_args
 from decoding.sampling import Sampling
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
@@ -244,7 +244,7 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     class Forgets(PardDraft):
         def setup(self, state, k_max, target, prepare):
             super().setup(state, k_max, target, prepare)
-            self.fed = 2 if "stay" in broken else self.fed
+            self.num_input_tokens = 2 if "stay" in broken else self.num_input_tokens
 
     folder = pard_folder(target_folder, tmp_path / "pard")
     mask = V - 2 if broken == "another mask" else V - 1

@@ -212,7 +212,7 @@ def test_attention_runs_over_what_is_filled(folder_of):
     engine = Engine(model, 1, 2000)
     rows_of(model, [[5, 6, 7]], engine=engine, max_new_tokens=4)
     rows_of(model, [[6] * 700], engine=engine, max_new_tokens=2)
-    unit = engine.runner.unit
+    unit = engine.runner.length_multiple
     assert unit <= 512
     assert seen == [in_blocks(n, unit) for n in (8, 4, 5, 6, 512, 704, 701)]
 

@@ -21,6 +21,7 @@ from decoding.sampling import INVALID, Sampling
 from decoding.scheduler import Request
 from decoding.slots import State
 from decoding.timing import Timing
+from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import random_model
 from model import Config, Transformer
@@ -29,7 +30,6 @@ from speculative import (
     Drafter,
     DraftLength,
     ModelDraft,
-    NgramDraft,
     accept,
     acceptance,
     expected_tokens,
@@ -721,13 +721,13 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
         state.activate(slot, len(prompt))
     drafter, target = NgramDraft(2), ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False)
     drafter.setup(state, 4, target, lambda function, state: function)
-    drafter.look(state)
+    drafter.update(state)
     assert state.has_match.tolist() == [True, True, False, False]
     assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
     one_hot = torch.nn.functional.one_hot(drafter.tokens[:2], 9).float()
     assert torch.equal(drafter.probs[:2], one_hot) and drafter.probs[2:].sum() == 0
     state.done[0] = True  # a finished row asks for no more drafts
-    drafter.look(state)
+    drafter.update(state)
     assert state.has_match.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
 
 
