@@ -271,7 +271,7 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
     drafter = recorded(EagleDraft)(load_eagle(wrong, target))
     if broken == "stale states":  # the draft's own states stay where the target's belong
         setup = EagleDraft.setup
-        monkeypatch.setattr(EagleDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(fed=2)))
+        monkeypatch.setattr(EagleDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2)))
     elif broken == "own state":
         monkeypatch.setattr(drafter.model, "eagle", drafter.model.eagle._replace(norm_output=True))
     twin = EagleTwin(right, target_folder, USUAL)
