@@ -60,7 +60,8 @@ class Column:
 
     def text(self) -> Text:
         """The prompt, dim, and the new text in the colours of --show_drafts."""
-        text = Text(self.answer.row.text.translate(CONTROLS), "dim")
+        text = Text()
+        text.append(self.answer.row.text.translate(CONTROLS), "dim")
         origins = map(origin, self.answer.request.token_records)
         for piece, source in itertools.zip_longest(self.answer.printer.pieces, origins, fillvalue=None):
             text.append((piece or "").translate(CONTROLS), STYLES.get(source))
