@@ -28,7 +28,6 @@ except ImportError:
     raise ValueError("--live draws with rich: pip install rich==15.0.0") from None
 
 FRAME_S = 1 / 12
-BORDER_LINES = 10  # of the picture around its text, and one for the ^C that a terminal echoes
 STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.output.COLOURS, in rich's words
 CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if code != ord("\n")}  # would move the cursor
 
@@ -71,7 +70,7 @@ class Column:
         drafts = RowStatistics(self.answer.request.token_records)
         num_judged, num_accepted = sum(drafts.reached.values()), sum(drafts.accepted.values())
         tok_s = rate(len(self.answer.printer.ids) - 1, self.seconds - self.first_token_s)
-        accepted = f"{num_accepted / num_judged:.0%} of drafted tokens accepted" if num_judged else "nothing drafted"
+        accepted = f"{num_accepted / num_judged:.0%} of drafts accepted" if num_judged else "nothing drafted"
         return f"{tok_s:.1f} tok/s after {self.seconds:.2f} s\n{accepted}"
 
 
@@ -80,7 +79,7 @@ def picture(console: Console, columns: list[Column], height: int | None) -> Tabl
     width = max(1, (console.width - 1) // len(columns) - 3)
     table = Table(box=box.ROUNDED, caption="blue: drafted and accepted, red: in a rejected token's place")
     for column in columns:
-        table.add_column(Text(column.name, no_wrap=True, overflow="ellipsis"), width=width)
+        table.add_column(Text(column.name, overflow="fold"), width=width)
     texts = [list(column.text().wrap(console, width)) for column in columns]
     num_lines = height or max(map(len, texts))
     for lines in texts:
@@ -94,7 +93,8 @@ def picture(console: Console, columns: list[Column], height: int | None) -> Tabl
 def watch(columns: list[Column]) -> None:
     """Decode both columns to their ends, drawn on stderr. KeyboardInterrupt leaves the last picture."""
     console, frame_at = Console(stderr=True), 0.0
-    height = max(3, console.height - BORDER_LINES) if console.is_terminal else None
+    num_lines = len(console.render_lines(picture(console, columns, 1)))  # and one for the ^C that a terminal echoes
+    height = max(3, console.height - num_lines) if console.is_terminal else None
     with Live(console=console, auto_refresh=False) as live, interrupts_held() as interrupts:
         while not interrupts and (running := [column for column in columns if not column.is_finished]):
             min(running, key=lambda column: column.seconds).step()
@@ -102,3 +102,5 @@ def watch(columns: list[Column]) -> None:
                 live.update(picture(console, columns, height), refresh=True)
                 frame_at = time.perf_counter()
         live.update(picture(console, columns, height), refresh=True)
+    if not console.is_terminal:
+        console.line()

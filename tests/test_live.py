@@ -141,7 +141,7 @@ def test_colours_and_rates_tell_which_tokens_were_drafted():
     assert {span.style for span in plain.text().spans} <= {"dim"} and plain.rates().endswith("\nnothing drafted")
     origins = [origin(record) for record in records]
     num_accepted, num_judged = origins.count(ACCEPTED), len([source for source in origins if source in STYLES])
-    assert drafted.rates().endswith(f"\n{num_accepted / num_judged:.0%} of drafted tokens accepted")
+    assert drafted.rates().endswith(f"\n{num_accepted / num_judged:.0%} of drafts accepted")
     assert column_with("a b c d e").rates().startswith("2.0 tok/s after 3.00 s"), "four tokens in two seconds"
 
 
