@@ -5,6 +5,7 @@
     check_lengths       do prompts and new tokens fit in the context, and in the draft's?
     check_seed          does it fit in 64 bits?
     check_draft_length  is it a number of tokens, or "auto"?
+    check_biases        are the ids of a logit_bias tokens?
     check_engine        does an engine that was made earlier have room for such texts?
     rounded_up          a length of a prompt as one of a few
 
@@ -58,6 +59,12 @@ def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int
         wrong = next((id for id in prompt if not 0 <= id < V), None)
         if wrong is not None:
             raise ValueError(f"prompt {row} holds token id {wrong}, outside the vocabulary of {V}")
+
+
+def check_biases(model, sampling) -> None:
+    V = model.config.vocab_size
+    if wrong := [id for id, _ in sampling.logit_bias if not 0 <= id < V]:
+        raise ValueError(f"logit_bias holds token id {wrong[0]}, outside the vocabulary of {V}")
 
 
 def check_engine(engine, model, max_seq_length: int) -> None:

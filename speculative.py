@@ -106,8 +106,8 @@ def verify_step(
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
     tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    own = state.processed(logits, pos, tokens)  # (B, K + 1, V)
-    p = sampling.distribution(own, state.kind, state.values)
+    processed = state.process_logits(logits, pos, tokens)  # (B, K + 1, V)
+    p = sampling.distribution(processed, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
     seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
@@ -121,7 +121,7 @@ def verify_step(
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
     n = state.accepted.copy_(n).clamp(min=0)
     decided = torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token)  # (B, K + 1)
-    state.note(logits, own, decided, draft_probs)
+    state.record_logprobs(logits, processed, decided, draft_probs)
     state.commit(decided, n)
 
 
@@ -166,7 +166,7 @@ class Drafter(nn.Module):
         return k
 
     def look(self, state: nn.Module) -> None:
-        """A step has ended, a round or a plain one: say in state.has_match (B,) which rows have something to draft."""
+        """A step has ended, a round or a plain one: say in state.can_draft (B,) which rows have something to draft."""
 
     def catch_up(self, state: nn.Module, lag: int) -> None:
         """`lag` tokens or fewer of every row were decided without this drafter."""
@@ -210,6 +210,8 @@ class ModelDraft(Drafter):
     def draw(self, state: nn.Module, h: Tensor, pos: Tensor) -> None:
         """Draw the tokens at pos (B, T), each from its own h (B, T, D), and note them behind those drawn before."""
         logits = self.model.head(h)[..., : self.vocab]  # (B, T, V) of the shorter vocabulary
+        # Only tokens before the first of them count: a penalty may follow nothing that is drawn here.
+        logits = state.penalize(logits, (pos[:, :1] - 1).expand_as(pos))
         q = sampling.distribution(logits, state.kind, state.values)
         noise = uniform(state.seed[:, None].expand_as(pos), pos, DRAFT_DRAW)  # (B, T)
         token = state.broadcast(draw(q, noise, state.kind).clamp(min=0))
@@ -282,7 +284,7 @@ class NgramDraft(Drafter):
         match = (grams == tokens.gather(1, last)[:, None]).all(dim=-1) & (end < pos) & ~state.done[:, None]
         found = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
         matched = found >= 0
-        state.has_match.copy_(matched[:, 0])
+        state.can_draft.copy_(matched[:, 0])
         period = torch.where(matched, pos - found, 1)
         ahead = torch.arange(self.tokens.size(1), device=pos.device)
         self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)

@@ -28,7 +28,7 @@ KNOWS = {
     "caches": {"model", "weights.compiling"},
     "names": {"tp"},
     "sampling": set(),
-    "processors": set(),
+    "processors": {"sampling"},
     "state": {"processors", "sampling", "tp"},
     "limits": set(),
     "timing": set(),

@@ -20,7 +20,11 @@ from sampling import Sampling
 from speculative import ModelDraft, NgramDraft, layer_subset
 from weights.linears import pack_model
 
-SAMPLINGS = (Sampling(0), Sampling(0.9), Sampling(1.2, top_k=9), Sampling(0.7, top_p=0.8, min_p=0.01))
+SAMPLINGS = (
+    Sampling(0), Sampling(0.9), Sampling(1.2, top_k=9), Sampling(0.7, top_p=0.8, min_p=0.01),
+    Sampling(0, repetition_penalty=1.3), Sampling(0.9, top_k=20, presence_penalty=0.7, frequency_penalty=-0.3),
+    Sampling(1.1, logit_bias=((5, 3.0), (9, -100.0)), repetition_penalty=0.9),
+)  # fmt: skip
 V, LENGTH = 131, 150
 
 

@@ -722,13 +722,13 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     drafter, target = NgramDraft(2), ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False)
     drafter.setup(state, 4, target, lambda function, state: function)
     drafter.look(state)
-    assert state.has_match.tolist() == [True, True, False, False]
+    assert state.can_draft.tolist() == [True, True, False, False]
     assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
     one_hot = torch.nn.functional.one_hot(drafter.tokens[:2], 9).float()
     assert torch.equal(drafter.probs[:2], one_hot) and drafter.probs[2:].sum() == 0
     state.done[0] = True  # a finished row asks for no more drafts
     drafter.look(state)
-    assert state.has_match.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
+    assert state.can_draft.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
 
 
 def test_layers_are_parsed_and_checked():
