@@ -163,8 +163,7 @@ class Engine:
         check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
         if len(stop_ids) > STOP_SLOTS:
             raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
-        configs = [runner.model.config for runner in self.runners]
-        length = len(prompt) + max_new_tokens
+        length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         request = Request(
             next(self.request_ids), prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long,

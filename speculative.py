@@ -104,9 +104,10 @@ def verify_step(
 
     # VERIFY: the target's distribution at K + 1 positions.
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
-    tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
+    state.tokens.scatter_(1, pos[:, 1:], draft_tokens)  # scratch space, where penalties see them
+    tokens = state.tokens.gather(1, pos)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    processed = state.process_logits(logits, pos, tokens)  # (B, K + 1, V)
+    processed = state.process_logits(logits, pos)  # (B, K + 1, V)
     p = sampling.distribution(processed, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
@@ -210,7 +211,7 @@ class ModelDraft(Drafter):
     def draw(self, state: nn.Module, h: Tensor, pos: Tensor) -> None:
         """Draw the tokens at pos (B, T), each from its own h (B, T, D), and note them behind those drawn before."""
         logits = self.model.head(h)[..., : self.vocab]  # (B, T, V) of the shorter vocabulary
-        # Only tokens before the first of them count: a penalty may follow nothing that is drawn here.
+        # All T draws see the tokens before the first of them: PARD draws them at once.
         logits = state.penalize(logits, (pos[:, :1] - 1).expand_as(pos))
         q = sampling.distribution(logits, state.kind, state.values)
         noise = uniform(state.seed[:, None].expand_as(pos), pos, DRAFT_DRAW)  # (B, T)

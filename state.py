@@ -58,7 +58,6 @@ class State(nn.Module):
         fixed("accepted", B, fill=-1)
         fixed("overlap", B, K, dtype=torch.float32)
         fixed("can_draft", B, fill=True, dtype=torch.bool)
-        self.register_buffer("top_logprobs", None), self.register_buffer("token_probs", None)
         if self.return_logprobs:
             fixed("top_logprobs", B, K + 1, 1 + logprobs, 2, fill=0.0, dtype=torch.float32)  # of processors.py
             fixed("token_probs", B, K + 1, 2, fill=0.0, dtype=torch.float32)  # p of the target, q of the draft or 0
@@ -88,20 +87,16 @@ class State(nn.Module):
         self.pos[slot].fill_(self.parking)
         self.done[slot].fill_(True)
 
-    def penalize(self, logits: Tensor, pos: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """logits (B, T, V) behind pos (B, T) with the rows' penalties; `tokens` (B, S) in place of the state's."""
+    def penalize(self, logits: Tensor, pos: Tensor) -> Tensor:
+        """logits (B, T, V) behind pos (B, T) with the rows' penalties, which follow the tokens up to each position."""
         if self.kind != PENALIZED:
             return logits
-        tokens = self.tokens if tokens is None else tokens
-        return penalize(logits, tokens, pos, self.prompt_length, self.values, self.biases)
+        return penalize(logits, self.tokens, pos, self.prompt_length, self.values, self.biases)
 
-    def process_logits(self, logits: Tensor, pos: Tensor, drafted: Tensor | None = None) -> Tensor:
-        """logits (B, T, V) behind pos (B, T) for sampling. `drafted`: the tokens (B, T) at these positions."""
-        if self.process is None and self.kind != PENALIZED:
-            return logits
-        tokens = self.tokens if drafted is None else self.tokens.scatter(1, pos, drafted)
-        logits = self.penalize(logits, pos, tokens)
-        return logits if self.process is None else self.process(logits, tokens, pos)
+    def process_logits(self, logits: Tensor, pos: Tensor) -> Tensor:
+        """logits (B, T, V) behind pos (B, T) as they are drawn from."""
+        logits = self.penalize(logits, pos)
+        return logits if self.process is None else self.process(logits, self.tokens, pos)
 
     def record_logprobs(self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
         """Of tokens (B, T): log-probabilities by the unmodified logits (B, T, V), and the probabilities that decided,

@@ -143,6 +143,6 @@ def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
     else:
         monkeypatch.setattr(program, "common_kind", lambda samplings: next(iter(samplings)).kind)
     wrong = set()
-    for seed in (5, 8):
+    for seed in (7, 13):
         wrong |= set(parted(model_of(), "none", 5, seed=seed))
     assert wrong

@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from reference import naive_penalties
 from steps import prefill_all, start_all_alike
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from generate import Engine, generate
 from model import Config, Transformer
 from program.report import RowStatistics
 from runner import ModelRunner
-from sampling import INVALID, Sampling
+from sampling import INVALID, PENALIZED, Sampling
 from scheduler import Request
 from speculative import (
     Costs,
@@ -183,6 +184,11 @@ def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling)
     tokens = torch.cat((torch.tensor(prompt).expand(len(tails), -1), tails), dim=1)
     with torch.inference_mode():
         logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
+    logits = logits.clone()
+    if sampling.kind == PENALIZED:
+        for row, i in itertools.product(range(len(tails)), range(n)):
+            text = tokens[row, : len(prompt) + i].tolist()
+            logits[row, i] = naive_penalties(logits[row, i], text, len(prompt), sampling)
     return sampling.probs(logits).double().gather(2, tails[..., None])[..., 0].prod(1)
 
 
@@ -250,6 +256,24 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     counts = sequences(model, drafter_of(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
     law = joint_law(model, LONG_PROMPT, TAIL, sampling)
     assert p_value(counts, law) > 1e-6
+
+
+PENALTIES = Sampling(1, None, 0.9, None, 1.6, 0.5, 0.8, ((2, 1.0),))
+
+
+@pytest.mark.parametrize("kind", ["model", pytest.param("ngram", marks=pytest.mark.attack)])
+def test_penalised_sequences_have_the_targets_joint_law(kind):
+    model = tiny(3)
+    law = joint_law(model, LONG_PROMPT, TAIL, PENALTIES)
+    assert p_value(sequences(model, drafter_of(kind, model), PENALTIES, 3, runs=1), law) > 1e-6
+
+
+def test_penalties_blind_to_drafted_tokens_are_caught(monkeypatch):
+    """All positions of a round see the tokens that were decided before it."""
+    model, penalize = tiny(3), State.penalize
+    monkeypatch.setattr(State, "penalize", lambda self, logits, pos: penalize(self, logits, pos[:, :1].expand_as(pos)))
+    law = joint_law(model, LONG_PROMPT, TAIL, PENALTIES)
+    assert p_value(sequences(model, drafter_of("model", model), PENALTIES, 3, runs=1), law) < 1e-12
 
 
 def accept_everything(tokens, q, p, generator=None, *, noise):
