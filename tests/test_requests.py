@@ -349,6 +349,20 @@ def test_the_repetition_penalty_is_transformers_processor():
         assert torch.equal(result, RepetitionPenaltyLogitsProcessor(penalty)(tokens, logits))
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_penalised_text_is_the_naive_one(draft, folder_of):
+    """Greedy: one pass over the whole text for each token. Only output counts for presence and frequency."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    for sampling in (Sampling(0, presence_penalty=1.5, frequency_penalty=0.5), Sampling(0, logit_bias=((5, 2.0),))):
+        texts = [list(prompt) for prompt in PROMPTS]
+        for text, prompt in zip(texts, PROMPTS):
+            for _ in range(30):
+                logits = model(torch.tensor([text]), torch.arange(len(text)))[0, -1]
+                text.append(int(naive_penalties(logits, text, len(prompt), sampling).argmax()))
+        rows = texts_of(model, PROMPTS, [sampling] * 2, drafter=DRAFTS[draft](model), max_new_tokens=30)
+        assert [prompt + row for prompt, row in zip(PROMPTS, rows)] == texts
+
+
 MIXED = [
     Sampling(0), Sampling(0.9), Sampling(0.8, top_k=20), Sampling(0, repetition_penalty=1.3),
     Sampling(0, frequency_penalty=0.8, presence_penalty=-0.5), Sampling(1.1, top_p=0.9, repetition_penalty=0.9),
@@ -356,11 +370,11 @@ MIXED = [
 ]  # fmt: skip
 
 
-def texts_of(model, prompts, samplings, **options) -> list[list[int]]:
+def texts_of(model, prompts, samplings, max_new_tokens: int = 40, **options) -> list[list[int]]:
     engine = options.pop("engine", None) or Engine(model, len(prompts), 80, speculate_k=3, **options)
     rows = [[] for _ in prompts]
-    seeds = [3 + sum(prompt) for prompt in prompts]
-    for row, id in generate(model, prompts, sampling=samplings, max_new_tokens=40, seed=seeds, engine=engine):
+    settings = {"seed": [3 + sum(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens}
+    for row, id in generate(model, prompts, sampling=samplings, engine=engine, **settings):
         rows[row].append(id)
     return rows
 
