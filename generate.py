@@ -27,7 +27,14 @@ from decoding.sampling import Sampling, common_kind, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
 from decoding.slots import STOP_SLOTS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
-from decoding.validation import check_draft_length, check_engine, check_lengths, check_seed, one_per_row, whole_numbers
+from decoding.validation import (
+    check_draft_length,
+    check_engine,
+    check_lengths,
+    check_settings,
+    one_per_row,
+    whole_numbers,
+)
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
@@ -42,11 +49,11 @@ DEFAULT_K = 5  # tokens drafted a round
 
 def decide(state: State, logits: Tensor) -> None:
     """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    processed = state.processed(logits[:, None], state.pos[:, None])  # (B, 1, V)
+    processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
     token = sample(processed[:, 0], state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
-    state.note(logits[:, None], processed, token)
+    state.record_logprobs(logits[:, None], processed, token)
     state.commit(token)
 
 
@@ -144,7 +151,7 @@ class Engine:
                     drafter.runner = drafter.runner and drafter.runner.row_view(begin, end)
                 rows = Rows(row_view(self.state, begin, end), self.runner.row_view(begin, end), drafter)
             self.views[begin, end] = rows
-        self.views[begin, end].state.noting = self.state.noting
+        self.views[begin, end].state.return_logprobs = self.state.return_logprobs
         return self.views[begin, end]
 
     # ---------------------------------------------------------------------------------------- requests
@@ -156,21 +163,16 @@ class Engine:
         """Let a prompt in, or in line where all slots are busy; its id. `draft`: may its tokens be drafted? ValueError
         for a prompt that holds no token or a wrong one, or does not fit, and for more stop ids than a slot has."""
         prompt, stop_ids = list(prompt), frozenset(stop_ids)
-        check_seed(seed)
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
         check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
-        if len(stop_ids) > STOP_SLOTS:
-            raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
-        configs = [runner.model.config for runner in self.runners]
-        length = len(prompt) + max_new_tokens
+        check_settings(self.model, sampling, seed, stop_ids, STOP_SLOTS)
+        length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         request = Request(
             next(self.request_ids), prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long,
             arrived=time.perf_counter(),
         )  # fmt: skip
-        if self.drafter is not None and self.drafter.owner is not self:
-            raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
@@ -327,8 +329,9 @@ class Engine:
         """The tensors that the host reads, once the drafter has looked at the state too."""
         if drafter is not None:
             drafter.update(state)
-        logprobs, end = (state.likeliest, state.weighed) if state.noting else (), (mark(self.device),) if times else ()
-        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *logprobs)
+        logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
+        times = (*times, mark(self.device)) if times else ()
+        return StepResult(k, times, state.out, state.accepted, state.overlap, state.can_draft, *logprobs)
 
     # ----------------------------------------------------------------------------------------- results
 

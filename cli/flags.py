@@ -13,7 +13,7 @@ from pathlib import Path
 from cli.errors import fail
 from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
 from decoding.kv_8bit import KINDS
-from decoding.logits import RepetitionPenalty
+from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
 from loading.tokenizer import StopStrings
 from tp import launched
@@ -94,17 +94,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
 
     add = parser.add_argument_group("what is drawn").add_argument
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token; default: 0.8")
-    add("--top_k", type=int, metavar="N", help="keep the N most likely tokens")
-    add("--top_p", type=float, metavar="P", help="keep the most likely tokens that together reach this mass")
-    add("--min_p", type=float, metavar="P", help="keep tokens at least this likely relative to the most likely one")
-    add(
-        "--repetition_penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="of tokens that stood before; default: 1, none",
-    )
+    for name, setting in SETTINGS.items():
+        default = 0.8 if name == "temperature" else getattr(Sampling(), name)
+        usual = "" if default is None else f"; default: {default:g}"
+        add(f"--{name}", type=setting.type, default=default, metavar="N", help=setting.help.replace("%", "%%") + usual)
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
 
     add = parser.add_argument_group("when it ends").add_argument
@@ -144,7 +137,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
     add("--ordered", action="store_true", help="--json in the file's order; default: each line as soon as its row ends")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
-        " before temperature, penalty and filters")  # fmt: skip
+        " before penalties, temperature and filters")  # fmt: skip
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
     args = parser.parse_args(argv)
     args.batch_size = args.batch_size or args.num_samples
@@ -156,7 +149,6 @@ def check_options(args: argparse.Namespace) -> None:
     drafts = args.draft or args.draft_checkpoint
     sampling_of(args)
     StopStrings(args.stop)
-    processor_of(args)
     check_names(args.chat_template_kwargs)
     chats = args.interactive or args.prompt_file
     for wrong, message in (
@@ -191,10 +183,6 @@ def check_options(args: argparse.Namespace) -> None:
         if scheme is not None:
             format_of(scheme)
     speculate_k(args)
-
-
-def processor_of(args: argparse.Namespace) -> RepetitionPenalty | None:
-    return None if args.repetition_penalty == 1 else RepetitionPenalty(args.repetition_penalty)
 
 
 def speculate_k(args: argparse.Namespace) -> int | str:

@@ -16,7 +16,7 @@ import torch
 
 from cli.chat import chat
 from cli.errors import end_with_launcher, ending_plainly, print_error, silent, use_threads
-from cli.flags import check_options, parse_args, processor_of, speculate_k
+from cli.flags import check_options, parse_args, speculate_k
 from cli.load import compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
 from cli.output import Answer, Session
 from cli.prompt_cache import PromptCache
@@ -154,8 +154,7 @@ def open_session(
         model, num_slots or min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, process=processor_of(args), logprobs=args.logprobs,
-        kind=KINDS[args.kv_cache_dtype],
+        one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
     sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     kinds = KINDS_OF_SAMPLING if num_slots else kinds_of(rows)

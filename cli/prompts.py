@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from decoding.sampling import Sampling
+from decoding.sampling import SETTINGS, Sampling
 from loading.tokenizer import ContentError, Tokenizer, joined
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
-SAMPLED = tuple(field.name for field in dataclasses.fields(Sampling))  # a line may have its own
 NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
-KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SAMPLED, *NAMES}
+KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *NAMES}
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
 WANTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
@@ -100,14 +99,10 @@ def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
             raise ValueError(f'"{key}": {n!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}')
     if unknown := sorted(found.keys() - KEYS):
         raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
-    own = {key: found[key] for key in SAMPLED if found.get(key) is not None}
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in own.values()):
-        raise ValueError(f"{own}: settings of sampling are numbers")
-    sampling = (
-        Sampling(**{key: own.get(key, getattr(args, key, getattr(Sampling(), key))) for key in SAMPLED})
-        if own
-        else None
-    )
+    settings = {key: found[key] for key in SETTINGS if found.get(key) is not None}
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in settings.values()):
+        raise ValueError(f"{settings}: settings of sampling are numbers")
+    sampling = dataclasses.replace(sampling_of(args), **settings) if settings else None
     stop = [found["stop"]] if isinstance(found.get("stop"), str) else found.get("stop")
     if stop is not None and not (isinstance(stop, list) and all(isinstance(each, str) and each for each in stop)):
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
@@ -179,7 +174,7 @@ def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SAMPLED})
+    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SETTINGS})
 
 
 def encoded(

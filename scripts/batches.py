@@ -62,7 +62,7 @@ class Row:
         self.request: Request | None = None  # once it has a slot
         self.pending: list[Token] = []  # not sent yet
         self.rounds, self.over, self.sent = 0, False, 0.0
-        self.wants_logprobs = ask.tokens or ask.likeliest is not None  # notes may be there for a neighbour's sake
+        self.wants_logprobs = ask.tokens or ask.num_logprobs is not None  # a neighbour's wish records them too
 
     def feed(self, number: int) -> None:
         """Token `number` of the answer was decided. Send what is pending if it is time, never within a step."""
@@ -78,10 +78,10 @@ class Row:
             request.prefill_s + request.decode_s,
         )  # fmt: skip
         if self.wants_logprobs:
-            pairs = request.top_logprobs[number][: 1 + (self.ask.likeliest or 0)]
+            pairs = request.top_logprobs[number][: 1 + (self.ask.num_logprobs or 0)]
             (p, q), drafted = request.token_probs[number], record is not None and record.index < record.k
             token = token._replace(
-                p=p, q=q if drafted else None, likeliest=[(int(id), max(x, LOWEST)) for id, x in pairs]
+                p=p, q=q if drafted else None, top_logprobs=[(int(id), max(x, LOWEST)) for id, x in pairs]
             )
             token = token._replace(overlap=record.overlap) if drafted else token
         self.pending += [token] if self.new else []
@@ -169,7 +169,7 @@ class Decoder:
             row.job.tell(Refusal(f"decoding failed: {error}", status=500))
         wants_logprobs = any(row.wants_logprobs for row in self.rows.values())
         # Compiled steps are compiled recording: not to do so would compile them anew.
-        self.engine.state.noting = self.engine.compile or wants_logprobs
+        self.engine.state.return_logprobs = self.engine.compile or wants_logprobs
 
     def feed(self, decided: list[tuple[int, int]]) -> None:
         numbers = {id: len(row.printer.ids) for id, row in self.rows.items()}
@@ -208,16 +208,16 @@ class Decoder:
 def echoed(engine: Engine, session: Session, row: Row) -> list[Token]:
     """The prompt as tokens of the answer, with log-probabilities where they are asked for: none of the first."""
     stream, ids = session.tokenizer.stream(), torch.tensor([row.ids], device=engine.device)  # (1, T)
-    likeliest = [None] * len(row.ids)
-    if row.ask.likeliest is not None:
+    top_logprobs = [None] * len(row.ids)
+    if row.ask.num_logprobs is not None:
         h = engine.model.hidden(ids, torch.arange(ids.size(1), device=engine.device))[0]  # (T, D)
         for begin in range(0, len(row.ids) - 1, HEAD_ROWS):
             log_p = engine.model.head(h[begin : begin + HEAD_ROWS]).log_softmax(-1)  # (n, V)
-            top = log_p.topk(row.ask.likeliest)
+            top = log_p.topk(row.ask.num_logprobs)
             for n, id in enumerate(row.ids[begin + 1 : begin + 1 + HEAD_ROWS]):
                 pairs = [(id, log_p[n, id].item()), *zip(top.indices[n].tolist(), top.values[n].tolist())]
-                likeliest[begin + 1 + n] = [(id, max(x, LOWEST)) for id, x in pairs]
-    tokens = [Token(id, stream.feed(id), likeliest=found) for id, found in zip(row.ids, likeliest)]
+                top_logprobs[begin + 1 + n] = [(id, max(x, LOWEST)) for id, x in pairs]
+    tokens = [Token(id, stream.feed(id), top_logprobs=pairs) for id, pairs in zip(row.ids, top_logprobs)]
     if row.new:
         row.printer.stream = stream  # bytes at the prompt's end may be completed by the answer
     elif tokens:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from cli.errors import ending_plainly, fail
 from cli.flags import DTYPES, Parser, positive
 from cli.load import load, pick_device
-from decoding.sampling import Sampling
+from decoding.sampling import SETTINGS, Sampling
 from generate import Engine
 from loading.files import write_whole
 from loading.tokenizer import StopStrings, Tokenizer
@@ -94,17 +94,15 @@ class Ask(NamedTuple):
 def sampling_of(settings: dict) -> Sampling:
     """The harness's normalized generation settings, without `until` and `max_gen_toks`. ValueError for one that would
     change the text and is not computed here."""
-    values = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
     for name, value in settings.items():
-        known = name in values or name in ("do_sample", "temperature") or (name == "num_beams" and value == 1)
-        if not known and value is not None:
+        supported = name in SETTINGS or name == "do_sample" or (name == "num_beams" and value == 1)
+        if not supported and value is not None:
             raise ValueError(
                 f"generation_kwargs: {name} = {value!r} is not supported; there are until, max_gen_toks, do_sample,"
-                " temperature, top_k, top_p and min_p"
+                f" {', '.join(SETTINGS)}"
             )
-    if not settings.get("do_sample"):
-        return Sampling(0.0)
-    return Sampling(settings.get("temperature", 1.0), **values)
+    values = {name: value for name, value in settings.items() if name in SETTINGS and value is not None}
+    return Sampling(**values if settings.get("do_sample") else values | {"temperature": 0.0})
 
 
 class QuickdraftLM(TemplateLM):

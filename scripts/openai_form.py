@@ -5,31 +5,31 @@
     Token, Event    what one step decided for one answer
     Answer          one request's objects: chunks of a stream, or the whole
 
-Keys of this project's own: `top_k`, `min_p` and `chat_template_kwargs`; `draft` false decodes plainly; `tokens` true
-lists in every choice what each token was: its text, origin, round, p, q and the second at which it came. This file
-knows no HTTP, queue or model.
+Keys of this project's own: the names of sampling.SETTINGS, `chat_template_kwargs`; `draft` false decodes plainly;
+`tokens` true lists in every choice each token's text, origin, round, p, q and second. This file knows no HTTP, queue or
+model.
 """
 
+import dataclasses
 import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cli.prompts import SAMPLED, check_names
-from decoding.sampling import Sampling
+from cli.prompts import check_names
+from decoding.sampling import SETTINGS, Sampling
 from loading.tokenizer import joined
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
-MOST_STOPS, MOST_LIKELIEST = 16, 20
+MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as OpenAI has it
 # Keys that change no text here, and those that would, with the values that ask for nothing.
 UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 NEUTRAL = {
-    "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""], "best_of": [1],
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-    "modalities": [["text"]], "response_format": [{"type": "text"}], "audio": [], "prediction": [],
-    "reasoning_effort": [], "verbosity": [], "web_search_options": [],
+    "suffix": [""], "best_of": [1], "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]],
+    "function_call": ["none", "auto"], "modalities": [["text"]], "response_format": [{"type": "text"}], "audio": [],
+    "prediction": [], "reasoning_effort": [], "verbosity": [], "web_search_options": [],
 }  # fmt: skip
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -53,7 +53,7 @@ class Ask(NamedTuple):
     stops: list[str]
     seed: int | None
     sampling: Sampling
-    likeliest: int | None  # so many log-probabilities a token besides its own; None: not even that
+    num_logprobs: int | None  # log-probabilities for each token besides its own; None: not even that
     echo: bool
     stream: bool
     usage: bool  # in a stream
@@ -102,7 +102,7 @@ def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | Non
         value = fields.left.pop(key, None)
         if value is not None and value not in (neutral if key != "best_of" else [n]):
             raise Refusal(f"{key} = {json.dumps(value):.99} is not supported: leave it away", key, 400, "unsupported")
-    stops = fields.take("stop", [], f"a string or up to {MOST_STOPS} strings, none empty", is_stop)
+    stops = fields.take("stop", [], f"a string or up to {MAX_STOPS} strings, none empty", is_stop)
     stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
     wish = fields.take("stream_options", {}, '{"include_usage": true or false}, in a stream', lambda x: stream
                        and isinstance(x, dict) and set(x) <= {"include_usage", "include_obfuscation"}
@@ -110,21 +110,21 @@ def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | Non
     longest = [fields.whole(key, None, 0 if echo else 1, 2**31) for key in ("max_tokens", "max_completion_tokens")]
     if None not in longest and longest[0] != longest[1]:
         raise Refusal("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-    likeliest = None if chat else fields.whole("logprobs", None, 0, MOST_LIKELIEST)
+    num_logprobs = None if chat else fields.whole("logprobs", None, 0, MAX_TOP_LOGPROBS)
     if chat:
-        logprobs, top_logprobs = fields.flag("logprobs"), fields.whole("top_logprobs", 0, 0, MOST_LIKELIEST)
+        logprobs, top_logprobs = fields.flag("logprobs"), fields.whole("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
         if top_logprobs and not logprobs:
             raise Refusal(f"top_logprobs = {top_logprobs} needs logprobs = true", "top_logprobs")
-        likeliest = top_logprobs if logprobs else None
-    values = {key: fields.number(key, getattr(usual, key)) for key in SAMPLED}
+        num_logprobs = top_logprobs if logprobs else None
+    settings = {key: fields.number(key, getattr(usual, key)) for key in SETTINGS}
     try:
-        sampling = Sampling(**values)
+        sampling = dataclasses.replace(usual, **settings, logit_bias=logit_bias_of(fields))
     except ValueError as error:
-        raise Refusal(str(error), str(error).split()[0]) from None
+        raise Refusal(str(error), str(error).split()[0].rstrip(":")) from None
     ask = Ask(
         prompts, chat, n, next((x for x in longest if x is not None), new),
         [stops] if isinstance(stops, str) else stops, fields.whole("seed", None, MIN_SEED, MAX_SEED), sampling,
-        likeliest, echo, stream, wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
+        num_logprobs, echo, stream, wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
         names_of(fields) if chat else {},
     )  # fmt: skip
     if fields.left:
@@ -135,7 +135,15 @@ def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | Non
 
 def is_stop(x: object) -> bool:
     return all(isinstance(s, str) and s for s in ([x] if isinstance(x, str) else x)) if isinstance(
-        x, str | list) and len(x if isinstance(x, list) else [x]) <= MOST_STOPS else False  # fmt: skip
+        x, str | list) and len(x if isinstance(x, list) else [x]) <= MAX_STOPS else False  # fmt: skip
+
+
+def logit_bias_of(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """{"id": bias} as Sampling has it."""
+    biases = fields.take("logit_bias", {}, "an object of token ids, each with a number", lambda x: isinstance(x, dict)
+                         and all(id.isdecimal() and id.isascii() and len(id) < 8 for id in x)
+                         and all(type(bias) in (int, float) for bias in x.values()))  # fmt: skip
+    return tuple({int(id): bias for id, bias in biases.items()}.items())
 
 
 def prompts_of(fields: Fields) -> list[str | list[int]]:
@@ -198,7 +206,7 @@ class Token(NamedTuple):
     p: float | None = None
     q: float | None = None
     overlap: float | None = None  # sum of min(p, q) over the vocabulary
-    likeliest: Sequence[tuple[int, float]] | None = None  # (id, log-probability), its own first; none: unknown
+    top_logprobs: Sequence[tuple[int, float]] | None = None  # (id, log-probability), its own first; none: unknown
 
 
 class Event(NamedTuple):
@@ -243,13 +251,13 @@ class Answer:
             content = {"content": text} if text or whole else {}
             shown = {"message": {"role": "assistant", **content, "refusal": None}} if whole else {"delta": content}
         logprobs = None
-        if self.ask.likeliest is not None and event.tokens:
+        if self.ask.num_logprobs is not None and event.tokens:
             logprobs = self.chat_logprobs(event.tokens) if self.ask.chat else self.logprobs(event)
         found = {"index": event.index, **shown, "logprobs": logprobs, "finish_reason": ending.get("finish_reason")}
         if self.ask.tokens and event.tokens:
             kept = ("text", "round", "at", "p", "q", "overlap")
             found["tokens"] = [
-                {"origin": ORIGINS[token.origin], "logprob": token.likeliest and token.likeliest[0][1]}
+                {"origin": ORIGINS[token.origin], "logprob": token.top_logprobs and token.top_logprobs[0][1]}
                 | {key: getattr(token, key) for key in kept}
                 for token in event.tokens
             ]
@@ -264,7 +272,7 @@ class Answer:
 
         return {
             "content": [
-                entry(*token.likeliest[0]) | {"top_logprobs": [entry(*pair) for pair in token.likeliest[1:]]}
+                entry(*token.top_logprobs[0]) | {"top_logprobs": [entry(*pair) for pair in token.top_logprobs[1:]]}
                 for token in tokens
             ],
             "refusal": None,
@@ -279,9 +287,9 @@ class Answer:
             offsets.append(at)
             at += len(text)
         self.offset[index] = at
-        pairs = [token.likeliest for token in tokens]
+        pairs = [token.top_logprobs for token in tokens]
         top = [found and {self.spelled(id): x for id, x in reversed(found[1:])} for found in pairs]
         return {
             "tokens": texts, "token_logprobs": [found[0][1] if found else None for found in pairs],
-            "top_logprobs": top if self.ask.likeliest else None, "text_offset": offsets,
+            "top_logprobs": top if self.ask.num_logprobs else None, "text_offset": offsets,
         }  # fmt: skip

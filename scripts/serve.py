@@ -33,9 +33,9 @@ from cli.load import pick_device
 from cli.main import open_session
 from cli.prompts import conversation_ids, new_tokens
 from cli.report import greedy_text
-from decoding.validation import check_lengths
+from decoding.validation import check_biases, check_lengths
 from scripts.batches import Decoder, Job, Row
-from scripts.openai_form import MIN_SEED, MOST_LIKELIEST, Answer, Ask, Event, Refusal, ask_of
+from scripts.openai_form import MAX_TOP_LOGPROBS, MIN_SEED, Answer, Ask, Event, Refusal, ask_of
 from tp import ALONE
 
 try:
@@ -170,6 +170,10 @@ class Front:
         """Of every prompt its ids, and how many tokens may follow."""
         tokenizer, engine, found = self.session.tokenizer, self.session.engine, []
         try:
+            check_biases(engine.model, ask.sampling)
+        except ValueError as error:
+            raise Refusal(str(error), "logit_bias") from None
+        try:
             for prompt in ask.prompts:
                 if not isinstance(ids := prompt, list) or ask.chat:
                     ids = conversation_ids(tokenizer, prompt, **ask.names) if ask.chat else tokenizer.encode(prompt)
@@ -291,7 +295,7 @@ def run(args: argparse.Namespace) -> bool:
     args.api_key = api_key_of(args)
     listener = bound(args.host, args.port)
     device, threads = pick_device(args.device), use_threads(args.threads)
-    opened = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MOST_LIKELIEST})
+    opened = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MAX_TOP_LOGPROBS})
     session, _, _ = open_session(opened, [], device, ALONE, num_slots=args.batch_size)
     if device.type == "cpu" and args.threads is None:
         session.choose_threads(threads)

@@ -356,7 +356,8 @@ def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
     "settings, says",
     [
         ({"num_beams": 4}, "num_beams = 4 is not supported"),
-        ({"repetition_penalty": 1.2, "do_sample": True}, "repetition_penalty = 1.2"),
+        ({"repetition_penalty": -1.2, "do_sample": True}, "repetition_penalty = -1.2"),
+        ({"length_penalty": 1.2, "do_sample": True}, "length_penalty = 1.2"),
         ({"do_sample": True, "top_p": 1.5}, "top_p = 1.5"),
         ({"max_gen_toks": 512}, "max_gen_toks = 512 must"),
     ],

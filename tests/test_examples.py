@@ -44,15 +44,20 @@ print(json.dumps({"largest": want.abs().max().item(), "error": (torch.cat(parts,
 """
 
 
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    """A copy of the project with Gemma 3 in it."""
-    folder = tmp_path_factory.mktemp("fork") / "quickdraft"
+def copied(folder):
+    """A copy of the project."""
     folder.mkdir()
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
-    for room in ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli"):
-        shutil.copytree(ROOT / room, folder / room)
+    for name in ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli", "scripts"):
+        shutil.copytree(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A copy of the project with Gemma 3 in it."""
+    folder = copied(tmp_path_factory.mktemp("fork") / "quickdraft")
     diff = (ROOT / "examples" / "gemma3.diff").read_text()
     done = subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=folder, input=diff, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -77,3 +82,64 @@ def test_without_the_diff_it_is_refused():
 
     with pytest.raises(ValueError, match="model_type 'gemma3_text' is not supported"):
         config_fields({"model_type": "gemma3_text"})
+
+
+# Locally typical sampling (arXiv:2202.00666): one function and one field.
+TYPICAL = """def typical_filter(p, mass):
+    surprise = -p.log()
+    distance = (surprise - torch.special.entr(p).sum(-1, keepdim=True)).abs()
+    order = distance.argsort(dim=-1)
+    sorted_p = p.gather(-1, order)
+    return torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, sorted_p.cumsum(-1) - sorted_p < mass)
+
+
+@dataclass(frozen=True)
+class Sampling:"""
+FIELD = """    typical_p: float | None = setting(
+        None, "keep typical tokens", "lie in (0, 1]", lambda x: 0 < x <= 1, 1.0, filter=typical_filter
+    )
+    logit_bias: tuple"""
+TYPICAL_CODE = """
+import contextlib, io, json, sys
+import pytest, torch
+from cli.flags import parse_args
+from cli.main import run
+from decoding.sampling import Sampling, distribution
+from scripts.openai_form import Refusal, ask_of
+
+def texts(*flags):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        run(parse_args(["--checkpoint", sys.argv[1], "--json", "--ordered", "--device", "cpu", "--temperature", "1.2",
+                        "--max_new_tokens", "16", *flags]))
+    return [json.loads(line)["tokens"] for line in out.getvalue().splitlines()]
+
+(typical,), (usual,) = texts("--typical_p", "0.2"), texts()
+lines = [{"prompt": "Once upon a time", **own} for own in ({"typical_p": 0.2}, {}, {"typical_p": 1}, {"top_k": 3})]
+open("lines.jsonl", "w").write("\\n".join(map(json.dumps, lines)))
+rows = texts("--prompt_file", "lines.jsonl", "--batch_size", "4")
+assert rows[:3] == [typical, usual, usual] and typical != usual != rows[3], rows
+ask = ask_of({"prompt": "a", "typical_p": 0.25}, False, "m", Sampling(0.5, top_p=0.9), None)
+assert ask.sampling == Sampling(0.5, top_p=0.9, typical_p=0.25) and ask.sampling.kind == "filtered"
+with pytest.raises(Refusal, match="typical_p = 2 must lie in"):
+    ask_of({"prompt": "a", "typical_p": 2}, False, "m", Sampling(), None)
+samplings = [Sampling(0), Sampling(), Sampling(top_p=0.5), Sampling(typical_p=0.5), Sampling(typical_p=0.5, top_k=9)]
+logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).expand(len(samplings), -1)
+together = distribution(logits, "filtered", torch.stack([sampling.values for sampling in samplings]))
+for p, sampling in zip(together, samplings):
+    assert torch.equal(p, sampling.probs(logits[0]))
+assert len({tuple(p.tolist()) for p in together}) == len(samplings)
+"""
+
+
+def test_a_filter_is_one_function_and_one_field(tmp_path):
+    """A fork's filter has a flag, a key of JSONL and one of requests; rows without it keep their bits."""
+    folder = copied(tmp_path / "quickdraft")
+    text = (folder / "decoding/sampling.py").read_text()
+    for old, new in (("@dataclass(frozen=True)\nclass Sampling:", TYPICAL), ("    logit_bias: tuple", FIELD)):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "decoding/sampling.py").write_text(text)
+    command = [sys.executable, "-c", TYPICAL_CODE, str(ROOT / "checkpoints" / "demo")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -4,10 +4,7 @@ What the model should have said comes from `generate` on the same model, one pro
 are copies of this process, so that none takes the seconds of importing torch.
 """
 
-import argparse
 import concurrent.futures
-import dataclasses
-import importlib.util
 import itertools
 import json
 import math
@@ -15,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -223,6 +219,8 @@ def test_mixed_requests_at_once_are_each_what_they_are_alone(server):
         {"temperature": 0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8, "top_p": 0.7, "seed": 4},
         {"temperature": 0, "logprobs": 3}, {"temperature": 1, "logprobs": 2, "echo": True, "seed": 5},
         {"temperature": 0.7, "seed": 6, "extra_body": {"top_k": 5, "draft": False}},
+        {"temperature": 0, "frequency_penalty": 1.5, "extra_body": {"repetition_penalty": 1.3}},
+        {"temperature": 0.8, "presence_penalty": 2, "seed": 7, "logit_bias": {"13": -100, "300": 1.5}},
     ]  # fmt: skip
 
     def ask(number: int) -> tuple:
@@ -295,8 +293,10 @@ def test_a_client_that_leaves_frees_its_row(server, told, tokenizer):
 
 
 REFUSED = {
-    "a sampling setting": ({"presence_penalty": 0.5}, 400, "presence_penalty"),
-    "a bias": ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    "an impossible penalty": ({"presence_penalty": 2.5}, 400, "presence_penalty"),
+    "a bias of no token": ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    "too large a bias": ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
+    "a bias that is no number": ({"extra_body": {"logit_bias": {"5": "1"}}}, 400, "logit_bias"),
     "no whole number": ({"n": 1.5}, 400, "n"),
     "an impossible temperature": ({"temperature": -1}, 400, "temperature"),
     "an impossible mass": ({"top_p": 1.5}, 400, "top_p"),
@@ -415,44 +415,13 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     assert choice["message"]["content"] == "é" and serve.said(choice).body.isascii()
 
 
-def test_a_new_field_of_sampling_needs_no_other_list(monkeypatch):
-    """A fork adds a field to Sampling: requests and lines of a file may set it."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Forked(Sampling):
-        typical_p: float = 1.0
-
-    monkeypatch.setattr("sampling.Sampling", Forked)
-    with monkeypatch.context() as patch:
-        prompts = fresh_copy(patch, "cli.prompts")
-        patch.setitem(sys.modules, "cli.prompts", prompts)
-        form = fresh_copy(patch, "scripts.openai_form")
-        ask = form.ask_of({"prompt": "a", "typical_p": 0.25}, False, "m", Forked(0.5), None)
-        assert ask.sampling == Forked(0.5, typical_p=0.25)
-        args = argparse.Namespace(temperature=0.5, top_k=None, top_p=None, min_p=None)
-        assert prompts.sampling_of(args) == Forked(0.5)
-        args.typical_p = 0.75
-        assert prompts.sampling_of(args) == Forked(0.5, typical_p=0.75)
-        line = prompts.jsonl_request('{"prompt": "a", "typical_p": 0.25}', "line 1", args)
-        assert line.sampling == Forked(0.5, typical_p=0.25)
-
-
-def fresh_copy(patch: pytest.MonkeyPatch, name: str):
-    """The module, executed anew."""
-    spec = importlib.util.find_spec(name)
-    module = importlib.util.module_from_spec(spec)
-    patch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_top_logprobs_without_logprobs_names_what_it_needs():
     body = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}
     with pytest.raises(Refusal, match="top_logprobs = 3 needs logprobs = true") as caught:
         ask_of(body, True, "m", Sampling(), None)
     assert caught.value.body["error"]["param"] == "top_logprobs"
-    assert ask_of({**body, "logprobs": True}, True, "m", Sampling(), None).likeliest == 3
-    assert ask_of({**body, "top_logprobs": 0}, True, "m", Sampling(), None).likeliest is None
+    assert ask_of({**body, "logprobs": True}, True, "m", Sampling(), None).num_logprobs == 3
+    assert ask_of({**body, "top_logprobs": 0}, True, "m", Sampling(), None).num_logprobs is None
 
 
 def test_seeds_are_int64():
