@@ -33,7 +33,7 @@ from cli.load import pick_device
 from cli.main import open_session
 from cli.prompts import conversation_ids, new_tokens
 from cli.report import greedy_text
-from decoding.validation import check_biases, check_lengths
+from decoding.validation import check_lengths, check_settings
 from scripts.batches import Decoder, Job, Row
 from scripts.openai_form import MAX_TOP_LOGPROBS, MIN_SEED, Answer, Ask, Event, Refusal, ask_of
 from tp import ALONE
@@ -170,7 +170,7 @@ class Front:
         """Of every prompt its ids, and how many tokens may follow."""
         tokenizer, engine, found = self.session.tokenizer, self.session.engine, []
         try:
-            check_biases(engine.model, ask.sampling)
+            check_settings(engine.model, ask.sampling, 0, (), 0)
         except ValueError as error:
             raise Refusal(str(error), "logit_bias") from None
         try:

@@ -58,7 +58,7 @@ def imported(file: Path) -> set[str]:
 
 def test_sizes():
     """The decoding core is an evening's first hour, and no file a chapter that one cannot finish."""
-    assert lines("model", "decoding.sampling", "decoding.slots", "generate") <= 1400
+    assert lines("model", "decoding.sampling", "decoding.slots", "generate") <= 1500
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 420  # 400, and room for a fork
     assert all(lines(name) <= (600 if name == "model" else 450) for name in NAMES)
     assert lines(*NAMES) <= 11100
