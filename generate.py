@@ -423,9 +423,7 @@ def generate(
             id = engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
             requests.append(engine.requests[id])
         while any(r.finish_reason is None or n < len(r.tokens) for r, n in zip(requests, num_yielded)):
-            if [
-                len(request.tokens) for request in requests
-            ] == num_yielded:  # else another's step decided some
+            if [len(request.tokens) for request in requests] == num_yielded:  # else another's step decided some
                 engine.step()
             for row, request in enumerate(requests):
                 while num_yielded[row] < len(request.tokens):

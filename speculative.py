@@ -300,7 +300,7 @@ class CustomDraft(Drafter):
 
 # ---------------------------------------------------------------------------------------- draft length
 
-AUTO_K = (1, 2, 3, 5, 8)  # what `auto` chooses from, besides 0
+AUTO_K = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay

@@ -1,7 +1,7 @@
 """Logits -> distribution -> token: the settings of a request and the filters, each defined once.
 
     Sampling            the user's settings, checked; `.probs(logits)` and `.sample(logits, noise)`
-    Setting, SETTINGS   all that other files know of a setting: flags, keys of JSON and tensors follow this list
+    Setting, SETTINGS   the list that flags, keys of JSON and tensors follow
     sample              logits and noise -> token id, which is
     distribution        logits -> float32 probabilities, and
     draw                probabilities and one uniform number a row -> token id
@@ -86,8 +86,8 @@ def setting(default: float | None, *args, **options):
 
 @dataclass(frozen=True)
 class Sampling:
-    """logit_bias, the penalties, temperature, then the filters in the order of their fields: each sees what the one
-    before it left. None is neutral. ValueError for a number out of range.
+    """Applied in this order: logit_bias, the penalties, temperature, then the filters in the order of their fields,
+    each on the result of the one before. None is neutral. ValueError for a number out of range.
 
     The kind is a static choice of code; the values are a tensor, so that changing them compiles nothing.
     """
@@ -179,7 +179,7 @@ def by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
 
 
 def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax directly: what its one-hot would give."""
+    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, as its one-hot would."""
     if kind == GREEDY:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
@@ -251,7 +251,7 @@ def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
 
     The first id whose cumulative mass exceeds noise times the total. Only ids of positive probability count, for the
     total too: a parallel scan may round two equal sums differently, and must neither draw an impossible token nor none.
-    Of a greedy `distribution` there is one id to draw, found without adding anything up.
+    A greedy `distribution` has one id to draw, which needs no sum.
     """
     if kind == GREEDY:
         top, token = p.max(dim=-1)

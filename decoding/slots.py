@@ -1,7 +1,7 @@
-"""The slots of a batch as fixed tensors: what every step reads and writes in place.
+"""The slots of a batch as fixed tensors, which every step reads and writes in place.
 
-    State       tokens, positions, ends, samplings of each slot; `fill` gives a slot a request, `commit` appends what a
-                step decided, `park` takes a slot out
+    State       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request, `commit` appends the
+                tokens of a step, `park` takes a slot out
 
 This file knows no model, no step and no text.
 """
@@ -16,18 +16,18 @@ from decoding.logits import penalize, top_logprobs
 from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, distribution
 from tp import ALONE, Ranks
 
-NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in slots that do not decode
+NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
 STOP_SLOTS = 64
 
 
 class State(nn.Module):
-    """B slots of S positions in fixed tensors, which steps read and write in place: replaying a step needs nothing from
-    the host. A row_view of it is a State of a few neighbouring slots.
+    """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed step needs nothing from
+    the host. A row_view of a State is a State of a range of slots.
 
-    `kind` serves the samplings of all rows, a choice of code; everything else may change without compiling. With
-    several ranks, rank 0's decisions go into every rank's state. process(logits (B, T, V), tokens (B, S), pos (B, T))
-    gives other logits. `logprobs`: so many top tokens are recorded beside each decided one while `return_logprobs`, a
-    choice of code as `kind` is.
+    `kind` selects the code that serves the samplings of all rows; everything else may change without compiling. With
+    several ranks, rank 0's decisions enter every rank's state. process(logits (B, T, V), tokens (B, S), pos (B, T))
+    returns other logits. `logprobs` is the number of top tokens recorded for each token while `return_logprobs`, which
+    also selects code.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class State(nn.Module):
         super().__init__()
         self.process, self.num_top_logprobs, self.return_logprobs = process, logprobs, logprobs is not None
         self.kind, self.broadcast, self.parking = GREEDY, ranks.broadcast, S
-        self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
+        self.k = self.length = 0  # of a round, for drafters: tokens to draft, positions filled after it
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
 
-        fixed("tokens", B, S + K + 2)  # prompt, then what was decided; beyond `pos` a round's scratch space
+        fixed("tokens", B, S + K + 2)  # prompt, then decided tokens; beyond `pos` a round's scratch space
         fixed("pos", B, fill=S)  # index of the last decided token, which no layer has seen yet; S: parked
         fixed("prompt_length", B)
         fixed("end", B)  # index at which the row is full
         fixed("done", B, fill=True, dtype=torch.bool)
         fixed("seed", B)
         fixed("stop_ids", B, STOP_SLOTS, fill=-1)
-        fixed("drafts", B, fill=True, dtype=torch.bool)  # whether drafted tokens may be proposed for the row
+        fixed("drafts", B, fill=True, dtype=torch.bool)  # may the row's tokens be drafted?
         fixed("values", B, len(SETTINGS), dtype=torch.float32)  # of the rows' samplings
         fixed("biases", B, 2, MAX_BIASES, dtype=torch.float32)
         # The last step's decisions, for the host: tokens, then NO_TOKEN; accepted tokens, -1 if the row had no draft;
@@ -78,12 +78,12 @@ class State(nn.Module):
         self.biases[slot] = request.sampling.biases
 
     def activate(self, slot: int, num_tokens: int) -> None:
-        """The prompt, so many tokens, is in the caches: from now on steps decide this slot's tokens."""
+        """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""
         self.pos[slot].fill_(num_tokens - 1)
         self.done[slot].fill_(False)
 
     def park(self, slot: int) -> None:
-        """Steps pass over this slot: they write its keys and values behind all that anybody attends to."""
+        """Let steps skip this slot: they write its keys and values behind all attended positions."""
         self.pos[slot].fill_(self.parking)
         self.done[slot].fill_(True)
 
