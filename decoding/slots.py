@@ -21,8 +21,8 @@ STOP_SLOTS = 64
 
 
 class State(nn.Module):
-    """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed step needs nothing from
-    the host. A row_view of a State is a State of a range of slots.
+    """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed step needs nothing
+    from the host. A row_view of a State is a State of a range of slots.
 
     `kind` selects the code that serves the samplings of all rows; everything else may change without compiling. With
     several ranks, rank 0's decisions enter every rank's state. process(logits (B, T, V), tokens (B, S), pos (B, T))
