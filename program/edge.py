@@ -157,3 +157,22 @@ def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
         return max(1, min(here, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # another system, or "max": no quota
         return here
+
+
+def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
+    """Bytes that may still be allocated on the device; infinity where the system does not say. On a CPU what the
+    machine or a container's limit leaves, caches of files counted as free (Linux, cgroups v2)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [math.inf]
+    with contextlib.suppress(OSError, LookupError):
+        free.append(1024 * int(fields("/proc/meminfo")["MemAvailable:"]))
+    with contextlib.suppress(OSError, LookupError, ValueError):  # "max": no limit
+        used = int(Path(folder, "memory.current").read_text()) - int(fields(f"{folder}/memory.stat")["inactive_file"])
+        free.append(int(Path(folder, "memory.max").read_text()) - used)
+    return max(0, min(free))
+
+
+def fields(file: str) -> dict[str, str]:
+    """Of a file of the system whose lines are a name and a value."""
+    return dict(line.split()[:2] for line in Path(file).read_text().splitlines())

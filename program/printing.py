@@ -6,7 +6,7 @@ Session         an engine, and how to decode with it
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from sampling import Sampling
 from timing import Timing
 from tokenizer import StopStrings, Tokenizer
 
+END = object()  # of an iterator
 COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
 
 
@@ -76,6 +77,7 @@ class Answer:
     row: Request
     printer: Printer
     request: scheduler.Request | None = None
+    number: int = 0  # in the order of the rows
 
     def feed(self) -> bool:
         """Print the tokens that the request got since the last call. Has the answer ended?"""
@@ -133,19 +135,26 @@ class Session:
     def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
         return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
 
-    def decode(self, answers: Iterable[Answer]) -> Iterator[Answer]:
+    def decode(
+        self, answers: Iterable[Answer | None], after_step: Callable[[], object] = lambda: None
+    ) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
-        request failed has an `error`. Ctrl-C ends all between two tokens; what was printed stays."""
+        request failed has an `error`. Where `answers` has None, the next one has not come yet: busy slots go on. Ctrl-C
+        ends all between two tokens; what was printed stays."""
         engine, answers, running = self.engine, iter(answers), {}
         try:
             with interrupts_held() as interrupts:
                 while not interrupts:
-                    while len(engine.requests) < engine.batch_size and (answer := next(answers, None)) is not None:
+                    answer = None
+                    while len(engine.requests) < engine.batch_size and isinstance(answer := next(answers, END), Answer):
                         running[self.start(answer)] = answer
                     if not running:
-                        return
+                        if answer is END:
+                            return
+                        continue
                     engine.step()
                     self.observe_step()
+                    after_step()
                     for id in [id for id, answer in running.items() if answer.feed()]:
                         answer = running.pop(id)
                         answer.cut()

@@ -1,0 +1,191 @@
+"""Ended answers -> stdout, or the file of --output, in the order that the flags ask for.
+
+    Result          an ended answer, as it is shown and as it travels between replicas
+    Output          results of all replicas, in the order in which they end or that of the rows
+    ResultFile      the JSON lines of --output: what an earlier run has answered, and what this one adds
+    unanswered      the rows that no earlier run has answered
+
+This file decodes nothing and knows no prompt format.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from program.edge import print_error
+from program.printing import Answer, Session
+from program.prompts import Request, row_key
+from program.replicas import Replicas
+from timing import Timing
+
+POLL_S = 0.1  # how long Ctrl-C may wait for a pipe, and the result of another replica
+MAX_TIMINGS = 1000  # answers of an open pipe that the report at its end is about
+
+
+class Result(NamedTuple):
+    number: int  # of the row
+    text: str | None = None  # for stdout; None: there is none, or it has been streamed
+    prompt: str | None = None  # for stderr, before the text
+    error: str | None = None
+    num_tokens: int = 0
+
+
+class ResultFile:
+    """--output. ValueError where the file holds other things than results; a last line without end, which a crash has
+    left, is cut off."""
+
+    def __init__(self, name: str):
+        self.answered: dict[str, tuple] = {}  # row_key -> (ids of the prompt, seed)
+        try:
+            if Path(name).is_file():
+                self.read(name)
+            self.file = open(name, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"--output {name}: {error.strerror}") from None
+
+    def read(self, name: str) -> None:
+        *lines, rest = Path(name).read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                result = json.loads(line)
+                self.answered[row_key(result)] = result["prompt_tokens"], result["seed"]
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                raise ValueError(f"--output {name}: line {number} is no result of --json; name another file") from None
+        if rest:
+            if not rest.startswith(b"{"):
+                raise ValueError(f"--output {name}: its last line is no result of --json; name another file")
+            os.truncate(name, sum(len(line) + 1 for line in lines))
+
+    def write(self, line: str) -> None:
+        print(line, file=self.file, flush=True)
+
+
+def unanswered(rows: Iterable[Request], answered: dict[str, tuple]) -> list[Request]:
+    """ValueError where a row's answer is one to another prompt or seed."""
+    rows, remaining = list(rows), []
+    for row in rows:
+        earlier = answered.get(row_key(row.labels()))
+        if earlier is None:
+            remaining.append(row)
+        elif (row.ids, row.seed) != tuple(earlier):
+            label = {key: value for key, value in row.labels().items() if key != "seed"}
+            raise ValueError(f"--output: {label} is answered there for another prompt or seed; name another file")
+    return remaining
+
+
+def print_skipped(file: str | None, num_rows: int) -> None:
+    if num_rows:
+        print(f"{file} answers {num_rows} rows already: skipped", file=sys.stderr)
+
+
+class Output:
+    """Shows results on rank 0. A single text streams. With --json a line appears as soon as its row ends, or with
+    --ordered in the rows' order; texts appear in that order, each under its prompt. At Ctrl-C, what has ended and waits
+    for its turn is shown too. A bar on a terminal's stderr counts rows."""
+
+    def __init__(
+        self, session: Session, rows: list[Request], args: argparse.Namespace, replicas: Replicas,
+        file: ResultFile | None = None, piped: bool = False,
+    ):  # fmt: skip
+        self.session, self.engine, self.replicas, self.file = session, session.engine, replicas, file
+        self.as_json, self.in_order = args.json, args.ordered or not args.json
+        self.streaming = len(rows) == 1 and not args.json
+        if self.streaming:
+            # On a terminal the answer continues the prompt's line; in a log each has its own.
+            print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+        self.answers: deque[Answer] = deque(maxlen=MAX_TIMINGS if piped else None)
+        self.num_started = self.num_shown = self.num_tokens = 0
+        self.next_number, self.waiting, self.has_errors = 0, {}, False
+        self.start, self.polled = time.perf_counter(), 0.0
+        has_bar = args.prompt_file is not None and not piped and not self.streaming and sys.stderr.isatty()
+        self.bar = tqdm(total=len(rows), unit="row", disable=not has_bar, file=sys.stderr, leave=False)
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        if kind is KeyboardInterrupt:
+            self.poll(0)
+            for _, result in sorted(self.waiting.items()):
+                self.show(result)
+        self.bar.close()
+
+    def answer(self, row: Request, number: int | None = None) -> Answer:
+        """The answer that a row will have; `number`: of the row, by default one after the other."""
+        number = self.num_started if number is None else number
+        self.answers.append(Answer(row, self.session.printer(row.stop, self.streaming), number=number))
+        self.num_started += 1
+        return self.answers[-1]
+
+    def add(self, answer: Answer) -> None:
+        """Show or send an answer that has ended. ValueError for the error of a prompt of no file."""
+        if error := answer.request.error:
+            if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
+                error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
+            if answer.row.place is None:
+                raise error
+            result = Result(answer.number, error=f"{answer.row.place}: {error}")
+        elif answer.printer.streaming:
+            result = Result(answer.number)
+        elif self.as_json:
+            result = Result(answer.number, json.dumps(answer.result(self.engine)))
+        else:
+            result = Result(answer.number, "".join(answer.printer.coloured_pieces), answer.row.text)
+        result = result._replace(num_tokens=len(answer.printer.ids))
+        if self.replicas.is_first:
+            self.receive(result)
+        else:
+            self.replicas.send(result)
+
+    def poll(self, every_s: float = POLL_S) -> None:
+        """Show what other replicas have sent, if it is so long ago that this was done last."""
+        if (now := time.perf_counter()) - self.polled >= every_s:
+            self.polled = now
+            for result in self.replicas.received():
+                self.receive(Result(*result))
+
+    def wait_for_others(self, num_rows: int) -> None:
+        while self.replicas.is_root and self.num_shown + len(self.waiting) < num_rows:
+            self.poll(0)
+            time.sleep(POLL_S / 5)
+
+    def refuse(self, message: str) -> None:
+        print_error(message)
+        self.has_errors = True
+
+    def receive(self, result: Result) -> None:
+        self.num_tokens += result.num_tokens
+        self.bar.set_postfix_str(f"{self.num_tokens / (time.perf_counter() - self.start):.1f} tok/s", refresh=False)
+        self.bar.update()
+        if result.error is not None:
+            self.refuse(result.error)
+        if not self.in_order:
+            self.show(result)
+            return
+        self.waiting[result.number] = result
+        while self.next_number in self.waiting:
+            self.show(self.waiting.pop(self.next_number))
+            self.next_number += 1
+
+    def show(self, result: Result) -> None:
+        self.num_shown += 1
+        if result.text is None:
+            return
+        with tqdm.external_write_mode():
+            if result.prompt is not None:
+                print(result.prompt, end="", file=sys.stderr, flush=True)
+            (self.file.write if self.file else lambda text: print(text, flush=True))(result.text)
+
+    def timings(self) -> list[Timing]:
+        """Of rows one after the other, or of all that ran together."""
+        requests = [answer.request for answer in self.answers]
+        return [Timing([request]) for request in requests] if self.engine.batch_size == 1 else [Timing(requests)]
