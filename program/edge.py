@@ -164,15 +164,16 @@ def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
     machine or a container's limit leaves, caches of files counted as free (Linux, cgroups v2)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = [math.inf]
-    with contextlib.suppress(OSError, LookupError):
-        free.append(1024 * int(fields("/proc/meminfo")["MemAvailable:"]))
-    with contextlib.suppress(OSError, LookupError, ValueError):  # "max": no limit
-        used = int(Path(folder, "memory.current").read_text()) - int(fields(f"{folder}/memory.stat")["inactive_file"])
-        free.append(int(Path(folder, "memory.max").read_text()) - used)
-    return max(0, min(free))
+    free = math.inf
+    with contextlib.suppress(OSError, ValueError):
+        free = 1024 * number_of("/proc/meminfo", "MemAvailable:")
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        used = number_of(f"{folder}/memory.current") - number_of(f"{folder}/memory.stat", "inactive_file")
+        free = min(free, number_of(f"{folder}/memory.max") - used)
+    return max(0, free)
 
 
-def fields(file: str) -> dict[str, str]:
-    """Of a file of the system whose lines are a name and a value."""
-    return dict(line.split()[:2] for line in Path(file).read_text().splitlines())
+def number_of(file: str, name: str = "") -> int:
+    """The number behind a name in a file of the system."""
+    words = Path(file).read_text().split()
+    return int(words[words.index(name) + 1 if name else 0])

@@ -169,7 +169,7 @@ def check_options(args: argparse.Namespace) -> None:
     processor_of(args)
     check_names(args.chat_template_kwargs)
     chats = args.interactive or args.prompt_file
-    world = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
     tp = args.tp or world
     for wrong, message in (
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),

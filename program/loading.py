@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,26 +15,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from caches import KINDS
 from checkpoint import config_of, fingerprints, load_config, load_model, random_model
 from drafts.eagle import EagleDraft, load_eagle
 from drafts.pard import PardDraft
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from model import Config, Transformer
-from program.edge import free_memory, interrupts_held
-from program.flags import speculate_k
-from program.report import position_bytes
+from program.edge import interrupts_held
 from quantize import quantized_copy
 from reading import files
 from reading.drafts import kind_of, pard_token
 from reading.vocabularies import led_by, read_json
 from sampling import Sampling
-from speculative import AUTO_K, Costs, Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
+from speculative import Costs, Drafter, ModelDraft, NgramDraft, layer_subset, parse_layers
 from tokenizer import Tokenizer, load_tokenizer
-from tp import Ranks, launched, ranks_of
+from tp import Ranks, ranks_of
 from weights.formats import format_of
-from weights.linears import pack_model, same_rows
+from weights.linears import pack_model
 
 LEAST_SHARED = 0.5  # of the target's probability, that a draft with other tokens must have tokens for
 SAMPLE_TEXT = "On Monday the shop opened at 9, and Anna bought three books.\n\ndef area(r):\n    return 3.14 * r * r\n"
@@ -225,21 +221,6 @@ def shared_tokens(tokenizer: Tokenizer, other: Tokenizer, model: Transformer, fo
         raise ValueError(f"{folder}: {said}; a draft needs at least {LEAST_SHARED:.0%}")
     print(f"{folder}: {said}, and drafts over these alone", file=sys.stderr)
     return ids
-
-
-def default_batch_size(
-    args: argparse.Namespace, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
-) -> int:
-    """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free memory, and as a step can
-    have in which each row rounds as it does alone."""
-    device, k = model.norm.weight.device, speculate_k(args)
-    K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
-    models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
-    kind = KINDS[args.kv_cache_dtype]
-    row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)
-    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() and device.type == "cpu" else 1
-    max_fitting = free_memory(device) / 2 / num_sharing // row_bytes
-    return int(max(1, min(max_rows, max_fitting, same_rows(model) // (K + 1) or max_rows)))
 
 
 def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Iterable[str] = ()) -> None:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import functools
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,32 +16,27 @@ from pathlib import Path
 import torch
 
 from caches import KINDS
+from checkpoint import fingerprints
 from generate import Engine
 from limits import check_lengths
+from model import Transformer
 from program.chat import chat
-from program.edge import end_with_launcher, ending_plainly, print_error, silent, use_threads
+from program.edge import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from program.flags import check_options, parse_args, processor_of, speculate_k
-from program.loading import (
-    compiles,
-    costs_by_threads,
-    default_batch_size,
-    load,
-    pick_device,
-    target_config,
-    unused_settings,
-    warm_up,
-)
+from program.loading import compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
 from program.output import Output, ResultFile, print_skipped, unanswered
 from program.pipe import is_open_pipe, piped_answers
 from program.printing import Session
 from program.prompt_cache import PromptCache
-from program.prompts import Request, encoded, requests, sampling_of, warn_of_roles
+from program.prompts import Request, encoded, requests, sampling_of
 from program.replicas import Replicas
-from program.report import report
-from reading.files import write_whole
+from program.report import position_bytes, report
+from reading.files import open_shards, shards, write_whole
 from sampling import KINDS as KINDS_OF_SAMPLING
 from scheduler import common_prefix
-from tp import Ranks, join, local_device
+from speculative import AUTO_K, Drafter
+from tp import Ranks, join, launched, local_device
+from weights.linears import same_rows
 
 COMPILED_PROMPTS = (
     8192  # tokens of prompts from which on compiling saves a CPU more than it takes (benchmarks/NOTES.md)
@@ -63,10 +59,12 @@ def main(args: argparse.Namespace | None = None) -> None:
         replicas, piped = Replicas(everyone, ranks), is_open_pipe(args)
         file = ResultFile(args.output) if args.output and replicas.is_root else None
         reads = replicas.is_root and not args.interactive and not piped
-        lines, broken, answered = everyone.tell(
-            (*(requests(args) if reads else ([], [])), file.answered if file else {})
-        )
+        lines, broken = everyone.tell(requests(args) if reads else ([], []))
+        answered = everyone.tell(file.answered if file else {})
         skip(broken, lines)
+        if replicas.count > 1 and not args.random_weights:
+            checkpoint = Path(args.checkpoint)  # ranks of a replica compare theirs while loading
+            everyone.check_same(lambda: fingerprints(checkpoint, open_shards(shards(checkpoint))))
         cache = PromptCache(args)
         session, rows, refused = open_session(
             args, lines, device, ranks, piped=piped, answered=answered, num_replicas=replicas.count
@@ -82,7 +80,8 @@ def main(args: argparse.Namespace | None = None) -> None:
                     answers = piped_answers(session, args, output, answered, prompts)
                 else:
                     answers = (output.answer(rows[number], number) for number in replicas.numbers(len(rows)))
-                for answer in session.decode(answers, output.poll):
+                session.after_step = output.poll
+                for answer in session.decode(answers):
                     output.add(answer)
                 output.wait_for_others(len(rows))
         if output.answers:
@@ -90,9 +89,7 @@ def main(args: argparse.Namespace | None = None) -> None:
         if replicas.count > 1:
             seconds = time.perf_counter() - output.start
             rate = f"{output.num_tokens} tokens in {seconds:.1f} s, {output.num_tokens / seconds:.1f} tok/s"
-            print(
-                f"{replicas.count} replicas, of which these figures are the first's: {rate} together", file=sys.stderr
-            )
+            print(f"these are the first replica's; all {replicas.count} together: {rate}", file=sys.stderr)
         if everyone.tell(bool(broken or refused or output.has_errors)):  # until then no rank ends another by its status
             sys.exit(2)
 
@@ -135,7 +132,6 @@ def open_session(
         limit = min(limit, drafter.model.config.max_seq_length)
     unused_settings(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
-    warn_of_roles(lines, tokenizer)
     samples, refused = ranks.tell(encoded(lines, args, tokenizer, limit, check))
     skip(refused, samples)
     rows = unanswered(samples, answered or {})
@@ -166,6 +162,21 @@ def open_session(
             costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2)
     coloured = args.show_drafts and not args.json and sys.stdout.isatty()
     return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
+
+
+def default_batch_size(
+    args: argparse.Namespace, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
+) -> int:
+    """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free memory, and as a step can
+    have in which each row rounds as it does alone."""
+    device, k = model.norm.weight.device, speculate_k(args)
+    K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
+    models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
+    kind = KINDS[args.kv_cache_dtype]
+    row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() and device.type == "cpu" else 1
+    max_fitting = free_memory(device) / 2 / num_sharing // row_bytes
+    return int(max(1, min(max_rows, max_fitting, same_rows(model) // (K + 1) or max_rows)))
 
 
 def kinds_of(rows: list[Request]) -> list[str]:

@@ -103,7 +103,7 @@ class Output:
             # On a terminal the answer continues the prompt's line; in a log each has its own.
             print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
         self.answers: deque[Answer] = deque(maxlen=MAX_TIMINGS if piped else None)
-        self.num_started = self.num_shown = self.num_tokens = 0
+        self.num_started = self.num_received = self.num_tokens = 0
         self.next_number, self.waiting, self.has_errors = 0, {}, False
         self.start, self.polled = time.perf_counter(), 0.0
         has_bar = args.prompt_file is not None and not piped and not self.streaming and sys.stderr.isatty()
@@ -154,7 +154,7 @@ class Output:
                 self.receive(Result(*result))
 
     def wait_for_others(self, num_rows: int) -> None:
-        while self.replicas.is_root and self.num_shown + len(self.waiting) < num_rows:
+        while self.replicas.is_root and self.num_received < num_rows:
             self.poll(0)
             time.sleep(POLL_S / 5)
 
@@ -163,7 +163,7 @@ class Output:
         self.has_errors = True
 
     def receive(self, result: Result) -> None:
-        self.num_tokens += result.num_tokens
+        self.num_received, self.num_tokens = self.num_received + 1, self.num_tokens + result.num_tokens
         self.bar.set_postfix_str(f"{self.num_tokens / (time.perf_counter() - self.start):.1f} tok/s", refresh=False)
         self.bar.update()
         if result.error is not None:
@@ -177,7 +177,6 @@ class Output:
             self.next_number += 1
 
     def show(self, result: Result) -> None:
-        self.num_shown += 1
         if result.text is None:
             return
         with tqdm.external_write_mode():

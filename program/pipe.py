@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from limits import check_lengths
 from program.output import POLL_S, Output, print_skipped, unanswered
 from program.printing import Answer, Session
-from program.prompts import Request, encoded, parsed_lines, warn_of_roles
+from program.prompts import Request, encoded, parsed_lines
 from scheduler import common_prefix
 from tp import launched
 
@@ -55,18 +55,16 @@ def piped_answers(
 ) -> Iterator[Answer | None]:
     """Answers to come to the lines of an open pipe, as they are written; None where there is no line yet. `prompts` is
     left with what all of them have in common."""
-    engine, tokenizer, num_skipped, has_warned = session.engine, session.tokenizer, 0, False
+    engine, num_skipped, warns = session.engine, 0, True
     check = functools.partial(check_lengths, engine.model, limit=engine.max_seq_length, drafter=engine.drafter)
     for item in parsed_lines(piped_lines(engine.has_unfinished), "stdin", args):
         if item is None:
             yield None
             continue
-        if isinstance(item, Request) and item.messages and not has_warned:
-            warn_of_roles([item], tokenizer)
-            has_warned = True
-        samples, refused = ([], [item]) if isinstance(item, str) else encoded(
-            [item], args, tokenizer, engine.max_seq_length, check
-        )  # fmt: skip
+        samples, refused = [], [item]
+        if isinstance(item, Request):
+            samples, refused = encoded([item], args, session.tokenizer, engine.max_seq_length, check, warns)
+            warns = warns and not item.messages
         for message in refused:
             output.refuse(message)
         rows = unanswered(samples, answered)

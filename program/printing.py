@@ -130,14 +130,13 @@ class Session:
     coloured: bool = False
     threads: Threads | None = None  # to be chosen while decoding
     costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
+    after_step: Callable[[], object] = lambda: None
     observed: object = None  # the step that `threads` has heard of last
 
     def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
         return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
 
-    def decode(
-        self, answers: Iterable[Answer | None], after_step: Callable[[], object] = lambda: None
-    ) -> Iterator[Answer]:
+    def decode(self, answers: Iterable[Answer | None]) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
         request failed has an `error`. Where `answers` has None, the next one has not come yet: busy slots go on. Ctrl-C
         ends all between two tokens; what was printed stays."""
@@ -154,7 +153,7 @@ class Session:
                         continue
                     engine.step()
                     self.observe_step()
-                    after_step()
+                    self.after_step()
                     for id in [id for id, answer in running.items() if answer.feed()]:
                         answer = running.pop(id)
                         answer.cut()

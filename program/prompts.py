@@ -207,11 +207,14 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def encoded(
-    asked: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable
-) -> tuple[list[Request], list[str]]:
+    asked: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable,
+    warns: bool = True,
+) -> tuple[list[Request], list[str]]:  # fmt: skip
     """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
-    check([ids], [new]) raises ValueError for what does not fit."""
+    check([ids], [new]) raises ValueError for what does not fit. `warns`: where roles are lost."""
     rows, refused = [], []
+    if warns and tokenizer.template is None and any(request.messages for request in asked):
+        print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
     for request in asked:
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
@@ -227,9 +230,3 @@ def encoded(
                 raise
             refused.append(f"{request.place}: {str(error).removeprefix('prompt 0 ')}")
     return rows, refused
-
-
-def warn_of_roles(requests: Iterable[Request], tokenizer: Tokenizer) -> None:
-    """Say that roles are lost where a folder has no chat template."""
-    if tokenizer.template is None and any(request.messages for request in requests):
-        print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)

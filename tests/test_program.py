@@ -189,7 +189,7 @@ def test_samples_of_a_prompt_are_one_batch(text_folder, capsys, monkeypatch, tmp
     file.write_text("the cat\na dog\n")
     common = ("--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 9, "--dtype", "float32")
     alone = [run(capsys, *common, "--seed", seed)[0] for seed in (4, 5, 6)]
-    for options, size in (((), 3), (("--batch_size", 4), 4), (("--batch_size", 1), 1)):
+    for options, size in (((), 6), (("--batch_size", 4), 4), (("--batch_size", 1), 1)):
         sizes.clear()
         rows, _ = run(capsys, *common, "--seed", 4, "--num_samples", 3, "--ordered", *options)
         assert max(sizes) == size
