@@ -179,6 +179,8 @@ def shrink(model: nn.Module, ranks: "Ranks") -> None:
 
 # ----------------------------------------------------------------------------------------------- ranks
 
+HOST_TIMEOUT = datetime.timedelta(days=7)  # of what may wait for a person to type, or for all other lines
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -193,6 +195,18 @@ class Ranks:
     group: str | None = None
     host: str | None = None  # the name of the group that `tell` uses, which may wait for a person to type
     timeout_s: float | None = None
+
+    def replica(self, size: int) -> "Ranks":
+        """This rank among the `size` neighbours that hold one model together. All ranks must call it, and `size` must
+        divide their number."""
+        mine = self
+        for begin in range(0, self.world if 1 < size < self.world else 0, size):
+            members = range(begin, begin + size)
+            options = {"ranks": list(members), "timeout": datetime.timedelta(seconds=self.timeout_s)}
+            both = dist.new_group(**options), dist.new_group(**options | {"backend": "gloo", "timeout": HOST_TIMEOUT})
+            if self.rank in members:
+                mine = Ranks(self.rank - begin, size, *(group.group_name for group in both), self.timeout_s)
+        return ALONE if size == 1 else mine
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' x."""
@@ -223,7 +237,7 @@ class Ranks:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=_resolve_process_group(self.host))
+        dist.broadcast_object_list(box, group_src=0, group=_resolve_process_group(self.host))
         return box[0]
 
     def check_same(self, what: Callable[[], dict[str, object]]) -> None:
@@ -231,7 +245,7 @@ class Ranks:
         if self.world == 1:
             return
         every: list[dict] = [{}] * self.world
-        dist.all_gather_object(every, what())
+        dist.all_gather_object(every, what(), group=_resolve_process_group(self.group))
         for rank, other in enumerate(every):
             for name, value in every[0].items():
                 if other.get(name) != value:
@@ -348,7 +362,7 @@ def join(device: torch.device, timeout_s: float) -> Ranks:
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
     # Names, not groups: whoever keeps a group keeps its threads beyond its end.
     name = dist.group.WORLD.group_name
-    host = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7)).group_name
+    host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT).group_name
     return Ranks(dist.get_rank(), dist.get_world_size(), name, host, timeout_s)
 
 

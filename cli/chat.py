@@ -6,9 +6,10 @@ import itertools
 import os
 import sys
 
-from cli.output import Answer, Session
+from cli.answers import Answer
 from cli.prompts import DEFAULT_NEW_TOKENS, Request, conversation_ids, template_names
 from cli.report import RowStatistics, rate
+from cli.session import Session
 
 HELP = """/reset  start a new conversation
 /drop   when the context is full: drop the oldest turns and send the message again

@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator, Sequence
 import torch
 
 from cli.errors import print_error
-from cli.output import Session
 from cli.report import PLAIN_TOKEN, origin, rate, speculative
+from cli.session import Session
 from decoding.scheduler import Request
 from decoding.timing import Timing
 from generate import Engine

@@ -27,13 +27,14 @@ from typing import NamedTuple
 
 import torch
 
+from cli.answers import Answer
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import Parser, check_options, positive, speculate_k
 from cli.flags import parse_args as generate_args
 from cli.load import compiles, drafter_of, load_target, pick_device, warm_up
-from cli.output import Answer, Session
 from cli.prompts import Request, new_tokens, requests, sampling_of
 from cli.report import rate
+from cli.session import Session
 from decoding.scheduler import common_prefix
 from decoding.timing import Timing
 from decoding.validation import check_lengths

@@ -27,9 +27,9 @@ from conftest import ROOT
 from rich.console import Console
 from rich.style import Style
 
+from cli.answers import COLOURS
 from cli.flags import parse_args as generate_args
 from cli.main import run
-from cli.output import COLOURS
 from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, rate, weight_bytes
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
