@@ -6,7 +6,9 @@ are copies of this process, so that none takes the seconds of importing torch.
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -31,7 +33,7 @@ from checkpoint import load_model
 from generate import generate
 from sampling import Sampling, uniform
 from scripts import serve
-from scripts.openai_form import Answer, Event, Refusal, Token, ask_of
+from scripts.openai_form import Answer, Event, Refusal, Token, read_request
 from tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.attack  # half a minute on two cores
@@ -301,7 +303,7 @@ REFUSED = {
     "an impossible temperature": ({"temperature": -1}, 400, "temperature"),
     "an impossible mass": ({"top_p": 1.5}, 400, "top_p"),
     "an empty stop string": ({"stop": ""}, 400, "stop"),
-    "too long": ({"max_tokens": 5000}, 400, "prompt"),
+    "too long": ({"prompt": "a dog " * 600}, 400, "prompt"),
     "an id that there is not": ({"prompt": [5, 99999]}, 400, "prompt"),
     "no prompt": ({"prompt": None}, 400, "prompt"),
     "another model": ({"model": "gpt-4"}, 404, "model"),
@@ -334,7 +336,7 @@ def test_bodies_and_paths_that_mean_nothing(server):
         ),
         (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}')),
         (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}')),
-        (413, server.raw(path, b" " * (serve.MOST_BYTES + 1))),
+        (413, server.raw(path, b" " * (serve.MAX_BODY_BYTES + 1))),
         (415, server.raw(path, fine, Content_Type="text/plain")),
         (403, server.raw(path, fine, Host="rebound.example")),
         (404, server.raw("/v1/embeddings", fine)),
@@ -345,6 +347,7 @@ def test_bodies_and_paths_that_mean_nothing(server):
         assert "Traceback" not in found[1]["error"]["message"]
     assert server.raw(path, fine, Host="localhost")[0] == 200
     assert server.raw("/v1/models")[1]["data"][0]["id"] == "demo"
+    assert server.raw("/health") == (200, {"status": "ok"})
 
 
 def test_the_page_fetches_nothing_from_elsewhere(server):
@@ -355,15 +358,39 @@ def test_the_page_fetches_nothing_from_elsewhere(server):
 
 
 def test_key_queue_and_time_are_bounded(serving):
-    limits = ("--api_key", "k", "--queue", "2", "--batch_size", "1", "--answer_s", "0.6", "--stop", "zebra")
-    running = serving(*limits)
+    limits = ("--queue", "2", "--batch_size", "1", "--answer_s", "0.6", "--stop", "zebra")
+    others = (
+        "--api_key",
+        "k",
+        "--model_alias",
+        "mine",
+        "--cors",
+        "http://a.example:3000",
+        "--cors",
+        "https://b.example",
+    )
+    running = serving(*limits, *others)
     with pytest.raises(openai.AuthenticationError):
-        running.ask("a")
+        running.ask("a", model="mine")
+    assert running.raw("/health")[0] == 200
+    for origin, is_allowed in (
+        ("http://a.example:3000", True),
+        ("https://b.example", True),
+        ("http://c.example", False),
+    ):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST",
+                   "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}  # fmt: skip
+        asked = urllib.request.Request(running.url + "/v1/completions", headers=headers, method="OPTIONS")
+        with contextlib.nullcontext() if is_allowed else pytest.raises(urllib.error.HTTPError):
+            assert urllib.request.urlopen(asked).headers["Access-Control-Allow-Origin"] == origin
     for scheme, status in (("bearer k", 200), ("BEARER k", 200), ("Basic k", 401), ("k", 401), ("Bearer ", 401)):
         assert running.raw("/v1/models", Authorization=scheme)[0] == status
     running.client = running.client.with_options(api_key="k")
     assert running.raw("/v1/models", Authorization="bearer k")[0] == 200
     assert running.raw("/v1/models", Authorization="Bearer \xfc")[0] == 401
+    running.ask = functools.partial(running.ask, model="mine")
+    with pytest.raises(openai.NotFoundError, match="this server has 'mine'"):
+        running.ask("a", model="demo")
     with pytest.raises(openai.BadRequestError, match="may wait"):
         running.ask("a", n=3)
     assert running.ask("One", max_tokens=2).choices[0].finish_reason == "length"
@@ -394,7 +421,8 @@ def test_sigterm_answers_what_was_asked_and_lets_nobody_in(serving, told):
 
 
 def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
-    for flags, named in ((["--prompt", "a"], "--prompt"), (["--json"], "--json"), (["--port", "70000"], "--port")):
+    for flags, named in ((["--prompt", "a"], "--prompt"), (["--json"], "--json"), (["--port", "70000"], "--port"),
+                         (["--cors", "http://a.example/"], "--cors http://a.example/: an origin is")):  # fmt: skip
         with pytest.raises(SystemExit) as ended:
             serve.main([*flags, "--device", "cpu"])
         assert ended.value.code == 2 and named in capsys.readouterr().err
@@ -405,14 +433,14 @@ def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
 
 def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     neutral = {"presence_penalty": 0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "user": "me"}
-    ask = ask_of({"messages": [{"role": "user", "content": "a"}], **neutral}, True, "m", Sampling(0.5), None)
+    ask = read_request({"messages": [{"role": "user", "content": "a"}], **neutral}, True, "m", Sampling(0.5))
     assert ask.sampling == Sampling(0.5) and ask.prompts == [[{"role": "user", "content": "a"}]]
     with pytest.raises(Refusal):
-        ask_of({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, True, "m", Sampling(), None)
+        read_request({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, True, "m", Sampling())
     with pytest.raises(Refusal):
-        ask_of({"prompt": "a", "temperature": math.nan}, False, "m", Sampling(), None)
-    choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None), whole=True)
-    assert choice["message"]["content"] == "é" and serve.said(choice).body.isascii()
+        read_request({"prompt": "a", "temperature": math.nan}, False, "m", Sampling())
+    choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
+    assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
 
 def test_a_new_field_of_sampling_needs_no_other_list(monkeypatch):
@@ -427,7 +455,7 @@ def test_a_new_field_of_sampling_needs_no_other_list(monkeypatch):
         prompts = fresh_copy(patch, "program.prompts")
         patch.setitem(sys.modules, "program.prompts", prompts)
         form = fresh_copy(patch, "scripts.openai_form")
-        ask = form.ask_of({"prompt": "a", "typical_p": 0.25}, False, "m", Forked(0.5), None)
+        ask = form.read_request({"prompt": "a", "typical_p": 0.25}, False, "m", Forked(0.5))
         assert ask.sampling == Forked(0.5, typical_p=0.25)
         args = argparse.Namespace(temperature=0.5, top_k=None, top_p=None, min_p=None)
         assert prompts.sampling_of(args) == Forked(0.5)
@@ -449,25 +477,25 @@ def fresh_copy(patch: pytest.MonkeyPatch, name: str):
 def test_top_logprobs_without_logprobs_names_what_it_needs():
     body = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}
     with pytest.raises(Refusal, match="top_logprobs = 3 needs logprobs = true") as caught:
-        ask_of(body, True, "m", Sampling(), None)
+        read_request(body, True, "m", Sampling())
     assert caught.value.body["error"]["param"] == "top_logprobs"
-    assert ask_of({**body, "logprobs": True}, True, "m", Sampling(), None).likeliest == 3
-    assert ask_of({**body, "top_logprobs": 0}, True, "m", Sampling(), None).likeliest is None
+    assert read_request({**body, "logprobs": True}, True, "m", Sampling()).num_logprobs == 3
+    assert read_request({**body, "top_logprobs": 0}, True, "m", Sampling()).num_logprobs is None
 
 
 def test_seeds_are_int64():
     for seed in (-(2**63), -1, 0, 2**62, 2**63 - 1):
-        assert ask_of({"prompt": "a", "seed": seed}, False, "m", Sampling(), None).seed == seed
+        assert read_request({"prompt": "a", "seed": seed}, False, "m", Sampling()).seed == seed
     for seed in (-(2**63) - 1, 2**63):
         with pytest.raises(Refusal, match="seed"):
-            ask_of({"prompt": "a", "seed": seed}, False, "m", Sampling(), None)
+            read_request({"prompt": "a", "seed": seed}, False, "m", Sampling())
     noise = [uniform(torch.full((64,), seed), torch.arange(64)) for seed in (-1, 2**63 - 1, -(2**63), 0)]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(noise, 2))
 
 
 def test_a_key_comes_from_a_flag_a_file_or_the_environment(monkeypatch, tmp_path):
     def key(*flags: str) -> str | None:
-        return serve.api_key_of(serve.parse_args(flags))
+        return serve.read_api_key(serve.parse_args(flags))
 
     file = tmp_path / "key"
     file.write_text("from-file\n")
@@ -515,6 +543,16 @@ def test_text_offsets_index_the_text(server, tokenizer):
         assert len(logprobs.tokens) == 6 + echo * len(tokenizer.encode(prompt))
         parts = [chunk.choices[0].logprobs for chunk in server.ask(prompt, stream=True, **asked)]
         assert [offset for part in parts if part for offset in part.text_offset] == logprobs.text_offset
+
+
+def test_max_tokens_are_clipped_to_the_room_that_the_prompt_leaves(server, tokenizer):
+    prompt = [1, *[tokenizer.encode("Once")[-1]] * 499]
+    for ask in (server.ask, lambda ids, **keys: server.ask(ids, **keys, extra_body={"max_completion_tokens": 5000})):
+        answer = ask(prompt, max_tokens=5000, temperature=30)  # sampled nearly evenly: no end comes early
+        assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 512 - 500
+    with pytest.raises(openai.BadRequestError, match="512 positions: shorten the prompt") as caught:
+        server.ask([*prompt, *prompt[:12]], max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_any_int64_seed_decides_an_answer(server):
@@ -684,8 +722,7 @@ def test_page_stops_shows_errors_and_fits_a_phone(page, told):
     page.keyboard.press("Escape")
     expect(page.locator("#send")).to_have_text("Send")
     assert page.locator("article.assistant [data-origin]").count() < len(told("Once there was a", 300)[1]) - 5
-    page.fill("#most", "99999")
-    page.fill("#prompt", "a")
+    page.fill("#prompt", "a dog " * 2000)
     page.keyboard.press("Enter")
     expect(page.locator("article.error")).to_contain_text("positions")
     for width, scheme in ((390, "dark"), (1000, "light")):
