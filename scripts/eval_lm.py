@@ -47,8 +47,6 @@ HEAD_ROWS = 512  # positions that the head scores at once: 0.26 GB of logits for
 MAX_GEN_TOKS = 256  # the harness's default for tasks without their own
 ANSWER_END = "\ufdd2"  # a noncharacter; marks the end of a task's start of an answer in a rendered template
 
-# --------------------------------------------------------------------------------------- log-likelihoods
-
 
 @torch.inference_mode()
 def score(
@@ -77,9 +75,6 @@ def score(
     if any(math.isnan(total) for total, _ in results):
         raise ValueError("the model's logits are not finite")
     return results
-
-
-# -------------------------------------------------------------------------------------------- generation
 
 
 def sampling_of(settings: dict) -> Sampling:
@@ -118,6 +113,8 @@ class QuickdraftLM(TemplateLM):
             raise ValueError("the tokenizer has neither BOS nor an end token to precede a text's first token")
         self.model, self.tokenizer, self.drafter = model, tokenizer, drafter
         self.batch_size, self.max_length, self.seed, self.name = batch_size, max_length or limit, seed, name
+        draft = drafter.model.config.max_seq_length if getattr(drafter, "owns_cache", False) else self.max_length
+        self._positions = min(self.max_length, draft)  # of a prompt and its new tokens
         self._notices: set[str] = set()
         self.engine: Engine | None = None  # of the last generation; serves later ones that fit in it
         self._device = model.norm.weight.device
@@ -222,7 +219,7 @@ class QuickdraftLM(TemplateLM):
         options = [self._options(number, *request.args) for number, request in enumerate(requests)]
         lengths = [len(o["prompt"]) for o in options]
         for o in options:
-            o["prompt"] = o["prompt"][-(self._limit - o["max_new_tokens"]) :]
+            o["prompt"] = o["prompt"][-(self._positions - o["max_new_tokens"]) :]
         self._report_truncated(sum(n > len(o["prompt"]) for n, o in zip(lengths, options)), len(requests))
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate", leave=False, disable=disable_tqdm) as bar:
@@ -232,19 +229,13 @@ class QuickdraftLM(TemplateLM):
                 bar.update(1)
         return texts
 
-    @property
-    def _limit(self) -> int:
-        """Positions for a prompt and its new tokens."""
-        draft = self.drafter.model.config.max_seq_length if getattr(self.drafter, "owns_cache", False) else None
-        return min(self.max_length, draft or self.max_length)
-
     def _options(self, number: int, context: str, gen_kwargs: dict) -> dict:
         """The arguments of Engine.add_request, and "stops"."""
         settings = dict(normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS))
         new, stops = settings.pop("max_gen_toks"), [stop for stop in settings.pop("until") if stop]
-        if not 1 <= new < self._limit:
+        if not 1 <= new < self._positions:
             raise ValueError(
-                f"max_gen_toks = {new} must be at least 1 and leave room for a prompt in {self._limit} positions:"
+                f"max_gen_toks = {new} must be at least 1 and leave room for a prompt in {self._positions} positions:"
                 " set another with --gen_kwargs max_gen_toks=N"
             )
         # Decoded text does not show special tokens, so a stop that names one becomes an id.
@@ -292,9 +283,6 @@ class QuickdraftLM(TemplateLM):
         if num_truncated:
             print(f"{num_truncated} of {num_requests} requests do not fit in {self.max_length} positions: their first"
                   " tokens are left out", file=sys.stderr)  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ command line
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -181,23 +181,6 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     assert server.ask(PROMPTS[1], seed=unseeded.timings["seed"], **settings).choices[0].text == unseeded.text
 
 
-def test_sixteen_clients_at_once_get_each_their_own(server, told):
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(lambda prompt: server.ask(prompt, max_tokens=12).choices[0].text, PROMPTS))
-    assert texts == [told(prompt, 12)[0] for prompt in PROMPTS]
-
-
-def test_different_samplings_at_once_stay_apart(server):
-    settings = [{"temperature": 0}, {"temperature": 1.5}, {"temperature": 0.6}, {"temperature": 1, "top_p": 0.5}] * 2
-
-    def ask(number: int) -> str:
-        return server.ask(PROMPTS[number], seed=number, max_tokens=12, **settings[number]).choices[0].text
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(ask, range(8)))
-    assert together == [ask(number) for number in range(8)]
-
-
 def test_a_newcomer_ends_while_a_long_answer_runs(server, told):
     long = server.ask("Once there was a", max_tokens=400, temperature=30, stream=True)
     next(stream := iter(long))
@@ -220,20 +203,22 @@ def test_a_request_for_many_answers_delays_another_by_one_at_most(serving, told)
     assert len(done.choices) == 128 and choice.timings["queue_s"] <= max(gaps) + 0.05
 
 
-def test_mixed_requests_at_once_are_each_what_they_are_alone(server):
+def test_sixteen_clients_of_all_kinds_at_once_get_what_they_get_alone(server, told):
     settings = [
         {"temperature": 0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8, "top_p": 0.7, "seed": 4},
         {"temperature": 0, "logprobs": 3}, {"temperature": 1, "logprobs": 2, "echo": True, "seed": 5},
-        {"temperature": 0.7, "seed": 6, "extra_body": {"top_k": 5, "draft": False}},
-    ]  # fmt: skip
+        {"temperature": 0.7, "seed": 6, "extra_body": {"top_k": 5, "draft": False}}, {"temperature": 1.5, "seed": 7},
+        {"temperature": 0, "max_tokens": 30},
+    ] * 2  # fmt: skip
 
     def ask(number: int) -> tuple:
-        choice = server.ask(PROMPTS[number], max_tokens=10 + 3 * number, **settings[number]).choices[0]
+        choice = server.ask(PROMPTS[number], **{"max_tokens": 10 + number} | settings[number]).choices[0]
         return choice.text, choice.logprobs and choice.logprobs.tokens
 
-    with concurrent.futures.ThreadPoolExecutor(len(settings)) as pool:
-        together = list(pool.map(ask, range(len(settings))))
-    assert together == [ask(number) for number in range(len(settings))]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, range(16)))
+    assert together == [ask(number) for number in range(16)]
+    assert [together[n][0] for n in (0, 8)] == [told(PROMPTS[n], 10 + n)[0] for n in (0, 8)]
 
 
 def log_probs(model, ids: list[int]) -> torch.Tensor:
@@ -439,6 +424,12 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
         read_request({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, True, "m", Sampling())
     with pytest.raises(Refusal):
         read_request({"prompt": "a", "temperature": math.nan}, False, "m", Sampling())
+    chat = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}
+    with pytest.raises(Refusal, match="top_logprobs = 3 needs logprobs = true") as caught:
+        read_request(chat, True, "m", Sampling())
+    assert caught.value.body["error"]["param"] == "top_logprobs"
+    numbers = [read_request(chat | keys, True, "m", Sampling()) for keys in ({"logprobs": True}, {"top_logprobs": 0})]
+    assert [request.num_logprobs for request in numbers] == [3, None]
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
@@ -474,21 +465,14 @@ def fresh_copy(patch: pytest.MonkeyPatch, name: str):
     return module
 
 
-def test_top_logprobs_without_logprobs_names_what_it_needs():
-    body = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}
-    with pytest.raises(Refusal, match="top_logprobs = 3 needs logprobs = true") as caught:
-        read_request(body, True, "m", Sampling())
-    assert caught.value.body["error"]["param"] == "top_logprobs"
-    assert read_request({**body, "logprobs": True}, True, "m", Sampling()).num_logprobs == 3
-    assert read_request({**body, "top_logprobs": 0}, True, "m", Sampling()).num_logprobs is None
-
-
-def test_seeds_are_int64():
-    for seed in (-(2**63), -1, 0, 2**62, 2**63 - 1):
-        assert read_request({"prompt": "a", "seed": seed}, False, "m", Sampling()).seed == seed
+def test_seeds_are_int64_and_decide_an_answer(server):
     for seed in (-(2**63) - 1, 2**63):
         with pytest.raises(Refusal, match="seed"):
             read_request({"prompt": "a", "seed": seed}, False, "m", Sampling())
+    settings = {"temperature": 1, "max_tokens": 16, "n": 2}
+    texts = [[c.text for c in server.ask("a", seed=seed, **settings).choices] for seed in (-1, -1, 2**63 - 1, -(2**63))]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[2][1] == texts[3][0]  # the seed after the largest is the smallest
     noise = [uniform(torch.full((64,), seed), torch.arange(64)) for seed in (-1, 2**63 - 1, -(2**63), 0)]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(noise, 2))
 
@@ -553,13 +537,6 @@ def test_max_tokens_are_clipped_to_the_room_that_the_prompt_leaves(server, token
     with pytest.raises(openai.BadRequestError, match="512 positions: shorten the prompt") as caught:
         server.ask([*prompt, *prompt[:12]], max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
-
-
-def test_any_int64_seed_decides_an_answer(server):
-    settings = {"temperature": 1, "max_tokens": 16, "n": 2}
-    texts = [[c.text for c in server.ask("a", seed=seed, **settings).choices] for seed in (-1, -1, 2**63 - 1, -(2**63))]
-    assert texts[0] == texts[1] != texts[2]
-    assert texts[2][1] == texts[3][0]  # the seed after the largest is the smallest
 
 
 @pytest.mark.long
