@@ -244,7 +244,7 @@ class Answer:
             {"token": self.pieces[id].decode(errors="replace"), "logprob": logprob, "bytes": list(self.pieces[id])}
             for id, logprob in token.top_logprobs
         ] for token in tokens]  # fmt: skip
-        return {"content": [own | {"top_logprobs": others} for own, *others in entries], "refusal": None}
+        return {"content": [chosen | {"top_logprobs": others} for chosen, *others in entries], "refusal": None}
 
     def completion_logprobs(self, event: Event) -> dict:
         """A list for each kind of fact. A token is listed as the characters that it adds to the text: none for BOS or
