@@ -1,6 +1,6 @@
-"""scripts/eval_lm.py: what the harness is told is what the model thinks, by a computation that shares none of its code.
+"""scripts/eval_lm.py: the harness gets the model's own figures, by a computation that shares none of its code.
 
-`direct` runs one request at a time, whole sequence, all logits; stop strings are cut by `cut`.
+`direct` runs one request at a time, the full sequence, all logits; `text_before` ends texts at stop strings.
 The harness itself runs on three tasks of a local folder. Nothing here may reach the network.
 """
 

@@ -1,7 +1,7 @@
 """The server as its clients see it: the real `openai` package against a running one, with the demo pair.
 
-What the model should have said comes from `generate` on the same model, one prompt at a time without a draft. Servers
-are copies of this process, so that none takes the seconds of importing torch.
+Expected answers come from `generate` on the same model, one prompt at a time without a draft. Servers are forks of this
+process, so that none takes the seconds of importing torch.
 """
 
 import argparse
