@@ -190,9 +190,8 @@ class Api:
                 else:
                     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 room = max(1, engine.max_seq_length - len(ids))
-                new = (
-                    room if request.chat and limit is None else min(room, new_tokens(limit, ids, engine.max_seq_length))
-                )
+                is_unlimited = request.chat and limit is None
+                new = room if is_unlimited else min(room, new_tokens(limit, ids, engine.max_seq_length))
                 check_lengths(engine.model, [ids], [max(1, new)], engine.max_seq_length, engine.drafter)
                 encoded.append((ids, new))
         except ValueError as error:
