@@ -50,7 +50,7 @@ def copied(folder):
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
     for name in ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli", "scripts"):
-        shutil.copytree(ROOT / name, folder / name)
+        shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True)
     return folder
 
 
@@ -105,7 +105,7 @@ import pytest, torch
 from cli.flags import parse_args
 from cli.main import run
 from decoding.sampling import Sampling, distribution
-from scripts.openai_form import Refusal, ask_of
+from scripts.openai_form import Refusal, read_request
 
 def texts(*flags):
     out = io.StringIO()
@@ -119,10 +119,10 @@ lines = [{"prompt": "Once upon a time", **own} for own in ({"typical_p": 0.2}, {
 open("lines.jsonl", "w").write("\\n".join(map(json.dumps, lines)))
 rows = texts("--prompt_file", "lines.jsonl", "--batch_size", "4")
 assert rows[:3] == [typical, usual, usual] and typical != usual != rows[3], rows
-ask = ask_of({"prompt": "a", "typical_p": 0.25}, False, "m", Sampling(0.5, top_p=0.9), None)
-assert ask.sampling == Sampling(0.5, top_p=0.9, typical_p=0.25) and ask.sampling.kind == "filtered"
+request = read_request({"prompt": "a", "typical_p": 0.25}, False, "m", Sampling(0.5, top_p=0.9))
+assert request.sampling == Sampling(0.5, top_p=0.9, typical_p=0.25) and request.sampling.kind == "filtered"
 with pytest.raises(Refusal, match="typical_p = 2 must lie in"):
-    ask_of({"prompt": "a", "typical_p": 2}, False, "m", Sampling(), None)
+    read_request({"prompt": "a", "typical_p": 2}, False, "m", Sampling())
 samplings = [Sampling(0), Sampling(), Sampling(top_p=0.5), Sampling(typical_p=0.5), Sampling(typical_p=0.5, top_k=9)]
 logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).expand(len(samplings), -1)
 together = distribution(logits, "filtered", torch.stack([sampling.values for sampling in samplings]))

@@ -39,7 +39,7 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def add_config(writer, hf) -> None:
-    """AttentionMask of a transformers config, as conversion/base.py writes them."""
+    """Keys of a transformers config, as conversion/base.py writes them."""
     writer.add_block_count(hf.num_hidden_layers)
     writer.add_context_length(hf.max_position_embeddings)
     writer.add_embedding_length(hf.hidden_size)

@@ -21,8 +21,8 @@ from test_rounding import SHAPE, bits, large_numbers
 from test_speculative import pair, rows_of
 from test_tp import launch
 
-import cli.session
 import cli.flags
+import cli.session
 from cli.flags import check_options, parse_args
 from cli.main import run
 from cli.prompt_cache import PromptCache

@@ -20,7 +20,6 @@ SNIPPETS = [textwrap.dedent(code) for code in re.findall(r"```python\n(.*?)```",
 SET_UP = ("python3 -m venv", ". .venv/bin/activate", "pip install", "python -m pytest")
 ELSEWHERE = (
     "scripts.download",
-    "scripts.convert_meta",
     "checkpoints.train_demo",
     "benchmarks.bench",
     "tests.attacks",

@@ -118,6 +118,9 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     assert not broken and request.text == ""
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
     assert not rows and "line 1: this folder has no chat template for tool_calls" in refused[0]
+    tools = {"messages": USER, "tools": [{"type": "function"}]}
+    others, _ = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "g.jsonl", tools))]))
+    assert "no chat template for tools" in encoded(others, args, load_tokenizer(folder), 100, lambda *_: None)[1][0]
     (folder / "chat_template.jinja").write_text(
         "{{ messages[1].content is none }}{{ messages[1].tool_calls | tojson }}"
     )
@@ -226,13 +229,6 @@ def test_requests_reach_the_template(chat_folder, capsys, tmp_path):
     ]
     assert [row["prompt_tokens"] for row in rows] == want
     assert "<think></think>Yes" in tokenizer.decode(want[0]) and "<think>" not in tokenizer.decode(want[1])
-
-
-def test_names_without_a_template_are_refused(text_folder, tmp_path, capsys):
-    file = jsonl(tmp_path / "f.jsonl", {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
-    with pytest.raises(SystemExit):
-        run(capsys, "--checkpoint", text_folder, "--prompt_file", file)
-    assert "this folder has no chat template for tools" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------- log-probabilities

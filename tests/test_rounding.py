@@ -401,7 +401,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(k):
 
 
 def held(engine: Engine, length: int) -> list[Tensor]:
-    """AttentionMask and values up to a position, bits."""
+    """Keys and values up to a position, bits."""
     return [bits(x[:, :, :length]) for cache in engine.runner.caches.layers for x in (cache.k, cache.v)]
 
 
