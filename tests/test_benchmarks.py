@@ -1,4 +1,4 @@
-"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the READMEs show."""
+"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the pages show."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from conftest import BASE, FAMILIES, ROOT
 
 from benchmarks import bench_gpu, peers, real
 from benchmarks.bench import Contender, row, write_results
-from benchmarks.tables import fill
+from benchmarks.tables import PAGES, fill
 from decoding.sampling import Sampling
 from generate import Timing, generate
 from loading.checkpoint import load_model
@@ -68,10 +68,10 @@ def test_results_merge_by_id(tmp_path):
     assert b["hardware"] == result["hardware"] != "elsewhere"
 
 
-def test_the_tables_of_the_readmes_say_what_the_files_say():
+def test_the_tables_of_the_pages_say_what_the_files_say():
     """Figures are measured anew and texts forgotten: the same command that draws the pictures fills the tables."""
     rows = [r for file in (ROOT / "benchmarks").glob("*.json") for r in json.loads(file.read_text()).get("rows", ())]
-    for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+    for file in (ROOT / page for page in PAGES):
         text = file.read_text()
         assert "<!-- table " in text and fill(text, rows) == text, f"python -m benchmarks.bench --plot changes {file}"
 
