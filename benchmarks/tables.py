@@ -143,8 +143,8 @@ def quality(found: dict[str, dict]) -> list[list[str]]:
 
 
 TABLES = {
-    "summary": summary, "rates": rates, "others": others, "real": real, "moe": moe, "context": context, "drafts": drafts,
-    "quality": quality,
+    "summary": summary, "rates": rates, "others": others, "real": real, "moe": moe, "context": context,
+    "drafts": drafts, "quality": quality,
 }  # fmt: skip
 
 

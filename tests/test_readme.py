@@ -98,10 +98,8 @@ def test_server_answers_the_clients_of_all_pages():
     lines = dict.fromkeys(line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines())
     clients = [["bash", "-c", f"{line} --fail"] for line in lines if line.startswith("curl ") and LOCAL in line]
     clients += [[sys.executable, "-c", code] for code in blocks("python") if LOCAL in code]
-    server = subprocess.Popen(
-        [sys.executable, *start.split("&& ")[1].split()[1:], "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        bufsize=1,
-    )  # fmt: skip
+    command = [sys.executable, *start.split("&& ")[1].split()[1:], "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, bufsize=1)
     try:
         address = next(line.split("http://")[1].strip() for line in server.stderr if "listening on" in line)
         assert clients
