@@ -151,6 +151,7 @@ def test_figures_are_those_of_the_results_files():
         (r"([\d.]+) of its rate in bf16", f"{cpu['1b.bf16.vs_llamacpp']['value']:.3f}"),
         (r"([\d.]+) in 4 bits", f"{cpu['1b.int4-g32.vs_llamacpp']['value']:.3f}"),
         (r"Loading peaks at ([\d.]+) times", f"{cpu['load.peak_over_weights']['value']:.2f}"),
+        (r"llama.cpp keeps ([\d.]+) of its own", f"{cpu['smollm2.q4_1.llamacpp.busy_over_quiet']['value']:.2f}"),
         (r"over ([\d,]+) sampled tokens", f"{law['tokens']:,}"),
         (r"Of ([\d,]+) greedy tokens", drift["total"].split()[3]),
         (r"in (\d+) settings", drift["total"].split()[5]),
