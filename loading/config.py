@@ -1,7 +1,7 @@
 """config.json -> model.Config. Files of transformers v4 and v5 give the same; every message names key and value.
 
-FAMILIES        supported architectures, each with transformers' values for keys that a file leaves out
-NEUTRAL         keys that would change the arithmetic, with the values under which they do not; null never does
+    FAMILIES        supported architectures, each with transformers' values for keys that a file leaves out
+    NEUTRAL         keys that would change the arithmetic, with the values under which they do not; null never does
 """
 
 import math
