@@ -21,7 +21,7 @@ into a results file with the commit, the hardware and the command; a later run o
                   bytes are those of the experts that a token takes
     first_token   start of `python generate.py` on the demo until its first byte of text
 
-`--plot` draws every results file in benchmarks/, a PNG beside each, and makes the tables of the READMEs anew; by itself
+`--plot` draws every results file in benchmarks/, a PNG beside each, and makes the tables of the pages anew; by itself
 it measures nothing.
 
 Whatever is compared runs in turn, A B A B …, each in a process of its own that waits while the others run, with the
@@ -46,7 +46,7 @@ import torch
 import tp
 from benchmarks.plots import draw
 from benchmarks.record import commit as git_commit
-from benchmarks.tables import fill
+from benchmarks.tables import PAGES, fill
 from cli.errors import ending_plainly
 from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
 from decoding.runner import Rows
@@ -783,7 +783,7 @@ def write_results(
 
 
 def show(root: Path) -> None:
-    """Make the pictures of benchmarks/*.json, and the tables of both READMEs, anew."""
+    """Make the pictures of benchmarks/*.json, and the tables of the pages, anew."""
     rows = []
     for file in sorted((root / "benchmarks").glob("*.json")):
         results = json.loads(file.read_text())
@@ -791,7 +791,7 @@ def show(root: Path) -> None:
             continue
         draw(results["rows"], file.with_suffix(".png"), f"{results['hardware']}, torch {results['torch']}")
         rows += results["rows"]
-    for file in (root / "README.md", root / "benchmarks" / "README.md"):
+    for file in (root / page for page in PAGES):
         file.write_text(fill(file.read_text(), rows))
 
 

@@ -121,7 +121,7 @@ rows = texts("--prompt_file", "lines.jsonl", "--batch_size", "4")
 assert rows[:3] == [typical, usual, usual] and typical != usual != rows[3], rows
 request = read_request({"prompt": "a", "typical_p": 0.25}, False, "m", Sampling(0.5, top_p=0.9))
 assert request.sampling == Sampling(0.5, top_p=0.9, typical_p=0.25) and request.sampling.kind == "filtered"
-with pytest.raises(Refusal, match="typical_p = 2 must lie in"):
+with pytest.raises(Refusal, match="typical_p = 2.0 must lie in"):
     read_request({"prompt": "a", "typical_p": 2}, False, "m", Sampling())
 samplings = [Sampling(0), Sampling(), Sampling(top_p=0.5), Sampling(typical_p=0.5), Sampling(typical_p=0.5, top_k=9)]
 logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).expand(len(samplings), -1)

@@ -514,7 +514,7 @@ def test_the_walker_visits_every_linear_in_the_order_of_computing(folder_of):
 
 
 def test_another_format_loads_saves_and_drafts(folder_of, tmp_path, monkeypatch):
-    """The README's example, which no file of ours knows."""
+    """The example of docs/fork.md, which no file of ours knows."""
 
     class Ternary(quantize_program.Format):
         def shapes(self, rows, columns):
