@@ -9,7 +9,7 @@ families.py holds the differences between model_types.
 
 import math
 
-from loading.families import FAMILIES, Family, every_layer, family_of
+from loading.families import FAMILIES, SLIDING, Family, family_of
 from model import Config
 
 NEUTRAL = {
@@ -206,7 +206,7 @@ def windows(hf: Section, family: Family, n_layers: int) -> tuple[int | None, ...
     window = hf.size("sliding_window") if slides else None
     layer_types = hf.get("layer_types")
     if layer_types is None:
-        return tuple(window if slides and family.sliding(i, hf) else None for i in range(n_layers))
+        return tuple(window if slides and SLIDING[family.sliding](i, hf) else None for i in range(n_layers))
     window_by_type = {"full_attention": None, "sliding_attention": window}
     if (
         not isinstance(layer_types, list)
@@ -216,7 +216,7 @@ def windows(hf: Section, family: Family, n_layers: int) -> tuple[int | None, ...
         raise hf.refused("layer_types", f"must name full_attention or sliding_attention for each of {n_layers} layers")
     if "sliding_attention" in layer_types and window is None:
         raise ValueError("config.json: layer_types asks for sliding_attention, but no sliding_window is in use")
-    if family.sliding is every_layer and window is not None and "full_attention" in layer_types:
+    if family.sliding == "every" and window is not None and "full_attention" in layer_types:
         raise ValueError(f"config.json: layer_types mixes full and sliding attention, unlike any {hf['model_type']!r}")
     return tuple(window_by_type[layer_type] for layer_type in layer_types)
 

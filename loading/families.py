@@ -2,6 +2,7 @@
 
     Family      the fields that may differ, with Llama's values as defaults
     Gguf        the same for the family's GGUF files
+    SLIDING     the layers that slide
     FAMILIES    model_type -> Family;  family_of  the record of a config.json
 
 A new family is one record here, and arithmetic in model.py where it needs any. Sources: transformers, models/*/
@@ -52,7 +53,7 @@ class Family:
     out_bias: str | bool = "attention_bias"
     ffn_bias: str | bool = "mlp_bias"
     # Windows. use_sliding_window is "unread", or "decides" whether layers slide, or "agrees" with sliding_window.
-    sliding: Callable[[int, Mapping], bool] | None = None  # (layer, hf) -> does it slide? None: no layer ever does
+    sliding: str | None = None  # the layers that slide, a key of SLIDING; None: no layer ever does
     use_sliding_window: str = "unread"
     # RoPE. The types are Config.rope_types'.
     rope_theta: float = 10000.0
@@ -70,33 +71,25 @@ class Family:
     gguf: Gguf | None = None
 
 
-# -------------------------------------------------------------------------------- layers that slide
+def first_window_layer(hf) -> int:
+    return hf.size("max_window_layers") if hf.get("max_window_layers") else 0
 
 
-def every_layer(i: int, hf) -> bool:
-    return True
-
-
-def even_layers(i: int, hf) -> bool:
-    return i % 2 == 0
-
-
-def later_layers(i: int, hf) -> bool:
-    return i >= (hf.size("max_window_layers") if hf.get("max_window_layers") else 0)
-
-
-def early_even_layers(i: int, hf) -> bool:
-    return even_layers(i, hf) and not later_layers(i, hf)
-
-
-def all_but_every_nth(i: int, hf) -> bool:
-    """n is sliding_window_pattern; EXAONE writes 4 as "LLLG"."""
+def window_period(hf) -> int:
+    """sliding_window_pattern, which EXAONE writes as a word: "LLLG" is 4."""
     pattern = hf.get("sliding_window_pattern")
     is_word = isinstance(pattern, str) and re.fullmatch("L*G", pattern)
-    return (i + 1) % (len(pattern) if is_word else hf.size("sliding_window_pattern")) > 0
+    return len(pattern) if is_word else hf.size("sliding_window_pattern")
 
 
-# ------------------------------------------------------------------------------------------ families
+# Family.sliding -> does layer i slide, where layer_types does not say so?
+SLIDING = {
+    "every": lambda i, hf: True,
+    "even": lambda i, hf: i % 2 == 0,
+    "later": lambda i, hf: i >= first_window_layer(hf),
+    "early even": lambda i, hf: i % 2 == 0 and i < first_window_layer(hf),
+    "by period": lambda i, hf: (i + 1) % window_period(hf) > 0,
+}
 
 
 def granite_fields(hf, head_dim: int) -> dict:
@@ -108,17 +101,8 @@ def granite_fields(hf, head_dim: int) -> dict:
     }
 
 
-def gpt_oss_fields(hf, head_dim: int) -> dict:
-    return {"gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702)}
-
-
-def gpt_oss_keys(get: Callable, hf: dict) -> dict:
-    """The models were trained with truncate = false, which no key of a GGUF file says."""
-    return {"rope_scaling": {**(hf["rope_scaling"] or {"rope_type": "default"}), "truncate": False}}
-
-
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-QWEN2 = {"qkv_bias": True, "out_bias": False, "sliding": later_layers, "use_sliding_window": "decides"}
+QWEN2 = {"qkv_bias": True, "out_bias": False, "sliding": "later", "use_sliding_window": "decides"}
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
@@ -131,17 +115,17 @@ FAMILIES = {
     "llama": Family(gguf=Gguf("llama", permutes_heads=True)),
     "mistral": Family(
         {"num_key_value_heads": 8, "sliding_window": 4096},
-        supported={"attention_bias": OFF}, sliding=every_layer, use_sliding_window="agrees",
+        supported={"attention_bias": OFF}, sliding="every", use_sliding_window="agrees",
         gguf=Gguf("llama", "attention.sliding_window", permutes_heads=True),
     ),
     "qwen2": Family(QWEN, **QWEN2, gguf=Gguf("qwen2")),
     "qwen3": Family(
-        {**QWEN, "head_dim": 128}, fields={"qk_norm": "heads"}, sliding=later_layers, use_sliding_window="decides",
+        {**QWEN, "head_dim": 128}, fields={"qk_norm": "heads"}, sliding="later", use_sliding_window="decides",
         gguf=Gguf("qwen3"),
     ),
     "mixtral": Family(
         {"num_key_value_heads": 8}, computed=("num_local_experts",), supported={"attention_bias": OFF, **ALWAYS_SPARSE},
-        fields={"router_norm": True}, sliding=every_layer, use_sliding_window="agrees", rope_theta=1e6,
+        fields={"router_norm": True}, sliding="every", use_sliding_window="agrees", rope_theta=1e6,
         experts=ExpertDefaults(8, 2),
         names={
             "ffn.router": ["block_sparse_moe.gate"],
@@ -153,29 +137,35 @@ FAMILIES = {
     "qwen2_moe": Family(
         {**QWEN, "num_key_value_heads": 16, "qkv_bias": True},
         computed=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
-        supported={"attention_bias": OFF}, qkv_bias="qkv_bias", out_bias=False, sliding=early_even_layers,
+        supported={"attention_bias": OFF}, qkv_bias="qkv_bias", out_bias=False, sliding="early even",
         use_sliding_window="decides", experts=ExpertDefaults(60, 4, 1408, 5632),
         names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]}, gguf=Gguf("qwen2moe", norm_topk_prob=False),
     ),
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "sliding_window": 4096}, computed=("num_experts", "num_local_experts"),
-        fields={"qk_norm": "heads"}, sliding=every_layer, use_sliding_window="decides",
+        fields={"qk_norm": "heads"}, sliding="every", use_sliding_window="decides",
         experts=ExpertDefaults(128, 8, 768), gguf=Gguf("qwen3moe"),
     ),
     "gpt_oss": Family(
         {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
-        computed=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE, computed_fields=gpt_oss_fields,
+        computed=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE,
+        computed_fields=lambda hf, head_dim: {
+            "gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702),
+        },
         fields={"sinks": True, "expert_bias": True, "router_bias": True, "router_norm": True},
-        sliding=even_layers, use_sliding_window="agrees", rope_theta=150000.0, requires_rope=True,
+        sliding="even", use_sliding_window="agrees", rope_theta=150000.0, requires_rope=True,
         experts=ExpertDefaults(128, 4), names={"ffn.router": ["mlp.router"]}, merges_experts=True,
-        gguf=Gguf("gpt-oss", names={"ffn_norm": ["post_attention_norm"]}, hf_keys=gpt_oss_keys),
+        gguf=Gguf(
+            "gpt-oss", names={"ffn_norm": ["post_attention_norm"]},
+            hf_keys=lambda get, hf: {"rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False}},
+        ),
     ),
     "smollm3": Family(
         {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
         computed=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
     ),
     "phi3": Family(
-        computed=("partial_rotary_factor",), supported=NO_BIAS, sliding=every_layer,
+        computed=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
     ),
@@ -186,7 +176,7 @@ FAMILIES = {
     "olmo2": Family(supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER),
     "olmo3": Family(
         {"sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_MLP_BIAS,
-        fields={"qk_norm": "full", "norms_after": True}, sliding=all_but_every_nth, rope_theta=5e5, sliding_rope=1,
+        fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope=1,
         names=NORMS_AFTER,
     ),
     "seed_oss": Family(
@@ -206,11 +196,11 @@ FAMILIES = {
     ),
     "exaone4": Family(
         {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_BIAS,
-        fields={"qk_norm": "heads", "norms_after": True}, sliding=all_but_every_nth, full_rope=None, names=NORMS_AFTER,
+        fields={"qk_norm": "heads", "norms_after": True}, sliding="by period", full_rope=None, names=NORMS_AFTER,
     ),
     "ministral3": Family(
         {"num_key_value_heads": 8, "head_dim": 128}, computed=("llama_4_scaling_beta", "max_position_embeddings"),
-        supported=NO_BIAS, sliding=every_layer,
+        supported=NO_BIAS, sliding="every",
         default_rope={
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,

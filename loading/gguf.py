@@ -27,7 +27,9 @@ import numpy
 import torch
 from torch import Tensor
 
+import loading.weight_names as weight_names
 from loading.chat_templates import one_line
+from loading.families import FAMILIES
 from loading.vocabularies import led_by, plain_file
 from weights.formats import dequantize_tensor, row_chunks
 
@@ -35,24 +37,15 @@ MAGIC, STRING, ARRAY = b"GGUF", 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MOST_ENTRIES, MOST_STRINGS, LONGEST_NAME, LARGEST_SIZE = 2**16, 2**22, 2**10, 2**32  # real files stay far below
 
+# The file's modules, by ours and in the order of weight_names.INNER. One tensor (experts, out, in) holds all experts.
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
-    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}  # fmt: skip
-# All experts of a layer in one tensor, (E, out, in).
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-OWN = {  # an architecture's own names, in place of these
-    "llama": {
-        "ffn_gate_inp": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1",
-        "up_proj": "w3", "down_proj": "w2",
-    },
-    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
+    "attention_norm": ["attn_norm"], "attention": ["attn_sinks"], "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+    "attention.q_norm": ["attn_q_norm"], "attention.k_norm": ["attn_k_norm"], "attention.out": ["attn_output"],
+    "ffn_norm": ["ffn_norm"], "ffn.gate_up": ["ffn_gate", "ffn_up"], "ffn.down": ["ffn_down"],
+    "ffn.router": ["ffn_gate_inp", "ffn_gate_inp_shexp"], "ffn.experts.gate_up": ["ffn_gate_exps", "ffn_up_exps"],
+    "ffn.experts.down": ["ffn_down_exps"], "ffn.shared.gate_up": ["ffn_gate_shexp", "ffn_up_shexp"],
+    "ffn.shared.down": ["ffn_down_shexp"],
 }  # fmt: skip
 
 
@@ -309,13 +302,24 @@ def parts_of(path: Path) -> list[Path]:
 # ----------------------------------------------------------------------------- as a folder would hold it
 
 
+def model_type_of(keys: dict[str, object]) -> str:
+    """The family of a file. Of those that share an architecture, a later record is that of a file with its `key`."""
+    architecture = keys.get("general.architecture")
+    for model_type, family in reversed(FAMILIES.items()):
+        gguf = family.gguf
+        if gguf and gguf.architecture == architecture and (not gguf.key or keys.get(f"{architecture}.{gguf.key}")):
+            return model_type
+    supported = ", ".join(dict.fromkeys(family.gguf.architecture for family in FAMILIES.values() if family.gguf))
+    raise ValueError(f"general.architecture = {architecture!r:.60} is not supported; supported: {supported}")
+
+
 def kv_heads(keys: dict[str, object]) -> object:
     architecture = keys.get("general.architecture")
-    found = keys.get(f"{architecture}.attention.head_count_kv", keys.get(f"{architecture}.attention.head_count"))
-    found = {*found.tolist()} if isinstance(found, memoryview) else {found}  # one for each layer, or for all
-    if len(found) != 1:
+    count = keys.get(f"{architecture}.attention.head_count_kv", keys.get(f"{architecture}.attention.head_count"))
+    counts = {*count.tolist()} if isinstance(count, memoryview) else {count}  # one for each layer, or for all
+    if len(counts) != 1:
         raise ValueError(f"{architecture}.attention.head_count_kv differs from layer to layer, which is not supported")
-    return found.pop()
+    return counts.pop()
 
 
 class Tensors:
@@ -323,46 +327,53 @@ class Tensors:
 
     def __init__(self, path: Path, first: Path):
         """`first`: the file with the model's keys, where it is split."""
-        keys, self.found = open_file(first).keys, {}
-        heads = {"attn_q": keys.get("llama.attention.head_count"), "attn_k": kv_heads(keys)}
-        own = OWN.get(keys.get("general.architecture"), {})
+        keys = open_file(first).keys
+        family = FAMILIES[model_type_of(keys)]
+        architecture, permuted = family.gguf.architecture, {}
+        if family.gguf.permutes_heads:
+            permuted = {"attn_q": keys.get(f"{architecture}.attention.head_count"), "attn_k": kv_heads(keys)}
+        hf_inner, self.tensors = {**weight_names.INNER, **family.names}, {}
+        hf_modules = {  # in a layer; {} stands for an expert's number
+            stored: module
+            for ours, group in {**INNER, **family.gguf.names}.items()
+            for stored, module in zip(group, hf_inner[ours])
+        }
         for name, blocks in open_file(path).tensors.items():
             module, _, kind = name.rpartition(".")
             inner = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", module)
-            if inner and inner[2] in INNER:
-                module = f"model.layers.{inner[1]}.{own.get(inner[2], INNER[inner[2]])}"
-                n = heads.get(inner[2])
-                if inner[2] == "ffn_gate_inp_shexp":  # a row, stored as a vector
-                    blocks = replace(blocks, shape=(1, *blocks.shape[-1:]), bytes=blocks.bytes.view(1, -1))
-                if keys.get("general.architecture") == "llama" and type(n) is int and n > 0:
-                    blocks = replace(blocks, heads=0 if len(blocks.bytes) % (2 * n) else n)
-            elif inner and inner[2] in EXPERTS and len(blocks.shape) > 1:
-                room, part = own.get("mlp.experts", "mlp.experts"), EXPERTS[inner[2]]
-                for number, bytes_ in enumerate(blocks.bytes):
-                    one = replace(blocks, shape=blocks.shape[1:], bytes=bytes_.view(blocks.shape[1], -1))
-                    self.found[f"model.layers.{inner[1]}.{room}.{number}.{own.get(part, part)}.{kind}"] = one
-                continue
-            elif inner and inner[2] == "attn_sinks":
-                module, kind = f"model.layers.{inner[1]}.self_attn", "sinks"
-            if name != "rope_freqs.weight":  # which config.json tells
-                self.found[f"{OUTER.get(module, module)}.{kind}"] = blocks
+            stored = inner[2] if inner else ""
+            if stored in hf_modules:
+                module = f"model.layers.{inner[1]}.{hf_modules[stored]}"
+            if stored == "attn_sinks":
+                kind = "sinks"
+            if stored == "ffn_gate_inp_shexp":  # a row, stored as a vector
+                blocks = replace(blocks, shape=(1, *blocks.shape[-1:]), bytes=blocks.bytes.view(1, -1))
+            n = permuted.get(stored)
+            if type(n) is int and n > 0:
+                blocks = replace(blocks, heads=0 if len(blocks.bytes) % (2 * n) else n)
+            if "{}" in module and len(blocks.shape) > 1:
+                for number, expert_bytes in enumerate(blocks.bytes):
+                    expert = replace(blocks, shape=blocks.shape[1:], bytes=expert_bytes.view(blocks.shape[1], -1))
+                    self.tensors[f"{module.format(number)}.{kind}"] = expert
+            elif name != "rope_freqs.weight":  # config.json holds these as a RoPE scaling
+                self.tensors[f"{OUTER.get(module, module)}.{kind}"] = blocks
 
     def keys(self) -> list[str]:
-        return [*self.found]
+        return [*self.tensors]
 
     def get_slice(self, name: str) -> Blocks:
-        return self.found[name]
+        return self.tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
-        return self.found[name][:]
+        return self.tensors[name][:]
 
 
 def find(readers: dict, stacked: dict[str, list[str]]) -> tuple[dict[str, str], str]:
     """The schemes that hold matrices, by our names, and in words what none holds. stacked: our name -> the Hugging Face
     tensors that make the matrix, which has a scheme only if all of them are held by it."""
     schemes, loose = {}, collections.Counter()
-    for name, sources in stacked.items():
-        kinds = [readers[source][1].get_slice(source).kind for source in sources]
+    for name, parts in stacked.items():
+        kinds = [readers[part][1].get_slice(part).kind for part in parts]
         if name != "embed" and kinds[0].scheme and len({kind.scheme for kind in kinds}) == 1:
             schemes[name] = kinds[0].scheme
         else:

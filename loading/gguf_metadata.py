@@ -17,14 +17,10 @@ from pathlib import Path
 import torch
 
 from loading.chat_templates import one_line
-from loading.gguf import Blocks, Strings, kv_heads, open_file, parts_of
+from loading.families import FAMILIES, Family
+from loading.gguf import Blocks, Strings, kv_heads, model_type_of, open_file, parts_of
 from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
-}  # fmt: skip
-FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # whose model_type differs
 COPIED = {  # Hugging Face's key -> an architecture's own
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "max_position_embeddings": "context_length",
@@ -44,77 +40,70 @@ def config_json(path: Path) -> dict:
     """ValueError names the key and value that cannot be used."""
     keys = open_file(path).keys
     tensors = {name: blocks for file in parts_of(path) for name, blocks in open_file(file).tensors.items()}
-    family = keys.get("general.architecture")
-    if family not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"general.architecture = {family!r:.60} is not supported; supported: {known}")
+    model_type = model_type_of(keys)
+    family = FAMILIES[model_type]
+    architecture = family.gguf.architecture
 
     def get(key: str, default: object = None) -> object:
-        value = keys.get(f"{family}.{key}", default)
+        value = keys.get(f"{architecture}.{key}", default)
         if isinstance(value, memoryview | Strings):
-            raise ValueError(f"{family}.{key} is an array, which is not supported")
+            raise ValueError(f"{architecture}.{key} is an array, which is not supported")
         return value
 
     for key, neutral in NEUTRAL.items():
         if get(key) not in (None, *neutral):
-            raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not supported; supported: {neutral[0]}")
-    missing = [f"{family}.{key}" for key in COPIED.values() if get(key) is None]
+            raise ValueError(f"{architecture}.{key} = {get(key)!r:.60} is not supported; supported: {neutral[0]}")
+    missing = [f"{architecture}.{key}" for key in COPIED.values() if get(key) is None]
     missing += [] if "token_embd.weight" in tensors else ["token_embd.weight"]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
     rows, tokens = tensors["token_embd.weight"].shape[0], keys.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and tokens.count > rows:
         raise ValueError(f"tokenizer.ggml.tokens are {tokens.count:,}, the rows of token_embd.weight {rows:,}")
-    hf = {key: get(own) for key, own in COPIED.items()}
+    hf = {key: get(gguf_key) for key, gguf_key in COPIED.items()}
     head_dim = get("attention.key_length", hf["hidden_size"] // max(hf["num_attention_heads"], 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key, head_dim) != head_dim:
-            raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not the size of a head, {head_dim!r:.60}")
+            raise ValueError(f"{architecture}.{key} = {get(key)!r:.60} is not the size of a head, {head_dim!r:.60}")
     dtypes = {blocks.kind.dtype for blocks in tensors.values() if len(blocks.shape) > 1}
+    class_name = "".join(word.capitalize() for word in model_type.split("_"))
     hf |= {
-        "model_type": FAMILIES.get(family, family), "architectures": [ARCHITECTURES[family]], "hidden_act": "silu",
-        "head_dim": head_dim,
-        "num_key_value_heads": kv_heads(keys), "vocab_size": rows,
+        "model_type": model_type, "architectures": [f"{class_name}ForCausalLM"], "hidden_act": "silu",
+        "head_dim": head_dim, "num_key_value_heads": kv_heads(keys), "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in tensors, "rope_theta": get("rope.freq_base", 10000.0),
         "dtype": str((len(dtypes) == 1 and dtypes.pop()) or torch.bfloat16).removeprefix("torch."),
-        "attention_bias": family not in ("qwen2", "qwen2moe") and "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors, "rope_scaling": rope_scaling(get, tensors, head_dim),
+        "rope_scaling": rope_scaling(get, tensors, head_dim),
         **{f"{role}_token_id": id for role, id in special_ids(keys, "bos", "eos").items()},
     }  # fmt: skip
-    hf |= experts(get, family)
+    for key, tensor in ((family.qkv_bias, "attn_q"), (family.ffn_bias, "ffn_gate")):
+        hf |= {key: f"blk.0.{tensor}.bias" in tensors} if isinstance(key, str) else {}
+    hf |= expert_keys(get, family)
     window = get("attention.sliding_window", 0)
-    if family == "gpt-oss":
-        rope = hf["rope_scaling"] or {"rope_type": "default"}
-        return hf | {"sliding_window": window or None, "rope_scaling": rope | {"truncate": False}}  # as it was trained
-    if window and family == "llama":
-        moe = "Mixtral" if get("expert_count") else "Mistral"
-        hf |= {"model_type": moe.lower(), "architectures": [f"{moe}ForCausalLM"], "sliding_window": window}
-    elif window:
-        hf |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    return hf
+    hf |= {"sliding_window": window or None} if family.sliding else {}
+    if window and family.use_sliding_window == "decides":
+        hf |= {"use_sliding_window": True, "max_window_layers": 0}
+    return hf | family.gguf.hf_keys(get, hf)
 
 
-def experts(get: Callable, family: str) -> dict:
-    """Of an architecture with experts, which a file of Mixtral is by their number. llama.cpp fixes whether the weights
-    of the chosen ones sum to 1."""
-    count, used, norm = get("expert_count", 0), get("expert_used_count"), family != "qwen2moe"
-    if family != "llama" and (count > 0) != (family in FAMILIES):
-        raise ValueError(f"{family}.expert_count = {count!r:.60} is not supported for this architecture")
+def expert_keys(get: Callable, family: Family) -> dict:
+    """config.json's keys of experts. llama.cpp fixes per architecture whether the chosen ones' weights sum to 1."""
+    architecture, norm, count = family.gguf.architecture, family.gguf.norm_topk_prob, get("expert_count", 0)
+    if (count > 0) != (family.experts is not None):
+        raise ValueError(f"{architecture}.expert_count = {count!r:.60} is not supported for this architecture")
     if get("expert_weights_norm", norm) != norm:
-        raise ValueError(f"{family}.expert_weights_norm = {not norm} is not supported; supported: {norm}")
-    if not count:
+        raise ValueError(f"{architecture}.expert_weights_norm = {not norm} is not supported; supported: {norm}")
+    if family.experts is None:
         return {}
-    found = {"num_local_experts": count, "num_experts_per_tok": used}
-    if family == "llama":
-        return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    if family == "gpt-oss":
-        return found | {"intermediate_size": get("expert_feed_forward_length", get("feed_forward_length"))}
-    sizes = {"moe_intermediate_size": "expert_feed_forward_length"}
-    sizes |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family == "qwen2moe" else {}
-    missing = [f"{family}.{key}" for key in sizes.values() if get(key) is None]
+    sizes = {"moe_intermediate_size": "expert_feed_forward_length"} if family.experts.dim else {}
+    sizes |= (
+        {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family.experts.shared_dim else {}
+    )
+    missing = [f"{architecture}.{key}" for key in sizes.values() if get(key) is None]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    return found | {"norm_topk_prob": norm} | {name: get(key) for name, key in sizes.items()}
+    sizes |= {} if family.experts.dim else {"intermediate_size": "expert_feed_forward_length"}
+    counts = {"num_local_experts": count, "num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": norm}
+    return counts | {name: get(key) for name, key in sizes.items() if get(key) is not None}
 
 
 def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> dict | None:
