@@ -3,8 +3,8 @@
     read_json     config.json, generation_config.json or tokenizer_config.json, from the keys
     write_files   these and tokenizer.json or tokenizer.model, into a folder
 
-Sources: llama.cpp, conversion/ (what the keys were made of) and src/llama-vocab.cpp (how texts are split). This file
-does not know models or tokenizers' libraries.
+Sources: llama.cpp, conversion/ for the keys and src/llama-vocab.cpp for the splitting of texts. This file knows neither
+models nor the libraries of tokenizers.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from loading.families import FAMILIES, Family
 from loading.gguf import Blocks, Strings, kv_heads, model_type_of, open_file, parts_of
 from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
 
-COPIED = {  # Hugging Face's key -> an architecture's own
+COPIED = {  # Hugging Face's key -> the architecture's key
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -107,11 +107,11 @@ def expert_keys(get: Callable, family: Family) -> dict:
 
 
 def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> dict | None:
-    """As transformers says it. ValueError for one that it does not know."""
+    """transformers' object. ValueError for a scaling that it does not have."""
     kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
-    old = get("rope.scale_linear")  # how files said it in 2023
-    if kind == "none" and old not in (None, 0, 1):
-        kind, factor = "linear", old
+    linear_factor = get("rope.scale_linear")  # the key of files from 2023
+    if kind == "none" and linear_factor not in (None, 0, 1):
+        kind, factor = "linear", linear_factor
     if kind not in ("none", "linear", "yarn") or (kind != "none" and "rope_freqs.weight" in tensors):
         raise ValueError(f"rope.scaling.type = {kind!r:.60} is not supported; supported: none, linear, yarn")
     if "rope_freqs.weight" in tensors:
@@ -120,12 +120,12 @@ def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> di
         return None
     names = {"original_max_position_embeddings": "original_context_length"} if kind == "yarn" else {}
     names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"} if kind == "yarn" else {}
-    found = {name: get(f"rope.scaling.{key}") for name, key in names.items()}
-    return {"rope_type": kind, "factor": factor} | {name: value for name, value in found.items() if value is not None}
+    values = {name: get(f"rope.scaling.{key}") for name, key in names.items()}
+    return {"rope_type": kind, "factor": factor} | {name: value for name, value in values.items() if value is not None}
 
 
 def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
-    """The llama3 scaling, with the published low and high factors, that made these divisors of RoPE's frequencies."""
+    """The llama3 scaling with these divisors of RoPE's frequencies; its low and high factors are the published ones."""
     low, high, length = 1.0, 4.0, 8192
     if stored.shape != (head_dim // 2,):
         raise ValueError(f"rope_freqs.weight has the shape {stored.get_shape()} with heads of {head_dim}")
@@ -133,10 +133,10 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
     if (divisors == 1).all():
         return None
     factor, wavelengths = divisors.max(), 2 * math.pi * theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
-    between = (divisors > 1) & (divisors < factor)
-    if between.any():  # smooth = (length / wavelength - low) / (high - low)
-        smooth = (1 / divisors[between][0] - 1 / factor) / (1 - 1 / factor)
-        length = round(float((smooth * (high - low) + low) * wavelengths[between][0]))
+    partial = (divisors > 1) & (divisors < factor)
+    if partial.any():  # smooth = (length / wavelength - low) / (high - low)
+        smooth = (1 / divisors[partial][0] - 1 / factor) / (1 - 1 / factor)
+        length = round(float((smooth * (high - low) + low) * wavelengths[partial][0]))
     smooth = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-3):
         raise ValueError("rope_freqs.weight holds other numbers than Llama 3's scaling makes, which is not supported")
@@ -148,7 +148,7 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
 
 # ------------------------------------------------------------------------------------------ vocabularies
 
-# Where texts are split before pieces are merged, by tokenizer.ggml.pre: one pattern after the other.
+# tokenizer.ggml.pre -> the patterns that split a text, one after the other, before pieces are merged.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -169,56 +169,58 @@ SPLITS = {
     "seed-coder": (QWEN2.replace(r"[\r\n]*|", "|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{N}\r\n]"),),
     "tekken": (TEKKEN_PATTERN,),
 }
-WHOLE = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
+IGNORES_MERGES = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens, as sentencepiece numbers them
 
 
 def vocabulary(keys: dict[str, object]) -> list[str]:
-    found = keys.get("tokenizer.ggml.tokens")
-    if not isinstance(found, Strings):
+    tokens = keys.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, Strings):
         raise ValueError("tokenizer.ggml.tokens is missing, or no array of strings")
-    return [*found]
+    return [*tokens]
 
 
 def numbers(keys: dict[str, object], key: str, default: float, count: int) -> list:
     """A number for each token."""
-    found = keys.get(f"tokenizer.ggml.{key}")
-    if found is not None and (not isinstance(found, memoryview) or len(found) != count):
+    values = keys.get(f"tokenizer.ggml.{key}")
+    if values is not None and (not isinstance(values, memoryview) or len(values) != count):
         raise ValueError(f"tokenizer.ggml.{key} must have a number for each of {count:,} tokens")
-    return [default] * count if found is None else found.tolist()
+    return [default] * count if values is None else values.tolist()
 
 
 def special_ids(keys: dict[str, object], *roles: str) -> dict[str, int]:
-    """Role -> id, of those that the keys give one."""
-    found = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in roles}
-    return {role: id for role, id in found.items() if type(id) is int}
+    """Role -> id, for the roles that have one."""
+    ids = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in roles}
+    return {role: id for role, id in ids.items() if type(id) is int}
 
 
 def tokenizer_config(keys: dict[str, object]) -> dict:
     """Names of special tokens, the BOS policy, the chat template."""
     tokens, model = vocabulary(keys), keys.get("tokenizer.ggml.model")
-    adds = keys.get("tokenizer.ggml.add_bos_token", model == "llama" or keys.get("tokenizer.ggml.pre") in WHOLE)
-    found = {"add_bos_token": bool(adds), "clean_up_tokenization_spaces": False}
-    found["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
+    adds_bos = keys.get(
+        "tokenizer.ggml.add_bos_token", model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
+    )
+    config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
+    config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # transformers' names for these
     ids = special_ids(keys, *roles)
-    found |= {f"{roles[role]}_token": tokens[id] for role, id in ids.items() if 0 <= id < len(tokens)}
+    config |= {f"{roles[role]}_token": tokens[id] for role, id in ids.items() if 0 <= id < len(tokens)}
     template = keys.get("tokenizer.chat_template")
-    return found | ({"chat_template": template} if isinstance(template, str) else {})
+    return config | ({"chat_template": template} if isinstance(template, str) else {})
 
 
 def generation_config(keys: dict[str, object]) -> dict:
-    """Where generation ends: a text, a turn, a message to a tool."""
+    """The ids that end a text, a turn or a message to a tool."""
     ids = special_ids(keys, "eos", "eot", "eom")
     return {"eos_token_id": sorted({*ids.values()})} if ids else {}
 
 
 def tokenizer_json(keys: dict[str, object]) -> bytes:
-    """Of byte-level BPE, as the tokenizers library reads it."""
+    """A byte-level BPE for the tokenizers library."""
     pre, merges = keys.get("tokenizer.ggml.pre"), keys.get("tokenizer.ggml.merges")
     if pre not in SPLITS:
-        known = ", ".join(filter(None, SPLITS))
-        raise ValueError(f"tokenizer.ggml.pre = {pre!r:.60} is not supported; supported: {known}")
+        supported = ", ".join(filter(None, SPLITS))
+        raise ValueError(f"tokenizer.ggml.pre = {pre!r:.60} is not supported; supported: {supported}")
     if not isinstance(merges, Strings):
         raise ValueError("tokenizer.ggml.merges is missing or no array of strings")
     tokens, settings = vocabulary(keys), tokenizer_config(keys)
@@ -229,10 +231,10 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
     splits = [{"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated", "invert": False} for x in SPLITS[pre]]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    bos, leads = settings.get("bos_token"), None
+    bos, post_processor = settings.get("bos_token"), None
     if settings["add_bos_token"] and bos in vocab:
         sequence = {"Sequence": {"id": "A", "type_id": 0}}
-        leads = {
+        post_processor = {
             "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, sequence],
             "pair": [sequence], "special_tokens": {bos: {"id": bos, "ids": [vocab[bos]], "tokens": [bos]}},
         }  # fmt: skip
@@ -244,14 +246,14 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
         ],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": leads,
+        "post_processor": post_processor,
         "decoder": byte_level,
-        "model": {"type": "BPE", "ignore_merges": pre in WHOLE, "vocab": vocab, "merges": [*merges]},
+        "model": {"type": "BPE", "ignore_merges": pre in IGNORES_MERGES, "vocab": vocab, "merges": [*merges]},
     }).encode()  # fmt: skip
 
 
 def tokenizer_model(keys: dict[str, object]) -> bytes:
-    """A sentencepiece model: its protocol buffer, of which few fields matter."""
+    """A sentencepiece model: the few fields of its protocol buffer that matter."""
     tokens = vocabulary(keys)
     scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
     # llama.cpp writes the spaces of these as spaces; sentencepiece looks for them in texts that have none.
@@ -263,25 +265,25 @@ def tokenizer_model(keys: dict[str, object]) -> bytes:
     settings, prefix = tokenizer_config(keys), keys.get("tokenizer.ggml.add_space_prefix", True)
     names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}
     trainer = number(3, 2) + number(35, 1)  # BPE, with bytes for what no piece holds
-    trainer += b"".join(field(place, settings[name].encode()) for place, name in names.items() if name in settings)
+    trainer += b"".join(field(tag, settings[name].encode()) for tag, name in names.items() if name in settings)
     normalizer = field(1, b"identity") + number(3, bool(prefix)) + number(4, 0) + number(5, 1)  # spaces kept, as U+2581
     return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
 
 
-def number(place: int, value: int) -> bytes:
-    return varint(place << 3) + varint(value)
+def number(tag: int, value: int) -> bytes:
+    return varint(tag << 3) + varint(value)
 
 
-def field(place: int, content: bytes) -> bytes:
-    return varint(place << 3 | 2) + varint(len(content)) + content
+def field(tag: int, content: bytes) -> bytes:
+    return varint(tag << 3 | 2) + varint(len(content)) + content
 
 
 def varint(value: int) -> bytes:
-    found = []
+    groups = []
     while value > 127:
-        found.append(value & 127 | 128)
+        groups.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*groups, value])
 
 
 # ----------------------------------------------------------------------------------------------- files
@@ -292,7 +294,7 @@ VOCABULARIES = {"gpt2": ("tokenizer.json", tokenizer_json), "llama": ("tokenizer
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Let an error be a ValueError that begins with the file: keys may hold values of any type."""
+    """Turn errors into a ValueError that begins with the file, because keys may hold values of any type."""
     with led_by(path):
         try:
             yield
@@ -311,8 +313,8 @@ def write_files(path: Path, folder: Path) -> None:
     model = keys.get("tokenizer.ggml.model")
     with reading(path):
         if model not in VOCABULARIES:
-            known = ", ".join(VOCABULARIES)
-            raise ValueError(f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: {known}")
+            supported = ", ".join(VOCABULARIES)
+            raise ValueError(f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: {supported}")
         name, make = VOCABULARIES[model]
         (folder / name).write_bytes(make(keys))
         for name, make in MAKERS.items():
