@@ -78,12 +78,7 @@ class Section(dict):
 
 def config_from_hf(hf: dict) -> Config:
     """The Config of a parsed config.json, in the spelling of transformers v4 or v5. ValueError names key and value of
-    arithmetic that model.py does not compute."""
-    return Config(**config_fields(hf))
-
-
-def config_fields(hf: dict) -> dict:
-    """Config's fields. ValueError for an unknown family, a senseless size, and arithmetic that we do not compute."""
+    an unknown family, a senseless size, or arithmetic that model.py does not compute."""
     if not isinstance(hf, dict):
         raise ValueError(f"config.json: expected a JSON object, found {type(hf).__name__}")
     hf = text_part(hf)
@@ -113,29 +108,27 @@ def config_fields(hf: dict) -> dict:
 
     layer_windows = windows(hf, family, n_layers)
     dtype = hf.get("dtype") or hf.get("torch_dtype")  # v5, v4
-    return {
-        "dim": dim,
-        "n_layers": n_layers,
-        "n_heads": n_heads,
-        "n_kv_heads": n_kv_heads,
-        "head_dim": head_dim,
-        "ffn_dim": hf.size("intermediate_size"),
-        "vocab_size": hf.size("vocab_size"),
-        "max_seq_length": hf.size("max_position_embeddings"),
-        "norm_eps": hf.number("rms_norm_eps"),
-        "tie_embeddings": hf.flag("tie_word_embeddings"),
-        "qkv_bias": has_bias(family.qkv_bias),
-        "out_bias": has_bias(family.out_bias),
-        "ffn_bias": has_bias(family.ffn_bias),
-        "windows": layer_windows,
-        "rope_types": rope_types(hf, family, layer_windows),
-        "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
-        "family": hf["model_type"],
-        **expert_fields(hf, family, n_layers),
-        **rope_fields(hf, family, head_dim),
-        **family.fields,
-        **family.computed_fields(hf, head_dim),
-    }
+    fields = expert_fields(hf, family, n_layers) | rope_fields(hf, family, head_dim)
+    return Config(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn_dim=hf.size("intermediate_size"),
+        vocab_size=hf.size("vocab_size"),
+        max_seq_length=hf.size("max_position_embeddings"),
+        norm_eps=hf.number("rms_norm_eps"),
+        tie_embeddings=hf.flag("tie_word_embeddings"),
+        qkv_bias=has_bias(family.qkv_bias),
+        out_bias=has_bias(family.out_bias),
+        ffn_bias=has_bias(family.ffn_bias),
+        windows=layer_windows,
+        rope_types=rope_types(hf, family, layer_windows),
+        dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
+        family=hf["model_type"],
+        **(fields | family.fields | family.computed_fields(hf, head_dim)),
+    )
 
 
 def text_part(hf: dict) -> dict:
@@ -208,11 +201,8 @@ def windows(hf: Section, family: Family, n_layers: int) -> tuple[int | None, ...
     if layer_types is None:
         return tuple(window if slides and SLIDING[family.sliding](i, hf) else None for i in range(n_layers))
     window_by_type = {"full_attention": None, "sliding_attention": window}
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != n_layers
-        or any(str(layer_type) not in window_by_type for layer_type in layer_types)
-    ):
+    is_per_layer = isinstance(layer_types, list) and len(layer_types) == n_layers
+    if not is_per_layer or not all(str(layer_type) in window_by_type for layer_type in layer_types):
         raise hf.refused("layer_types", f"must name full_attention or sliding_attention for each of {n_layers} layers")
     if "sliding_attention" in layer_types and window is None:
         raise ValueError("config.json: layer_types asks for sliding_attention, but no sliding_window is in use")

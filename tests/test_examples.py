@@ -108,7 +108,7 @@ def test_gemma_3_is_transformers(name, scalar, fork, tmp_path):
 
 
 def test_without_the_diff_it_is_refused():
-    from loading.config import config_fields
+    from loading.config import config_from_hf
 
     with pytest.raises(ValueError, match="model_type 'gemma3_text' is not supported"):
-        config_fields({"model_type": "gemma3_text"})
+        config_from_hf({"model_type": "gemma3_text"})
