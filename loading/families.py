@@ -30,7 +30,7 @@ class Gguf:
     """llama.cpp's files of a family."""
 
     architecture: str
-    key: str = ""  # among families of one architecture, the key that only this family's files hold
+    key: str = ""  # where families share an architecture: only this family's files have this key
     permutes_heads: bool = False  # are the rows of q and k stored with RoPE's pairs as neighbours?
     names: Mapping[str, list[str]] = field(default_factory=dict)  # in place of gguf.INNER
     norm_topk_prob: bool = True  # llama.cpp fixes this per architecture
@@ -45,9 +45,11 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' values of keys that a file leaves out
     computed: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
     supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
-    fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that all files share
-    computed_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config that only this family has
-    text_models: tuple[str, ...] = ()  # model_types that "text_config" may hold: this config.json wraps that one
+    fields: Mapping[str, object] = field(
+        default_factory=dict
+    )  # fields of model.Config that are the same in all its files
+    computed_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config, from keys that only this family has
+    text_models: tuple[str, ...] = ()  # model_types of "text_config", where this config.json wraps another
     # The key that turns a bias on, or whether there always is one.
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
@@ -55,12 +57,12 @@ class Family:
     # Windows. use_sliding_window is "unread", or "decides" whether layers slide, or "agrees" with sliding_window.
     sliding: str | None = None  # the layers that slide, a key of SLIDING; None: no layer ever does
     use_sliding_window: str = "unread"
-    # RoPE. The types are Config.rope_types'.
+    # RoPE
     rope_theta: float = 10000.0
-    full_rope: int | None = 0  # of layers that attend to all tokens, where others slide
-    sliding_rope: int | None = 0
-    default_rope: Mapping[str, object] = field(default_factory=dict)  # of a config.json without RoPE's object
-    requires_rope: bool = False  # is a config.json without RoPE's object refused?
+    full_rope: int | None = 0  # Config.rope_types of layers that attend to all tokens, where others slide
+    sliding_rope: int | None = 0  # and of the layers that slide
+    default_rope: Mapping[str, object] = field(default_factory=dict)  # where config.json has no RoPE object
+    requires_rope: bool = False  # is a config.json without a RoPE object refused?
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # older names of rope types
     experts: ExpertDefaults | None = None
     # Tensors

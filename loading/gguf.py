@@ -301,7 +301,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def model_type_of(keys: dict[str, object]) -> str:
-    """The family of a file. Of those that share an architecture, a later record is that of a file with its `key`."""
+    """The family of a file. Families that share an architecture differ in `Gguf.key`; later records go first."""
     architecture = keys.get("general.architecture")
     for model_type, family in reversed(FAMILIES.items()):
         gguf = family.gguf

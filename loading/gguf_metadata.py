@@ -299,7 +299,7 @@ def reading(path: Path) -> Iterator[None]:
         try:
             yield
         except (TypeError, OverflowError, ZeroDivisionError, struct.error) as error:
-            raise ValueError(f"its keys hold what they cannot mean: {one_line(error)}") from None
+            raise ValueError(f"its keys hold values of the wrong type: {one_line(error)}") from None
 
 
 def read_json(path: Path, name: str) -> dict:
