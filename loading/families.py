@@ -45,9 +45,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' values of keys that a file leaves out
     computed: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
     supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
-    fields: Mapping[str, object] = field(
-        default_factory=dict
-    )  # fields of model.Config that are the same in all its files
+    fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that are always the same
     computed_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config, from keys that only this family has
     text_models: tuple[str, ...] = ()  # model_types of "text_config", where this config.json wraps another
     # The key that turns a bias on, or whether there always is one.
