@@ -196,7 +196,7 @@ def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
         if not isinstance(hf.get(key) or {}, dict):
             raise hf.refused(key, "must be an object")
     layer = Section(hf.get("transformer_layer_config") or hf)
-    layer.where = "transformer_layer_config." if layer.keys() != hf.keys() else ""
+    layer.prefix = "transformer_layer_config." if layer.keys() != hf.keys() else ""
     layer["tie_word_embeddings"] = False  # the draft's head is stored
     if layer.size("num_hidden_layers", 1) != 1:
         raise layer.refused("num_hidden_layers", "is not supported; an EAGLE-3 draft of 1 layer is")

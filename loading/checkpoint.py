@@ -29,6 +29,7 @@ import loading.gguf as gguf
 import loading.quantized.merged_experts as merged
 import loading.quantized.reader as foreign
 from loading.config import config_from_hf, text_part
+from loading.families import FAMILIES, family_of
 from loading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
     fingerprints,
@@ -151,7 +152,7 @@ def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], T
     """What a folder is stored in, and what gives its tensors, all checked, by the names that we would have used. A head
     that differs from the embedding is not tied to it, whatever config.json says: as in transformers."""
     hf = read_json(folder / "config.json")
-    readers, notes = text_only(merged.unmerged(open_shards(shards(folder))), hf.get("model_type"))
+    readers, notes = text_only(merged.unmerged(open_shards(shards(folder))), family_of(hf))
     if config.tie_embeddings and has_own_head(readers, [config.vocab_size, config.dim]):
         config = replace(config, tie_embeddings=False)
         notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
@@ -405,6 +406,6 @@ def write_tensors(
                 source, part = foreign.plain(source, part)
             cast = dtype and is_whole(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if cast else part.dtype).contiguous().clone()
-    tensors = merged.merged(tensors) if model.config.family == "gpt_oss" else tensors
+    tensors = merged.merged(tensors) if FAMILIES[model.config.family].merges_experts else tensors
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -27,6 +27,7 @@ import loading.gguf as gguf
 import loading.gguf_metadata as gguf_folder
 import loading.vocabularies as vocabularies
 from loading.chat_templates import one_line
+from loading.families import Family
 from weights.formats import row_chunks
 
 MOST_NAMES = 8  # an error lists so many tensors and counts the rest
@@ -108,22 +109,12 @@ class Renamed:
         return self.reader.get_tensor(self.stored)
 
 
-# Families that hold a text model among others: what leads its names there, and what leads those of the others.
-WITHIN = {
-    "mistral3": (
-        {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
-        ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    ),
-    "mimo": ({}, ("model.mtp_layers.",)),
-}
-
-
-def text_only(readers: dict[str, tuple[Path, object]], family: str | None) -> tuple[dict, tuple[str, ...]]:
+def text_only(readers: dict[str, tuple[Path, object]], family: Family | None) -> tuple[dict, tuple[str, ...]]:
     """`open_shards`' dictionary with the text model's tensors alone, by a text model's names, and what to say of the
     others."""
-    if family not in WITHIN:
+    if family is None or not family.unused:
         return readers, ()
-    leads, others = WITHIN[family]
+    leads, others = family.prefixes, family.unused
     found, unused = {}, []
     for name, (file, reader) in readers.items():
         lead = next((lead for lead in leads if name.startswith(lead)), None)

@@ -299,6 +299,15 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
         assert torch.equal(bits(found[name]), bits(mine)), name
 
 
+def test_a_format_of_matrices_sees_all_rows(monkeypatch):
+    """A codebook for every chunk of rows would be another format."""
+    monkeypatch.setitem(FORMATS, "codebook", FORKS["codebook"])
+    monkeypatch.setattr(quantize.formats, "CHUNK", 256)
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 65)[:, None]
+    parts, expected = quantize.quantize_tensor(weight, "codebook"), FORKS["codebook"].quantize(weight)
+    assert all(torch.equal(parts[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("scheme", FORKS)
 def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
     """Whatever it must see of a weight, a row or all, a rank holds its share of what one process has: from a folder in

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from loading.families import family_of
 from weights.formats import dequantize_tensor
 
 MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(|_blocks|_scales|_bias)")
@@ -31,8 +32,10 @@ LAID_OUT = {"weight": 3, "codes": 4, "scale": 3, "bias": 2}  # dimensions
 
 def is_mxfp4(hf: dict) -> bool:
     """Is this config.json that of gpt-oss as published? Its experts are then in MXFP4."""
-    found = hf.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == "mxfp4" and hf.get("model_type") == "gpt_oss"
+    quantization, family = hf.get("quantization_config"), family_of(hf)
+    if family is None or not family.merges_experts:
+        return False
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 class Expert:
