@@ -32,7 +32,7 @@ from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
-from weights.compiling import compile_options, own_entries
+from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
@@ -61,10 +61,10 @@ def decode_step(model: Transformer, caches: Caches, state: State) -> None:
 
 
 def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
-    """`function` as one graph with static shapes, but for the dimensions that `leave_open` names, replayed as a CUDA
+    """`function` as one graph with static shapes, but for the dimensions of `mark_dynamic`, replayed as a CUDA
     graph on a GPU. Prompts have too many lengths to be replayed."""
     options = compile_options(device, prompts)
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **recompile_options())
 
 
 class Engine:

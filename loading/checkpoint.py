@@ -120,7 +120,7 @@ def empty_model(
         if wanted is None:
             return None
         formats.check_columns(wanted, linear.in_features, name.replace(".attention", "").replace(".ffn", ""))
-        return QuantizedLinear.like(linear, wanted)
+        return QuantizedLinear.empty_like(linear, wanted)
 
     return walker.replace_linears(model, empty) if scheme or given else model
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights import formats, gpu
-from weights.compiling import known_few
+from weights.compiling import is_small_batch
 from weights.formats import release
 
-KERNEL_ROWS = 16  # rows of x up to which chosen weights are gathered; more are grouped by expert
+MAX_KERNEL_ROWS = 16  # rows of x up to which chosen weights are gathered; more are grouped by expert
 
 _numbers = itertools.count()
 _held: "weakref.WeakValueDictionary[int, HostMixture]" = weakref.WeakValueDictionary()  # by handle
@@ -161,7 +161,7 @@ class StackedMixture(nn.Module):
         chosen, weight = self.mixture.route(logits)
         gated, (N, k) = self.mixture[0].gated, chosen.shape
         expert = chosen.flatten()  # (N * k,)
-        if torch.compiler.is_compiling() and known_few(N, KERNEL_ROWS):
+        if torch.compiler.is_compiling() and is_small_batch(N, MAX_KERNEL_ROWS):
             rows = x[:, None].expand(N, k, x.size(1)).flatten(0, 1)  # (N * k, D)
             y = self.down.gathered(gated(self.gate_up.gathered(rows, expert)), expert)
         else:
