@@ -233,7 +233,7 @@ def run(args: argparse.Namespace) -> None:
             states = through()
             write(number)
             layer.to("meta")
-            formats.release()
+            formats.release_memory()
         quantize_model(model, None, args.head)
         write(len(model.layers))
         copy_files(folder, partial)

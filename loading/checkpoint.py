@@ -53,7 +53,7 @@ from tp import ALONE, Ranks, check, connect, cut_of, fill_share, shrink, stack, 
 from weights import formats, linears, walker
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear
-from weights.walker import matrices, quantized_linears
+from weights.walker import named_linears, quantized_linears
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
@@ -177,7 +177,7 @@ def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[Stored, C
             source.removesuffix(".weight"): tuple(part.shape)
             for source, part in pieces(config, f"{name}.weight", linear.weight)
         }
-        for name, linear in matrices(plain)
+        for name, linear in named_linears(plain)
         if name != "lm_head" or not config.tie_embeddings
     }
     with led_by(folder):
@@ -193,7 +193,7 @@ def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[Stored, C
 
 def experts_given(config: Config, readers: dict) -> dict[str, str]:
     """The scheme of those experts that gpt-oss's folder holds in it."""
-    names = (name for name, _ in matrices(empty_model(config, torch.float32)))
+    names = (name for name, _ in named_linears(empty_model(config, torch.float32)))
     return {name: "mxfp4" for name in names if sources(config.family, f"{name}.codes")[0] in readers}
 
 
@@ -246,7 +246,7 @@ def load_model(
         check(config, ranks.world, largest_group(scheme, given))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
     model = allocate(empty_model(config, dtype, scheme, head, ranks, given), device)
-    held = {name for name, _ in matrices(model)} if form.scheme else given
+    held = {name for name, _ in named_linears(model)} if form.scheme else given
     squares, total = [0.0, 0.0], sum(parameter.nbytes for parameter in model.parameters())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"load {folder.name}", disable=not progress)
     with bar, led_by(folder):
@@ -297,7 +297,7 @@ def quantize_into(
             fill_share(getattr(linear, kind), part, cut, 0, config, ranks, alone=True)
         if squares:
             formats.add_squares(squares, formats.dequantize_tensor(parts, linear.scheme), weight)
-        return formats.release()
+        return formats.release_memory()
     for number, source in enumerate(names):
         weight = take(read(source), cut, number, config, ranks, alone=len(names) == 1).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
@@ -311,7 +311,7 @@ def quantize_into(
         begin += len(weight)
         if squares:
             formats.add_squares(squares, formats.dequantize_tensor(parts, linear.scheme), weight)
-        formats.release()
+        formats.release_memory()
 
 
 @torch.no_grad()
@@ -369,7 +369,7 @@ def names_by_shard(model: Transformer) -> list[list[str]]:
 
 def stored_as(model: Transformer) -> dict:
     """What a config.json's "quantization" says of these matrices: nothing of plain ones. ValueError: it cannot say."""
-    schemes = {name: getattr(linear, "scheme", None) for name, linear in matrices(model)}
+    schemes = {name: getattr(linear, "scheme", None) for name, linear in named_linears(model)}
     head, kept = schemes.pop("lm_head"), [name for name, scheme in schemes.items() if not scheme]
     found = sorted({*schemes.values()} - {None})
     if len(found) > 1 or (head and not found):

@@ -40,7 +40,7 @@ from loading.quantized.reader import layout_of
 from model import Config
 from quantize import SCHEMES, format_of
 from tp import SUM, Ranks, check, cut_of
-from weights.walker import matrices
+from weights.walker import named_linears
 
 TOKENS = 1000  # cached tokens that the table speaks of
 CONTEXT = 1000  # --context, where the model has as many positions
@@ -84,7 +84,7 @@ def storage(path: Path, config: Config, quantize: str | None) -> Stored:
     file = path / "config.json" if path.is_dir() else path
     hf = read_json(file)
     if is_mxfp4(hf):
-        names = (name for name, _ in matrices(empty_model(config, torch.float32)))
+        names = (name for name, _ in named_linears(empty_model(config, torch.float32)))
         return Stored(given={name: "mxfp4" for name in names if ".experts." in name})
     stored = stored_quantization(file)
     if stored.scheme is None and quantize is None and layout_of(hf) is not None:

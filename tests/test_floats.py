@@ -346,7 +346,7 @@ def test_ranks_hold_rows_of_any_block_and_whole_groups_of_inputs(tmp_path):
         ranks = Ranks(rank, 2)
         model = checkpoint.empty_model(config, F32, form.scheme, form.head, ranks, form.given)
         model = checkpoint.filled(checkpoint.allocate(model, "cpu"), read, Ranks(rank, 2, None), False, {
-            name for name, _ in checkpoint.matrices(model)})  # fmt: skip
+            name for name, _ in checkpoint.named_linears(model)})  # fmt: skip
         layer = model.layers[0]
         rows = [w.chunk(2)[rank] for w in (weights[f"model.layers.0.{name}"] for name in FUSED["attention.qkv"])]
         assert torch.equal(layer.attention.qkv.dequantized(F32), torch.cat(rows))

@@ -304,7 +304,7 @@ def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch
     """Whatever it must see of a weight, a row or all, a rank holds its share of what one process has: from a folder in
     full precision, from a quantized one, and of a Linear in memory."""
     monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
-    monkeypatch.setattr(quantize.formats, "CHUNK", 4096)
+    monkeypatch.setattr(quantize.formats, "CHUNK_WEIGHTS", 4096)
     options = {"dtype": torch.float32, "quantize": scheme, "head": scheme, "pack": False}
     one = load_model(wide["untied"], **options)
     in_memory = quantize.quantize_model(load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme)

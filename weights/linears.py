@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weights import cpu, formats, gpu
 from weights.compiling import is_small_batch
 from weights.cpu import PackedInt8, PackedWeights, multiply_in_parts
-from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release, row_chunks
+from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release_memory, row_chunks
 
 MAX_KERNEL_ROWS = 16  # rows of x up to which a kernel that reads the codes beats unpacking and a plain product
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
@@ -123,7 +123,7 @@ class QuantizedLinear(nn.Module):
         if not self.is_packed:
             self.prepack()
             self.is_packed = True
-            release()
+            release_memory()
 
     def prepack(self) -> None:
         """`pack` for this class's kernel."""

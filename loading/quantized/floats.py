@@ -85,7 +85,7 @@ class Fp8(Plain):
         format = FORMATS[scheme]
         if kind == "codes":
             return self.codes(m)
-        return (self.scales(m) if format.group else self.scales(m)[:, 0]).to(format.stored)
+        return (self.scales(m) if format.group else self.scales(m)[:, 0]).to(format.scale_dtype)
 
 
 def finite(x: Tensor, m) -> Tensor:

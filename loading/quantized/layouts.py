@@ -149,10 +149,10 @@ class Layout:
             return (codes ^ 128).view(torch.int8) if isinstance(format, Int8) else codes
         scale = self.scales(m).float()  # (out, groups)
         if not isinstance(format, Int4):
-            return scale[:, 0].to(format.stored)
+            return scale[:, 0].to(format.scale_dtype)
         if kind == "zero":
             scale = scale * (8 - self.zero_points(m))
-        return scale[:, self.group_of(m)[:: format.group]].to(format.stored)  # (out, in / g)
+        return scale[:, self.group_of(m)[:: format.group]].to(format.scale_dtype)  # (out, in / g)
 
     def weight(self, m: Matrix) -> Tensor:
         """The weights (out, in) in float32."""

@@ -102,7 +102,7 @@ def reading(found: Found, scheme: str, read: Callable[[str], Tensor]) -> Callabl
 
 def config_for(format: Int8 | Fp8, head: bool) -> dict:
     """The quantization_config under which compressed-tensors reads a folder in `format`, with its head or without."""
-    kind = "float" if format.kind.is_floating_point else "int"
+    kind = "float" if format.code_dtype.is_floating_point else "int"
     weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "format": f"{kind}-quantized", "weights": weights}
     about = {"quant_method": "compressed-tensors", "format": group["format"], "quantization_status": "compressed"}
