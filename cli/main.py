@@ -28,7 +28,7 @@ from decoding.scheduler import common_prefix
 from decoding.timing import Timing
 from decoding.validation import check_lengths
 from generate import Engine
-from loading.files import write_whole
+from loading.files import write_atomically
 from tp import Ranks, join, local_device
 
 COMPILED_PROMPTS = (
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace | None = None) -> None:
     threads = use_threads(args.threads)
     with silent(ranks.rank > 0):
         ranks.check_same(lambda: settings(args))
-        asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
+        asked, broken = ranks.broadcast_object(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
         skip(broken, asked)
         cache = PromptCache(args)
         session, rows, refused = open_session(args, asked, device, ranks)
@@ -145,7 +145,7 @@ def open_session(
         limit = min(limit, drafter.model.config.max_seq_length)
     unused_settings(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
-    rows, refused = ranks.tell(encoded(asked, args, tokenizer, limit, check))
+    rows, refused = ranks.broadcast_object(encoded(asked, args, tokenizer, limit, check))
     skip(refused, rows)
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
     prompted = sum(len(row.ids) for row in rows)
@@ -157,7 +157,8 @@ def open_session(
         one_width=args.one_width, process=processor_of(args), logprobs=args.logprobs,
         kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
-    sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
+    stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)
+    sampling = sampling_of(args)
     kinds = KINDS_OF_SAMPLING if num_slots else kinds_of(rows)
     warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
     chooses_threads = device.type == "cpu" and ranks.world == 1 and args.threads is None
@@ -178,7 +179,7 @@ def profiled(file: str | None) -> Iterator[None]:
     with torch.profiler.profile() if file else contextlib.nullcontext() as trace:
         yield
     if file:
-        write_whole(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
+        write_atomically(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from decoding.runner import caches_by_name
 from decoding.scheduler import common_prefix
 from generate import Engine
 from loading.checkpoint import config_of, fingerprints
-from loading.files import open_shards, shards, write_whole
+from loading.files import open_shards, shards, write_atomically
 from loading.vocabularies import plain_file
 
 FORMAT = "a prompt cache of quickdraft, 1"
@@ -101,7 +101,7 @@ class PromptCache:
         tensors = contents(engine, slot, ids, is_long)
         tensors = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         metadata = self.origin | dtypes(engine) | checksum(tensors)
-        write_whole(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
+        write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
         print(f"{self.file}: {len(ids)} tokens written", file=sys.stderr)
 
 

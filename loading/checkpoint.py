@@ -31,6 +31,7 @@ import loading.quantized.reader as foreign
 from loading.config import config_from_hf, text_part
 from loading.files import (  # noqa: F401 (scripts take them from here)
     check_headers,
+    complete_folder,
     fingerprints,
     has_own_head,
     one_line,
@@ -41,15 +42,14 @@ from loading.files import (  # noqa: F401 (scripts take them from here)
     shard_name,
     shards,
     text_only,
-    whole_folder,
+    write_atomically,
     write_index,
-    write_whole,
 )  # fmt: skip
 from loading.quantization import Stored, largest_group, schemes_of, stored_in, stored_quantization  # noqa: F401
 from loading.vocabularies import led_by, plain_file
 from loading.weight_names import pieces, sources
 from model import Config, Transformer
-from tp import ALONE, Ranks, check, connect, cut_of, fill_share, shrink, stack, take
+from tp import ALONE, Ranks, check_divisible, connect, fill_shard, shard, shard_spec, shrink_to_shard, source_rows
 from weights import formats, linears, walker
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear
@@ -113,7 +113,7 @@ def empty_model(
         raise ValueError(f"head {head} (--quantize_head) needs a scheme of the other matrices (--quantize)")
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
-    shrink(model, ranks)
+    shrink_to_shard(model, ranks)
 
     def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:
         wanted = given.get(name, head if name == "lm_head" else scheme)
@@ -138,13 +138,13 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
     """Copy the stored tensors behind these parameters, or what of them belongs to this rank, into place. `read` gives
     the tensor of a Hugging Face name."""
     for name in names:
-        cut = cut_of(name.rsplit(".", 1)[0])
+        spec = shard_spec(name.rsplit(".", 1)[0])
         found = list(pieces(model.config, name, model.get_parameter(name), ranks))
         for number, (source, part) in enumerate(found):
             stored = read(source)
             if not is_whole(name):
                 model.get_submodule(name.rpartition(".")[0]).check_part(source, stored)
-            fill_share(part, stored, cut, number, model.config, ranks, len(found) == 1)
+            fill_shard(part, stored, spec, number, model.config, ranks, len(found) == 1)
 
 
 def open_folder(folder: Path, config: Config) -> tuple[Stored, Callable[[str], Tensor]]:
@@ -243,7 +243,7 @@ def load_model(
     scheme, head, given = schemes_of(form, folder, quantize, head)
     lost = len(form.given) - len(given)  # matrices of a GGUF file that another scheme is asked for
     with led_by(folder):
-        check(config, ranks.world, largest_group(scheme, given))
+        check_divisible(config, ranks.world, largest_group(scheme, given))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
     model = allocate(empty_model(config, dtype, scheme, head, ranks, given), device)
     held = {name for name, _ in named_linears(model)} if form.scheme else given
@@ -285,26 +285,26 @@ def quantize_into(
 ) -> None:  # fmt: skip
     """Read the weights behind one QuantizedLinear, one tensor at a time, and fill in what they quantize to. `squares`
     sums up the change's and the weights' squares."""
-    tied, cut = name == "lm_head" and config.tie_embeddings, cut_of(name)
-    rows, format = stack(cut, linear.out_features, config, ranks), linear.format
+    tied, spec = name == "lm_head" and config.tie_embeddings, shard_spec(name)
+    rows, format = source_rows(spec, linear.out_features, config, ranks), linear.format
     begin, names = 0, sources(config.family, "embed.weight" if tied else f"{name}.weight")
-    divides_rows = cut.dim == 1 and ranks.world > 1
+    divides_rows = spec.dim == 1 and ranks.world > 1
     if format.scope == "matrix" or (divides_rows and format.scope == "rows" and not format.takes_row_max):
         weight = torch.cat([read(source) for source in names]).to(linear.codes.device)  # (out, in) of all ranks
         with led_by(names[0]):
             parts = formats.quantize_tensor(weight, linear.scheme)
         for kind, part in parts.items():
-            fill_share(getattr(linear, kind), part, cut, 0, config, ranks, alone=True)
+            fill_shard(getattr(linear, kind), part, spec, 0, config, ranks, is_stacked=True)
         if squares:
             formats.add_squares(squares, formats.dequantize_tensor(parts, linear.scheme), weight)
         return formats.release_memory()
     for number, source in enumerate(names):
-        weight = take(read(source), cut, number, config, ranks, alone=len(names) == 1).to(linear.codes.device)
+        weight = shard(read(source), spec, number, config, ranks, is_stacked=len(names) == 1).to(linear.codes.device)
         if len(weight) < rows[number]:  # a vocabulary's padding
             weight = F.pad(weight, (0, 0, 0, rows[number] - len(weight)))
         row_max = None
         if divides_rows and format.takes_row_max:
-            row_max = ranks.largest(weight.abs().amax(1).float())  # a row's scale is that of the whole row
+            row_max = ranks.max(weight.abs().amax(1).float())  # a row's scale is that of the whole row
         with led_by(source):
             parts = formats.quantize_tensor(weight, linear.scheme, row_max)
         linear.fill(slice(begin, begin + len(weight)), parts)
@@ -322,7 +322,7 @@ def random_model(
     """The shapes of `config` with normal(0, 0.02) matrices, unit norms and zero biases, drawn on the device, quantized
     one by one. Every rank draws all numbers and keeps its own."""
     ranks = tp or ALONE
-    check(config, ranks.world, largest_group(quantize))
+    check_divisible(config, ranks.world, largest_group(quantize))
     shapes, generator = needed(config, empty_model(config, dtype)), torch.Generator(device=device).manual_seed(seed)
 
     def draw(name: str) -> Tensor:
@@ -390,7 +390,7 @@ def write_config(folder: Path, model: Transformer, hf: dict, plain: bool = False
         format, head = FORMATS[found["scheme"]], bool(found["head"])
         hf["quantization_config"] = foreign.config_for(format, head) if plain else foreign.OWN
     text = json.dumps(hf, indent=2) + "\n"
-    write_whole(folder / "config.json", lambda partial: partial.write_text(text))
+    write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
 
 
 def write_tensors(

@@ -3,7 +3,7 @@
     read_json           a JSON object of bounded size
     shards, open_shards the files of tensors of a folder, and what their headers say; check_headers  does it fit?
     fingerprints        hashes that tell one folder from another
-    write_whole, whole_folder   a file, or a folder, that has another name until it is complete
+    write_atomically, complete_folder   a file, or a folder, that has another name until it is complete
 
 A GGUF file is read like a folder: FILE.gguf/config.json is what its keys say. Every ValueError names the file. This
 file does not know models or what the tensors mean.
@@ -231,17 +231,17 @@ def shard_name(number: int, of: int) -> str:
 
 def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file, whole or not at all."""
-    write_whole(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    write_atomically(file, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:
     """The file that names all others: without it a folder of shards does not load."""
     index = json.dumps({"metadata": {}, "weight_map": files}, indent=1)
-    write_whole(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
+    write_atomically(folder / "model.safetensors.index.json", lambda partial: partial.write_text(index))
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def complete_folder(folder: Path) -> Iterator[Path]:
     """A new folder to be filled, which has another name, NAME.partial, until the block is done. What stops the block,
     an error, a signal or a kill, leaves it there under that name; the next attempt starts anew."""
     partial = folder.with_name(f"{folder.name}.partial")
@@ -254,7 +254,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise OSError(f"{error}; what was written lies in {partial}, which may be deleted") from None
 
 
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     """Under another name first, NAME.partial, to disk, then in place. OSError where the disk has no room for it."""
     partial = file.with_name(f"{file.name}.partial")
     try:

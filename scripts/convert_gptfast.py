@@ -21,7 +21,7 @@ import loading.quantized.reader as foreign
 from cli.errors import ending_plainly
 from cli.flags import Parser
 from loading.checkpoint import config_of
-from loading.files import read_json, save_tensors, shard_name, whole_folder, write_index
+from loading.files import complete_folder, read_json, save_tensors, shard_name, write_index
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config
 
@@ -189,7 +189,7 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
         hf["quantization"] = {"scheme": "int8", "head": "int8" if "output.scales" in tensors else None, "method": "rtn"}
         hf["quantization_config"] = foreign.OWN
     files, count = {}, config.n_layers + 1
-    with whole_folder(output) as partial:
+    with complete_folder(output) as partial:
         for number, group in enumerate(tqdm(groups(tensors, config), total=count, desc="convert", unit="file"), 1):
             name = shard_name(number, count)
             # Views of the mapped file, some of one matrix: each gets memory of its own.

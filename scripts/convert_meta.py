@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly
 from cli.flags import Parser
-from loading.files import read_json, save_tensors, shard_name, whole_folder, write_index
+from loading.files import complete_folder, read_json, save_tensors, shard_name, write_index
 from loading.tokenizer import load_tokenizer
 
 # Meta's module -> (Hugging Face's, the dimension that model-parallel shards split: None is replicated)
@@ -125,7 +125,7 @@ def convert(source: Path, output: Path, rope_factor: float | None = None, contex
     config = config_json(params, shards, rope_factor, context)
     config |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": min(tokenizer.stop_ids, default=None)}
     files, count = {}, params["n_layers"] + 1
-    with whole_folder(output) as partial:
+    with complete_folder(output) as partial:
         for number, tensors in enumerate(tqdm(groups(shards, params), total=count, desc="convert", unit="file"), 1):
             save_tensors(partial / shard_name(number, count), tensors)
             files |= dict.fromkeys(tensors, shard_name(number, count))

@@ -46,7 +46,7 @@ from generate import Engine, generate
 from loading.checkpoint import fingerprints, load_config, load_model
 from loading.config import config_from_hf, text_part
 from loading.drafts import pick_dtype
-from loading.files import open_shards, read_json, shards, whole_folder, write_whole
+from loading.files import complete_folder, open_shards, read_json, shards, write_atomically
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts.draft_kinds import KINDS, Model, by_position, deployed
@@ -222,7 +222,7 @@ def read_samples(file: Path, settings: dict) -> list[Tensor]:
     except (IndexError, json.JSONDecodeError):
         raise ValueError(f"{file}: its first line is not what this script writes; remove the file") from None
     whole = lines[: 1 + (len(lines) - 1) // SAMPLE_ROWS * SAMPLE_ROWS]
-    write_whole(file, lambda partial: partial.write_text("\n".join(whole) + "\n", encoding="utf-8"))
+    write_atomically(file, lambda partial: partial.write_text("\n".join(whole) + "\n", encoding="utf-8"))
     return [torch.tensor(json.loads(line)["tokens"], dtype=torch.int32) for line in whole[1:]]
 
 
@@ -450,7 +450,7 @@ class Run:
         names = ("settings", "step", "seconds", "losses", "evaluations", "best")
         state = {name: getattr(self, name) for name in names} | {"costs": vars(self.costs)}
         state |= {"draft": self.draft.state_dict(), "optimizer": self.optimizer.state_dict()}
-        write_whole(file, lambda partial: torch.save(state, partial))
+        write_atomically(file, lambda partial: torch.save(state, partial))
 
     def load(self, state: dict) -> None:
         self.draft.load_state_dict(state.pop("draft"))
@@ -578,7 +578,7 @@ def export(run: Run, hf: dict, args: argparse.Namespace, result: dict) -> None:
             weight.copy_(run.best[name])
     ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id") if key in hf}
     made = {"made_by": "scripts.distill_draft", "settings": run.settings, **result, "evaluations": run.evaluations}
-    with whole_folder(args.output) as partial:
+    with complete_folder(args.output) as partial:
         (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
         copy_files(args.target, partial)
         (partial / "distill.json").write_text(json.dumps(made, indent=2) + "\n")

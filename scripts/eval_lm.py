@@ -27,7 +27,7 @@ from cli.flags import DTYPES, Parser, positive
 from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
-from loading.files import write_whole
+from loading.files import write_atomically
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Transformer
 from quantize import SCHEMES
@@ -354,7 +354,7 @@ def write(results: dict, file: Path) -> None:
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(results, indent=2, default=handle_non_serializable) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_atomically(file, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def parse_args() -> argparse.Namespace:

@@ -39,7 +39,7 @@ from loading.quantized.merged_experts import is_mxfp4
 from loading.quantized.reader import layout_of
 from model import Config
 from quantize import SCHEMES, format_of
-from tp import SUM, Ranks, check, cut_of
+from tp import SUM, Ranks, check_divisible, shard_spec
 from weights.walker import named_linears
 
 TOKENS = 1000  # cached tokens that the table speaks of
@@ -53,11 +53,11 @@ def plan(
     """Rank 0 of `world`, in bytes: weights held and read per token (of blocks, head and embedding), keys and values
     that one token takes and that a step reads with `context` tokens cached, and what one token sends. Schemes are those
     of `empty_model`. ValueError for what tp.py refuses."""
-    check(config, world, largest_group(scheme, overrides))
+    check_divisible(config, world, largest_group(scheme, overrides))
     model = empty_model(config, dtype, scheme, head, Ranks(0, world), overrides)
-    replicated = sum(x.nbytes for name, x in model.named_parameters() if cut_of(name.rpartition(".")[0]) is None)
-    cuts, kv_bytes = [cut_of(name) for name, _ in model.named_modules()], position_bytes(model)
-    sums = sum(cut is not None and cut.after == SUM for cut in cuts)
+    replicated = sum(x.nbytes for name, x in model.named_parameters() if shard_spec(name.rpartition(".")[0]) is None)
+    specs, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
+    sums = sum(spec is not None and spec.after == SUM for spec in specs)
     return {
         "ranks": world,
         "sparse": bool(config.sparse),

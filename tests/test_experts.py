@@ -161,9 +161,9 @@ def test_published_mxfp4_can_be_quantized_again_and_cut(published, capsys):
     assert "matrices of 4 and 8 bits are quantized again" in capsys.readouterr().err
     # D = 64 and I = 64 are two groups of 32: a rank has one of down's.
     config = load_config(folder)
-    tp.check(config, 2, 32)
+    tp.check_divisible(config, 2, 32)
     with pytest.raises(ValueError, match=r"ffn.experts.down: 64 inputs over 4 ranks are 16 each"):
-        tp.check(config, 4, 32)
+        tp.check_divisible(config, 4, 32)
 
 
 def test_full_precision_survives_both_ways(folder_of, tmp_path):

@@ -355,7 +355,7 @@ def test_ranks_hold_rows_of_any_block_and_whole_groups_of_inputs(tmp_path):
 
 
 def test_inputs_cut_inside_a_block_are_refused(written):
-    with pytest.raises(ValueError, match=r"96 each, which cuts a group of 128 that share a scale"):
+    with pytest.raises(ValueError, match=r"96 each, which splits a group of 128 that share a scale"):
         load_model(written("qwen fp8")[0], tp=Ranks(0, 2))
 
 

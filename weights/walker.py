@@ -1,11 +1,11 @@
 """A walk over a model's Linears that replaces, quantizes or packs each.
 
-    named_linears           the Linears in the order in which they compute
-    replace_linears         the loop that replaces them
-    quantize_model          a model quantized in place
-    quantized_copy          a quantized draft that shares all other modules
-    pack_model              every Linear in the form that its kernel reads, the last step before decoding
-    batch_invariant_rows    the number of rows up to which a row's bits do not depend on other rows
+named_linears           the Linears in the order in which they compute
+replace_linears         the loop that replaces them
+quantize_model          a model quantized in place
+quantized_copy          a quantized draft that shares all other modules
+pack_model              every Linear in the form that its kernel reads, the last step before decoding
+batch_invariant_rows    the number of rows up to which a row's bits do not depend on other rows
 """
 
 import copy
