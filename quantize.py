@@ -191,11 +191,11 @@ def run(args: argparse.Namespace) -> None:
     """Write the quantized folder, under another name until it is complete. One layer at a time is in full precision."""
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
-    check_request(args, config, checkpoint.stored_in(folder / "config.json"))
+    check_request(args, config, checkpoint.stored_scheme(folder / "config.json"))
     dtypes = {"bfloat16", "float16", "float32"}
     dtype = getattr(torch, args.dtype or (config.dtype if config.dtype in dtypes else "bfloat16"))
     stored, read = checkpoint.open_folder(folder, config)
-    config = replace(config, tie_embeddings=stored.tied)
+    config = replace(config, tie_embeddings=stored.tie_embeddings)
     for note in () if is_gguf(folder) else stored.notes:
         print(f"{folder}: {note}", file=sys.stderr)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?

@@ -18,7 +18,7 @@ import torch
 
 from loading.chat_templates import one_line
 from loading.gguf import Blocks, Strings, kv_heads, open_file, parts_of
-from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
+from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, error_prefix
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
@@ -304,7 +304,7 @@ VOCABULARIES = {"gpt2": ("tokenizer.json", tokenizer_json), "llama": ("tokenizer
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Let an error be a ValueError that begins with the file: keys may hold values of any type."""
-    with led_by(path):
+    with error_prefix(path):
         try:
             yield
         except (TypeError, OverflowError, ZeroDivisionError, struct.error) as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from loading.chat_templates import ChatTemplate, one_line
 from loading.gguf import is_gguf
 from loading.gguf_metadata import write_files
-from loading.vocabularies import APART, LARGEST_ID, is_there, plain_file, read_json, token_fields
+from loading.vocabularies import APART, LARGEST_ID, file_exists, plain_file, read_json, token_fields
 
 FILES = (
     "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
@@ -261,9 +261,9 @@ def find_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTe
     file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     names = names | {key: settings[key] for key in NAMED if settings.get(key) is not None}
     try:
-        if is_there(file):
+        if file_exists(file):
             sources = {"default": plain_file(file, 4 * LONGEST_TEMPLATE).read_text(encoding="utf-8")}
-            if is_there(tool_file):
+            if file_exists(tool_file):
                 sources["tool_use"] = plain_file(tool_file, 4 * LONGEST_TEMPLATE).read_text(encoding="utf-8")
         else:
             file, sources = folder / "tokenizer_config.json", settings.get("chat_template")

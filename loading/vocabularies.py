@@ -2,7 +2,7 @@
 
     token_fields   the fields of tokenizer.Tokenizer, but for its template
     read_json      a JSON object from a file, empty where there is none
-    is_there       does a file exist? A link that leads nowhere is an error
+    file_exists       does a file exist? A link that leads nowhere is an error
     plain_file     a file that is safe to read whole
 
 Hostile files end in a ValueError, not in a library's panic or a full memory. This file knows no prompts or templates.
@@ -70,8 +70,8 @@ def token_fields(folder: Path, settings: dict) -> dict:
     Where both are there, tokenizer.json is taken if it has tokens that the other has not: transformers adds tokens to
     it and leaves tokenizer.model as it was."""
     model, fast, tekken = (folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json"))
-    if not is_there(model) and not is_there(fast):
-        if is_there(tekken):
+    if not file_exists(model) and not file_exists(fast):
+        if file_exists(tekken):
             return read_tekken(tekken, settings)
         raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
     if not model.exists():
@@ -81,7 +81,7 @@ def token_fields(folder: Path, settings: dict) -> dict:
         ranks = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
     fields = (read_tiktoken if ranks else read_sentencepiece)(model, settings)
     known, added = fields.pop("ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
-    if is_there(fast):
+    if file_exists(fast):
         stored = read_json(fast, LARGEST_FILE)
         if not ids_in(stored).items() <= known().items():
             return read_tokenizers(fast, settings)
@@ -97,7 +97,7 @@ def ids_in(stored: dict) -> dict[str, int]:
     return ids | {token["content"]: token["id"] for token in stored["added_tokens"]}
 
 
-def is_there(file: Path) -> bool:
+def file_exists(file: Path) -> bool:
     """ValueError for a link to a file that is not there, such as a cache that was cleaned leaves."""
     if file.is_symlink() and not file.exists():
         raise ValueError(f"{file}: a link to {os.readlink(file)}, which is not there; fetch the file again")
@@ -118,7 +118,7 @@ def plain_file(file: Path, largest: int) -> Path:
 
 
 def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
-    if not is_there(file):
+    if not file_exists(file):
         return {}
     try:
         value = json.loads(plain_file(file, largest).read_text(encoding="utf-8-sig"))  # Windows' editors write a mark
@@ -130,7 +130,7 @@ def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
 
 
 @contextlib.contextmanager
-def led_by(what: object) -> Iterator[None]:
+def error_prefix(what: object) -> Iterator[None]:
     """Let a ValueError begin with what it is about, such as the file's name."""
     try:
         yield

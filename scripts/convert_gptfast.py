@@ -20,7 +20,7 @@ from tqdm import tqdm
 import loading.quantized.reader as foreign
 from cli.errors import ending_plainly
 from cli.flags import Parser
-from loading.checkpoint import config_of
+from loading.checkpoint import read_config
 from loading.files import complete_folder, read_json, save_tensors, shard_name, write_index
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config
@@ -166,7 +166,7 @@ def find_config(file: Path, given: Path | None) -> tuple[dict, Config]:
             f"{file}: gpt-fast stores no configuration, and there is no config.json beside it: pass --config with the"
             " config.json of the Hugging Face model that it was made from"
         )
-    config = config_of(given or beside)
+    config = read_config(given or beside)
     if config.qkv_bias or config.out_bias or config.ffn_bias or config.qk_norm:
         raise ValueError(f"{given or beside}: this model has biases or norms of queries, which gpt-fast's files lack")
     if config.family not in ("llama", "mistral"):
@@ -187,7 +187,7 @@ def convert(file: Path, output: Path, config_file: Path | None = None) -> None:
     hf["dtype"] = str(tensors["tok_embeddings.weight"].dtype).removeprefix("torch.")
     if is_int8(tensors):
         hf["quantization"] = {"scheme": "int8", "head": "int8" if "output.scales" in tensors else None, "method": "rtn"}
-        hf["quantization_config"] = foreign.OWN
+        hf["quantization_config"] = foreign.QUICKDRAFT_CONFIG
     files, count = {}, config.n_layers + 1
     with complete_folder(output) as partial:
         for number, group in enumerate(tqdm(groups(tensors, config), total=count, desc="convert", unit="file"), 1):

@@ -61,7 +61,7 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
     """Phi-3 stores q, k and v as one: a rank holds its heads of each, quantized on the way or not."""
     folder, config = folder_of("phi-4"), load_config(folder_of("phi-4"))
     stored = load_file(folder / "model.safetensors")
-    read = checkpoint.reading(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.tensor_reader(checkpoint.open_shards(checkpoint.shards(folder)))
     E, H, G = config.head_dim, config.n_heads, config.n_kv_heads
     for scheme in (None, "int8"):
         whole = load_model(folder, dtype=torch.float32, quantize=scheme, pack=False)

@@ -394,7 +394,7 @@ def test_pieces_of_two_ranks_are_slices(tmp_path):
     form, read = checkpoint.open_folder(file, config)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.given)
+        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.overrides)
         checkpoint.fill(checkpoint.allocate(model, "cpu"), [n for n, _ in model.named_parameters()], read, ranks)
         for name, linear in named_linears(model):
             cut = 1 if name.endswith(("attention.out", "ffn.down")) else 0
@@ -811,7 +811,7 @@ def test_saved_as_a_folder_it_is_the_same_model(model_file, tmp_path):
     model = load_model(model_file, pack=False)
     save_model(model, tmp_path / "again", checkpoint.read_json(model_file / "config.json"))
     assert same(load_model(tmp_path / "again", pack=False), model)
-    assert checkpoint.stored_in(tmp_path / "again" / "config.json") == "q4_1"
+    assert checkpoint.stored_scheme(tmp_path / "again" / "config.json") == "q4_1"
 
 
 def test_other_programs_take_a_file(model_file, tmp_path):

@@ -74,7 +74,8 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     """What load_model would hold on one rank, without the others: a folder that is stored as it will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = checkpoint.reading(checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder))))
+    readers = checkpoint.merged_experts.split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.tensor_reader(readers)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
         checkpoint.fill(model, [name], read, ranks)
@@ -124,7 +125,7 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
 
 
 def same(found: dict, folder) -> None:
-    read = checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.merged_experts.split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
     for name, (_, reader) in read.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = reader.get_tensor(name)
@@ -490,7 +491,7 @@ GPT_FAST = {
 def test_plan_agrees_with_published_bytes(shape, world, scheme):
     """gpt-fast divides the blocks as we do; head and embedding stand whole on every rank, and its Llama-2 runs on
     several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B also counts the cache."""
-    config = checkpoint.config_of(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
+    config = checkpoint.read_config(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
     part, whole = plan(config, world, scheme=scheme), plan(config, 1, scheme=scheme, head=scheme)
     embedding = whole["embedding"] if "llama-2" in shape and world > 1 else 0
     tokens_s, gb_s = GPT_FAST[shape, world, scheme]
