@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cli.prompts import SAMPLED, check_names
 from decoding.sampling import Sampling
-from loading.tokenizer import joined
+from loading.tokenizer import join_parts
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
 MOST_STOPS, MOST_LIKELIEST = 16, 20
@@ -172,7 +172,7 @@ def messages_of(fields: Fields) -> list[dict]:
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         try:
-            content = joined(content)
+            content = join_parts(content)
         except ValueError as error:
             raise Refusal(f"messages[{i}]: {error}", f"messages[{i}]") from None
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
