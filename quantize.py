@@ -196,8 +196,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype or (config.dtype if config.dtype in dtypes else "bfloat16"))
     stored, read = checkpoint.open_folder(folder, config)
     config = replace(config, tie_embeddings=stored.tie_embeddings)
-    for note in () if is_gguf(folder) else stored.notes:
-        print(f"{folder}: {note}", file=sys.stderr)
+    for message in () if is_gguf(folder) else stored.notes:
+        print(f"{folder}: {message}", file=sys.stderr)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
     if is_gguf(folder) and dtype != torch.float32:
         rounding = f"weights of other types are rounded to {str(dtype).removeprefix('torch.')}"

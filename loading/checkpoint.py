@@ -265,8 +265,8 @@ def load_model(
     if num_requantized:
         count = f"{num_requantized} matrices of 4 and 8 bits"
         notes.append(f"{count} are quantized again, as asked, relative error {error:.4f}")
-    for note in notes if ranks.rank == 0 else ():
-        print(f"{folder}: {note}", file=sys.stderr)
+    for message in notes if ranks.rank == 0 else ():
+        print(f"{folder}: {message}", file=sys.stderr)
     return model
 
 

@@ -134,8 +134,8 @@ def select_text_model(readers: dict[str, tuple[Path, object]], family: str | Non
         else:
             new_name = new_prefixes[prefix] + name.removeprefix(prefix)
             selected[new_name] = (file, RenamedReader(reader, name))
-    note = f"{len(unused)} tensors are not the text model's and are not used: {_list_names(unused)}"
-    return selected, (note,) if unused else ()
+    message = f"{len(unused)} tensors are not the text model's and are not used: {_list_names(unused)}"
+    return selected, (message,) if unused else ()
 
 
 def tensor_reader(readers: dict) -> Callable[[str], Tensor]:
@@ -175,8 +175,8 @@ def sample(header, num_runs: int) -> Iterator[Tensor]:
         yield stored[:].reshape(-1)
         return
     for i in range(num_runs):
-        top, left = ((n - size) * i // (num_runs - 1) for n, size in ((rows, height), (columns, width)))
-        yield stored[(slice(top, top + height), slice(left, left + width))[: len(shape)]].reshape(-1)
+        row, column = ((n - size) * i // (num_runs - 1) for n, size in ((rows, height), (columns, width)))
+        yield stored[(slice(row, row + height), slice(column, column + width))[: len(shape)]].reshape(-1)
 
 
 def has_separate_head(readers: dict, shape: list[int]) -> bool:

@@ -7,6 +7,7 @@
     filter_guards               the conditions that compiled code checks before it runs
     probe_vector_isa            find the processor's vector instructions in the background
     remove_truncated            delete libraries that an interrupted compilation left unfinished
+    register_handle             a number for a module that the compiler cannot trace; module_of returns the module
 
 Three workarounds stand where they act: `Block.forward` is a nested region, so that one block is compiled for all
 layers; `Linear.forward` flattens before a bias; `ModelRunner` keeps a position of slack and never runs one position of
@@ -15,14 +16,16 @@ a prompt alone. benchmarks/NOTES.md has the time that each saves.
 
 import functools
 import inspect
+import itertools
 import os
 import re
 import struct
 import sys
 import threading
+import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # A value that is read more than twice is stored, so that RMSNorm is not recomputed for each output of a product. The
 # other two bounds are far above Inductor's own, with which a kernel that unpacks sixteen codes at once writes half of
@@ -36,6 +39,22 @@ GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
 UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 
 MAX_VARIANTS = 256  # compiled variants of one function: engines, kinds of sampling, draft lengths
+
+LIBRARY = torch.library.Library("quickdraft", "FRAGMENT")  # operators that take a handle
+_handles = itertools.count()
+_modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # by handle
+
+
+def register_handle(module: nn.Module) -> Tensor:
+    """A number for a module that the compiler cannot trace: compiled code passes it to an operator of LIBRARY."""
+    handle = next(_handles)
+    _modules[handle] = module
+    return torch.tensor(handle)
+
+
+def module_of(handle: Tensor) -> nn.Module:
+    """The module with this handle."""
+    return _modules[handle.item()]
 
 
 def recompile_options() -> dict[str, bool]:

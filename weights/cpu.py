@@ -11,15 +11,13 @@ multiplies through one operator.
 """
 
 import functools
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weights.compiling import is_small_batch
+from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.rounding import invariant_row_counts
 
 LARGE_BYTES = 2**21  # larger weights do not fit the inner caches: reading them is the cost of a product
@@ -28,24 +26,12 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)  # numbe
 LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)  # the same for weights whose probe takes milliseconds
 ANY_ROWS = 2**31  # as a bound: no bound
 
-_handles = itertools.count()
-_weights_by_handle: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
-_library = torch.library.Library("quickdraft", "FRAGMENT")
-_library.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
+LIBRARY.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
 
 
+@torch.library.impl(LIBRARY, "packed_product", "CPU")
 def _packed_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    return _weights_by_handle[handle.item()].multiply(x.contiguous())  # Inductor chooses strides
-
-
-_library.impl("packed_product", _packed_product, "CPU")
-
-
-def register_handle(weights: nn.Module) -> Tensor:
-    """A number for the weights: `packed_product` with it calls their `multiply(x)`."""
-    handle = next(_handles)
-    _weights_by_handle[handle] = weights
-    return torch.tensor(handle)
+    return module_of(handle).multiply(x.contiguous())  # Inductor chooses strides
 
 
 @torch.library.register_fake("quickdraft::packed_product")

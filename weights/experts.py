@@ -8,30 +8,22 @@
 A decode step reads the chosen experts only. On a GPU their rows are gathered and unpacked inside the product.
 """
 
-import itertools
-import weakref
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights import formats, gpu
-from weights.compiling import is_small_batch
+from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import release_memory
 
 MAX_KERNEL_ROWS = 16  # rows of x up to which the chosen experts' weights are gathered; more rows are grouped by expert
 
-_handles = itertools.count()
-_mixtures_by_handle: "weakref.WeakValueDictionary[int, HostMixture]" = weakref.WeakValueDictionary()
-_library = torch.library.Library("quickdraft", "FRAGMENT")
-_library.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
+LIBRARY.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
 
 
+@torch.library.impl(LIBRARY, "mixture", "CPU")
 def _mixture(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
-    return _mixtures_by_handle[handle.item()].mixture(x.contiguous(), logits.contiguous())  # Inductor chooses strides
-
-
-_library.impl("mixture", _mixture, "CPU")
+    return module_of(handle).mixture(x.contiguous(), logits.contiguous())  # Inductor chooses strides
 
 
 @torch.library.register_fake("quickdraft::mixture")
@@ -47,9 +39,8 @@ class HostMixture(nn.Module):
 
     def __init__(self, mixture: nn.Module):
         super().__init__()
-        self.mixture, handle = mixture, next(_handles)
-        _mixtures_by_handle[handle] = self
-        self.register_buffer("handle", torch.tensor(handle), persistent=False)
+        self.mixture = mixture
+        self.register_buffer("handle", register_handle(self), persistent=False)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -126,10 +117,10 @@ class Stack(nn.Module):
             y = gpu.paired_sums([self.codes[expert].float()], x, self.format.group, self.scale[expert].float())
         return y if self.bias is None else y + self.bias[expert]
 
-    def grouped(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """x (n, in), sorted by expert (n,), the rows of expert e ending before ends[e] -> (n, out)."""
+    def grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
+        """x (n, in), sorted by expert (n,), the rows of expert e ending before group_ends[e] -> (n, out)."""
         if has_grouped_product(x):
-            y = F.grouped_mm(x, self.weights(x.dtype).mT, offs=ends)
+            y = F.grouped_mm(x, self.weights(x.dtype).mT, offs=group_ends)
         else:  # every expert multiplies all rows, with zeros for those of others
             y = sum(
                 F.linear(torch.where((expert == number)[:, None], x, 0), weight)
@@ -168,9 +159,10 @@ class StackedMixture(nn.Module):
             order = expert.argsort(stable=True)
             expert = expert[order]
             E = logits.size(1)
-            ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True).to(torch.int32)  # (E,)
-            y = self.gate_up.grouped(x[order // k], ends, expert)
-            y = self.down.grouped(gated(y), ends, expert)[order.argsort()]
+            experts = torch.arange(E, device=x.device)
+            group_ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)  # (E,)
+            y = self.gate_up.grouped(x[order // k], group_ends, expert)
+            y = self.down.grouped(gated(y), group_ends, expert)[order.argsort()]
         return (y.view(N, k, -1).float() * weight[..., None]).sum(1).to(x.dtype)  # (N, k, D) -> (N, D)
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights import cpu, formats, gpu
-from weights.compiling import is_small_batch
+from weights.compiling import is_small_batch, register_handle
 from weights.cpu import PackedInt8, PackedWeights, multiply_in_parts
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release_memory, row_chunks
 
@@ -99,11 +99,10 @@ class QuantizedLinear(nn.Module):
         """The shard of rank `rank` of `world`: output rows (dim 0), or inputs in full groups (dim 1) with the bias on
         rank 0 alone. A scale per row stays that of the full row. ValueError for sizes that do not divide."""
         check_unpacked(self, "sharded")
-        sizes, unit = [self.out_features, self.in_features], (self.format.group or 1) if dim else 1
-        if sizes[dim] % (world * unit):
-            raise ValueError(
-                f"{sizes[dim]} cannot be divided into {world} shards of full groups of {unit} ({self.scheme})"
-            )
+        sizes, group = [self.out_features, self.in_features], (self.format.group or 1) if dim else 1
+        if sizes[dim] % (world * group):
+            message = f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
+            raise ValueError(f"{message} ({self.scheme})")
         sizes[dim] //= world
         has_bias = self.bias is not None and (dim == 0 or rank == 0)
         options = {"bias": has_bias, "device": self.codes.device, "dtype": self.dtype}
@@ -149,7 +148,7 @@ class QuantizedLinear(nn.Module):
     def use_kernel(self, row_counts: Sequence[int], kernel_outputs: int) -> None:
         """Multiply any number of rows by `kernel` on a CPU, so that a row's result does not depend on their number."""
         self.row_counts, self.kernel_outputs = row_counts, kernel_outputs
-        self.register_buffer("handle", cpu.register_handle(self), persistent=False)
+        self.register_buffer("handle", register_handle(self), persistent=False)
 
     def multiply(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, kernel_outputs) by `kernel`, in parts with bitwise equal rows."""
