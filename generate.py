@@ -32,7 +32,7 @@ from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
-from weights.compiling import compile_options, own_entries
+from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
@@ -64,7 +64,7 @@ def compiled(function: Callable, device: torch.device, prompts: bool = False) ->
     """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU steps are replayed as
     CUDA graphs; prompts have too many lengths for that."""
     options = compile_options(device, prompts)
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **recompile_options())
 
 
 class Engine:

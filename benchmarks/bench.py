@@ -54,7 +54,7 @@ from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
 from drafts.ngram import NgramDraft
 from generate import Engine, Timing, generate
-from loading.checkpoint import load_model, random_model, save_model, write_whole
+from loading.checkpoint import load_model, random_model, save_model, write_atomically
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
@@ -779,7 +779,7 @@ def write_results(
         "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
     }  # fmt: skip
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text))  # a full disk must not take what was measured before
+    write_atomically(file, lambda partial: partial.write_text(text))  # a full disk must not take older measurements
 
 
 def show(root: Path) -> None:

@@ -32,7 +32,7 @@ from decoding.scheduler import common_prefix
 from decoding.validation import check_lengths
 from generate import Engine
 from loading.checkpoint import fingerprints
-from loading.files import open_shards, shards, write_whole
+from loading.files import open_shards, shards, write_atomically
 from model import Transformer
 from speculative import AUTO_K, Drafter
 from tp import Ranks, join, launched, local_device
@@ -59,8 +59,8 @@ def main(args: argparse.Namespace | None = None) -> None:
         replicas, piped = Replicas(everyone, ranks), is_open_pipe(args)
         file = ResultFile(args.output) if args.output and replicas.is_root else None
         reads = replicas.is_root and not args.interactive and not piped
-        lines, broken = everyone.tell(requests(args) if reads else ([], []))
-        answered = everyone.tell(file.answered if file else {})
+        lines, broken = everyone.broadcast_object(requests(args) if reads else ([], []))
+        answered = everyone.broadcast_object(file.answered if file else {})
         skip(broken, lines)
         if replicas.count > 1 and not args.random_weights:
             checkpoint = Path(args.checkpoint)  # ranks of a replica compare theirs while loading
@@ -90,7 +90,9 @@ def main(args: argparse.Namespace | None = None) -> None:
             seconds = time.perf_counter() - output.start
             rate = f"{output.num_tokens} tokens in {seconds:.1f} s, {output.num_tokens / seconds:.1f} tok/s"
             print(f"these are the first replica's; all {replicas.count} together: {rate}", file=sys.stderr)
-        if everyone.tell(bool(broken or refused or output.has_errors)):  # until then no rank ends another by its status
+        if everyone.broadcast_object(
+            bool(broken or refused or output.has_errors)
+        ):  # until then no rank ends another by its status
             sys.exit(2)
 
 
@@ -132,7 +134,7 @@ def open_session(
         limit = min(limit, drafter.model.config.max_seq_length)
     unused_settings(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
-    samples, refused = ranks.tell(encoded(lines, args, tokenizer, limit, check))
+    samples, refused = ranks.broadcast_object(encoded(lines, args, tokenizer, limit, check))
     skip(refused, samples)
     rows = unanswered(samples, answered or {})
     print_skipped(args.output, len(samples) - len(rows))
@@ -143,7 +145,7 @@ def open_session(
     has_known_rows = num_slots is None and not piped
     if num_slots is None and args.batch_size is None:
         max_rows = MAX_PIPED_ROWS if piped else min(MAX_ROWS, math.ceil(len(rows) / num_replicas))
-        num_slots = ranks.tell(default_batch_size(args, max_rows, length, model, drafter))
+        num_slots = ranks.broadcast_object(default_batch_size(args, max_rows, length, model, drafter))
         if max_rows > 1:
             print(f"{num_slots} rows are decoded at a time; --batch_size sets another number", file=sys.stderr)
     num_slots = num_slots or (args.batch_size if piped else min(args.batch_size, len(rows) or 1))
@@ -153,7 +155,10 @@ def open_session(
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
         one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
-    sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
+    sampling, stop_ids = (
+        sampling_of(args),
+        ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids),
+    )
     kinds, costs = kinds_of(rows) if has_known_rows else KINDS_OF_SAMPLING, {}
     if rows or not samples:  # else all is answered
         warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
@@ -190,7 +195,7 @@ def profiled(file: str | None) -> Iterator[None]:
     with torch.profiler.profile() if file else contextlib.nullcontext() as trace:
         yield
     if file:
-        write_whole(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
+        write_atomically(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
 
 
 if __name__ == "__main__":

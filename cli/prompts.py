@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decoding.sampling import SETTINGS, Sampling
-from loading.tokenizer import ContentError, Tokenizer, joined
+from loading.tokenizer import ContentError, Tokenizer, join_parts
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
@@ -140,7 +140,7 @@ def content_of(message: dict) -> object:
     """A message's text; none where it calls tools instead. ContentError, LookupError or TypeError for anything else."""
     if message.get("tool_calls") and message.get("content") is None:
         return ""
-    return joined(message["content"])
+    return join_parts(message["content"])
 
 
 def check_finite(line: dict) -> None:
@@ -188,7 +188,7 @@ def conversation_ids(
     if any(message.get("tool_calls") for message in messages):
         raise ValueError("this folder has no chat template for tool_calls")
     return tokenizer.encode(
-        "\n".join([*(joined(message["content"]) for message in messages), *[prefill] * bool(prefill)])
+        "\n".join([*(join_parts(message["content"]) for message in messages), *[prefill] * bool(prefill)])
     )
 
 

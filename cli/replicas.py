@@ -27,7 +27,9 @@ class Replicas:
         if self.count == 1:
             yield from range(num_rows)
             return
-        while (number := self.ranks.tell(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)) < num_rows:
+        while (
+            number := self.ranks.broadcast_object(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)
+        ) < num_rows:
             yield number
 
     def send(self, result: tuple) -> None:

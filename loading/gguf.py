@@ -28,7 +28,7 @@ from torch import Tensor
 import loading.weight_names as weight_names
 from loading.chat_templates import one_line
 from loading.families import FAMILIES
-from loading.vocabularies import led_by, plain_file
+from loading.vocabularies import error_prefix, plain_file
 from weights.formats import dequantize_tensor, row_chunks
 
 MAGIC, STRING, ARRAY = b"GGUF", 8, 9
@@ -227,7 +227,7 @@ def open_file(path: Path) -> File:
 
 @functools.lru_cache(16)  # config, tokenizer and tensors are read one after the other
 def _open(path: Path, mtime: int, size: int) -> File:
-    with led_by(f"{path}: not a readable GGUF file"):
+    with error_prefix(f"{path}: not a readable GGUF file"):
         try:
             data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)  # mapped: nothing is read
         except RuntimeError as error:
@@ -241,7 +241,7 @@ def _open(path: Path, mtime: int, size: int) -> File:
         n_tensors = cursor.count("tensors", MAX_ENTRIES)
         for _ in range(cursor.count("keys", MAX_ENTRIES)):
             name = cursor.string(MAX_NAME_BYTES)
-            with led_by(f"key {one_line(name)}"):
+            with error_prefix(f"key {one_line(name)}"):
                 if name in keys:
                     raise ValueError("stands there twice")
                 keys[name] = cursor.value()
@@ -253,7 +253,7 @@ def _tensors(cursor: Cursor, count: int, alignment: object, data: Tensor) -> dic
     headers = {}
     for _ in range(count):
         name = cursor.string(MAX_NAME_BYTES)
-        with led_by(f"tensor {one_line(name)}"):
+        with error_prefix(f"tensor {one_line(name)}"):
             n_dims = cursor.number("I")
             if name in headers or not 1 <= n_dims <= 4:
                 raise ValueError("stands there twice" if name in headers else f"has {n_dims} dimensions")
@@ -267,7 +267,7 @@ def _tensors(cursor: Cursor, count: int, alignment: object, data: Tensor) -> dic
     begin, end, tensors = math.ceil(cursor.at / alignment) * alignment, 0, {}
     for name, (offset, kind, shape) in sorted(headers.items(), key=lambda header: header[1][0]):
         size = math.prod(shape) // kind.weights * kind.bytes
-        with led_by(f"tensor {one_line(name)}"):
+        with error_prefix(f"tensor {one_line(name)}"):
             if offset % alignment or offset < end:
                 raise ValueError(f"its offset {offset} is no multiple of {alignment}, or inside the tensor before it")
             if begin + offset + size > len(data):
@@ -385,11 +385,11 @@ def reading(readers: dict) -> Callable[[str], Tensor]:
     def read(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")
         if name in readers:
-            with led_by(name):
+            with error_prefix(name):
                 return readers[name][1].get_tensor(name)
         stored = f"{module}.weight" if f"{module}.weight" in readers else "model.embed_tokens.weight"  # a tied head
         blocks = readers[stored][1].get_slice(stored)
-        with led_by(stored):
+        with error_prefix(stored):
             return blocks[:] if kind == "weight" else blocks.part(kind)
 
     return read

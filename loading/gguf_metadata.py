@@ -19,7 +19,7 @@ import torch
 from loading.chat_templates import one_line
 from loading.families import FAMILIES, Family
 from loading.gguf import Blocks, Strings, kv_heads, model_type_of, open_file, parts_of
-from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
+from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, error_prefix
 
 COPIED = {  # Hugging Face's key -> the architecture's key
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
@@ -295,7 +295,7 @@ VOCABULARIES = {"gpt2": ("tokenizer.json", tokenizer_json), "llama": ("tokenizer
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn errors into a ValueError that begins with the file, because keys may hold values of any type."""
-    with led_by(path):
+    with error_prefix(path):
         try:
             yield
         except (TypeError, OverflowError, ZeroDivisionError, struct.error) as error:

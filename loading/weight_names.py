@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from loading.families import FAMILIES
-from tp import ALONE, Ranks, cut_of, stack
+from tp import ALONE, Ranks, shard_spec, source_rows
 
 OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
 INNER = {
@@ -51,7 +51,7 @@ def pieces(config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterat
     the share of one of the ranks."""
     module, names, parts = name.rsplit(".", 1)[0], sources(config.family, name), [parameter]
     if len(names) > 1:
-        sizes = stack(cut_of(module), len(parameter), config, ranks)
+        sizes = source_rows(shard_spec(module), len(parameter), config, ranks)
         if module.endswith("ffn.router") and config.shared_dim:
             sizes = [config.n_experts, 1]
         parts = parameter.split(sizes)

@@ -36,7 +36,7 @@ from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import fingerprints, load_config, load_model
 from loading.drafts import pick_dtype
-from loading.files import open_shards, read_json, shards, whole_folder, write_whole
+from loading.files import complete_folder, open_shards, read_json, shards, write_atomically
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts import draft_text
@@ -181,7 +181,7 @@ class Run:
         names = ("settings", "step", "seconds", "losses", "evaluations", "best")
         state = {name: getattr(self, name) for name in names} | {"costs": vars(self.costs)}
         state |= {"draft": self.draft.state_dict(), "optimizer": self.optimizer.state_dict()}
-        write_whole(self.args.work / "state.pt", lambda partial: torch.save(state, partial))
+        write_atomically(self.args.work / "state.pt", lambda partial: torch.save(state, partial))
 
     def load(self, state: dict) -> None:
         self.draft.load_state_dict(state.pop("draft"))
@@ -267,7 +267,7 @@ def export(run: Run, hf: dict, heldout: Tensor) -> dict:
             weight.copy_(run.best[name])
     ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id") if key in hf}
     facts = {"made_by": "scripts.distill_draft", "settings": run.settings, **result, "evaluations": run.evaluations}
-    with whole_folder(args.output) as partial:
+    with complete_folder(args.output) as partial:
         (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
         copy_files(args.target, partial)
         (partial / "distill.json").write_text(json.dumps(facts, indent=2) + "\n")

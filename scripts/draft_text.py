@@ -23,7 +23,7 @@ from tqdm import tqdm
 from cli.prompts import conversation_ids
 from decoding.sampling import Sampling
 from generate import generate
-from loading.files import write_whole
+from loading.files import write_atomically
 from loading.tokenizer import Tokenizer
 from model import Transformer
 
@@ -130,7 +130,7 @@ def read_samples(file: Path, settings: dict) -> Documents:
     except (IndexError, json.JSONDecodeError):
         raise ValueError(f"{file}: its first line holds no settings of this script; remove the file") from None
     complete = lines[: 1 + (len(lines) - 1) // SAMPLE_ROWS * SAMPLE_ROWS]
-    write_whole(file, lambda partial: partial.write_text("\n".join(complete) + "\n", encoding="utf-8"))
+    write_atomically(file, lambda partial: partial.write_text("\n".join(complete) + "\n", encoding="utf-8"))
     return [torch.tensor(json.loads(line)["tokens"], dtype=torch.int32) for line in complete[1:]]
 
 

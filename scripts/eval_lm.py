@@ -28,7 +28,7 @@ from cli.flags import DTYPES, Parser, positive
 from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
-from loading.files import write_whole
+from loading.files import write_atomically
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Transformer
 from quantize import SCHEMES
@@ -347,7 +347,7 @@ def main() -> None:
 
         if args.output:
             text = json.dumps(results, indent=2, default=handle_non_serializable) + "\n"
-            write_whole(Path(args.output), lambda partial: partial.write_text(text, encoding="utf-8"))
+            write_atomically(Path(args.output), lambda partial: partial.write_text(text, encoding="utf-8"))
         kinds = ["results", "groups"] if results.get("groups") else ["results"]
         print(*[make_table(results, kind) for kind in kinds], sep="\n", flush=True)
 

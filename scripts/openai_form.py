@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from cli.prompts import check_names
 from decoding.sampling import Sampling
-from loading.tokenizer import joined
+from loading.tokenizer import join_parts
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
@@ -116,7 +116,7 @@ class Completion(TextRequest):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: Annotated[str, BeforeValidator(joined)]
+    content: Annotated[str, BeforeValidator(join_parts)]
 
     def model_post_init(self, context: object) -> None:
         if others := [key for key, value in self.model_extra.items() if value and key not in ("name", "refusal")]:

@@ -44,7 +44,7 @@ from decoding.scheduler import common_prefix
 from decoding.timing import Timing, synchronize
 from decoding.validation import check_lengths
 from generate import Engine, generate
-from loading.files import write_whole
+from loading.files import write_atomically
 from loading.tokenizer import Tokenizer
 from quantize import SCHEMES
 from scripts.compare import load_all
@@ -320,9 +320,9 @@ def save(file: Path, width: int, *parts) -> None:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(*parts, sep="\n")
     if file.suffix == ".svg":
-        write_whole(file, lambda partial: console.save_svg(str(partial), title="python -m scripts.race"))
+        write_atomically(file, lambda partial: console.save_svg(str(partial), title="python -m scripts.race"))
     else:
-        write_whole(file, lambda partial: console.save_text(str(partial)))
+        write_atomically(file, lambda partial: console.save_text(str(partial)))
 
 
 # ----------------------------------------------------------------------------------------------- main

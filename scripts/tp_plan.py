@@ -25,22 +25,22 @@ from cli.errors import fail
 from cli.flags import DTYPES, Parser
 from cli.report import attended_bytes, held, position_bytes, weight_bytes
 from loading.checkpoint import (
-    Stored,
-    config_of,
+    StoredForm,
     empty_model,
-    largest_group,
+    max_group,
     open_folder,
+    read_config,
     read_json,
-    schemes_of,
-    stored_quantization,
+    read_stored_form,
+    resolve_schemes,
 )
 from loading.gguf import is_gguf
 from loading.quantized.merged_experts import is_mxfp4
-from loading.quantized.reader import layout_of
+from loading.quantized.reader import find_layout
 from model import Config
 from quantize import SCHEMES, format_of
-from tp import SUM, Ranks, check, cut_of
-from weights.walker import matrices
+from tp import SUM, Ranks, check_divisible, shard_spec
+from weights.walker import named_linears
 
 TOKENS = 1000  # cached tokens that the table speaks of
 CONTEXT = 1000  # --context, where the model has as many positions
@@ -53,11 +53,11 @@ def plan(
     """Rank 0 of `world`, in bytes: weights held and read per token (of blocks, head and embedding), keys and values
     that one token takes and that a step reads with `context` tokens cached, and what one token sends. Schemes are those
     of `empty_model`. ValueError for what tp.py refuses."""
-    check(config, world, largest_group(scheme, overrides))
+    check_divisible(config, world, max_group(scheme, overrides))
     model = empty_model(config, dtype, scheme, head, Ranks(0, world), overrides)
-    replicated = sum(x.nbytes for name, x in model.named_parameters() if cut_of(name.rpartition(".")[0]) is None)
-    cuts, kv_bytes = [cut_of(name) for name, _ in model.named_modules()], position_bytes(model)
-    sums = sum(cut is not None and cut.after == SUM for cut in cuts)
+    replicated = sum(x.nbytes for name, x in model.named_parameters() if shard_spec(name.rpartition(".")[0]) is None)
+    specs, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
+    sums = sum(spec is not None and spec.after == SUM for spec in specs)
     return {
         "ranks": world,
         "sparse": bool(config.sparse),
@@ -76,7 +76,7 @@ def plan(
     }
 
 
-def storage(path: Path, config: Config, quantize: str | None) -> Stored:
+def storage(path: Path, config: Config, quantize: str | None) -> StoredForm:
     """The form in which a folder, a GGUF file or a config.json alone has its weights. ValueError without `quantize`
     where the tensors alone could tell."""
     if is_gguf(path) or any(path.glob("*.safetensors")):
@@ -84,10 +84,10 @@ def storage(path: Path, config: Config, quantize: str | None) -> Stored:
     file = path / "config.json" if path.is_dir() else path
     hf = read_json(file)
     if is_mxfp4(hf):
-        names = (name for name, _ in matrices(empty_model(config, torch.float32)))
-        return Stored(given={name: "mxfp4" for name in names if ".experts." in name})
-    stored = stored_quantization(file)
-    if stored.scheme is None and quantize is None and layout_of(hf) is not None:
+        names = (name for name, _ in named_linears(empty_model(config, torch.float32)))
+        return StoredForm(overrides={name: "mxfp4" for name in names if ".experts." in name})
+    stored = read_stored_form(file)
+    if stored.scheme is None and quantize is None and find_layout(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         raise ValueError(
             f"{file}: only its tensors tell which scheme holds weights of quant_method = {method!r}: give the folder"
@@ -162,11 +162,11 @@ def main(argv: list[str] | None = None) -> None:
         if min(args.bandwidth, args.link) <= 0 or args.latency < 0 or (args.context or 0) < 0:
             raise ValueError("--bandwidth and --link must be positive, --latency and --context not negative")
         path = Path(args.config)
-        config, rows = config_of(path / "config.json" if path.is_dir() or is_gguf(path) else path), []
+        config, rows = read_config(path / "config.json" if path.is_dir() or is_gguf(path) else path), []
         args.context = min(CONTEXT, config.max_seq_length) if args.context is None else args.context
         if args.context > config.max_seq_length:
             raise ValueError(f"--context {args.context} is over the model's {config.max_seq_length} positions")
-        scheme, head, overrides = schemes_of(
+        scheme, head, overrides = resolve_schemes(
             storage(path, config, args.quantize), path, args.quantize, args.quantize_head
         )
         for world in map(int, args.ranks.split(",")):

@@ -272,7 +272,7 @@ def test_a_file_on_a_full_disk_is_as_it_was(tmp_path):
         lambda partial: torch.save(torch.ones(9999), partial),
     ):
         with full_disk(), pytest.raises(OSError, match=r"results\.json|too large"):  # RuntimeError to torch
-            checkpoint.write_whole(file, write)
+            checkpoint.write_atomically(file, write)
         assert file.read_text() == "before"
 
 
