@@ -1,9 +1,9 @@
 """Token ids in, token ids out: `python generate.py --checkpoint DIR --prompt "Once upon a time"`.
 
-    decode_step             the step that advances a batch, decoding/slots.py's fixed tensors, in place
-    compiled                the one place where code is compiled
-    Engine                  slots that requests come to and leave: add_request, step, abort; warm_up, calibrate
-    generate, stream        a batch of independent prompts: ids as they are decided; one prompt as text
+    decode_step             advances a batch, a few fixed tensors, by one token in place
+    compiled                the only call of torch.compile
+    Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
+    generate, stream        independent prompts -> ids as they are decided; one prompt -> text
 
 This file knows token ids and nothing of text. Slots, sampling and timing are decoding/'s, the arithmetic is model.py's,
 the weights are loading/'s, drafts speculative.py's. Run as a program, this file hands over to cli/.
@@ -22,36 +22,36 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+import decoding.validation as validation
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, common_kind, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
 from decoding.slots import STOP_SLOTS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
-from decoding.validation import check_draft_length, check_engine, check_lengths, check_seed, one_per_row, whole_numbers
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
 from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
-from weights.compiling import compile_options, own_entries
+from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
-PREFILL_CHUNK = 512  # tokens of a prompt that go through the model at once: bounds what activations take
+PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
 PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; elsewhere more
 DEFAULT_K = 5  # tokens drafted a round
 
 
 def decide(state: State, logits: Tensor) -> None:
-    """Draw the next token of every row from logits (B, V) and advance; finished rows stay as they are."""
-    processed = state.processed(logits[:, None], state.pos[:, None])  # (B, 1, V)
+    """Draw the next token of every row from logits (B, V) and advance; finished rows do not change."""
+    processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
     token = sample(processed[:, 0], state.kind, state.values, uniform(state.seed, state.pos + 1))  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
-    state.note(logits[:, None], processed, token)
+    state.record_logprobs(logits[:, None], processed, token)
     state.commit(token)
 
 
 def decode_step(model: Transformer, caches: Caches, state: State) -> None:
-    """One token for every row that is not done. A parked row runs behind all that is attended to."""
+    """One token for every row that is not done. A parked row runs behind all attended positions."""
     pos = state.pos[:, None]  # (B, 1)
     h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
     decide(state, model.head(h[:, 0]))
@@ -61,21 +61,21 @@ def decode_step(model: Transformer, caches: Caches, state: State) -> None:
 
 
 def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
-    """`function` as one graph with static shapes, but for the dimensions that `leave_open` names, replayed as a CUDA
-    graph on a GPU. Prompts have too many lengths to be replayed."""
+    """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU steps are replayed as
+    CUDA graphs; prompts have too many lengths for that."""
     options = compile_options(device, prompts)
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **own_entries())
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **recompile_options())
 
 
 class Engine:
-    """A model with caches, a State and its steps, eager or compiled, for up to B requests at a time, each of up to S
-    positions. Requests come by `add_request` and advance by `step`; a request gets what it would get alone.
+    """A model with caches and a State for up to B requests at a time, each of up to S positions. `add_request` adds
+    one, `step` advances all; a request gets the tokens that it would get alone.
 
-    With a drafter it runs rounds: the drafter proposes K tokens, one pass of the model verifies them. speculate_k is K,
-    or "auto", which needs `calibrate`. `compile_prompts` is as `compile` unless it says otherwise. With `one_width`
-    every step is a pass over K + 1 positions, drafted or not. Keep an engine while shapes stay the same: `warm_up`
-    compiles once. Any number of engines may share a model; a drafter belongs to the engine that was made last. `kind`:
-    of its caches, KVCache or one of decoding/kv_8bit.py.
+    With a drafter the engine runs rounds: the drafter proposes K tokens, one pass of the model verifies them.
+    speculate_k is K, or "auto", which needs `calibrate`. `compile_prompts` defaults to `compile`. With `one_width`
+    every step is a pass over K + 1 positions, drafted or not. Reuse an engine while shapes stay the same: `warm_up`
+    compiles once. Engines may share a model; a drafter belongs to the engine made last. `kind`: KVCache or one of
+    kv_8bit.py. `process` changes logits before sampling: see State.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Engine:
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
-        check_draft_length(speculate_k)
+        validation.check_draft_length(speculate_k)
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
         self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
-        K = max(self.ks, default=0)  # a round at the context's end writes K positions too many
+        K = max(self.ks, default=0)  # a round at the end of the context writes K positions more
         self.compile_prompts = compile if compile_prompts is None else compile_prompts
         prompts = functools.partial(compiled, device=self.device, prompts=True) if self.compile_prompts else None
         self.runner = ModelRunner(model, batch_size, max_seq_length + K, K + 1, compile, prompts, kind=kind)
-        # Greedy text is the same with any drafter and beside any other request, bit for bit.
+        # Greedy text has the same bits with any drafter and beside any other request.
         num_rows = batch_size * (K + 1)
         self.identical = self.runner.attends_alike and self.ranks.world == 1 and num_rows <= batch_invariant_rows(model)
         self.chunk = PREFILL_CHUNK
@@ -106,8 +106,8 @@ class Engine:
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}
-        self.draft_lag = 0  # tokens that a row may have been given since the drafter last ran
-        self.runners = [self.runner]  # models with caches of their own, which prompts must go through
+        self.draft_lag = 0  # tokens that a row may have received since the drafter last ran
+        self.runners = [self.runner]  # models with separate caches; prompts run through each
         if self.drafter is not None:
             self.drafter.owner = self
             self.drafter.setup(self.state, K, self.runner, self.maybe_compile)
@@ -117,16 +117,16 @@ class Engine:
         self.requests: dict[int, Request] = {}  # by id, until they end
         self.draft_length: DraftLength | None = None
         self.readback = Readback(self.device, self.ranks.timeout_s)
-        self.read_at, self.last_step = 0.0, None  # when the last result was read; timing.StepRecord
+        self.read_at, self.last_step = 0.0, None  # time of the last read; timing.StepRecord
 
     @property
     def models(self) -> list[Transformer]:
-        """The target, and the model that drafts, if one does."""
+        """The target, and the drafter's model, if it has one."""
         return [self.model] + ([self.drafter.model] if self.drafter and self.drafter.model else [])
 
     def maybe_compile(self, function: Callable, state: State, *static) -> Callable:
-        """The function, or its compiled form for the state's kind and rows; `static` names what else tells forms apart.
-        A method is compiled once for all row views of its object."""
+        """The function, or its compiled form for the state's kind and number of rows, and for `static`. A method is
+        compiled once for all row views of its object."""
         if not self.compile:
             return function
         plain, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
@@ -136,7 +136,7 @@ class Engine:
         return self.steps[key] if owner is None else functools.partial(self.steps[key], owner)
 
     def rows(self, begin: int, end: int) -> Rows:
-        """Slots [begin, end) as a batch of their own, at the addresses that they have in the engine's."""
+        """Slots [begin, end) as a batch: views of the engine's tensors."""
         if (begin, end) not in self.views:
             with torch.inference_mode(False):
                 if (drafter := self.drafter) is not None:
@@ -144,7 +144,7 @@ class Engine:
                     drafter.runner = drafter.runner and drafter.runner.row_view(begin, end)
                 rows = Rows(row_view(self.state, begin, end), self.runner.row_view(begin, end), drafter)
             self.views[begin, end] = rows
-        self.views[begin, end].state.noting = self.state.noting
+        self.views[begin, end].state.return_logprobs = self.state.return_logprobs
         return self.views[begin, end]
 
     # ---------------------------------------------------------------------------------------- requests
@@ -153,24 +153,19 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int, stop_ids: Iterable[int] = (),
         seed: int = 0, draft: bool = True,
     ) -> int:  # fmt: skip
-        """Let a prompt in, or in line where all slots are busy; its id. `draft`: may its tokens be drafted? ValueError
-        for a prompt that holds no token or a wrong one, or does not fit, and for more stop ids than a slot has."""
+        """Add a prompt, which waits while all slots are busy; returns its id. `draft`: may its tokens be drafted?
+        ValueError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop ids."""
         prompt, stop_ids = list(prompt), frozenset(stop_ids)
-        check_seed(seed)
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
-        check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
-        if len(stop_ids) > STOP_SLOTS:
-            raise ValueError(f"{len(stop_ids)} stop ids are more than the {STOP_SLOTS} that fit")
-        configs = [runner.model.config for runner in self.runners]
-        length = len(prompt) + max_new_tokens
+        validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
+        validation.check_settings(self.model, sampling, seed, stop_ids, STOP_SLOTS)
+        length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         request = Request(
             next(self.request_ids), prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long,
             arrived=time.perf_counter(),
         )  # fmt: skip
-        if self.drafter is not None and self.drafter.owner is not self:
-            raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
@@ -178,7 +173,7 @@ class Engine:
         return request.id
 
     def abort(self, id: int) -> None:
-        """End a request, wherever it stands; one that has ended already stays as it is."""
+        """End a request in any state; a finished one does not change."""
         try:
             if (request := self.requests.get(id)) is not None:
                 self.finish(request, "abort")
@@ -190,7 +185,7 @@ class Engine:
         return bool(self.requests)
 
     def finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """Free the request's slot at once. Steps that are under way decide nothing more for it."""
+        """Free the request's slot at once. Steps already launched do not change it any more."""
         request.finish_reason, request.error = reason, error
         if request.slot is not None:
             self.state.park(request.slot.index)
@@ -201,13 +196,13 @@ class Engine:
         self.requests.pop(request.id, None)
 
     def draft_positions(self) -> int:
-        """Decided positions that the draft's own cache may lack."""
+        """Decided positions that the draft's cache may lack."""
         return self.drafter.num_input_tokens - 1 + self.draft_lag if len(self.runners) > 1 else 0
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
-        """Run prompts for at most the time of one chunk, then one decode step or round; (request id, token) of what was
-        decided since the last call. On a GPU results are read a few steps late. A request whose prompt cannot run, or
+        """Run prompts for at most the time of one chunk, then one decode step or round. Returns (request id, token) of
+        the tokens decided since the last call; a GPU's are read a few steps late. A request whose prompt cannot run, or
         whose logits are not finite, ends alone, with the exception as its `error`."""
         try:
             events, budget, was_idle = [], self.chunk, not self.scheduler.decoding()
@@ -215,7 +210,7 @@ class Engine:
                 budget -= max(self.prefill(request), PREFILL_COST.get(self.device.type, PREFILL_CHUNK // 2))
                 events += self.read(self.readback.lag)
             if events and was_idle:
-                return events  # first tokens, for which nobody should wait a step longer
+                return events  # first tokens should not wait for a step
             if requests := self.scheduler.decoding():
                 step, launch = self.plan(requests)
                 self.readback.send(self.run(*step), launch)
@@ -225,8 +220,8 @@ class Engine:
             raise
 
     def reset(self) -> None:
-        """End all requests: their steps were interrupted, so that nobody knows what the device has decided. What the
-        slots hold of their texts stays, but for a draft's own caches."""
+        """End all requests after an interrupted step, whose decisions are unknown. Slots keep their positions, but not
+        those of a draft's caches."""
         self.readback.waiting.clear(), self.scheduler.waiting.clear()
         for request in self.requests.values():
             request.finish_reason = request.finish_reason or "abort"
@@ -237,7 +232,7 @@ class Engine:
         self.draft_lag = 0
 
     def next_prompt(self) -> Request | None:
-        """The request whose prompt runs next; a new one's slot is given what another slot holds of its prompt."""
+        """The request whose prompt runs next. A new one first copies its prefix from the slot that holds it."""
         if (request := self.scheduler.prefilling()) is not None:
             return request
         if (admitted := self.scheduler.admit(self.draft_positions())) is None:
@@ -252,7 +247,8 @@ class Engine:
         return request
 
     def prefill(self, request: Request) -> int:
-        """Run the next chunk of a prompt through all models; its length. The last chunk decides the first token."""
+        """Run the next chunk of a prompt through all models; returns its length. The last chunk decides the first
+        token."""
         begin = mark(self.device)
         slot, end = request.slot, min(request.num_computed + self.chunk, len(request.prompt))
         num_tokens = end - request.num_computed
@@ -279,7 +275,7 @@ class Engine:
         return num_tokens
 
     def plan(self, requests: list[Request]) -> tuple[tuple, Launch]:
-        """(the arguments of `run` for the next step or round of these requests, its label)."""
+        """(arguments of `run` for the next step of these requests, its Launch)."""
         begin, end = self.row_range([request.slot.index for request in requests])
         self.costs = self.costs_by_rows.get(1 if end - begin == 1 else self.batch_size, self.costs)
         if self.draft_length is not None:
@@ -287,7 +283,7 @@ class Engine:
         can_draft = any(request.can_draft and request.draft for request in requests)
         k = self.draft_length.choose() if self.drafter and (can_draft or self.one_width) else 0
         length = max(request.num_positions for request in requests) + self.readback.unread
-        # A drafter lacks no more than a request has been given since its prompt.
+        # A drafter lacks at most the tokens since the prompt.
         self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)
         rows = self.rows(begin, end)
         rows.state.kind = common_kind(request.sampling for request in requests)
@@ -298,7 +294,7 @@ class Engine:
         return (rows, min(length, self.max_seq_length), k, all_draft), launch
 
     def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
-        """The rows of a step for these slots. Compiled steps have one row or all; a CUDA graph has an address."""
+        """The range of rows for these slots. Compiled steps have one row or all; a CUDA graph has fixed addresses."""
         begin, end = min(slots), max(slots) + 1
         if self.compile and (end - begin > 1 or (begin and self.runner.uses_cuda_graphs)):
             return 0, self.batch_size
@@ -308,7 +304,7 @@ class Engine:
         self, rows: Rows, length: int, k: int = 0, all_draft: bool = True, other: Tensor | None = None
     ) -> StepResult:
         """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided positions. Unless
-        `all_draft`, rows that may not draft ride along. `other` (B, k) are verified in place of the drafted tokens."""
+        `all_draft`, some rows decide without a draft. `other` (B, k) replaces the drafted tokens."""
         state, target, drafter = rows
         started = drafted = mark(self.device)
         state.k, state.length = k, length + k
@@ -324,16 +320,17 @@ class Engine:
         return self.result(state, drafter, k, (started, drafted, mark(self.device)))
 
     def result(self, state: State, drafter: Drafter | None, k: int, times: tuple) -> StepResult:
-        """The tensors that the host reads, once the drafter has looked at the state too."""
+        """Update the drafter, and collect the tensors that the host reads."""
         if drafter is not None:
             drafter.update(state)
-        logprobs, end = (state.likeliest, state.weighed) if state.noting else (), (mark(self.device),) if times else ()
-        return StepResult(k, times + end, state.out, state.accepted, state.overlap, state.has_match, *logprobs)
+        logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
+        times = (*times, mark(self.device)) if times else ()
+        return StepResult(k, times, state.out, state.accepted, state.overlap, state.can_draft, *logprobs)
 
     # ----------------------------------------------------------------------------------------- results
 
     def read(self, max_waiting: int) -> list[tuple[int, int]]:
-        """(request id, token) of all launched steps but the last few."""
+        """(request id, token) of all launched steps except the last few."""
         events = []
         while len(self.readback.waiting) > max_waiting:
             launch, step = self.readback.receive()
@@ -357,20 +354,20 @@ class Engine:
     # --------------------------------------------------------------------------- before requests come
 
     def warm_up(self, kind: str) -> float:
-        """Compile the steps for `kind`, and prompts; seconds. For before the first request."""
+        """Compile the steps for `kind`, and prompts; returns seconds. Call it before the first request."""
         return warm_up(self, kind)
 
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
-        """Measure what steps cost with `length` positions filled. For before the first request."""
+        """Measure the cost of steps with `length` positions filled. Call it before the first request."""
         self.use_costs(calibrate(self, sampling, length, rounds))
         return self.costs
 
     def use_costs(self, costs_by_rows: dict[int, Costs]) -> None:
-        """What steps of one row and of all cost from now on: draft lengths and reports follow them."""
+        """Set the cost of steps of one row and of all rows, for draft lengths and reports."""
         self.costs_by_rows, self.costs = costs_by_rows, costs_by_rows[self.batch_size]
 
     def clear(self) -> None:
-        """Forget all texts: park all rows, and let no slot hold positions."""
+        """Park all rows, and empty all slots."""
         self.state.pos.fill_(self.state.parking), self.state.done.fill_(True)
         self.draft_lag, self.draft_length = 0, None
         for slot in self.scheduler.slots:
@@ -396,29 +393,29 @@ def generate(
 ) -> Iterator[tuple[int, int]]:
     """Decode independent prompts; yields (row, token id) as tokens are decided.
 
-    Row i gets what its prompt alone would get with this seed and sampling (one, or one a row). It ends after a stop id
-    (which is yielded) or after max_new_tokens (one number, or one a row). Prompts wait where they are more than the
-    engine's slots. All ranks of a divided model call this with the same arguments, and each yields the same tokens.
+    Row i gets the tokens that its prompt alone would get with this seed and sampling (one value, or one per row). It
+    ends after a stop id, which is yielded, or after max_new_tokens (one number, or one per row). Prompts wait if there
+    are more than slots. All ranks of a sharded model call this with the same arguments and yield the same tokens.
 
-    With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the law of every row: greedy output is
-    the same, sampled output is distributed the same. An `engine` brings its own, and may have other requests at the
-    same time; without one, an eager one is made. `timing` is given the rows' requests.
+    With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the output: greedy tokens are equal,
+    sampled tokens have the same distribution. An `engine` has its own drafter, and may run other requests at the same
+    time; without one, an eager engine is made. `timing` receives the rows' requests.
 
-    Raises ValueError before anything runs when a prompt is empty or holds an id outside the vocabulary, or when prompt
-    and new tokens exceed max_seq_length (default: the engine's, or the model's context) or the drafter's context; and
-    while running when the model's logits are not finite.
+    Raises ValueError before anything runs if a prompt is empty or holds an id outside the vocabulary, or if prompt and
+    new tokens exceed max_seq_length (default: the engine's, or the model's context) or the drafter's context; and while
+    running if the model's logits are not finite.
     """
     assert engine is None or drafter is None, "the engine was made with its own drafter"
     max_seq_length = (engine or model.config).max_seq_length if max_seq_length is None else max_seq_length
-    budgets = whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
-    seeds = whole_numbers("seed", seed, len(prompts))
-    samplings = one_per_row("sampling", sampling, len(prompts))
-    check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
+    budgets = validation.whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
+    seeds = validation.whole_numbers("seed", seed, len(prompts))
+    samplings = validation.one_per_row("sampling", sampling, len(prompts))
+    validation.check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
     if engine is None:
-        longest = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
-        engine = Engine(model, len(prompts), longest, drafter=drafter, speculate_k=speculate_k)
+        max_length = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
+        engine = Engine(model, len(prompts), max_length, drafter=drafter, speculate_k=speculate_k)
     else:
-        check_engine(engine, model, max_seq_length)
+        validation.check_engine(engine, model, max_seq_length)
     requests, stop_ids = [] if timing is None else timing.requests, frozenset(stop_ids)
     num_yielded = [0] * len(prompts)
     try:
@@ -426,7 +423,7 @@ def generate(
             id = engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
             requests.append(engine.requests[id])
         while any(r.finish_reason is None or n < len(r.tokens) for r, n in zip(requests, num_yielded)):
-            if [len(request.tokens) for request in requests] == num_yielded:  # else somebody else's step decided some
+            if [len(request.tokens) for request in requests] == num_yielded:  # else another's step decided some
                 engine.step()
             for row, request in enumerate(requests):
                 while num_yielded[row] < len(request.tokens):
@@ -440,8 +437,8 @@ def generate(
 
 
 def stream(model: Transformer, tokenizer, prompt: str, *, sampling: Sampling | None = None, **options) -> Iterator[str]:
-    """Decode one prompt as text, in pieces as they are decided: whole characters, without the stop token. `options` are
-    those of `generate`; 200 new tokens and temperature 0.8 unless they say otherwise."""
+    """Decode one prompt as text, in pieces of complete characters, without the stop token. `options` are those of
+    `generate`, with defaults of 200 new tokens and temperature 0.8."""
     options = {"max_new_tokens": 200, "stop_ids": tokenizer.stop_ids, **options}
     decoder = tokenizer.stream(continues=True)
     for _, id in generate(model, [tokenizer.encode(prompt)], sampling=sampling or Sampling(0.8), **options):

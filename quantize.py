@@ -1,15 +1,14 @@
-"""Fewer bytes per weight: a model quantized in memory, a draft made of it, a folder written layer by layer.
+"""Weight-only quantization of a folder, layer by layer, and the choice of int4 codes.
 
-    quantize_model      a model in memory, its Linears replaced one by one
-    quantized_copy      the model's quantized self, for drafting
-    gptq, search_range  codes chosen by what real inputs show; ranges chosen by least squared error
-    main                python quantize.py: a folder or GGUF file in, a quantized folder out
+    gptq            int4 codes that keep the products with calibration inputs
+    search_range    int4 ranges with the least squared error
+    main            python quantize.py: a folder or GGUF file in, a quantized folder out
 
-Formats and the Linears that own them stand in weights/, and may be used from here: FORMATS, Format, QuantizedLinear …
-This file does not know kernels, sampling or ranks.
+Programs also import from here: quantize_tensor, dequantize_tensor, Format and FORMATS (weights/formats.py), and
+quantize_model and quantized_copy (weights/walker.py).
 """
 
-if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C does from the first moment on
+if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from the first moment on
     import cli  # noqa: F401
 
 import argparse
@@ -38,41 +37,41 @@ from weights.walker import quantize_model, quantized_copy, replace_linears  # no
 # ------------------------------------------------------------------------------------------ calibration
 
 METHODS = ("rtn", "search", "gptq")
-DAMPING = 0.01  # of the mean diagonal, added to it
-BLOCK_COLUMNS = 128  # columns whose errors are spread among themselves before the rest hears of them
+DAMPING = 0.01  # fraction of the mean diagonal that is added to the diagonal
+BLOCK_COLUMNS = 128  # columns after whose errors all remaining columns are updated
 
 
 def search_range(w: Tensor, format: Int4, importance: Tensor | None = None, steps: int = 20) -> tuple[Tensor, Tensor]:
-    """(low, high) of each group, shrunk together to the fraction (1, 0.975, … 0.525) with the least squared error.
+    """(low, high) of each group (out, in / g), scaled by the factor of 1, 0.975, … 0.525 with the least squared error.
 
-    w (out, in / g, g); importance (in / g, g): weight of each input's error, such as its mean square.
+    w (out, in / g, g); importance (in / g, g): the factor of each input's error, such as its mean square.
     """
     low, high = w.amin(-1), w.amax(-1)
-    best = torch.full_like(low, math.inf)
-    found = low.clone(), high.clone()
+    min_error = torch.full_like(low, math.inf)
+    best_range = low.clone(), high.clone()
     for step in range(steps):
-        shrunk = low * (1 - step / 40), high * (1 - step / 40)
-        error = (format.dequantize(format.with_range(w, *shrunk)).view_as(w) - w) ** 2
+        candidate = low * (1 - step / 40), high * (1 - step / 40)
+        error = (format.dequantize(format.with_range(w, *candidate)).view_as(w) - w) ** 2
         error = (error if importance is None else error * importance).sum(-1)  # (out, in / g)
-        better = error < best
-        best = torch.where(better, error, best)
-        found = tuple(torch.where(better, new, old) for new, old in zip(shrunk, found))
-    return found
+        is_better = error < min_error
+        min_error = torch.where(is_better, error, min_error)
+        best_range = tuple(torch.where(is_better, new, old) for new, old in zip(candidate, best_range))
+    return best_range
 
 
 @torch.no_grad()
 def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
-    """Int4 parts of w (out, in) that keep w @ x for the inputs x whose sum of x x^T is `hessian` (in, in).
+    """Int4 parts of w (out, in) that keep w @ x for inputs x with the sum of x x^T = `hessian` (in, in).
 
-    Frantar et al., arXiv:2210.17323: columns are rounded one after the other, each one's error spread over those still
-    to come by the inverse Hessian's Cholesky factor. The columns with the largest diagonal go first; ranges of groups
-    are fixed before ("static groups"), so that the stored layout is that of any other int4 weight. In float64.
+    Frantar et al., arXiv:2210.17323: columns are rounded one after the other, and the error of each is spread over the
+    remaining ones by the inverse Hessian's Cholesky factor. The columns with the largest diagonal go first. The groups'
+    ranges are fixed before ("static groups"), so that the stored layout stays the usual one. In float64.
     """
     w, hessian = w.double().clone(), hessian.double().clone()
     diagonal = hessian.diagonal()
-    dead = diagonal == 0  # inputs that never occurred: any weight will do
+    dead = diagonal == 0  # inputs that are always 0: any weight will do
     importance = diagonal.float().unflatten(0, (-1, format.group))
-    diagonal[dead] = diagonal[~dead].mean() if diagonal.any() else 1  # of the others' size, so that damping is theirs
+    diagonal[dead] = diagonal[~dead].mean() if diagonal.any() else 1  # the mean stays, and so does the damping
     w[:, dead] = 0
     grouped = w.float().unflatten(1, (-1, format.group))
     parts = format.with_range(grouped, *search_range(grouped, format, importance))
@@ -100,14 +99,14 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
 
 
 def sum_of_squares(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
-    """Sum of x x^T (in, in) over every input that `linear` meets while `run` runs, in float64."""
+    """The sum of x x^T (in, in), float64, over every input x of `linear` while `run` runs."""
     total = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=linear.weight.device)
 
-    def meet(_, inputs) -> None:
+    def add_input(_, inputs) -> None:
         x = inputs[0].reshape(-1, linear.in_features)  # (rows, in)
         total.add_((x.T @ x).double())
 
-    hook = linear.register_forward_pre_hook(meet)
+    hook = linear.register_forward_pre_hook(add_input)
     try:
         run()
     finally:
@@ -116,11 +115,13 @@ def sum_of_squares(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
 
 
 def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], object]) -> float:
-    """Quantize a block's Linears in the order in which they compute; `run` runs the block on the calibration text. The
-    inputs that choose a Linear's codes went through the quantized Linears before it. Returns the relative error."""
+    """Quantize a block's Linears in the order in which they compute; return the relative error of the weights.
+
+    `run` runs the block on the calibration text, so that a Linear's inputs come from the quantized Linears before it.
+    """
     format, squares = FORMATS[scheme], [0.0, 0.0]
 
-    def quantized(name: str, linear: nn.Linear) -> QuantizedLinear:
+    def quantize(name: str, linear: nn.Linear) -> QuantizedLinear:
         w, parts = linear.weight.detach().float(), None
         if method == "gptq":
             hessian = sum_of_squares(linear, run)  # zeros for an expert that no token chose: it is rounded
@@ -128,11 +129,11 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
         elif method == "search":
             grouped = w.unflatten(1, (-1, format.group))  # (out, in) -> (out, in / g, g)
             parts = format.with_range(grouped, *search_range(grouped, format))
-        found = QuantizedLinear.from_float(linear, scheme, parts)
-        formats.add_squares(squares, found.dequantized(torch.float32), w)
-        return found
+        quantized = QuantizedLinear.from_float(linear, scheme, parts)
+        formats.add_squares(squares, quantized.dequantized(torch.float32), w)
+        return quantized
 
-    replace_linears(block, quantized)
+    replace_linears(block, quantize)
     return math.sqrt(squares[0] / max(squares[1], 1e-30))
 
 
@@ -161,10 +162,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_request(args: argparse.Namespace, config: Config, stored: str | None) -> None:
-    """ValueError for what cannot be done, before anything is read."""
+    """ValueError for arguments that cannot work, before any weight is read. Sets the default of --context."""
     output = Path(args.output)
     if stored:
-        raise ValueError(f"{args.checkpoint}: is stored in {stored} already; take the original")
+        raise ValueError(f"{args.checkpoint}: is stored in {stored} already; use the original")
     if args.scheme is None and (args.head or args.method != "rtn" or not is_gguf(Path(args.checkpoint))):
         raise ValueError("--scheme is missing; only a .gguf file becomes a folder of plain weights without it")
     for scheme in filter(None, (args.scheme, args.head)):
@@ -187,27 +188,27 @@ def check_request(args: argparse.Namespace, config: Config, stored: str | None) 
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    """Write the quantized folder, under another name until it is whole. One layer at a time is in full precision."""
+    """Write the quantized folder, under another name until it is complete. One layer at a time is in full precision."""
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
-    check_request(args, config, checkpoint.stored_in(folder / "config.json"))
+    check_request(args, config, checkpoint.stored_scheme(folder / "config.json"))
     dtypes = {"bfloat16", "float16", "float32"}
     dtype = getattr(torch, args.dtype or (config.dtype if config.dtype in dtypes else "bfloat16"))
     stored, read = checkpoint.open_folder(folder, config)
-    config = replace(config, tie_embeddings=stored.tied)
-    for note in () if is_gguf(folder) else stored.notes:
-        print(f"{folder}: {note}", file=sys.stderr)
+    config = replace(config, tie_embeddings=stored.tie_embeddings)
+    for message in () if is_gguf(folder) else stored.notes:
+        print(f"{folder}: {message}", file=sys.stderr)
     checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
     if is_gguf(folder) and dtype != torch.float32:
-        rounded = f"weights of other types are rounded to {str(dtype).removeprefix('torch.')}"
-        print(f"{folder}: {rounded}; --dtype float32 keeps them as they are", file=sys.stderr)
-    exact = args.method == "gptq" or is_gguf(folder)  # codes stand for more than 16 bits of a weight
-    model = checkpoint.empty_model(config, torch.float32 if exact else dtype)
+        rounding = f"weights of other types are rounded to {str(dtype).removeprefix('torch.')}"
+        print(f"{folder}: {rounding}; --dtype float32 keeps them as they are", file=sys.stderr)
+    needs_float32 = args.method == "gptq" or is_gguf(folder)  # their weights have more than 16 bits
+    model = checkpoint.empty_model(config, torch.float32 if needs_float32 else dtype)
     names = checkpoint.names_by_shard(model)
-    # Do other programs read what will be written? They know one format a folder, and none of an embedding.
+    # compressed-tensors has one format per folder and none for an embedding; transformers loads no quantized experts.
     heads = (None,) if config.tie_embeddings else (None, args.scheme)
-    plain = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
-    plain = plain and not config.n_experts  # transformers fuses a layer's experts, and takes no quantized ones
+    is_portable = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
+    is_portable = is_portable and not config.n_experts
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         checkpoint.allocate(module, args.device)
     if config.tie_embeddings:
@@ -217,44 +218,45 @@ def run(args: argparse.Namespace) -> None:
         check_finite(model.get_submodule(name), f"{folder}: {name}.")
     states = calibration_states(args, model) if args.method == "gptq" else []
     files, desc = {}, f"{args.method} {args.scheme}" if args.scheme else "unpack"
-    with checkpoint.whole_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
+    with checkpoint.complete_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
 
         def write(number: int) -> None:
             file = partial / checkpoint.shard_name(number + 1, len(names))
-            files.update(checkpoint.write_tensors(file, model, checkpoint.names_by_shard(model)[number], dtype, plain))
+            shard = checkpoint.names_by_shard(model)[number]
+            files.update(checkpoint.write_tensors(file, model, shard, dtype, is_portable))
 
         for number, layer in enumerate(bar):
             checkpoint.allocate(layer, args.device)
             checkpoint.fill(model, names[number], read)
             check_finite(layer, f"{folder}: layers.{number}.")
-            through = functools.partial(run_block, model, number, states)
+            forward = functools.partial(run_block, model, number, states)
             if args.scheme:
-                bar.set_postfix(error=f"{quantize_block(layer, args.scheme, args.method, through):.4f}")
-            states = through()
+                bar.set_postfix(error=f"{quantize_block(layer, args.scheme, args.method, forward):.4f}")
+            states = forward()
             write(number)
             layer.to("meta")
-            formats.release()
+            formats.release_memory()
         quantize_model(model, None, args.head)
         write(len(model.layers))
         copy_files(folder, partial)
         hf = checkpoint.read_json(folder / "config.json") | {"quantization": {"method": args.method}}
         hf |= {"dtype": str(dtype).removeprefix("torch.")} if args.dtype or is_gguf(folder) else {}
-        checkpoint.write_config(partial, model, hf, plain)
+        checkpoint.write_config(partial, model, hf, is_portable)
         checkpoint.write_index(partial, files)
-    before, after = (sum(file.stat().st_size for file in checkpoint.shards(where)) for where in (folder, output))
+    before, after = (sum(file.stat().st_size for file in checkpoint.shards(path)) for path in (folder, output))
     ratio = f"{before / after:.2f} times smaller" if after < before else f"{after / before:.2f} times larger"
-    readers = "transformers reads it as compressed-tensors" if plain else "other programs refuse it"
+    readers = "transformers reads it as compressed-tensors" if is_portable else "other programs refuse it"
     print(f"{output}: {after / 1e6:.1f} MB, {ratio}{f'; {readers}' if args.scheme else ''}", file=sys.stderr)
 
 
-def check_finite(module: nn.Module, where: str) -> None:
+def check_finite(module: nn.Module, prefix: str) -> None:
     for name, parameter in module.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"{where}{name}: weights hold NaN or infinity; a scale cannot be taken over them")
+            raise ValueError(f"{prefix}{name}: weights hold NaN or infinity; a scale cannot be taken over them")
 
 
 def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Tensor]:
-    """Embedded windows of the calibration text, spread over it, in batches (8, T, D)."""
+    """Embedded windows, spread evenly over the calibration text, in batches (8, T, D)."""
     tokenizer = load_tokenizer(args.checkpoint)
     ids = tokenizer.encode(Path(args.calibration).read_text(encoding="utf-8"), bos=False)
     size = args.context
@@ -262,13 +264,13 @@ def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Ten
     if count < 1:
         raise ValueError(f"{args.calibration}: {len(ids)} tokens are fewer than one window of {size}")
     stride = len(ids) // count
-    before = tokenizer.encode("")  # BOS where encoding a text adds one
-    rows = torch.tensor([before + ids[i * stride : i * stride + size] for i in range(count)], device=args.device)
+    bos = tokenizer.encode("")  # empty where encoding a text adds no BOS
+    rows = torch.tensor([bos + ids[i * stride : i * stride + size] for i in range(count)], device=args.device)
     return [scaled(model.embed(batch), model.config.embed_scale) for batch in rows.split(8)]
 
 
 def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Tensor]:
-    """What layer `number` makes of each (B, T, D)."""
+    """The outputs of layer `number` for its inputs (B, T, D)."""
     if not states:
         return []
     pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)

@@ -106,9 +106,10 @@ def verify_step(
 
     # VERIFY: the target's distribution at K + 1 positions.
     pos = state.pos[:, None] + torch.arange(K + 1, device=state.pos.device)  # (B, K + 1)
-    tokens = torch.cat((state.tokens.gather(1, pos[:, :1]), draft_tokens), dim=1)  # (B, K + 1)
+    state.tokens.scatter_(1, pos[:, 1:], draft_tokens)  # scratch space, where penalties see them
+    tokens = state.tokens.gather(1, pos)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
-    processed = state.processed(logits, pos, tokens)  # (B, K + 1, V)
+    processed = state.process_logits(logits, pos)  # (B, K + 1, V)
     p = sampling.distribution(processed, state.kind, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
@@ -123,7 +124,7 @@ def verify_step(
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
     n = state.accepted.copy_(n).clamp(min=0)
     decided = torch.cat((draft_tokens, token), dim=1).scatter(1, n[:, None], token)  # (B, K + 1)
-    state.note(logits, processed, decided, draft_probs)
+    state.record_logprobs(logits, processed, decided, draft_probs)
     state.commit(decided, n)
 
 
@@ -167,7 +168,7 @@ class Drafter(nn.Module):
         return k
 
     def update(self, state: nn.Module) -> None:
-        """Called after every step, drafted or plain: writes to state.has_match (B,) which rows have a draft."""
+        """Called after every step, drafted or plain: writes to state.can_draft (B,) which rows have a draft."""
 
     def catch_up(self, state: nn.Module, lag: int) -> None:
         """Called before a round when up to `lag` tokens of a row were decided without this drafter."""
@@ -211,6 +212,8 @@ class ModelDraft(Drafter):
     def draw(self, state: nn.Module, h: Tensor, pos: Tensor) -> None:
         """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the proposal."""
         logits = self.model.head(h)[..., : self.vocab]  # (B, T, V) of the shorter vocabulary
+        # All T draws see the tokens before the first of them: PARD draws them at once.
+        logits = state.penalize(logits, (pos[:, :1] - 1).expand_as(pos))
         q = sampling.distribution(logits, state.kind, state.values)
         noise = uniform(state.seed[:, None].expand_as(pos), pos, DRAFT_DRAW)  # (B, T)
         token = state.broadcast(draw(q, noise, state.kind).clamp(min=0))
@@ -297,7 +300,7 @@ class CustomDraft(Drafter):
 
 # ---------------------------------------------------------------------------------------- draft length
 
-AUTO_K = (1, 2, 3, 5, 8)  # what `auto` chooses from, besides 0
+AUTO_K = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay

@@ -21,7 +21,7 @@ into a results file with the commit, the hardware and the command; a later run o
                   bytes are those of the experts that a token takes
     first_token   start of `python generate.py` on the demo until its first byte of text
 
-`--plot` draws every results file in benchmarks/, a PNG beside each, and makes the tables of the READMEs anew; by itself
+`--plot` draws every results file in benchmarks/, a PNG beside each, and makes the tables of the pages anew; by itself
 it measures nothing.
 
 Whatever is compared runs in turn, A B A B …, each in a process of its own that waits while the others run, with the
@@ -46,7 +46,7 @@ import torch
 import tp
 from benchmarks.plots import draw
 from benchmarks.record import commit as git_commit
-from benchmarks.tables import fill
+from benchmarks.tables import PAGES, fill
 from cli.errors import ending_plainly
 from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
 from decoding.runner import Rows
@@ -54,7 +54,7 @@ from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
 from drafts.ngram import NgramDraft
 from generate import Engine, Timing, generate
-from loading.checkpoint import load_model, random_model, save_model, write_whole
+from loading.checkpoint import load_model, random_model, save_model, write_atomically
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
@@ -779,11 +779,11 @@ def write_results(
         "torch": torch.__version__, "command": command, "rows": sorted(new.values(), key=lambda row: row["id"]),
     }  # fmt: skip
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text))  # a full disk must not take what was measured before
+    write_atomically(file, lambda partial: partial.write_text(text))  # a full disk must not take older measurements
 
 
 def show(root: Path) -> None:
-    """Make the pictures of benchmarks/*.json, and the tables of both READMEs, anew."""
+    """Make the pictures of benchmarks/*.json, and the tables of the pages, anew."""
     rows = []
     for file in sorted((root / "benchmarks").glob("*.json")):
         results = json.loads(file.read_text())
@@ -791,7 +791,7 @@ def show(root: Path) -> None:
             continue
         draw(results["rows"], file.with_suffix(".png"), f"{results['hardware']}, torch {results['torch']}")
         rows += results["rows"]
-    for file in (root / "README.md", root / "benchmarks" / "README.md"):
+    for file in (root / page for page in PAGES):
         file.write_text(fill(file.read_text(), rows))
 
 

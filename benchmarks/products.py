@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.bench import READ_BYTES, read_bandwidth
-from weights.cpu import ROWS, PackedInt8, PackedWeights, from_digits, to_digits
+from weights.cpu import FAST_ROWS, PackedInt8, PackedWeights, from_digits, to_digits
 from weights.formats import dequantize_tensor, quantize_tensor
 
 BYTES = 4e8  # of one format's weights, over all copies
@@ -66,7 +66,7 @@ def bfloat16(N: int, K: int) -> dict[str, tuple]:
         "F.linear": ([lambda x, w=w: F.linear(x, w) for w in weights], truth),
         "torch.mv": ([lambda x, w=w: torch.mv(w, x[0])[None] for w in weights], truth, (1,)),
         "oneDNN, packed once": (prepacked(weights, 1), truth),
-        f"oneDNN, packed once, at least {ROWS} rows": (prepacked(weights, ROWS), truth),
+        f"oneDNN, packed once, at least {FAST_ROWS} rows": (prepacked(weights, FAST_ROWS), truth),
         "Inductor, multiply and sum": (rows_of(weights), truth),
         "Inductor, frozen": (frozen(weights), truth),
         "Inductor, frozen, CPP GEMM template": (frozen(weights, **templates), truth),
@@ -88,17 +88,17 @@ def int8(N: int, K: int) -> dict[str, tuple]:
     def rounded(x: Tensor, pack: PackedInt8) -> Tensor:  # activations of 8 bits, a scale a row: what llama.cpp does
         step = x.float().abs().amax(1, keepdim=True) / 127
         digits = ((x / step).round() + 128).to(torch.uint8)
-        return (pack.multiply(F.pad(digits, (0, 0, 0, max(0, ROWS - len(x)))))[: len(x)] * step).to(x.dtype)
+        return (pack.multiply(F.pad(digits, (0, 0, 0, max(0, FAST_ROWS - len(x)))))[: len(x)] * step).to(x.dtype)
 
     scale16 = scale.bfloat16()
-    padded = f"oneDNN qlinear, two digits, at least {ROWS} rows"
+    padded = f"oneDNN qlinear, two digits, at least {FAST_ROWS} rows"
     return {
         "_weight_int8pack_mm": ([lambda x, w=w: torch._weight_int8pack_mm(x, w, scale16) for w in codes], truth),
         "cast, F.linear": ([lambda x, w=w: F.linear(x, w.to(x.dtype)) * scale16 for w in codes[:4]], truth),
         "Inductor, multiply and sum": ([lambda x, f=f: f(x) * scale16 for f in rows_of(codes)], truth),
         "oneDNN qlinear, 8-bit activations": ([lambda x, p=p: rounded(x, p) for p in packs], truth),
         "oneDNN qlinear, two digits": ([lambda x, p=p: in_digits(x, p, 1) for p in packs], truth),
-        padded: ([lambda x, p=p: in_digits(x, p, ROWS) for p in packs], truth),
+        padded: ([lambda x, p=p: in_digits(x, p, FAST_ROWS) for p in packs], truth),
     }  # fmt: skip
 
 

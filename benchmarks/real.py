@@ -37,10 +37,11 @@ from unittest import mock
 import cli.main
 from benchmarks.bench import ROOT, Worker, close, row, write_results
 from benchmarks.peers import write_bf16
+from cli.answers import Answer
 from cli.errors import ending_plainly
 from cli.flags import Parser, parse_args, positive
-from cli.output import Answer, Session
 from cli.prompts import Request, conversation_ids
+from cli.session import Session
 from loading.tokenizer import load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"

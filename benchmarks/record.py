@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from loading.checkpoint import write_whole
+from loading.checkpoint import write_atomically
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,4 +27,4 @@ def record(file: Path, found: dict) -> None:
         "commit": commit(), "date": str(datetime.date.today()), "torch": torch.__version__,
     }  # fmt: skip
     text = json.dumps(about | found, indent=1, ensure_ascii=False) + "\n"
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_atomically(file, lambda partial: partial.write_text(text, encoding="utf-8"))

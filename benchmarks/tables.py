@@ -1,10 +1,11 @@
-"""Results files as Markdown tables, written between marks in a text: the figures that README.md shows.
+"""Results files as Markdown tables, written between marks in a text: the figures that the pages show.
 
     fill        a text with its tables made anew from the rows
     TABLES      name in a mark -> the function that makes that table
+    PAGES       the pages that hold tables
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. `python -m benchmarks.bench --plot` fills README.md and
-benchmarks/README.md; a test holds that they show what the files say. What was not measured is a dash.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. `python -m benchmarks.bench --plot` fills the pages; a
+test compares them with the files. A dash stands for a figure that was not measured.
 """
 
 import re
@@ -12,8 +13,18 @@ import re
 from benchmarks.plots import RATED
 from weights.formats import FORMATS, SCHEMES
 
+PAGES = ("README.md", "benchmarks/README.md", "docs/measured.md")
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
+SUMMARY = {
+    "1.1B shape in bf16, over llama.cpp 0.3.36, CPU": "1b.bf16.vs_llamacpp",
+    "the same in int4-g32, over llama.cpp's Q4_0, CPU": "1b.int4-g32.vs_llamacpp",
+    "the same in bf16, over gpt-fast HEAD, compiled, CPU": "1b.bf16.vs_gptfast",
+    "the same in bf16, over transformers 5.23, eager, CPU": "1b.bf16.vs_transformers",
+    "SmolLM2-135M, Q4_1 file, over llama.cpp on the same file, CPU": "smollm2.q4_1.vs_llamacpp",
+    "SmolLM2-135M in bf16, drafted by itself in int4-g32, over plain decoding, CPU": "smollm2.spec.quantized.speedup",
+    "Llama 3.1 8B in bf16, over gpt-fast HEAD, GPU": "8b.bf16.vs_gptfast",
+}
 RATES = {
     "quickdraft, compiled, tok/s": "1b.{}.compiled.tok_s",
     "quickdraft, eager, tok/s": "1b.{}.tok_s",
@@ -77,6 +88,11 @@ MOE = {
 FILLED = (100, 1000, 4000, 16_000)
 
 
+def summary(rows: dict[str, dict]) -> list[list[str]]:
+    lines = [[label, cell(rows, id) if id in rows else "not measured"] for label, id in SUMMARY.items()]
+    return [["decoding one row, compiled", "median (min–max)"], *lines]
+
+
 def rates(found: dict[str, dict]) -> list[list[str]]:
     return [["", *RATED], *([label, *(cell(found, id.format(kind)) for kind in RATED)] for label, id in RATES.items())]
 
@@ -127,8 +143,8 @@ def quality(found: dict[str, dict]) -> list[list[str]]:
 
 
 TABLES = {
-    "rates": rates, "others": others, "real": real, "moe": moe, "context": context, "drafts": drafts,
-    "quality": quality,
+    "summary": summary, "rates": rates, "others": others, "real": real, "moe": moe, "context": context,
+    "drafts": drafts, "quality": quality,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly
 from cli.flags import Parser
-from loading.checkpoint import save_model, write_whole
+from loading.checkpoint import save_model, write_atomically
 from loading.config import config_from_hf
 from model import Transformer
 from scripts.distill_draft import adamw, init_weights, learning_rate, update
@@ -58,7 +58,7 @@ def train_tokenizer(text: Path, output: Path) -> None:
         unk_id=0, bos_id=BOS, eos_id=EOS, eos_piece=END_OF_STORY, user_defined_symbols=[END_OF_STORY],
         num_threads=1, minloglevel=1,
     )  # fmt: skip
-    write_whole(output / "tokenizer.model", lambda partial: partial.write_bytes(model.getvalue()))
+    write_atomically(output / "tokenizer.model", lambda partial: partial.write_bytes(model.getvalue()))
 
 
 class Windows:
@@ -147,7 +147,7 @@ def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transf
             score = evaluate(model, heldout[: args.eval_rows])
             bar.write(f"step {step + 1}: train {loss.item():.4f} held-out {score:.4f}", file=sys.stderr)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            write_whole(state_file, lambda partial, state=state: torch.save(state, partial))
+            write_atomically(state_file, lambda partial, state=state: torch.save(state, partial))
     return model.eval()
 
 

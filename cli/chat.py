@@ -6,9 +6,10 @@ import itertools
 import os
 import sys
 
-from cli.output import Answer, Session
+from cli.answers import Answer
 from cli.prompts import DEFAULT_NEW_TOKENS, Request, conversation_ids, template_names
 from cli.report import RowStatistics, rate
+from cli.session import Session
 
 HELP = """/reset  start a new conversation
 /drop   when the context is full: drop the oldest turns and send the message again
@@ -52,7 +53,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     print(f"context of {limit} positions; /help lists the commands, end of file ends", file=sys.stderr)
     unsent = None  # a message that the context had no room for
     for turn in itertools.count():
-        text = ranks.tell(read_line() if ranks.rank == 0 else None)
+        text = ranks.broadcast_object(read_line() if ranks.rank == 0 else None)
         if text is None or text.strip() == "/exit":
             return
         if text.strip() == "/reset":
@@ -68,13 +69,14 @@ def chat(session: Session, args: argparse.Namespace) -> None:
             room, text, num_dropped = args.max_new_tokens or min(DEFAULT_NEW_TOKENS, limit // 4), unsent, 0
             while len(messages) > len(opening):
                 turns = [*messages, {"role": "user", "content": text}]
-                if len(ranks.tell(conversation_ids(tokenizer, turns, **template_names(args)))) + room <= limit:
+                ids = ranks.broadcast_object(conversation_ids(tokenizer, turns, **template_names(args)))
+                if len(ids) + room <= limit:
                     break
                 del messages[len(opening) : len(opening) + 2]  # a question and its answer
                 num_dropped += 1
             print(f"[{num_dropped} turns dropped]", file=sys.stderr)
         turns = [*messages, {"role": "user", "content": text}]
-        prompt = ranks.tell(conversation_ids(tokenizer, turns, **template_names(args)))
+        prompt = ranks.broadcast_object(conversation_ids(tokenizer, turns, **template_names(args)))
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; "

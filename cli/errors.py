@@ -157,3 +157,23 @@ def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
         return max(1, min(here, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # another system, or "max": no quota
         return here
+
+
+def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
+    """Bytes that may still be allocated on the device; infinity where the system does not say. On a CPU what the
+    machine or a container's limit leaves, caches of files counted as free (Linux, cgroups v2)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = math.inf
+    with contextlib.suppress(OSError, ValueError):
+        free = 1024 * number_of("/proc/meminfo", "MemAvailable:")
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        used = number_of(f"{folder}/memory.current") - number_of(f"{folder}/memory.stat", "inactive_file")
+        free = min(free, number_of(f"{folder}/memory.max") - used)
+    return max(0, free)
+
+
+def number_of(file: str, name: str = "") -> int:
+    """The number behind a name in a file of the system."""
+    words = Path(file).read_text().split()
+    return int(words[words.index(name) + 1 if name else 0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from cli.errors import fail
 from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
 from decoding.kv_8bit import KINDS
-from decoding.logits import RepetitionPenalty
+from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
 from loading.tokenizer import StopStrings
 from tp import launched
@@ -81,7 +81,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("prompt")
     source, add = group.add_mutually_exclusive_group(), group.add_argument
     source.add_argument("--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"')
-    jsonl = 'one a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for stdin'
+    jsonl = (
+        'one a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for stdin, where a pipe is'
+        " answered line by line (under torchrun: once it has ended)"
+    )
     source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
     add("--system", metavar="TEXT", help="system message for --interactive")
@@ -90,21 +93,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tools", type=a_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
     add("--prefill", default="", metavar="TEXT", help="how each answer begins")
     add("--prompt_cache", metavar="FILE", help="what was computed of a prompt, read from and written to this file")
-    add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of one prompt")
+    add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of"
+        " --prompt; of a file, up to 32 that fit in memory; of a pipe, up to 8")  # fmt: skip
     add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
 
     add = parser.add_argument_group("what is drawn").add_argument
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token; default: 0.8")
-    add("--top_k", type=int, metavar="N", help="keep the N most likely tokens")
-    add("--top_p", type=float, metavar="P", help="keep the most likely tokens that together reach this mass")
-    add("--min_p", type=float, metavar="P", help="keep tokens at least this likely relative to the most likely one")
-    add(
-        "--repetition_penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="of tokens that stood before; default: 1, none",
-    )
+    for name, setting in SETTINGS.items():
+        default = 0.8 if name == "temperature" else getattr(Sampling(), name)
+        usual = "" if default is None else f"; default: {default:g}"
+        add(f"--{name}", type=setting.type, default=default, metavar="N", help=setting.help.replace("%", "%%") + usual)
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
 
     add = parser.add_argument_group("when it ends").add_argument
@@ -138,16 +135,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("under torchrun").add_argument
     add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
         help="divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
+    add("--tp", type=positive, metavar="N", help="ranks that hold one model; each N of them are a replica, and replicas"
+        " share the lines of --prompt_file; default: all ranks")  # fmt: skip
     add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for another rank; default: 600")
 
     add = parser.add_argument_group("what is reported").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
+    add("--output", metavar="FILE", help="append --json's lines to this file instead; what it answers already is not"
+        " decoded again")  # fmt: skip
     add("--ordered", action="store_true", help="--json in the file's order; default: each line as soon as its row ends")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
-        " before temperature, penalty and filters")  # fmt: skip
+        " before penalties, temperature and filters")  # fmt: skip
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
     args = parser.parse_args(argv)
-    args.batch_size = args.batch_size or args.num_samples
+    args.json = args.json or args.output is not None
+    if args.prompt_file is None:
+        args.batch_size = args.batch_size or args.num_samples
     return args
 
 
@@ -156,9 +159,10 @@ def check_options(args: argparse.Namespace) -> None:
     drafts = args.draft or args.draft_checkpoint
     sampling_of(args)
     StopStrings(args.stop)
-    processor_of(args)
     check_names(args.chat_template_kwargs)
     chats = args.interactive or args.prompt_file
+    world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
+    tp = args.tp or world
     for wrong, message in (
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
         (args.max_new_tokens is not None and args.max_new_tokens < 1,
@@ -180,6 +184,9 @@ def check_options(args: argparse.Namespace) -> None:
         (not drafts and (args.show_drafts or (args.speculate_k is not None and not args.one_width)),
          "--speculate_k and --show_drafts need --draft_checkpoint or --draft"),
         (args.one_width and args.speculate_k == "auto", "--one_width needs a --speculate_k that is a number"),
+        (world % tp, f"--tp {tp}: {world} ranks cannot be divided into replicas of {tp}"),
+        (tp < world and not args.prompt_file,
+         f"--tp {tp}: {world} ranks are {world // tp} replicas, which share the lines of a --prompt_file: give one"),
         (args.prompt_cache and launched(), "--prompt_cache is one process's: start it without torchrun"),
         *((file and not os.access(Path(file).resolve().parent, os.W_OK),
            f"--{name} {file}: its folder does not exist or cannot be written to")
@@ -191,10 +198,6 @@ def check_options(args: argparse.Namespace) -> None:
         if scheme is not None:
             format_of(scheme)
     speculate_k(args)
-
-
-def processor_of(args: argparse.Namespace) -> RepetitionPenalty | None:
-    return None if args.repetition_penalty == 1 else RepetitionPenalty(args.repetition_penalty)
 
 
 def speculate_k(args: argparse.Namespace) -> int | str:

@@ -16,7 +16,7 @@ import torch
 from cli.errors import interrupts_held
 from decoding.sampling import Sampling
 from generate import Engine
-from loading.checkpoint import config_of, load_config, load_model, random_model
+from loading.checkpoint import load_config, load_model, random_model, read_config
 from loading.drafts import check_draft, load_drafter, pick_dtype
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.vocabularies import read_json
@@ -78,7 +78,7 @@ def unused_settings(args: argparse.Namespace) -> None:
 
 
 def target_config(args: argparse.Namespace) -> Config:
-    return config_of(Path(args.random_weights)) if args.random_weights else load_config(args.checkpoint)
+    return read_config(Path(args.random_weights)) if args.random_weights else load_config(args.checkpoint)
 
 
 def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:

@@ -6,35 +6,43 @@
 import argparse
 import contextlib
 import functools
-import json
+import math
+import os
 import sys
-from collections import deque
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from cli.chat import chat
-from cli.errors import end_with_launcher, ending_plainly, print_error, silent, use_threads
-from cli.flags import check_options, parse_args, processor_of, speculate_k
+from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
+from cli.flags import check_options, parse_args, speculate_k
 from cli.load import compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
-from cli.output import Answer, Session
+from cli.output import Output, ResultFile, print_skipped, unanswered
+from cli.pipe import is_open_pipe, piped_answers
 from cli.prompt_cache import PromptCache
 from cli.prompts import Request, encoded, requests, sampling_of
-from cli.report import report
+from cli.replicas import Replicas
+from cli.report import position_bytes, report
+from cli.session import Session
 from decoding.kv_8bit import KINDS
 from decoding.sampling import KINDS as KINDS_OF_SAMPLING
 from decoding.scheduler import common_prefix
-from decoding.timing import Timing
 from decoding.validation import check_lengths
 from generate import Engine
-from loading.files import write_whole
-from tp import Ranks, join, local_device
+from loading.checkpoint import fingerprints
+from loading.files import open_shards, shards, write_atomically
+from model import Transformer
+from speculative import AUTO_K, Drafter
+from tp import Ranks, join, launched, local_device
+from weights.walker import batch_invariant_rows
 
 COMPILED_PROMPTS = (
     8192  # tokens of prompts from which on compiling saves a CPU more than it takes (benchmarks/NOTES.md)
 )
-CHAT_LENGTH = 4096  # positions of an interactive session, where --max_seq_length does not say
+CHAT_LENGTH = 4096  # positions of an interactive session or a pipe, where --max_seq_length does not say
+MAX_ROWS, MAX_PIPED_ROWS = 32, 8  # of a file and of a pipe at a time, where --batch_size does not say
 
 
 @ending_plainly(reader_may_leave=True, joins_ranks=True)
@@ -43,26 +51,48 @@ def main(args: argparse.Namespace | None = None) -> None:
     check_options(args)
     device = pick_device(local_device(args.device))
     end_with_launcher()
-    ranks = join(device, args.timeout)
+    everyone = join(device, args.timeout)
+    ranks = everyone.replica(args.tp or everyone.world)
     threads = use_threads(args.threads)
-    with silent(ranks.rank > 0):
-        ranks.check_same(lambda: settings(args))
-        asked, broken = ranks.tell(requests(args) if ranks.rank == 0 and not args.interactive else ([], []))
-        skip(broken, asked)
+    with silent(everyone.rank > 0):
+        everyone.check_same(lambda: settings(args))
+        replicas, piped = Replicas(everyone, ranks), is_open_pipe(args)
+        file = ResultFile(args.output) if args.output and replicas.is_root else None
+        reads = replicas.is_root and not args.interactive and not piped
+        lines, broken = everyone.broadcast_object(requests(args) if reads else ([], []))
+        answered = everyone.broadcast_object(file.answered if file else {})
+        skip(broken, lines)
+        if replicas.count > 1 and not args.random_weights:
+            checkpoint = Path(args.checkpoint)  # ranks of a replica compare theirs while loading
+            everyone.check_same(lambda: fingerprints(checkpoint, open_shards(shards(checkpoint))))
         cache = PromptCache(args)
-        session, rows, refused = open_session(args, asked, device, ranks)
+        session, rows, refused = open_session(
+            args, lines, device, ranks, piped=piped, answered=answered, num_replicas=replicas.count
+        )
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
             session.choose_threads(threads)
-        prefixes = cache.around(session.engine, [row.ids for row in rows])
-        with prefixes, profiled(args.profile if ranks.rank == 0 else None):
+        prompts = [row.ids for row in rows]
+        with cache.around(session.engine, prompts), profiled(args.profile if replicas.is_root else None):
             if args.interactive:
                 chat(session, args)
-            output = Output(session, rows, args)
-            for answer in session.decode(output.answers):
-                output.add(answer)
-        if rows:
+            with Output(session, rows, args, replicas, file, piped) as output:
+                if piped:
+                    answers = piped_answers(session, args, output, answered, prompts)
+                else:
+                    answers = (output.answer(rows[number], number) for number in replicas.numbers(len(rows)))
+                session.after_step = output.poll
+                for answer in session.decode(answers):
+                    output.add(answer)
+                output.wait_for_others(len(rows))
+        if output.answers:
             report(output.timings(), session.engine)
-        if broken or refused or output.has_errors:
+        if replicas.count > 1:
+            seconds = time.perf_counter() - output.start
+            rate = f"{output.num_tokens} tokens in {seconds:.1f} s, {output.num_tokens / seconds:.1f} tok/s"
+            print(f"these are the first replica's; all {replicas.count} together: {rate}", file=sys.stderr)
+        if everyone.broadcast_object(
+            bool(broken or refused or output.has_errors)
+        ):  # until then no rank ends another by its status
             sys.exit(2)
 
 
@@ -71,68 +101,27 @@ run = main.__wrapped__
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """What all ranks must have been told alike. Folders and files may lie elsewhere on another machine."""
-    files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "profile", "tools")
+    files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "output", "profile", "tools")
     given = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **given}
 
 
-class Output:
-    """Ended answers on stdout. A single text streams. With --json a line appears as soon as its row ends, or with
-    --ordered in the rows' order; texts appear in that order, each under its prompt."""
-
-    def __init__(self, session: Session, rows: list[Request], args: argparse.Namespace):
-        self.engine, self.as_json, self.in_order = session.engine, args.json, args.ordered or not args.json
-        streaming = len(rows) == 1 and not args.json
-        if streaming:
-            # On a terminal the answer continues the prompt's line; in a log each has its own.
-            print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-        self.answers = [Answer(row, session.printer(row.stop, streaming)) for row in rows]
-        self.waiting, self.ended, self.has_errors = deque(self.answers), set(), False
-
-    def add(self, answer: Answer) -> None:
-        """Show an answer that has ended, once its turn has come. ValueError for the error of a prompt of no file."""
-        if error := answer.request.error:
-            if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
-                error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
-            if answer.row.place is None:
-                raise error
-            print_error(f"{answer.row.place}: {error}")
-            self.has_errors = True
-        self.ended.add(answer)
-        if not self.in_order:
-            self.show(answer)
-        while self.in_order and self.waiting and self.waiting[0] in self.ended:
-            self.show(self.waiting.popleft())
-
-    def show(self, answer: Answer) -> None:
-        if answer.request.error is not None or answer.printer.streaming:
-            return
-        if self.as_json:
-            print(json.dumps(answer.result(self.engine)), flush=True)
-        else:
-            print(answer.row.text, end="", file=sys.stderr, flush=True)
-            print("".join(answer.printer.coloured_pieces), flush=True)
-
-    def timings(self) -> list[Timing]:
-        """Of rows one after the other, or of all that ran together."""
-        requests = [answer.request for answer in self.answers]
-        return [Timing([request]) for request in requests] if self.engine.batch_size == 1 else [Timing(requests)]
-
-
-def skip(broken: list[str], left: list) -> None:
-    """Name what cannot be decoded. Without anything left to decode, end."""
+def skip(broken: list[str], rest: list) -> None:
+    """Name what cannot be decoded. Without anything else to decode, end."""
     for message in broken:
         print_error(message)
-    if broken and not left:
+    if broken and not rest:
         sys.exit(2)
 
 
 def open_session(
-    args: argparse.Namespace, asked: list[Request], device: torch.device, ranks: Ranks, num_slots: int | None = None
-) -> tuple[Session, list[Request], list[str]]:
-    """Load, and make and warm up an engine that these requests fit in, or of `num_slots` for requests of all kinds that
-    come later. Also the requests' samples, and an error for each line that does not fit."""
+    args: argparse.Namespace, lines: list[Request], device: torch.device, ranks: Ranks, num_slots: int | None = None,
+    piped: bool = False, answered: dict | None = None, num_replicas: int = 1,
+) -> tuple[Session, list[Request], list[str]]:  # fmt: skip
+    """Load, and make and warm up an engine that these requests fit in, or, of `num_slots` or for a pipe, one for
+    requests of all kinds that come later. Also the requests' samples but those that --output's file has `answered`, and
+    an error for each line that does not fit."""
     config = target_config(args)
     longest = config.max_seq_length
     limit = longest if args.max_seq_length is None else args.max_seq_length
@@ -145,25 +134,53 @@ def open_session(
         limit = min(limit, drafter.model.config.max_seq_length)
     unused_settings(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
-    rows, refused = ranks.tell(encoded(asked, args, tokenizer, limit, check))
-    skip(refused, rows)
+    samples, refused = ranks.broadcast_object(encoded(lines, args, tokenizer, limit, check))
+    skip(refused, samples)
+    rows = unanswered(samples, answered or {})
+    print_skipped(args.output, len(samples) - len(rows))
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
     prompted = sum(len(row.ids) for row in rows)
     prompted -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
+    length = limit if args.max_seq_length else length
+    has_known_rows = num_slots is None and not piped
+    if num_slots is None and args.batch_size is None:
+        max_rows = MAX_PIPED_ROWS if piped else min(MAX_ROWS, math.ceil(len(rows) / num_replicas))
+        num_slots = ranks.broadcast_object(default_batch_size(args, max_rows, length, model, drafter))
+        if max_rows > 1:
+            print(f"{num_slots} rows are decoded at a time; --batch_size sets another number", file=sys.stderr)
+    num_slots = num_slots or (args.batch_size if piped else min(args.batch_size, len(rows) or 1))
     engine = Engine(
-        model, num_slots or min(args.batch_size, len(rows) or 1), limit if args.max_seq_length else length,
+        model, num_slots, length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, process=processor_of(args), logprobs=args.logprobs,
-        kind=KINDS[args.kv_cache_dtype],
+        one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
-    sampling, stop_ids = sampling_of(args), ranks.tell(frozenset() if args.ignore_eos else tokenizer.stop_ids)
-    kinds = KINDS_OF_SAMPLING if num_slots else kinds_of(rows)
-    warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
-    chooses_threads = device.type == "cpu" and ranks.world == 1 and args.threads is None
-    costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2) if chooses_threads else {}
+    sampling, stop_ids = (
+        sampling_of(args),
+        ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids),
+    )
+    kinds, costs = kinds_of(rows) if has_known_rows else KINDS_OF_SAMPLING, {}
+    if rows or not samples:  # else all is answered
+        warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
+        if device.type == "cpu" and ranks.world == 1 and args.threads is None:
+            costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2)
     coloured = args.show_drafts and not args.json and sys.stdout.isatty()
     return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
+
+
+def default_batch_size(
+    args: argparse.Namespace, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
+) -> int:
+    """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free memory, and as a step can
+    have in which each row rounds as it does alone."""
+    device, k = model.norm.weight.device, speculate_k(args)
+    K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
+    models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
+    kind = KINDS[args.kv_cache_dtype]
+    row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)
+    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() and device.type == "cpu" else 1
+    max_fitting = free_memory(device) / 2 / num_sharing // row_bytes
+    return int(max(1, min(max_rows, max_fitting, batch_invariant_rows(model) // (K + 1) or max_rows)))
 
 
 def kinds_of(rows: list[Request]) -> list[str]:
@@ -178,7 +195,7 @@ def profiled(file: str | None) -> Iterator[None]:
     with torch.profiler.profile() if file else contextlib.nullcontext() as trace:
         yield
     if file:
-        write_whole(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
+        write_atomically(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
 
 
 if __name__ == "__main__":

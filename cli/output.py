@@ -1,183 +1,191 @@
-"""Token ids as they are decided -> text on stdout, or JSON lines. This file knows no flag, file or prompt format.
+"""Ended answers -> stdout, or the file of --output, in the order that the flags ask for.
 
-Printer         one answer: its ids, its text up to a stop string, and where each piece came from
-Answer          a request of cli/prompts.py on its way through an engine
-Session         an engine, and how to decode with it
+    Result          an ended answer, as it is shown and as it travels between replicas
+    Output          results of all replicas, in the order in which they end or that of the rows
+    ResultFile      the JSON lines of --output: what an earlier run has answered, and what this one adds
+    unanswered      the rows that no earlier run has answered
+
+This file decodes nothing and knows no prompt format.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import argparse
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
-import decoding.scheduler as scheduler
-from cli.errors import interrupts_held
-from cli.prompts import Request
-from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, origin, peak_memory_gb, rate, speculative
-from cli.threads import Threads
-from decoding.sampling import Sampling
+from cli.answers import Answer
+from cli.errors import print_error
+from cli.prompts import Request, row_key
+from cli.replicas import Replicas
+from cli.session import Session
 from decoding.timing import Timing
-from generate import Engine
-from loading.tokenizer import StopStrings, Tokenizer
 
-COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
+POLL_S = 0.1  # how long Ctrl-C may wait for a pipe, and the result of another replica
+MAX_TIMINGS = 1000  # answers of an open pipe that the report at its end is about
 
 
-class Printer:
-    """One answer. With `streaming`, text appears on stdout as it is decided; with `coloured` it shows the origin of its
-    tokens."""
+class Result(NamedTuple):
+    number: int  # of the row
+    text: str | None = None  # for stdout; None: there is none, or it has been streamed
+    prompt: str | None = None  # for stderr, before the text
+    error: str | None = None
+    num_tokens: int = 0
+
+
+class ResultFile:
+    """--output. ValueError where the file holds other things than results; a last line without end, which a crash has
+    left, is cut off."""
+
+    def __init__(self, name: str):
+        self.answered: dict[str, tuple] = {}  # row_key -> (ids of the prompt, seed)
+        try:
+            if Path(name).is_file():
+                self.read(name)
+            self.file = open(name, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"--output {name}: {error.strerror}") from None
+
+    def read(self, name: str) -> None:
+        *lines, rest = Path(name).read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                result = json.loads(line)
+                self.answered[row_key(result)] = result["prompt_tokens"], result["seed"]
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                raise ValueError(f"--output {name}: line {number} is no result of --json; name another file") from None
+        if rest:
+            if not rest.startswith(b"{"):
+                raise ValueError(f"--output {name}: its last line is no result of --json; name another file")
+            os.truncate(name, sum(len(line) + 1 for line in lines))
+
+    def write(self, line: str) -> None:
+        print(line, file=self.file, flush=True)
+
+
+def unanswered(rows: Iterable[Request], answered: dict[str, tuple]) -> list[Request]:
+    """ValueError where a row's answer is one to another prompt or seed."""
+    rows, remaining = list(rows), []
+    for row in rows:
+        earlier = answered.get(row_key(row.labels()))
+        if earlier is None:
+            remaining.append(row)
+        elif (row.ids, row.seed) != tuple(earlier):
+            label = {key: value for key, value in row.labels().items() if key != "seed"}
+            raise ValueError(f"--output: {label} is answered there for another prompt or seed; name another file")
+    return remaining
+
+
+def print_skipped(file: str | None, num_rows: int) -> None:
+    if num_rows:
+        print(f"{file} answers {num_rows} rows already: skipped", file=sys.stderr)
+
+
+class Output:
+    """Shows results on rank 0. A single text streams. With --json a line appears as soon as its row ends, or with
+    --ordered in the rows' order; texts appear in that order, each under its prompt. At Ctrl-C, what has ended and waits
+    for its turn is shown too. A bar on a terminal's stderr counts rows."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_ids: frozenset[int], stops: Sequence[str] = (), streaming: bool = False,
-        coloured: bool = False,
+        self, session: Session, rows: list[Request], args: argparse.Namespace, replicas: Replicas,
+        file: ResultFile | None = None, piped: bool = False,
     ):  # fmt: skip
-        self.stop_ids, self.streaming, self.coloured = stop_ids, streaming, coloured
-        self.stops, self.stream = StopStrings(stops), tokenizer.stream(continues=True)
-        self.ids: list[int] = []
-        self.pieces: list[str] = []
-        self.coloured_pieces: list[str] = []
-
-    @property
-    def at_stop_string(self) -> bool:
-        return self.stops.stopped
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-    def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
-        self.ids.append(id)
-        if id not in self.stop_ids:
-            self._add(self.stops.feed(self.stream.feed(id)), origin)
-
-    def _add(self, text: str, origin: int = PLAIN_TOKEN) -> None:
-        colour = COLOURS.get(origin) if self.coloured and text else None
-        self.pieces.append(text)
-        self.coloured_pieces.append(f"{colour}{text}\033[0m" if colour else text)
-        if self.streaming and text:
-            print(self.coloured_pieces[-1], end="", flush=True)
-
-    def close(self) -> None:
-        """Release held-back bytes and end the line."""
-        self._add(self.stops.feed(self.stream.flush()) + self.stops.flush())
+        self.session, self.engine, self.replicas, self.file = session, session.engine, replicas, file
+        self.as_json, self.in_order = args.json, args.ordered or not args.json
+        self.streaming = len(rows) == 1 and not args.json
         if self.streaming:
-            print(end="\n" if self.ids else "", flush=True)
+            # On a terminal the answer continues the prompt's line; in a log each has its own.
+            print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+        self.answers: deque[Answer] = deque(maxlen=MAX_TIMINGS if piped else None)
+        self.num_started = self.num_received = self.num_tokens = 0
+        self.next_number, self.waiting, self.has_errors = 0, {}, False
+        self.start, self.polled = time.perf_counter(), 0.0
+        has_bar = args.prompt_file is not None and not piped and not self.streaming and sys.stderr.isatty()
+        self.bar = tqdm(total=len(rows), unit="row", disable=not has_bar, file=sys.stderr, leave=False)
 
-    def finish_reason(self) -> str:
-        at_stop = self.ids and self.ids[-1] in self.stop_ids
-        return "stop" if self.at_stop_string or at_stop else "length"
+    def __enter__(self) -> "Output":
+        return self
 
+    def __exit__(self, kind, *error) -> None:
+        if kind is KeyboardInterrupt:
+            self.poll(0)
+            for _, result in sorted(self.waiting.items()):
+                self.show(result)
+        self.bar.close()
 
-@dataclass(eq=False)
-class Answer:
-    """A request with what becomes of it. `request` is the engine's, once it has been added."""
+    def answer(self, row: Request, number: int | None = None) -> Answer:
+        """The answer that a row will have; `number`: of the row, by default one after the other."""
+        number = self.num_started if number is None else number
+        self.answers.append(Answer(row, self.session.printer(row.stop, self.streaming), number=number))
+        self.num_started += 1
+        return self.answers[-1]
 
-    row: Request
-    printer: Printer
-    request: scheduler.Request | None = None
+    def add(self, answer: Answer) -> None:
+        """Show or send an answer that has ended. ValueError for the error of a prompt of no file."""
+        if error := answer.request.error:
+            if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
+                error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
+            if answer.row.place is None:
+                raise error
+            result = Result(answer.number, error=f"{answer.row.place}: {error}")
+        elif answer.printer.streaming:
+            result = Result(answer.number)
+        elif self.as_json:
+            result = Result(answer.number, json.dumps(answer.result(self.engine)))
+        else:
+            result = Result(answer.number, "".join(answer.printer.coloured_pieces), answer.row.text)
+        result = result._replace(num_tokens=len(answer.printer.ids))
+        if self.replicas.is_first:
+            self.receive(result)
+        else:
+            self.replicas.send(result)
 
-    def feed(self) -> bool:
-        """Print the tokens that the request got since the last call. Has the answer ended?"""
-        printer, request = self.printer, self.request
-        while len(printer.ids) < len(request.tokens) and not printer.at_stop_string:
-            number = len(printer.ids)
-            record = request.token_records[number] if request.token_records else None
-            printer.feed(request.tokens[number], origin(record) if record else PLAIN_TOKEN)
-        return printer.at_stop_string or request.finish_reason is not None
+    def poll(self, every_s: float = POLL_S) -> None:
+        """Show what other replicas have sent, if it is so long ago that this was done last."""
+        if (now := time.perf_counter()) - self.polled >= every_s:
+            self.polled = now
+            for result in self.replicas.received():
+                self.receive(Result(*result))
 
-    def cut(self) -> None:
-        """Forget the tokens that a round decided behind a stop string."""
-        request, num_tokens = self.request, len(self.printer.ids)
-        del request.tokens[num_tokens:], request.token_records[num_tokens:]
+    def wait_for_others(self, num_rows: int) -> None:
+        while self.replicas.is_root and self.num_received < num_rows:
+            self.poll(0)
+            time.sleep(POLL_S / 5)
 
-    def result(self, engine: Engine) -> dict:
-        """The JSON object of DESIGN's contract."""
-        request, timing, ids = self.request, Timing([self.request]), self.printer.ids
-        return self.row.labels() | {
-            "prompt_tokens": request.prompt, "tokens": ids, "text": self.printer.text,
-            "finish_reason": self.printer.finish_reason(), "cached_tokens": request.num_reused,
-            "decode_tok_s": rate(len(ids) - 1, request.decode_s), "ttft_s": request.ttft_s,
-            "prefill_tok_s": rate(timing.prompt_tokens, request.prefill_s),
-            "bandwidth_gb_s": rate(bytes_read(engine, timing), timing.decode_s) / 1e9,
-            "peak_memory_gb": peak_memory_gb(engine.device), "speculative": speculative(engine, [timing], 0),
-            **logprobs(request, len(ids)),
-        }  # fmt: skip
+    def refuse(self, message: str) -> None:
+        print_error(message)
+        self.has_errors = True
 
+    def receive(self, result: Result) -> None:
+        self.num_received, self.num_tokens = self.num_received + 1, self.num_tokens + result.num_tokens
+        self.bar.set_postfix_str(f"{self.num_tokens / (time.perf_counter() - self.start):.1f} tok/s", refresh=False)
+        self.bar.update()
+        if result.error is not None:
+            self.refuse(result.error)
+        if not self.in_order:
+            self.show(result)
+            return
+        self.waiting[result.number] = result
+        while self.next_number in self.waiting:
+            self.show(self.waiting.pop(self.next_number))
+            self.next_number += 1
 
-def logprobs(request: scheduler.Request, num_tokens: int) -> dict:
-    """The "logprobs" of the JSON contract, where they were asked for; null stands for minus infinity."""
-    if not request.top_logprobs:
-        return {}
-    return {
-        "logprobs": [
-            [{"id": int(id), "logprob": log_p if log_p > -math.inf else None} for id, log_p in token]
-            for token in request.top_logprobs[:num_tokens]
-        ]
-    }
+    def show(self, result: Result) -> None:
+        if result.text is None:
+            return
+        with tqdm.external_write_mode():
+            if result.prompt is not None:
+                print(result.prompt, end="", file=sys.stderr, flush=True)
+            (self.file.write if self.file else lambda text: print(text, flush=True))(result.text)
 
-
-@dataclass
-class Session:
-    """An engine, and how one run of the program decodes with it."""
-
-    engine: Engine
-    tokenizer: Tokenizer
-    sampling: Sampling
-    stop_ids: frozenset[int]
-    coloured: bool = False
-    threads: Threads | None = None  # to be chosen while decoding
-    costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
-    observed: object = None  # the step that `threads` has heard of last
-
-    def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
-        return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
-
-    def decode(self, answers: Iterable[Answer]) -> Iterator[Answer]:
-        """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
-        request failed has an `error`. Ctrl-C ends all between two tokens; what was printed stays."""
-        engine, answers, running = self.engine, iter(answers), {}
-        try:
-            with interrupts_held() as interrupts:
-                while not interrupts:
-                    while len(engine.requests) < engine.batch_size and (answer := next(answers, None)) is not None:
-                        running[self.start(answer)] = answer
-                    if not running:
-                        return
-                    engine.step()
-                    self.observe_step()
-                    for id in [id for id, answer in running.items() if answer.feed()]:
-                        answer = running.pop(id)
-                        answer.cut()
-                        engine.abort(id)  # a stop string has ended it, if it runs still
-                        answer.printer.close()
-                        yield answer
-        finally:
-            for id, answer in running.items():
-                engine.abort(id)
-                answer.printer.close()
-
-    def start(self, answer: Answer) -> int:
-        row = answer.row
-        id = self.engine.add_request(
-            row.ids, sampling=row.sampling or self.sampling, max_new_tokens=row.max_new_tokens,
-            stop_ids=self.stop_ids, seed=row.seed,
-        )  # fmt: skip
-        answer.request = self.engine.requests[id]
-        return id
-
-    def choose_threads(self, num_threads: int) -> None:
-        """Let the number of threads follow the steps' times, from now on and up to so many."""
-        self.threads = Threads(num_threads, self.use_threads)
-
-    def use_threads(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        if num_threads in self.costs:
-            self.engine.use_costs(self.costs[num_threads])
-
-    def observe_step(self) -> None:
-        """Let the number of threads follow the steps' times."""
-        step = self.engine.last_step
-        if self.threads is not None and step is not self.observed:
-            self.observed = step
-            self.threads.observe((len(step.positions), step.k), step.seconds)
+    def timings(self) -> list[Timing]:
+        """Of rows one after the other, or of all that ran together."""
+        requests = [answer.request for answer in self.answers]
+        return [Timing([request]) for request in requests] if self.engine.batch_size == 1 else [Timing(requests)]

@@ -22,8 +22,8 @@ from torch import Tensor
 from decoding.runner import caches_by_name
 from decoding.scheduler import common_prefix
 from generate import Engine
-from loading.checkpoint import config_of, fingerprints
-from loading.files import open_shards, shards, write_whole
+from loading.checkpoint import fingerprints, read_config
+from loading.files import open_shards, shards, write_atomically
 from loading.vocabularies import plain_file
 
 FORMAT = "a prompt cache of quickdraft, 1"
@@ -101,7 +101,7 @@ class PromptCache:
         tensors = contents(engine, slot, ids, is_long)
         tensors = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         metadata = self.origin | dtypes(engine) | checksum(tensors)
-        write_whole(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
+        write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
         print(f"{self.file}: {len(ids)} tokens written", file=sys.stderr)
 
 
@@ -116,7 +116,7 @@ def compare(theirs: dict, ours: dict) -> None:
 
 def origin(args: argparse.Namespace) -> dict[str, str]:
     """What keys and values follow from, as far as flags and files tell: not where the files are."""
-    config_of(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
+    read_config(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
     found, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
         found[flag] = json.dumps(path and checkpoint_identity(Path(path)))

@@ -1,4 +1,4 @@
-"""What is asked: --prompt, a file of prompts or of conversations -> requests with token ids.
+"""--prompt, or the lines of a file or an open pipe, prompts or conversations -> requests with token ids.
 
 This file knows text and tokenizers, and nothing of models.
 """
@@ -6,20 +6,18 @@ This file knows text and tokenizers, and nothing of models.
 import argparse
 import dataclasses
 import json
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from decoding.sampling import Sampling
-from loading.tokenizer import ContentError, Tokenizer, joined
+from decoding.sampling import SETTINGS, Sampling
+from loading.tokenizer import ContentError, Tokenizer, join_parts
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
-SAMPLED = tuple(field.name for field in dataclasses.fields(Sampling))  # a line may have its own
 NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
-KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SAMPLED, *NAMES}
+KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *NAMES}
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
 WANTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
@@ -38,6 +36,7 @@ class Request(NamedTuple):
     sampling: Sampling | None = None  # None, and so below: as the flags say
     stop: list[str] | None = None
     names: dict | None = None  # tools, prefill and template's names
+    line: int | None = None  # its number in the file, where no `id` of its own tells it from other lines
 
     def encode(self, tokenizer: Tokenizer, names: dict | None = None) -> list[int]:
         if self.messages is None:
@@ -46,7 +45,13 @@ class Request(NamedTuple):
 
     def labels(self) -> dict:
         """What tells results apart."""
-        return ({} if self.id is None else {"id": self.id}) | {"seed": self.seed, "sample": self.sample}
+        line = {} if self.line is None else {"line": self.line}
+        return ({} if self.id is None else {"id": self.id}) | line | {"seed": self.seed, "sample": self.sample}
+
+
+def row_key(labels: dict) -> str:
+    """(id, sample), or (number of the line, sample), of a request's labels or of its result."""
+    return json.dumps([labels.get("line"), None if "line" in labels else labels.get("id"), labels.get("sample")])
 
 
 def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
@@ -55,23 +60,41 @@ def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
     if args.prompt_file is None:
         if not args.prompt:
             raise ValueError("--prompt is empty: give it at least one character")
-        return [Request(args.prompt)], []
+        return [Request(args.prompt, line=1)], []
     name = "stdin" if args.prompt_file == "-" else args.prompt_file
     try:
         text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: {error}") from None
-    lines = re.split("\r?\n", text.removeprefix("\ufeff"))  # a byte order mark
-    places = [(f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not places:
-        raise ValueError(f"{name}: holds no prompt")
-    jsonl, asked, broken = places[0][1].lstrip().startswith("{"), [], []
-    for place, line in places:
+    items = list(parsed_lines(text.split("\n"), name, args))
+    return [item for item in items if isinstance(item, Request)], [item for item in items if isinstance(item, str)]
+
+
+def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.Namespace) -> Iterator:
+    """A Request for each line that is not empty, or the error of one that holds none; None, where there is no line yet,
+    stays None. ValueError without any prompt."""
+    number, jsonl, ids = 0, None, set()
+    for line in lines:
+        if line is None:
+            yield None
+            continue
+        number += 1
+        place = f"{name}, line {number}"
         try:
-            asked.append(jsonl_request(line, place, args) if jsonl else Request(line, place=place))
+            line = line.decode() if isinstance(line, bytes) else line
+            line = line.removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")  # a byte order mark
+            if not line.strip():
+                continue
+            jsonl = line.lstrip().startswith("{") if jsonl is None else jsonl
+            request = jsonl_request(line, place, args) if jsonl else Request(line, place=place)
         except ValueError as error:
-            broken.append(f"{place}: {error}")
-    return asked, broken
+            yield f"{place}: {error}"
+            continue
+        id = None if request.id is None else json.dumps(request.id)
+        yield request._replace(line=number if id is None or id in ids else None)
+        ids.add(id)
+    if jsonl is None:
+        raise ValueError(f"{name}: holds no prompt")
 
 
 def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
@@ -100,14 +123,10 @@ def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
             raise ValueError(f'"{key}": {n!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}')
     if unknown := sorted(found.keys() - KEYS):
         raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
-    own = {key: found[key] for key in SAMPLED if found.get(key) is not None}
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in own.values()):
-        raise ValueError(f"{own}: settings of sampling are numbers")
-    sampling = (
-        Sampling(**{key: own.get(key, getattr(args, key, getattr(Sampling(), key))) for key in SAMPLED})
-        if own
-        else None
-    )
+    settings = {key: found[key] for key in SETTINGS if found.get(key) is not None}
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in settings.values()):
+        raise ValueError(f"{settings}: settings of sampling are numbers")
+    sampling = dataclasses.replace(sampling_of(args), **settings) if settings else None
     stop = [found["stop"]] if isinstance(found.get("stop"), str) else found.get("stop")
     if stop is not None and not (isinstance(stop, list) and all(isinstance(each, str) and each for each in stop)):
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
@@ -121,7 +140,7 @@ def content_of(message: dict) -> object:
     """A message's text; none where it calls tools instead. ContentError, LookupError or TypeError for anything else."""
     if message.get("tool_calls") and message.get("content") is None:
         return ""
-    return joined(message["content"])
+    return join_parts(message["content"])
 
 
 def check_finite(line: dict) -> None:
@@ -169,7 +188,7 @@ def conversation_ids(
     if any(message.get("tool_calls") for message in messages):
         raise ValueError("this folder has no chat template for tool_calls")
     return tokenizer.encode(
-        "\n".join([*(joined(message["content"]) for message in messages), *[prefill] * bool(prefill)])
+        "\n".join([*(join_parts(message["content"]) for message in messages), *[prefill] * bool(prefill)])
     )
 
 
@@ -179,16 +198,17 @@ def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SAMPLED})
+    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SETTINGS})
 
 
 def encoded(
-    asked: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable
-) -> tuple[list[Request], list[str]]:
+    asked: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable,
+    warns: bool = True,
+) -> tuple[list[Request], list[str]]:  # fmt: skip
     """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
-    check([ids], [new]) raises ValueError for what does not fit."""
+    check([ids], [new]) raises ValueError for what does not fit. `warns`: where roles are lost."""
     rows, refused = [], []
-    if tokenizer.template is None and any(request.messages for request in asked):
+    if warns and tokenizer.template is None and any(request.messages for request in asked):
         print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
     for request in asked:
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
@@ -196,9 +216,10 @@ def encoded(
         try:
             ids = request.encode(tokenizer, template_names(args))
             own = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
-            whole = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **own)
-            check([ids], [whole.max_new_tokens])
-            rows += [whole._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]
+            row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **own)
+            check([ids], [row.max_new_tokens])
+            row = row._replace(line=row.line if args.output else None)
+            rows += [row._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]
         except ValueError as error:
             if request.place is None:
                 raise

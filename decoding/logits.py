@@ -1,41 +1,47 @@
-"""What may happen to logits before decoding/sampling.py takes them, and what is told of them as the model gave them.
+"""Logits before decoding/sampling.py takes them, and log-probabilities of the unmodified ones.
 
-    RepetitionPenalty   a processor: any function of logits, tokens and positions, position by position
-    log_likeliest       log-probabilities of drawn tokens, and of the likeliest
+    penalize        logit_bias and the penalties of every row, position by position
+    top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
-A processor gives the same for a position whether one is asked for or K + 1 are, so drafting stays lossless with it.
-This file knows no model, no distribution and no text.
+Any function of logits, tokens and positions may process logits too (Engine's `process`). It gives the same for a
+position whether one is computed or K + 1 are, so drafting stays lossless with it. This file knows no model and no text.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
-
-class RepetitionPenalty:
-    """Logits of tokens that stand in prompt or output already, divided by the penalty where positive and multiplied
-    where negative (Keskar et al., arXiv:1909.05858, section 4.1, with the sign that transformers gives it). As any
-    processor of logits it is called with logits (B, T, V) for the tokens behind positions pos (B, T) of tokens (B, S),
-    of which those up to each position are decided or drafted: so every position of a drafted round has its own."""
-
-    def __init__(self, penalty: float):
-        if not 0 < penalty < math.inf:
-            raise ValueError(f"repetition_penalty = {penalty} must be a positive number; 1 for none")
-        self.penalty = penalty
-
-    def __call__(self, logits: Tensor, tokens: Tensor, pos: Tensor) -> Tensor:
-        B, S = tokens.shape
-        index = torch.arange(S, device=tokens.device).expand(B, S)
-        first = torch.full((B, logits.size(-1)), S, device=tokens.device)  # (B, V) where each id stands first
-        first = first.scatter_reduce(1, tokens, index, "amin")
-        stands = first[:, None] <= pos[..., None]  # (B, T, V)
-        return torch.where(stands, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
+from decoding.sampling import PENALTIES, SETTINGS, by_name
 
 
-def log_likeliest(logits: Tensor, tokens: Tensor, n: int) -> Tensor:
-    """logits (B, T, V) before any filter, the drawn tokens (B, T) -> (B, T, 1 + n, 2) float32: id and log-probability
-    of the drawn token and of the n likeliest. Ids below 2^24 are exact."""
+def penalize(
+    logits: Tensor, tokens: Tensor, pos: Tensor, prompt_length: Tensor, values: Tensor, biases: Tensor
+) -> Tensor:
+    """logits (B, T, V) behind positions pos (B, T) of tokens (B, S), of which those up to each position are decided or
+    drafted. prompt_length (B,); values (B, n) and biases (B, 2, N) of the rows' Samplings. A neutral row's logits keep
+    their bits."""
+    V, value_by_name = logits.size(-1), by_name(values, dims=3)
+    index = torch.arange(tokens.size(1), device=tokens.device)  # (S,)
+    is_prompt = index < prompt_length[:, None, None]  # (B, 1, S)
+    is_output = ~is_prompt & (index <= pos[..., None])  # (B, T, S)
+    counts = [sums_by_id(tokens[:, None].expand(mask.shape), mask.float(), V) for mask in (is_prompt, is_output)]
+    ids, bias = biases[:, None, 0].long(), biases[:, None, 1]  # (B, 1, N)
+    penalized = logits + sums_by_id(ids, bias, V)
+    is_penalized = (bias != 0).any(dim=-1, keepdim=True)  # (B, 1, 1)
+    for name in PENALTIES:
+        penalized = SETTINGS[name].penalty(penalized, value_by_name[name], *counts)
+        is_penalized = is_penalized | (value_by_name[name] != SETTINGS[name].neutral)
+    return torch.where(is_penalized, penalized, logits)
+
+
+def sums_by_id(ids: Tensor, weights: Tensor, V: int) -> Tensor:
+    """ids (B, T, N), weights (B, T, N) -> sums (B, T, V). Ids from V on, which a draft does not know, count nowhere."""
+    sums = weights.new_zeros(*ids.shape[:-1], V + 1)
+    return sums.scatter_add(-1, ids.clamp(max=V), weights)[..., :V]
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> Tensor:
+    """logits (B, T, V) before penalties and filters, the drawn tokens (B, T) -> (B, T, 1 + n, 2) float32: id and
+    log-probability of the drawn token and of the n most likely. Ids below 2^24 are exact."""
     log_p = logits.float().log_softmax(dim=-1)
     top = log_p.topk(n, dim=-1)
     ids = torch.cat((tokens[..., None], top.indices), dim=-1)  # (B, T, 1 + n)

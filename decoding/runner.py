@@ -18,7 +18,7 @@ from decoding.exactness import in_blocks, same_attention
 from decoding.slots import State
 from decoding.validation import rounded_up
 from model import Caches, KVCache, Transformer
-from weights.compiling import leave_open
+from weights.compiling import mark_dynamic
 
 
 class ModelRunner:
@@ -81,7 +81,7 @@ class ModelRunner:
         """The caches for a step after which `length` positions are filled."""
         caches = self.caches.slice_to(self.bucket_length(length))
         if self.compile:
-            leave_open(caches.key_pos, 0)
+            mark_dynamic(caches.key_pos, 0)
         return caches
 
     def inputs(self, state: State, begin: int, end: int) -> tuple[Tensor, Tensor, Caches]:
@@ -90,7 +90,7 @@ class ModelRunner:
         tokens = state.tokens[:, begin:end].clamp(max=self.model.config.vocab_size - 1)
         pos = torch.arange(begin, end, device=self.device)
         if self.compile_prompts:
-            leave_open(tokens, 1), leave_open(pos, 0)
+            mark_dynamic(tokens, 1), mark_dynamic(pos, 0)
         return tokens, pos, self.slice_to(end)
 
     def prefill(self, state: State, begin: int, end: int, chunk: int) -> Tensor:

@@ -1,67 +1,162 @@
-"""Logits -> distribution -> token: the one place where temperature, top-k, top-p and min-p are applied.
+"""Logits -> distribution -> token: the settings of a request and the filters, each defined once.
 
     Sampling            the user's settings, checked; `.probs(logits)` and `.sample(logits, noise)`
+    Setting, SETTINGS   the list that flags, keys of JSON and tensors follow
     sample              logits and noise -> token id, which is
     distribution        logits -> float32 probabilities, and
     draw                probabilities and one uniform number a row -> token id
     uniform             the uniform numbers: a hash of (seed, position, purpose)
 
 Plain decoding, drafting and verification all go through these functions; that identity is what makes speculation
-lossless. This file does not know models, positions' meaning or text. V is the vocabulary.
+lossless. This file does not know models, positions' meaning or text; decoding/logits.py applies the penalties. V is the
+vocabulary.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-GREEDY, PLAIN, FILTERED = KINDS = "greedy", "plain", "filtered"  # each kind's code serves the rows of those before it
+# Each kind's code serves the rows of the kinds before it.
+GREEDY, PLAIN, FILTERED, PENALIZED = KINDS = "greedy", "plain", "filtered", "penalized"
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
+MAX_BIASES = 300  # ids of a logit_bias
+FLOAT32 = torch.finfo(torch.float32)
 
 # Purposes of a uniform number: one position may need several independent ones.
 PLAIN_DRAW, DRAFT_DRAW, ACCEPT = range(3)
 
 
+# ---------------------------------------------------------------------------------------------- filters
+
+
+def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
+    bits = _bits(p)
+    return bits >= _threshold(bits, torch.ones_like(bits), top_k.long())
+
+
+def top_p_filter(p: Tensor, top_p: Tensor) -> Tensor:
+    bits, mass = _bits(p), (p * 2.0**40).long()  # integers add up to the same in any order, which a GPU leaves open
+    return bits >= _threshold(bits, mass, (top_p * mass.sum(dim=-1, keepdim=True)).ceil().long())
+
+
+def min_p_filter(p: Tensor, min_p: Tensor) -> Tensor:
+    return p >= min_p * p.amax(dim=-1, keepdim=True)
+
+
+# -------------------------------------------------------------------------------------------- penalties
+
+
+def repetition(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_counts: Tensor) -> Tensor:
+    """Keskar et al., arXiv:1909.05858, section 4.1, with the sign that transformers gives it."""
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(prompt_counts + output_counts > 0, penalized, logits)
+
+
+def presence(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_counts: Tensor) -> Tensor:
+    return logits - penalty * (output_counts > 0)
+
+
+def frequency(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_counts: Tensor) -> Tensor:
+    return logits - penalty * output_counts
+
+
+# --------------------------------------------------------------------------------------------- settings
+
+
+class Setting(NamedTuple):
+    """A number of Sampling. Another one is one field there, and one function here for `filter` or `penalty`."""
+
+    help: str
+    rule: str  # ends the sentence "NAME = VALUE must …"
+    is_valid: Callable[[float], bool]
+    neutral: float  # changes nothing, also in place of None
+    filter: Callable | None = None  # (p (..., V), value) -> whether each token stays (..., V)
+    penalty: Callable | None = None  # (logits, value, counts in the prompt, counts in the output) -> logits
+    type: type = float
+
+
+def setting(default: float | None, *args, **options):
+    return field(default=default, metadata={"setting": Setting(*args, **options)})
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """temperature >= 0 (0: argmax); top_k >= 1, top_p in (0, 1] and min_p in [0, 1], or None for no such filter.
+    """Applied in this order: logit_bias, the penalties, temperature, then the filters in the order of their fields,
+    each on the result of the one before. None is neutral. ValueError for a number out of range.
 
-    Applied in this order: temperature, top-k, top-p on what top-k left, min-p relative to the most likely token.
     The kind is a static choice of code; the values are a tensor, so that changing them compiles nothing.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: float = setting(
+        1.0, "0: the most likely token", f"be 0 (greedy) or a number from {FLOAT32.tiny:.0e} on",
+        lambda x: x == 0 or FLOAT32.tiny <= x <= FLOAT32.max, 1.0,
+    )  # fmt: skip
+    top_k: int | None = setting(
+        None, "keep the N most likely tokens", "be a whole number of tokens; 0 for no limit",
+        lambda x: 0 <= x < 2**62 and x == int(x), 0, filter=top_k_filter, type=int,
+    )  # fmt: skip
+    top_p: float | None = setting(
+        None, "keep the most likely tokens that together reach this mass", "lie in (0, 1]; 1 for no limit",
+        lambda x: 0 < x <= 1, 1.0, filter=top_p_filter,
+    )  # fmt: skip
+    min_p: float | None = setting(
+        None, "keep tokens at least this likely relative to the most likely one", "lie in [0, 1]; 0 for no limit",
+        lambda x: 0 <= x <= 1, 0.0, filter=min_p_filter,
+    )  # fmt: skip
+    repetition_penalty: float = setting(
+        1.0, "divides positive logits of tokens in prompt or output, and multiplies negative ones",
+        "be a positive number; 1 for none", lambda x: 0 < x <= FLOAT32.max, 1.0, penalty=repetition,
+    )  # fmt: skip
+    presence_penalty: float = setting(
+        0.0, "subtracted from the logits of tokens in the output", "lie in [-2, 2]; 0 for none",
+        lambda x: -2 <= x <= 2, 0.0, penalty=presence,
+    )  # fmt: skip
+    frequency_penalty: float = setting(
+        0.0, "the same, once for each time that the token stands there", "lie in [-2, 2]; 0 for none",
+        lambda x: -2 <= x <= 2, 0.0, penalty=frequency,
+    )  # fmt: skip
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit), up to MAX_BIASES ids
 
     def __post_init__(self):
-        smallest = torch.finfo(torch.float32).tiny
-        if not (math.isfinite(self.temperature) and (self.temperature == 0 or self.temperature >= smallest)):
-            raise ValueError(f"temperature = {self.temperature} must be 0 (greedy) or a number from {smallest:.0e} on")
-        if self.top_k is not None and (self.top_k < 0 or self.top_k != int(self.top_k)):
-            raise ValueError(f"top_k = {self.top_k} must be a whole number of tokens; 0 for no limit")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p} must lie in (0, 1]; 1 for no limit")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p = {self.min_p} must lie in [0, 1]; 0 for no limit")
+        for name, setting in SETTINGS.items():
+            if (value := getattr(self, name)) is not None and not setting.is_valid(value):
+                raise ValueError(f"{name} = {value} must {setting.rule}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"logit_bias: {len(self.logit_bias)} tokens are more than the {MAX_BIASES} that fit")
+        for id, bias in self.logit_bias:
+            if not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias: {bias} for token {id} must lie in [-100, 100]")
 
     @property
     def kind(self) -> str:
+        if self.logit_bias or self._changes(PENALTIES):
+            return PENALIZED
         if self.temperature == 0:
             return GREEDY
-        return FILTERED if self.top_k or (self.top_p or 1) < 1 or self.min_p else PLAIN
+        return FILTERED if self._changes(FILTERS) else PLAIN
+
+    def _changes(self, settings: Iterable[str]) -> bool:
+        return any(getattr(self, name) not in (None, SETTINGS[name].neutral) for name in settings)
 
     @cached_property
     def values(self) -> Tensor:
-        """(4,) float32: temperature, top_k, top_p, min_p, with numbers that filter nothing in place of None."""
-        return torch.tensor([self.temperature, self.top_k or math.inf, self.top_p or 1.0, self.min_p or 0.0])
+        """(n,) float32: one number for each of SETTINGS."""
+        values = {name: getattr(self, name) for name in SETTINGS}
+        return torch.tensor([float(SETTINGS[name].neutral if x is None else x) for name, x in values.items()])
+
+    @cached_property
+    def biases(self) -> Tensor:
+        """(2, MAX_BIASES) float32: ids, exact below 2^24, and their biases; zeros add nothing."""
+        pairs = [*self.logit_bias, *[(0, 0.0)] * (MAX_BIASES - len(self.logit_bias))]
+        return torch.tensor(pairs, dtype=torch.float32).T
 
     def probs(self, logits: Tensor) -> Tensor:
-        """logits (..., V) -> probabilities (..., V) float32."""
+        """logits (..., V), penalized already -> probabilities (..., V) float32."""
         return distribution(logits, self.kind, self.values.to(logits.device))
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
@@ -69,8 +164,22 @@ class Sampling:
         return sample(logits, self.kind, self.values.to(logits.device), noise)
 
 
+SETTINGS: dict[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Sampling) if "setting" in f.metadata}
+FILTERS = [name for name, setting in SETTINGS.items() if setting.filter]
+PENALTIES = [name for name, setting in SETTINGS.items() if setting.penalty]
+
+
+def by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
+    """Values of a row (n,) or of rows (B, n) -> those of each setting, () or (B, 1, ...) with so many dimensions."""
+    shape = values.shape[:-1] + (1,) * (dims - 1) if values.dim() > 1 else ()
+    return {name: value.view(shape) for name, value in zip(SETTINGS, values.unbind(-1))}
+
+
+# ------------------------------------------------------------------------------------------ distribution
+
+
 def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax directly: what its one-hot would give."""
+    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, as its one-hot would."""
     if kind == GREEDY:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
@@ -78,9 +187,9 @@ def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
-    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (4,) as in Sampling, or (B, 4) for
+    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (n,) as in Sampling, or (B, n) for
     logits (B, ..., V). Rows of several kinds share the code of the last of them (`common_kind`), and each row has the
-    bits that its own kind's code would give.
+    bits that its own kind's code would give. Penalties are in the logits already.
 
     Greedy is the one-hot of the argmax, the lowest id on ties. A row that holds a NaN or +inf becomes all NaN.
     """
@@ -90,15 +199,19 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     one_hot = torch.where(top.values.isfinite(), one_hot, math.nan)
     if kind == GREEDY:
         return one_hot
-    shape = values.shape[:-1] + (1,) * (logits.dim() - 1) if values.dim() > 1 else ()
-    temperature, top_k, top_p, min_p = (value.view(shape) for value in values.unbind(-1))  # () or (B, 1, ...)
+    value_by_name = by_name(values, logits.dim())
+    temperature = value_by_name["temperature"]
     is_greedy = temperature == 0
     scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
     p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))  # the largest is exp(0): no overflow
     if kind == PLAIN:
         return p
-    is_filtered = ~is_greedy & ((top_k < math.inf) | (top_p < 1) | (min_p > 0))
-    return torch.where(is_filtered, _filtered(p, top_k, top_p, min_p), p)
+    filtered, is_filtered = p, torch.zeros_like(is_greedy)
+    for name in FILTERS:
+        is_neutral = value_by_name[name] == SETTINGS[name].neutral
+        filtered = filtered * (is_neutral | SETTINGS[name].filter(filtered, value_by_name[name]))
+        is_filtered = is_filtered | ~is_neutral
+    return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
 
 
 def common_kind(samplings: Iterable[Sampling]) -> str:
@@ -106,30 +219,12 @@ def common_kind(samplings: Iterable[Sampling]) -> str:
     return max((sampling.kind for sampling in samplings), key=KINDS.index)
 
 
-def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Top-k, then top-p, then min-p of p (..., V); the filters' values broadcast against p."""
-    bits = _bits(p)
-    p = p * (bits >= _cut(bits, torch.ones_like(bits), _whole(top_k)))
-    # A rounded total just under top_p = 1 must not drop the tail, so 1 means no limit, not a mass to reach.
-    mass = (p * 2.0**40).long()  # whole numbers add up to the same in any order, which a GPU leaves open
-    reach = torch.where(top_p < 1, top_p * mass.sum(dim=-1, keepdim=True), math.inf)
-    bits = _bits(p)
-    p = p * (bits >= _cut(bits, mass, _whole(reach)))
-    p = p * (p >= min_p * p.amax(dim=-1, keepdim=True))
-    return p / p.sum(dim=-1, keepdim=True)
-
-
 def _bits(p: Tensor) -> Tensor:
     """Float32 in [0, 1] as int64 in [0, 2^30), in the same order; NaN becomes the largest."""
     return p.view(torch.int32).clamp(0, 2**30 - 1).long()
 
 
-def _whole(x: Tensor) -> Tensor:
-    """x as int64, infinity as more than anything adds up to."""
-    return x.clamp(max=2.0**62).ceil().long()
-
-
-def _cut(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def _threshold(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The largest threshold t (..., 1) such that the weight of {bits >= t} reaches `target`; 0 if none does. int64 all.
 
     A radix search: each digit is found in a histogram of the entries that share the digits so far, two of 15 bits over
@@ -137,18 +232,18 @@ def _cut(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     sorting 128k entries takes 12 ms on a CPU. Equal entries stay or go together.
     """
     size = 15 if bits.size(-1) >= 2**15 else 10
-    cut = torch.zeros_like(bits[..., :1])
-    left = target.expand(cut.shape).clone()  # still to be reached by entries that share the digits of `cut`
+    threshold = torch.zeros_like(bits[..., :1])
+    remaining = target.expand(threshold.shape).clone()  # to be reached by entries that share the threshold's digits
     for shift in range(30 - size, -1, -size):
-        digit = bits >> shift if shift else bits
-        digit = digit & (2**size - 1) if shift < 30 - size else digit
-        histogram = weight.new_zeros(*weight.shape[:-1], 2**size).scatter_add(-1, digit, weight)  # (..., 2^size)
+        digits = bits >> shift if shift else bits
+        digits = digits & (2**size - 1) if shift < 30 - size else digits
+        histogram = weight.new_zeros(*weight.shape[:-1], 2**size).scatter_add(-1, digits, weight)  # (..., 2^size)
         reached = histogram.flip(-1).cumsum(-1).flip(-1)  # weight of this digit and all above
-        found = ((reached >= left).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # (..., 1)
-        left = left - (reached - histogram).gather(-1, found)
-        weight = weight * (digit == found)
-        cut = cut | (found << shift)
-    return cut
+        digit = ((reached >= remaining).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # (..., 1)
+        remaining = remaining - (reached - histogram).gather(-1, digit)
+        weight = weight * (digits == digit)
+        threshold = threshold | (digit << shift)
+    return threshold
 
 
 def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
@@ -156,7 +251,7 @@ def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
 
     The first id whose cumulative mass exceeds noise times the total. Only ids of positive probability count, for the
     total too: a parallel scan may round two equal sums differently, and must neither draw an impossible token nor none.
-    Of a greedy `distribution` there is one id to draw, found without adding anything up.
+    A greedy `distribution` has one id to draw, which needs no sum.
     """
     if kind == GREEDY:
         top, token = p.max(dim=-1)

@@ -89,16 +89,16 @@ class Request:
         `draft_length` (speculative.DraftLength) observes the acceptance; None without a drafter."""
         ids = list(itertools.takewhile(NO_TOKEN.__ne__, step.tokens[row]))
         k = step.k if step.accepted[row] >= 0 else 0
-        self.can_draft = step.has_match[row]
+        self.can_draft = step.can_draft[row]
         if INVALID in ids:
             ids = ids[: ids.index(INVALID)]
             position = self.num_positions + len(ids)
             self.ending = "error", ValueError(f"position {position}: the model's logits are not finite")
         for index, id in enumerate(ids):
             self.tokens.append(id)
-            if step.likeliest is not None:
-                self.top_logprobs.append(step.likeliest[row][index])
-                self.token_probs.append(step.weighed[row][index])
+            if step.top_logprobs is not None:
+                self.top_logprobs.append(step.top_logprobs[row][index])
+                self.token_probs.append(step.token_probs[row][index])
             if draft_length is not None:
                 overlap = step.overlap[row][index] if index < k else 0.0
                 self.token_records.append(TokenRecord(index, k, step.accepted[row], overlap, first=not step.times))

@@ -1,7 +1,7 @@
-"""The slots of a batch as fixed tensors: what every step reads and writes in place.
+"""The slots of a batch as fixed tensors, which every step reads and writes in place.
 
-    State       tokens, positions, ends, samplings of each slot; `fill` gives a slot a request, `commit` appends what a
-                step decided, `park` takes a slot out
+    State       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request, `commit` appends the
+                tokens of a step, `park` takes a slot out
 
 This file knows no model, no step and no text.
 """
@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decoding.logits import log_likeliest
-from decoding.sampling import GREEDY, INVALID, distribution
+from decoding.logits import penalize, top_logprobs
+from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, distribution
 from tp import ALONE, Ranks
 
-NO_TOKEN = -2  # stands in `out` where a step decided nothing: behind what it decided, and in slots that do not decode
+NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
 STOP_SLOTS = 64
 
 
 class State(nn.Module):
-    """B slots of S positions in fixed tensors, which steps read and write in place: replaying a step needs nothing from
-    the host. A row_view of it is a State of a few neighbouring slots.
+    """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed step needs nothing
+    from the host. A row_view of a State is a State of a range of slots.
 
-    `kind` serves the samplings of all rows, a choice of code; everything else may change without compiling. With
-    several ranks, rank 0's decisions go into every rank's state. `process` changes logits (B, T, V), as
-    processors.RepetitionPenalty does. `logprobs`: so many top tokens are recorded beside each decided one while
-    `noting`, a choice of code as `kind` is.
+    `kind` selects the code that serves the samplings of all rows; everything else may change without compiling. With
+    several ranks, rank 0's decisions enter every rank's state. process(logits (B, T, V), tokens (B, S), pos (B, T))
+    returns other logits. `logprobs` is the number of top tokens recorded for each token while `return_logprobs`, which
+    also selects code.
     """
 
     def __init__(
@@ -35,31 +35,32 @@ class State(nn.Module):
         process: Callable | None = None, logprobs: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.process, self.n_likeliest, self.noting = process, logprobs, logprobs is not None
+        self.process, self.num_top_logprobs, self.return_logprobs = process, logprobs, logprobs is not None
         self.kind, self.broadcast, self.parking = GREEDY, ranks.broadcast, S
-        self.k = self.length = 0  # of a round, for drafters: tokens to draft, and positions filled after the round
+        self.k = self.length = 0  # of a round, for drafters: tokens to draft, positions filled after it
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
 
-        fixed("tokens", B, S + K + 2)  # prompt, then what was decided; beyond `pos` a round's scratch space
+        fixed("tokens", B, S + K + 2)  # prompt, then decided tokens; beyond `pos` a round's scratch space
         fixed("pos", B, fill=S)  # index of the last decided token, which no layer has seen yet; S: parked
+        fixed("prompt_length", B)
         fixed("end", B)  # index at which the row is full
         fixed("done", B, fill=True, dtype=torch.bool)
         fixed("seed", B)
         fixed("stop_ids", B, STOP_SLOTS, fill=-1)
-        fixed("drafts", B, fill=True, dtype=torch.bool)  # whether drafted tokens may be proposed for the row
-        fixed("values", B, 4, dtype=torch.float32)  # of the rows' samplings
-        # What the last step decided, for the host: tokens, then NO_TOKEN; of how many drafted tokens (-1: of none);
-        # how well the draft fitted, as the sum of min(p, q) at each drafted position; and whether drafting can go on.
+        fixed("drafts", B, fill=True, dtype=torch.bool)  # may the row's tokens be drafted?
+        fixed("values", B, len(SETTINGS), dtype=torch.float32)  # of the rows' samplings
+        fixed("biases", B, 2, MAX_BIASES, dtype=torch.float32)
+        # The last step's decisions, for the host: tokens, then NO_TOKEN; accepted tokens, -1 if the row had no draft;
+        # the sum of min(p, q) at each drafted position; and whether drafting can go on.
         fixed("out", B, K + 1, fill=NO_TOKEN)
         fixed("accepted", B, fill=-1)
         fixed("overlap", B, K, dtype=torch.float32)
-        fixed("has_match", B, fill=True, dtype=torch.bool)
-        self.register_buffer("likeliest", None), self.register_buffer("weighed", None)
-        if self.noting:
-            fixed("likeliest", B, K + 1, 1 + logprobs, 2, fill=0.0, dtype=torch.float32)  # processors.log_likeliest
-            fixed("weighed", B, K + 1, 2, fill=0.0, dtype=torch.float32)  # p of the target, q of the draft or 0
+        fixed("can_draft", B, fill=True, dtype=torch.bool)
+        if self.return_logprobs:
+            fixed("top_logprobs", B, K + 1, 1 + logprobs, 2, fill=0.0, dtype=torch.float32)  # of decoding/logits.py
+            fixed("token_probs", B, K + 1, 2, fill=0.0, dtype=torch.float32)  # p of the target, q of the draft or 0
 
     def fill(self, slot: int, request) -> None:
         """Write a request (scheduler.Request) into a slot, which stays parked until `activate`. A prompt is padded with
@@ -68,39 +69,46 @@ class State(nn.Module):
         row = torch.full_like(self.tokens[0], prompt[-1], device="cpu")
         row[: len(prompt)] = torch.tensor(prompt)
         self.tokens[slot] = row.to(self.tokens.device)
+        self.prompt_length[slot].fill_(len(prompt))
         self.end[slot].fill_(len(prompt) - 1 + request.max_new_tokens)
         self.seed[slot].fill_(request.seed)
         self.drafts[slot].fill_(request.draft)
         self.stop_ids[slot] = torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids)))
         self.values[slot] = request.sampling.values
+        self.biases[slot] = request.sampling.biases
 
     def activate(self, slot: int, num_tokens: int) -> None:
-        """The prompt, so many tokens, is in the caches: from now on steps decide this slot's tokens."""
+        """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""
         self.pos[slot].fill_(num_tokens - 1)
         self.done[slot].fill_(False)
 
     def park(self, slot: int) -> None:
-        """Steps pass over this slot: they write its keys and values behind all that anybody attends to."""
+        """Let steps skip this slot: they write its keys and values behind all attended positions."""
         self.pos[slot].fill_(self.parking)
         self.done[slot].fill_(True)
 
-    def processed(self, logits: Tensor, pos: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """logits (B, T, V) behind pos (B, T), as they are drawn from. tokens (B, T): which stand there, if drafted."""
-        if self.process is None:
+    def penalize(self, logits: Tensor, pos: Tensor) -> Tensor:
+        """logits (B, T, V) behind pos (B, T) with the rows' penalties, which follow the tokens up to each position."""
+        if self.kind != PENALIZED:
             return logits
-        return self.process(logits, self.tokens if tokens is None else self.tokens.scatter(1, pos, tokens), pos)
+        return penalize(logits, self.tokens, pos, self.prompt_length, self.values, self.biases)
 
-    def note(self, logits: Tensor, own: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
-        """What the model alone thought of these tokens (B, T); and the probabilities that decided: the target's, of the
-        logits as they are drawn from, own (B, T, V), and the draft's, q (B, T - 1, V)."""
-        if not self.noting:
+    def process_logits(self, logits: Tensor, pos: Tensor) -> Tensor:
+        """logits (B, T, V) behind pos (B, T) as they are drawn from."""
+        logits = self.penalize(logits, pos)
+        return logits if self.process is None else self.process(logits, self.tokens, pos)
+
+    def record_logprobs(self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
+        """Of tokens (B, T): log-probabilities by the unmodified logits (B, T, V), and the probabilities that decided,
+        the target's by the processed logits (B, T, V) and the draft's, q (B, T - 1, V)."""
+        if not self.return_logprobs:
             return
-        T, at = tokens.size(1), tokens.clamp(min=0)[..., None]  # (B, T, 1)
-        self.likeliest[:, :T] = log_likeliest(logits, tokens, self.n_likeliest)
-        self.weighed.zero_()
-        self.weighed[:, :T, 0] = distribution(own, self.kind, self.values).gather(2, at)[..., 0]
+        T, index = tokens.size(1), tokens.clamp(min=0)[..., None]  # (B, T, 1)
+        self.top_logprobs[:, :T] = top_logprobs(logits, tokens, self.num_top_logprobs)
+        self.token_probs.zero_()
+        self.token_probs[:, :T, 0] = distribution(processed, self.kind, self.values).gather(2, index)[..., 0]
         if q is not None:
-            self.weighed[:, : T - 1, 1] = q.gather(2, at[:, :-1])[..., 0]
+            self.token_probs[:, : T - 1, 1] = q.gather(2, index[:, :-1])[..., 0]
 
     def commit(self, tokens: Tensor, n_accepted: Tensor | None = None) -> None:
         """Append tokens (B, T), as many as were accepted (B,) and one more, to the rows that are not done, each up to
@@ -115,7 +123,7 @@ class State(nn.Module):
         if n_accepted is not None:
             keep = keep & (index <= n_accepted[:, None])
         self.out.copy_(F.pad(torch.where(keep, tokens, NO_TOKEN), (0, self.out.size(1) - T), value=NO_TOKEN))
-        # What is not kept lands beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs
+        # Rejected tokens land beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs
         # before the host knows must not embed INVALID.
         self.tokens.scatter_(1, position, tokens.clamp(min=0))
         self.pos.add_(keep.sum(dim=1))

@@ -33,9 +33,9 @@ class StepResult(NamedTuple):
     tokens: list[list[int]] | Tensor
     accepted: list[int] | Tensor
     overlap: list[list[float]] | Tensor
-    has_match: list[bool] | Tensor
-    likeliest: list | Tensor | None = None  # (B, K + 1, 1 + n, 2) of ids and log-probabilities, where asked for
-    weighed: list | Tensor | None = None  # (B, K + 1, 2) p and q of what was decided, where asked for
+    can_draft: list[bool] | Tensor
+    top_logprobs: list | Tensor | None = None  # (B, K + 1, 1 + n, 2) of ids and log-probabilities, if recorded
+    token_probs: list | Tensor | None = None  # (B, K + 1, 2) p and q of the decided tokens, if recorded
 
 
 def mark(device: torch.device):
@@ -103,8 +103,8 @@ class Timing:
     row_s = property(lambda self: [request.decode_s for request in self.requests])
     decode_s = property(lambda self: sum(step.seconds for step in self.records))
     tokens = property(lambda self: [r.token_records for r in self.requests if r.token_records])
-    likeliest = property(lambda self: [request.top_logprobs for request in self.requests])
-    weighed = property(lambda self: [request.token_probs for request in self.requests])
+    top_logprobs = property(lambda self: [request.top_logprobs for request in self.requests])
+    token_probs = property(lambda self: [request.token_probs for request in self.requests])
     steps = property(lambda self: len(self.records))
     draft_s = property(lambda self: sum(record.draft_s for record in self.records))
     verify_s = property(lambda self: sum(record.verify_s for record in self.records if record.k))

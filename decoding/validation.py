@@ -3,7 +3,7 @@
     whole_numbers       one number, or one a row -> a list of ints
     one_per_row         one value, or one a row -> a list
     check_lengths       do prompts and new tokens fit in the context, and in the draft's?
-    check_seed          does it fit in 64 bits?
+    check_settings      seed, stop ids and logit_bias of a request
     check_draft_length  is it a number of tokens, or "auto"?
     check_engine        does an existing engine have room for these texts?
     rounded_up          a prompt's length, rounded up to one of a few
@@ -13,7 +13,7 @@ Every ValueError names the row, the number and what would work. This file import
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]:
@@ -69,9 +69,15 @@ def check_engine(engine, model, max_seq_length: int) -> None:
         raise ValueError(f"max_seq_length = {max_seq_length} is over the engine's {limit} positions")
 
 
-def check_seed(seed: int) -> None:
+def check_settings(model, sampling, seed: int, stop_ids: Collection[int], max_stop_ids: int) -> None:
+    """ValueError for a seed of more than 64 bits, too many stop ids, or a logit_bias of unknown tokens."""
+    V = model.config.vocab_size
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed = {seed} must lie between -2^63 and 2^63 - 1: seeds are 64-bit integers")
+    if len(stop_ids) > max_stop_ids:
+        raise ValueError(f"{len(stop_ids)} stop ids are more than the {max_stop_ids} that fit")
+    if unknown := [id for id, _ in sampling.logit_bias if not 0 <= id < V]:
+        raise ValueError(f"logit_bias holds token id {unknown[0]}, outside the vocabulary of {V}")
 
 
 def check_draft_length(k: int | str) -> None:

@@ -56,7 +56,7 @@ def calibrate(engine, sampling: Sampling, length: int, rounds: int) -> dict[int,
     assert 1 <= length < engine.max_seq_length, f"{length} positions filled leave no room in {engine.max_seq_length}"
     costs = {num_rows: costs_of_rows(engine, num_rows, sampling, length, rounds) for num_rows in row_counts(engine)}
     engine.clear()
-    return engine.ranks.tell(costs)  # draft lengths follow from costs: ranks share them
+    return engine.ranks.broadcast_object(costs)  # draft lengths follow from costs: ranks share them
 
 
 def costs_of_rows(engine, num_rows: int, sampling: Sampling, length: int, rounds: int) -> Costs:

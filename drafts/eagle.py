@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from drafts.vocabulary import spread
 from loading.checkpoint import DTYPES, allocate, pieces
 from loading.config import Section, config_from_hf
-from loading.files import check_headers, open_shards, read_json, reading, shards
-from loading.vocabularies import led_by
+from loading.files import check_headers, open_shards, read_json, shards, tensor_reader
+from loading.vocabularies import error_prefix
 from model import Caches, Config, Linear, RMSNorm, Transformer
 from speculative import ModelDraft
 from weights.walker import quantized_copy
@@ -144,7 +144,7 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     """An EAGLE-3 folder for this target, on its device, in its dtype, not packed. ValueError names file and key, or the
     tensor, that does not fit."""
     config, like = target.config, target.norm.weight
-    with led_by(folder / "config.json"):
+    with error_prefix(folder / "config.json"):
         eagle = eagle_of(read_json(folder / "config.json"), config.n_layers, config.dim)
         layer = config_from_hf(eagle.layer)
     readers = open_shards(shards(folder))
@@ -159,7 +159,7 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     maps = {"d2t": ((D,), ("I64", "I32")), "t2d": ((layer.vocab_size,), ("BOOL", "U8"))}
     maps = {name: form for name, form in maps.items() if name in readers or (name == "d2t" and D != V)}
     check_headers(folder, expected | maps, readers, False)
-    read = reading(readers)
+    read = tensor_reader(readers)
     for name, part in places.items():
         part.copy_(read(name))
     target_ids = torch.arange(D) + (read("d2t").long() if "d2t" in maps else 0)
@@ -196,7 +196,7 @@ def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
         if not isinstance(hf.get(key) or {}, dict):
             raise hf.refused(key, "must be an object")
     layer = Section(hf.get("transformer_layer_config") or hf)
-    layer.where = "transformer_layer_config." if layer.keys() != hf.keys() else ""
+    layer.prefix = "transformer_layer_config." if layer.keys() != hf.keys() else ""
     layer["tie_word_embeddings"] = False  # the draft's head is stored
     if layer.size("num_hidden_layers", 1) != 1:
         raise layer.refused("num_hidden_layers", "is not supported; an EAGLE-3 draft of 1 layer is")

@@ -34,7 +34,7 @@ class NgramDraft(Drafter):
         match = (grams == tokens.gather(1, last)[:, None]).all(dim=-1) & (end < pos) & ~state.done[:, None]
         match_end = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
         matched = match_end >= 0
-        state.has_match.copy_(matched[:, 0])
+        state.can_draft.copy_(matched[:, 0])
         period = torch.where(matched, pos - match_end, 1)
         ahead = torch.arange(self.tokens.size(1), device=pos.device)
         self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)

@@ -21,7 +21,7 @@ from loading.checkpoint import fingerprints, load_config, load_model
 from loading.config import Section
 from loading.files import open_shards, read_json, shards
 from loading.tokenizer import Tokenizer, load_tokenizer
-from loading.vocabularies import led_by
+from loading.vocabularies import error_prefix
 from model import Config, Transformer
 from tp import ranks_of
 from weights.walker import pack_model
@@ -54,7 +54,7 @@ def load_drafter(
         options = {"dtype": dtype, "quantize": quantize, "sharded": sharded, "progress": progress}
         drafter = resolve(FOLDERS[kind])(folder, model, tokenizer, **options)
     else:
-        with led_by(f"--draft {folder_or_spec}"):
+        with error_prefix(f"--draft {folder_or_spec}"):
             drafter = parse_spec(folder_or_spec, model.config)(model)
     if pack:
         pack_model(model, *([drafter.model] if drafter.model is not None else []))
@@ -66,7 +66,7 @@ def check_draft(folder_or_spec: str | Path, config: Config) -> None:
     if is_folder(folder_or_spec):
         folder_kind(Path(folder_or_spec))
     else:
-        with led_by(f"--draft {folder_or_spec}"):
+        with error_prefix(f"--draft {folder_or_spec}"):
             parse_spec(folder_or_spec, config)
 
 
@@ -96,7 +96,7 @@ def resolve(row: str) -> Callable:
 def folder_kind(folder: Path) -> str:
     """The kind of a draft folder, whose config must be readable."""
     hf = read_json(folder / "config.json") if folder.exists() else {}  # load_config names a missing folder
-    with led_by(folder / "config.json"):
+    with error_prefix(folder / "config.json"):
         kind = kind_of(hf)
         resolve(FOLDERS[kind])
         if kind == "pard":

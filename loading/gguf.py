@@ -3,13 +3,11 @@
     is_gguf       does a file begin like one?
     open_file     its keys and tensors;  parts_of  the files of a model that is split
     Blocks        one tensor in the mapped file: its weights, or the parts of our format that holds them bit for bit
-    Tensors       a file's tensors by Hugging Face names;  find, reading  as loading/checkpoint.py asks for them
+    model_type_of, Tensors, find, reading    the file as checkpoint.py reads a folder, by Hugging Face names
 
-The header is read here: the gguf package's reader believes what a file says of its own sizes, and makes arrays of each
-string of a vocabulary, 2 s for SmolLM2. That package does the arithmetic of types that no format of ours holds. In
-files of the architecture "llama" the rows of q and k stand in llama.cpp's order, in which the two numbers that RoPE
-rotates are neighbours; rows move whole, so quantized ones keep their bits. Format: ggml, docs/gguf.md. What the keys
-mean is read in gguf_folder.py.
+The header is read here, because the gguf package's reader trusts the sizes in a file and takes seconds for a
+vocabulary; the package dequantizes the types that no format of ours holds. Rows of llama.cpp's q and k move whole, so
+quantized ones keep their bits. Format: ggml, docs/gguf.md.
 """
 
 import collections
@@ -27,32 +25,25 @@ import numpy
 import torch
 from torch import Tensor
 
+import loading.weight_names as weight_names
 from loading.chat_templates import one_line
-from loading.vocabularies import led_by, plain_file
+from loading.families import FAMILIES
+from loading.vocabularies import error_prefix, plain_file
 from weights.formats import dequantize_tensor, row_chunks
 
 MAGIC, STRING, ARRAY = b"GGUF", 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-MOST_ENTRIES, MOST_STRINGS, LONGEST_NAME, LARGEST_SIZE = 2**16, 2**22, 2**10, 2**32  # real files stay far below
+MAX_ENTRIES, MAX_STRINGS, MAX_NAME_BYTES, MAX_DIM = 2**16, 2**22, 2**10, 2**32  # real files stay far below
 
+# The file's modules, by ours and in the order of weight_names.INNER. One tensor (experts, out, in) holds all experts.
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
-    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}  # fmt: skip
-# All experts of a layer in one tensor, (E, out, in).
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-OWN = {  # an architecture's own names, in place of these
-    "llama": {
-        "ffn_gate_inp": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1",
-        "up_proj": "w3", "down_proj": "w2",
-    },
-    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
+    "attention_norm": ["attn_norm"], "attention": ["attn_sinks"], "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+    "attention.q_norm": ["attn_q_norm"], "attention.k_norm": ["attn_k_norm"], "attention.out": ["attn_output"],
+    "ffn_norm": ["ffn_norm"], "ffn.gate_up": ["ffn_gate", "ffn_up"], "ffn.down": ["ffn_down"],
+    "ffn.router": ["ffn_gate_inp", "ffn_gate_inp_shexp"], "ffn.experts.gate_up": ["ffn_gate_exps", "ffn_up_exps"],
+    "ffn.experts.down": ["ffn_down_exps"], "ffn.shared.gate_up": ["ffn_gate_shexp", "ffn_up_shexp"],
+    "ffn.shared.down": ["ffn_down_shexp"],
 }  # fmt: skip
 
 
@@ -75,20 +66,20 @@ KINDS = {
 
 @functools.cache
 def kind_of(number: int) -> Kind:
-    """ValueError for a type that has no weights, or needs the gguf package where that is missing."""
+    """ValueError for a type without weights, or one that needs the gguf package where that is missing."""
     if number in KINDS:
         return KINDS[number]
     try:
         import gguf
 
         kind = gguf.GGMLQuantizationType(number)
-        found = Kind(kind.name, *gguf.GGML_QUANT_SIZES[kind])
-        gguf.quants.dequantize(numpy.zeros((1, found.bytes), numpy.uint8), kind)
+        name, (weights, size) = kind.name, gguf.GGML_QUANT_SIZES[kind]
+        gguf.quants.dequantize(numpy.zeros((1, size), numpy.uint8), kind)
     except ImportError:
         raise ValueError(f"type {number} is read by the gguf package, which is missing: pip install gguf") from None
     except (ValueError, KeyError, NotImplementedError):
         raise ValueError(f"type {number} is not one that weights are read from") from None
-    return found
+    return Kind(name, weights, size)
 
 
 def is_gguf(file: Path) -> bool:
@@ -102,7 +93,7 @@ def is_gguf(file: Path) -> bool:
 
 
 class Strings(NamedTuple):
-    """An array of strings whose lengths have been checked. A vocabulary is decoded when it is asked for."""
+    """An array of strings, whose lengths are checked. Iteration decodes them."""
 
     data: memoryview
     begin: int
@@ -117,29 +108,29 @@ class Strings(NamedTuple):
 
 
 class Cursor:
-    """Reads a header from its beginning on. ValueError where the file ends before what it announces."""
+    """Reads a header from its beginning on. ValueError where the file ends inside it."""
 
     def __init__(self, data: memoryview):
         self.data, self.at = data, 0
 
-    def take(self, size: int) -> memoryview:
+    def read(self, size: int) -> memoryview:
         begin, self.at = self.at, self.at + size
         if self.at > len(self.data):
             raise ValueError(f"the file ends inside its header, after {len(self.data):,} bytes: fetch it again")
         return self.data[begin : self.at]
 
     def number(self, form: str) -> int | float | bool:
-        value = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+        value = struct.unpack(f"<{form}", self.read(struct.calcsize(f"<{form}")))[0]
         return float(str(numpy.float32(value))) if form == "f" else value  # 1e-05, not 9.99999974…e-06
 
-    def count(self, what: str, most: int) -> int:
+    def count(self, noun: str, max_count: int) -> int:
         value = self.number("Q")
-        if value > most:
-            raise ValueError(f"its header announces {value:,} {what}; up to {most:,} are read")
+        if value > max_count:
+            raise ValueError(f"its header announces {value:,} {noun}; up to {max_count:,} are read")
         return value
 
-    def string(self, longest: int) -> str:
-        return str(self.take(self.count("bytes of a string", longest)), "utf-8")
+    def string(self, max_bytes: int) -> str:
+        return str(self.read(self.count("bytes of a string", max_bytes)), "utf-8")
 
     def value(self) -> object:
         kind = self.number("I")
@@ -151,8 +142,8 @@ class Cursor:
             raise ValueError(f"there are no values of type {kind}")
         kind, count = self.number("I"), self.count("values", len(self.data))
         if kind in NUMBERS:
-            return self.take(count * struct.calcsize(NUMBERS[kind])).cast(NUMBERS[kind])
-        if kind != STRING or count > MOST_STRINGS:
+            return self.read(count * struct.calcsize(NUMBERS[kind])).cast(NUMBERS[kind])
+        if kind != STRING or count > MAX_STRINGS:
             raise ValueError(f"an array of {count:,} values of type {kind} is not read")
         data, begin = self.data, self.at
         at, end = begin, len(data) - 8
@@ -160,24 +151,24 @@ class Cursor:
             if at > end:
                 break
             at += 8 + int.from_bytes(data[at : at + 8], "little")
-        self.take(at - begin if at <= end + 8 else len(data))
+        self.read(at - begin if at <= end + 8 else len(data))
         return Strings(data, begin, count)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """One tensor: its bytes in the mapped file, (rows, bytes of a row); of a vector every block is a row."""
+    """One tensor: its bytes in the mapped file, (rows, bytes of a row). A vector has a row for every block."""
 
     kind: Kind
     shape: tuple[int, ...]
     bytes: Tensor
-    heads: int = 0  # whose rows stand in llama.cpp's order; 0: all rows stand in ours
+    heads: int = 0  # number of heads whose rows stand in llama.cpp's order; 0: all rows stand in ours
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """As what `weights` gives it."""
+        """The dtype's name; F32 for quantized tensors, which dequantize to float32."""
         return self.kind.name if self.kind.dtype else "F32"
 
     def rows(self) -> Tensor:
@@ -187,25 +178,25 @@ class Blocks:
         pairs = torch.arange(len(self.bytes)).view(self.heads, -1, 2)  # (H, E / 2, 2)
         return self.bytes[pairs.transpose(1, 2).flatten()]
 
-    def __getitem__(self, which: slice) -> Tensor:
+    def __getitem__(self, index: slice) -> Tensor:
         """The weights of some rows."""
-        rows = self.rows()[which]
+        rows = self.rows()[index]
         if self.kind.dtype:
-            found = rows.view(self.kind.dtype)
+            weights = rows.view(self.kind.dtype)
         elif self.kind.scheme:
             names = ("codes", "scale", "zero") if self.kind.scheme == "q4_1" else ("codes", "scale")
-            found = dequantize_tensor({name: self.part(name, rows) for name in names}, self.kind.scheme)
+            weights = dequantize_tensor({name: self.part(name, rows) for name in names}, self.kind.scheme)
         else:
             import gguf
 
             kind = gguf.GGMLQuantizationType[self.kind.name]
-            found = torch.empty(len(rows), rows.size(1) // self.kind.bytes * self.kind.weights)
-            for chunk in row_chunks(*found.shape):
-                found[chunk] = torch.from_numpy(gguf.quants.dequantize(rows[chunk].numpy(), kind))
-        return found.view(-1, *self.shape[1:])
+            weights = torch.empty(len(rows), rows.size(1) // self.kind.bytes * self.kind.weights)
+            for chunk in row_chunks(*weights.shape):
+                weights[chunk] = torch.from_numpy(gguf.quants.dequantize(rows[chunk].numpy(), kind))
+        return weights.view(-1, *self.shape[1:])
 
     def part(self, name: str, rows: Tensor | None = None) -> Tensor:
-        """A part of the scheme that holds the weights, of all rows or of these."""
+        """A part of the scheme that holds the weights, for all rows or for `rows`."""
         blocks = (self.rows() if rows is None else rows).unflatten(1, (-1, self.kind.bytes))  # (out, in / 32, bytes)
         if self.kind.name == "MXFP4" and name == "scale":
             return blocks[..., 0]
@@ -229,28 +220,28 @@ class File(NamedTuple):
 
 
 def open_file(path: Path) -> File:
-    """ValueError, led by the file's name, for what is no GGUF file or cannot be one."""
+    """ValueError names the file, where it is no GGUF file or cannot be one."""
     status = os.stat(plain_file(path, 2**63))
     return _open(path, status.st_mtime_ns, status.st_size)
 
 
-@functools.lru_cache(16)  # config, tokenizer and tensors are asked for one after the other
-def _open(path: Path, changed: int, size: int) -> File:
-    with led_by(f"{path}: not a readable GGUF file"):
+@functools.lru_cache(16)  # config, tokenizer and tensors are read one after the other
+def _open(path: Path, mtime: int, size: int) -> File:
+    with error_prefix(f"{path}: not a readable GGUF file"):
         try:
             data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)  # mapped: nothing is read
         except RuntimeError as error:
             raise ValueError(one_line(error)) from None
         cursor, keys = Cursor(memoryview(data.numpy())), {}
-        cursor.take(len(MAGIC))
+        cursor.read(len(MAGIC))
         version = cursor.number("I")
         if version not in (2, 3):
             swapped = " (a big-endian file)" if not version & 0xFFFF else ""
             raise ValueError(f"version {version}{swapped} is not supported; supported: 2 and 3, little-endian")
-        n_tensors = cursor.count("tensors", MOST_ENTRIES)
-        for _ in range(cursor.count("keys", MOST_ENTRIES)):
-            name = cursor.string(LONGEST_NAME)
-            with led_by(f"key {one_line(name)}"):
+        n_tensors = cursor.count("tensors", MAX_ENTRIES)
+        for _ in range(cursor.count("keys", MAX_ENTRIES)):
+            name = cursor.string(MAX_NAME_BYTES)
+            with error_prefix(f"key {one_line(name)}"):
                 if name in keys:
                     raise ValueError("stands there twice")
                 keys[name] = cursor.value()
@@ -258,44 +249,44 @@ def _open(path: Path, changed: int, size: int) -> File:
 
 
 def _tensors(cursor: Cursor, count: int, alignment: object, data: Tensor) -> dict[str, Blocks]:
-    """Each lies inside the file, and behind the one before it."""
+    """ValueError unless all tensors lie inside the file, one behind the other."""
     headers = {}
     for _ in range(count):
-        name = cursor.string(LONGEST_NAME)
-        with led_by(f"tensor {one_line(name)}"):
+        name = cursor.string(MAX_NAME_BYTES)
+        with error_prefix(f"tensor {one_line(name)}"):
             n_dims = cursor.number("I")
             if name in headers or not 1 <= n_dims <= 4:
                 raise ValueError("stands there twice" if name in headers else f"has {n_dims} dimensions")
-            shape = tuple(cursor.count("elements of a dimension", LARGEST_SIZE) for _ in range(n_dims))[::-1]
+            shape = tuple(cursor.count("elements of a dimension", MAX_DIM) for _ in range(n_dims))[::-1]
             kind = kind_of(cursor.number("I"))
             if 0 in shape or shape[-1] % kind.weights:
                 raise ValueError(f"its shape {list(shape)} does not divide into {kind.name}'s blocks of {kind.weights}")
             headers[name] = (cursor.number("Q"), kind, shape)
     if type(alignment) is not int or alignment % 8 or not 0 < alignment <= 2**16:
         raise ValueError(f"general.alignment = {alignment!r:.40} is no multiple of 8")
-    begin, end, found = math.ceil(cursor.at / alignment) * alignment, 0, {}
+    begin, end, tensors = math.ceil(cursor.at / alignment) * alignment, 0, {}
     for name, (offset, kind, shape) in sorted(headers.items(), key=lambda header: header[1][0]):
         size = math.prod(shape) // kind.weights * kind.bytes
-        with led_by(f"tensor {one_line(name)}"):
+        with error_prefix(f"tensor {one_line(name)}"):
             if offset % alignment or offset < end:
                 raise ValueError(f"its offset {offset} is no multiple of {alignment}, or inside the tensor before it")
             if begin + offset + size > len(data):
                 raise ValueError(f"the file ends inside it, after {len(data):,} bytes: fetch it again")
         end, rows = offset + size, shape[0] if len(shape) > 1 else math.prod(shape) // kind.weights
-        found[name] = Blocks(kind, shape, data[begin + offset : begin + end].view(rows, -1))
-    return found
+        tensors[name] = Blocks(kind, shape, data[begin + offset : begin + end].view(rows, -1))
+    return tensors
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model. Those of a split one are named NAME-00001-of-00003.gguf; the first stands for all."""
+    """The files of a model. A split model has NAME-00001-of-00003.gguf and so on; `path` is the first."""
     keys = open_file(path).keys
     count = keys.get("split.count", 0)
     if count in (0, 1):
         return [path]
-    named = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    if not named or int(named[2]) != count:
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if not match or int(match[2]) != count:
         raise ValueError(f"{path}: split.count is {count!r:.20}, but its name does not end in -00001-of-N.gguf for it")
-    files = [path.with_name(f"{named[1]}-{i:05d}-of-{named[2]}.gguf") for i in range(1, count + 1)]
+    files = [path.with_name(f"{match[1]}-{i:05d}-of-{match[2]}.gguf") for i in range(1, count + 1)]
     if keys.get("split.no") != 0:
         raise ValueError(f"{path}: is one of {count} files; give the first, {files[0].name}")
     for number, file in enumerate(files):
@@ -306,16 +297,27 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
-# ----------------------------------------------------------------------------- as a folder would hold it
+# ------------------------------------------------------------------------- tensors by Hugging Face names
+
+
+def model_type_of(keys: dict[str, object]) -> str:
+    """The family of a file. Of those that share an architecture, a later record is that of a file with its `key`."""
+    architecture = keys.get("general.architecture")
+    for model_type, family in reversed(FAMILIES.items()):
+        gguf = family.gguf
+        if gguf and gguf.architecture == architecture and (not gguf.key or keys.get(f"{architecture}.{gguf.key}")):
+            return model_type
+    supported = ", ".join(dict.fromkeys(family.gguf.architecture for family in FAMILIES.values() if family.gguf))
+    raise ValueError(f"general.architecture = {architecture!r:.60} is not supported; supported: {supported}")
 
 
 def kv_heads(keys: dict[str, object]) -> object:
     architecture = keys.get("general.architecture")
-    found = keys.get(f"{architecture}.attention.head_count_kv", keys.get(f"{architecture}.attention.head_count"))
-    found = {*found.tolist()} if isinstance(found, memoryview) else {found}  # one for each layer, or for all
-    if len(found) != 1:
+    count = keys.get(f"{architecture}.attention.head_count_kv", keys.get(f"{architecture}.attention.head_count"))
+    counts = {*count.tolist()} if isinstance(count, memoryview) else {count}  # one for each layer, or for all
+    if len(counts) != 1:
         raise ValueError(f"{architecture}.attention.head_count_kv differs from layer to layer, which is not supported")
-    return found.pop()
+    return counts.pop()
 
 
 class Tensors:
@@ -323,46 +325,53 @@ class Tensors:
 
     def __init__(self, path: Path, first: Path):
         """`first`: the file with the model's keys, where it is split."""
-        keys, self.found = open_file(first).keys, {}
-        heads = {"attn_q": keys.get("llama.attention.head_count"), "attn_k": kv_heads(keys)}
-        own = OWN.get(keys.get("general.architecture"), {})
+        keys = open_file(first).keys
+        family = FAMILIES[model_type_of(keys)]
+        architecture, permuted = family.gguf.architecture, {}
+        if family.gguf.permutes_heads:
+            permuted = {"attn_q": keys.get(f"{architecture}.attention.head_count"), "attn_k": kv_heads(keys)}
+        hf_inner, self.tensors = {**weight_names.INNER, **family.names}, {}
+        hf_modules = {  # in a layer; {} stands for an expert's number
+            stored: module
+            for ours, group in {**INNER, **family.gguf.names}.items()
+            for stored, module in zip(group, hf_inner[ours])
+        }
         for name, blocks in open_file(path).tensors.items():
             module, _, kind = name.rpartition(".")
             inner = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", module)
-            if inner and inner[2] in INNER:
-                module = f"model.layers.{inner[1]}.{own.get(inner[2], INNER[inner[2]])}"
-                n = heads.get(inner[2])
-                if inner[2] == "ffn_gate_inp_shexp":  # a row, stored as a vector
-                    blocks = replace(blocks, shape=(1, *blocks.shape[-1:]), bytes=blocks.bytes.view(1, -1))
-                if keys.get("general.architecture") == "llama" and type(n) is int and n > 0:
-                    blocks = replace(blocks, heads=0 if len(blocks.bytes) % (2 * n) else n)
-            elif inner and inner[2] in EXPERTS and len(blocks.shape) > 1:
-                room, part = own.get("mlp.experts", "mlp.experts"), EXPERTS[inner[2]]
-                for number, bytes_ in enumerate(blocks.bytes):
-                    one = replace(blocks, shape=blocks.shape[1:], bytes=bytes_.view(blocks.shape[1], -1))
-                    self.found[f"model.layers.{inner[1]}.{room}.{number}.{own.get(part, part)}.{kind}"] = one
-                continue
-            elif inner and inner[2] == "attn_sinks":
-                module, kind = f"model.layers.{inner[1]}.self_attn", "sinks"
-            if name != "rope_freqs.weight":  # which config.json tells
-                self.found[f"{OUTER.get(module, module)}.{kind}"] = blocks
+            stored = inner[2] if inner else ""
+            if stored in hf_modules:
+                module = f"model.layers.{inner[1]}.{hf_modules[stored]}"
+            if stored == "attn_sinks":
+                kind = "sinks"
+            if stored == "ffn_gate_inp_shexp":  # a row, stored as a vector
+                blocks = replace(blocks, shape=(1, *blocks.shape[-1:]), bytes=blocks.bytes.view(1, -1))
+            n = permuted.get(stored)
+            if type(n) is int and n > 0:
+                blocks = replace(blocks, heads=0 if len(blocks.bytes) % (2 * n) else n)
+            if "{}" in module and len(blocks.shape) > 1:
+                for number, expert_bytes in enumerate(blocks.bytes):
+                    expert = replace(blocks, shape=blocks.shape[1:], bytes=expert_bytes.view(blocks.shape[1], -1))
+                    self.tensors[f"{module.format(number)}.{kind}"] = expert
+            elif name != "rope_freqs.weight":  # config.json holds these as a RoPE scaling
+                self.tensors[f"{OUTER.get(module, module)}.{kind}"] = blocks
 
     def keys(self) -> list[str]:
-        return [*self.found]
+        return [*self.tensors]
 
     def get_slice(self, name: str) -> Blocks:
-        return self.found[name]
+        return self.tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
-        return self.found[name][:]
+        return self.tensors[name][:]
 
 
 def find(readers: dict, stacked: dict[str, list[str]]) -> tuple[dict[str, str], str]:
-    """The schemes that hold matrices, by our names, and in words what none holds. stacked: our name -> the Hugging Face
-    tensors that make the matrix, which has a scheme only if all of them are held by it."""
+    """(scheme by matrix, the types of the other quantized tensors in words). stacked: our name of a matrix -> the
+    Hugging Face tensors that make it; it has a scheme only if that scheme holds all of them."""
     schemes, loose = {}, collections.Counter()
-    for name, sources in stacked.items():
-        kinds = [readers[source][1].get_slice(source).kind for source in sources]
+    for name, parts in stacked.items():
+        kinds = [readers[part][1].get_slice(part).kind for part in parts]
         if name != "embed" and kinds[0].scheme and len({kind.scheme for kind in kinds}) == 1:
             schemes[name] = kinds[0].scheme
         else:
@@ -371,16 +380,16 @@ def find(readers: dict, stacked: dict[str, list[str]]) -> tuple[dict[str, str], 
 
 
 def reading(readers: dict) -> Callable[[str], Tensor]:
-    """A tensor, or a part of the scheme that holds it, by the name under which we would have stored it."""
+    """Reads a tensor, or a part of the scheme that holds it, by its name in a folder of ours."""
 
     def read(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")
         if name in readers:
-            with led_by(name):
+            with error_prefix(name):
                 return readers[name][1].get_tensor(name)
         stored = f"{module}.weight" if f"{module}.weight" in readers else "model.embed_tokens.weight"  # a tied head
         blocks = readers[stored][1].get_slice(stored)
-        with led_by(stored):
+        with error_prefix(stored):
             return blocks[:] if kind == "weight" else blocks.part(kind)
 
     return read

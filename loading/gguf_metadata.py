@@ -3,8 +3,8 @@
     read_json     config.json, generation_config.json or tokenizer_config.json, from the keys
     write_files   these and tokenizer.json or tokenizer.model, into a folder
 
-Sources: llama.cpp, conversion/ (what the keys were made of) and src/llama-vocab.cpp (how texts are split). This file
-does not know models or tokenizers' libraries.
+Sources: llama.cpp, conversion/ for the keys and src/llama-vocab.cpp for the splitting of texts. This file knows neither
+models nor the libraries of tokenizers.
 """
 
 import contextlib
@@ -17,15 +17,11 @@ from pathlib import Path
 import torch
 
 from loading.chat_templates import one_line
-from loading.gguf import Blocks, Strings, kv_heads, open_file, parts_of
-from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, led_by
+from loading.families import FAMILIES, Family
+from loading.gguf import Blocks, Strings, kv_heads, model_type_of, open_file, parts_of
+from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, error_prefix
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM", "gpt-oss": "GptOssForCausalLM",
-}  # fmt: skip
-FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # whose model_type differs
-COPIED = {  # Hugging Face's key -> an architecture's own
+COPIED = {  # Hugging Face's key -> the architecture's key
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -44,85 +40,78 @@ def config_json(path: Path) -> dict:
     """ValueError names the key and value that cannot be used."""
     keys = open_file(path).keys
     tensors = {name: blocks for file in parts_of(path) for name, blocks in open_file(file).tensors.items()}
-    family = keys.get("general.architecture")
-    if family not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"general.architecture = {family!r:.60} is not supported; supported: {known}")
+    model_type = model_type_of(keys)
+    family = FAMILIES[model_type]
+    architecture = family.gguf.architecture
 
     def get(key: str, default: object = None) -> object:
-        value = keys.get(f"{family}.{key}", default)
+        value = keys.get(f"{architecture}.{key}", default)
         if isinstance(value, memoryview | Strings):
-            raise ValueError(f"{family}.{key} is an array, which is not supported")
+            raise ValueError(f"{architecture}.{key} is an array, which is not supported")
         return value
 
     for key, neutral in NEUTRAL.items():
         if get(key) not in (None, *neutral):
-            raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not supported; supported: {neutral[0]}")
-    missing = [f"{family}.{key}" for key in COPIED.values() if get(key) is None]
+            raise ValueError(f"{architecture}.{key} = {get(key)!r:.60} is not supported; supported: {neutral[0]}")
+    missing = [f"{architecture}.{key}" for key in COPIED.values() if get(key) is None]
     missing += [] if "token_embd.weight" in tensors else ["token_embd.weight"]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
     rows, tokens = tensors["token_embd.weight"].shape[0], keys.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and tokens.count > rows:
         raise ValueError(f"tokenizer.ggml.tokens are {tokens.count:,}, the rows of token_embd.weight {rows:,}")
-    hf = {key: get(own) for key, own in COPIED.items()}
+    hf = {key: get(gguf_key) for key, gguf_key in COPIED.items()}
     head_dim = get("attention.key_length", hf["hidden_size"] // max(hf["num_attention_heads"], 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key, head_dim) != head_dim:
-            raise ValueError(f"{family}.{key} = {get(key)!r:.60} is not the size of a head, {head_dim!r:.60}")
+            raise ValueError(f"{architecture}.{key} = {get(key)!r:.60} is not the size of a head, {head_dim!r:.60}")
     dtypes = {blocks.kind.dtype for blocks in tensors.values() if len(blocks.shape) > 1}
+    class_name = "".join(word.capitalize() for word in model_type.split("_"))
     hf |= {
-        "model_type": FAMILIES.get(family, family), "architectures": [ARCHITECTURES[family]], "hidden_act": "silu",
-        "head_dim": head_dim,
-        "num_key_value_heads": kv_heads(keys), "vocab_size": rows,
+        "model_type": model_type, "architectures": [f"{class_name}ForCausalLM"], "hidden_act": "silu",
+        "head_dim": head_dim, "num_key_value_heads": kv_heads(keys), "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in tensors, "rope_theta": get("rope.freq_base", 10000.0),
         "dtype": str((len(dtypes) == 1 and dtypes.pop()) or torch.bfloat16).removeprefix("torch."),
-        "attention_bias": family not in ("qwen2", "qwen2moe") and "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors, "rope_scaling": rope_scaling(get, tensors, head_dim),
+        "rope_scaling": rope_scaling(get, tensors, head_dim),
         **{f"{role}_token_id": id for role, id in special_ids(keys, "bos", "eos").items()},
     }  # fmt: skip
-    hf |= experts(get, family)
+    for key, tensor in ((family.qkv_bias, "attn_q"), (family.ffn_bias, "ffn_gate")):
+        hf |= {key: f"blk.0.{tensor}.bias" in tensors} if isinstance(key, str) else {}
+    hf |= expert_keys(get, family)
     window = get("attention.sliding_window", 0)
-    if family == "gpt-oss":
-        rope = hf["rope_scaling"] or {"rope_type": "default"}
-        return hf | {"sliding_window": window or None, "rope_scaling": rope | {"truncate": False}}  # as it was trained
-    if window and family == "llama":
-        moe = "Mixtral" if get("expert_count") else "Mistral"
-        hf |= {"model_type": moe.lower(), "architectures": [f"{moe}ForCausalLM"], "sliding_window": window}
-    elif window:
-        hf |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    return hf
+    hf |= {"sliding_window": window or None} if family.sliding else {}
+    if window and family.use_sliding_window == "decides":
+        hf |= {"use_sliding_window": True, "max_window_layers": 0}
+    return hf | family.gguf.hf_keys(get, hf)
 
 
-def experts(get: Callable, family: str) -> dict:
-    """Of an architecture with experts, which a file of Mixtral is by their number. llama.cpp fixes whether the weights
-    of the chosen ones sum to 1."""
-    count, used, norm = get("expert_count", 0), get("expert_used_count"), family != "qwen2moe"
-    if family != "llama" and (count > 0) != (family in FAMILIES):
-        raise ValueError(f"{family}.expert_count = {count!r:.60} is not supported for this architecture")
+def expert_keys(get: Callable, family: Family) -> dict:
+    """config.json's keys of experts. llama.cpp fixes per architecture whether the chosen ones' weights sum to 1."""
+    architecture, norm, count = family.gguf.architecture, family.gguf.norm_topk_prob, get("expert_count", 0)
+    if (count > 0) != (family.experts is not None):
+        raise ValueError(f"{architecture}.expert_count = {count!r:.60} is not supported for this architecture")
     if get("expert_weights_norm", norm) != norm:
-        raise ValueError(f"{family}.expert_weights_norm = {not norm} is not supported; supported: {norm}")
-    if not count:
+        raise ValueError(f"{architecture}.expert_weights_norm = {not norm} is not supported; supported: {norm}")
+    if family.experts is None:
         return {}
-    found = {"num_local_experts": count, "num_experts_per_tok": used}
-    if family == "llama":
-        return found | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    if family == "gpt-oss":
-        return found | {"intermediate_size": get("expert_feed_forward_length", get("feed_forward_length"))}
-    sizes = {"moe_intermediate_size": "expert_feed_forward_length"}
-    sizes |= {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family == "qwen2moe" else {}
-    missing = [f"{family}.{key}" for key in sizes.values() if get(key) is None]
+    sizes = {"moe_intermediate_size": "expert_feed_forward_length"} if family.experts.dim else {}
+    sizes |= (
+        {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family.experts.shared_dim else {}
+    )
+    missing = [f"{architecture}.{key}" for key in sizes.values() if get(key) is None]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    return found | {"norm_topk_prob": norm} | {name: get(key) for name, key in sizes.items()}
+    sizes |= {} if family.experts.dim else {"intermediate_size": "expert_feed_forward_length"}
+    counts = {"num_local_experts": count, "num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": norm}
+    return counts | {name: get(key) for name, key in sizes.items() if get(key) is not None}
 
 
 def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> dict | None:
-    """As transformers says it. ValueError for one that it does not know."""
+    """transformers' object. ValueError for a scaling that it does not have."""
     kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
-    old = get("rope.scale_linear")  # how files said it in 2023
-    if kind == "none" and old not in (None, 0, 1):
-        kind, factor = "linear", old
+    linear_factor = get("rope.scale_linear")  # the key of files from 2023
+    if kind == "none" and linear_factor not in (None, 0, 1):
+        kind, factor = "linear", linear_factor
     if kind not in ("none", "linear", "yarn") or (kind != "none" and "rope_freqs.weight" in tensors):
         raise ValueError(f"rope.scaling.type = {kind!r:.60} is not supported; supported: none, linear, yarn")
     if "rope_freqs.weight" in tensors:
@@ -131,12 +120,12 @@ def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> di
         return None
     names = {"original_max_position_embeddings": "original_context_length"} if kind == "yarn" else {}
     names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"} if kind == "yarn" else {}
-    found = {name: get(f"rope.scaling.{key}") for name, key in names.items()}
-    return {"rope_type": kind, "factor": factor} | {name: value for name, value in found.items() if value is not None}
+    values = {name: get(f"rope.scaling.{key}") for name, key in names.items()}
+    return {"rope_type": kind, "factor": factor} | {name: value for name, value in values.items() if value is not None}
 
 
 def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
-    """The llama3 scaling, with the published low and high factors, that made these divisors of RoPE's frequencies."""
+    """The llama3 scaling with these divisors of RoPE's frequencies; its low and high factors are the published ones."""
     low, high, length = 1.0, 4.0, 8192
     if stored.shape != (head_dim // 2,):
         raise ValueError(f"rope_freqs.weight has the shape {stored.get_shape()} with heads of {head_dim}")
@@ -144,10 +133,10 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
     if (divisors == 1).all():
         return None
     factor, wavelengths = divisors.max(), 2 * math.pi * theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
-    between = (divisors > 1) & (divisors < factor)
-    if between.any():  # smooth = (length / wavelength - low) / (high - low)
-        smooth = (1 / divisors[between][0] - 1 / factor) / (1 - 1 / factor)
-        length = round(float((smooth * (high - low) + low) * wavelengths[between][0]))
+    partial = (divisors > 1) & (divisors < factor)
+    if partial.any():  # smooth = (length / wavelength - low) / (high - low)
+        smooth = (1 / divisors[partial][0] - 1 / factor) / (1 - 1 / factor)
+        length = round(float((smooth * (high - low) + low) * wavelengths[partial][0]))
     smooth = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-3):
         raise ValueError("rope_freqs.weight holds other numbers than Llama 3's scaling makes, which is not supported")
@@ -159,7 +148,7 @@ def llama3_scaling(stored: Blocks, head_dim: int, theta: float) -> dict | None:
 
 # ------------------------------------------------------------------------------------------ vocabularies
 
-# Where texts are split before pieces are merged, by tokenizer.ggml.pre: one pattern after the other.
+# tokenizer.ggml.pre -> the patterns that split a text, one after the other, before pieces are merged.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -180,56 +169,58 @@ SPLITS = {
     "seed-coder": (QWEN2.replace(r"[\r\n]*|", "|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{N}\r\n]"),),
     "tekken": (TEKKEN_PATTERN,),
 }
-WHOLE = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
+IGNORES_MERGES = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens, as sentencepiece numbers them
 
 
 def vocabulary(keys: dict[str, object]) -> list[str]:
-    found = keys.get("tokenizer.ggml.tokens")
-    if not isinstance(found, Strings):
+    tokens = keys.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, Strings):
         raise ValueError("tokenizer.ggml.tokens is missing, or no array of strings")
-    return [*found]
+    return [*tokens]
 
 
 def numbers(keys: dict[str, object], key: str, default: float, count: int) -> list:
     """A number for each token."""
-    found = keys.get(f"tokenizer.ggml.{key}")
-    if found is not None and (not isinstance(found, memoryview) or len(found) != count):
+    values = keys.get(f"tokenizer.ggml.{key}")
+    if values is not None and (not isinstance(values, memoryview) or len(values) != count):
         raise ValueError(f"tokenizer.ggml.{key} must have a number for each of {count:,} tokens")
-    return [default] * count if found is None else found.tolist()
+    return [default] * count if values is None else values.tolist()
 
 
 def special_ids(keys: dict[str, object], *roles: str) -> dict[str, int]:
-    """Role -> id, of those that the keys give one."""
-    found = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in roles}
-    return {role: id for role, id in found.items() if type(id) is int}
+    """Role -> id, for the roles that have one."""
+    ids = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in roles}
+    return {role: id for role, id in ids.items() if type(id) is int}
 
 
 def tokenizer_config(keys: dict[str, object]) -> dict:
     """Names of special tokens, the BOS policy, the chat template."""
     tokens, model = vocabulary(keys), keys.get("tokenizer.ggml.model")
-    adds = keys.get("tokenizer.ggml.add_bos_token", model == "llama" or keys.get("tokenizer.ggml.pre") in WHOLE)
-    found = {"add_bos_token": bool(adds), "clean_up_tokenization_spaces": False}
-    found["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
+    adds_bos = keys.get(
+        "tokenizer.ggml.add_bos_token", model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
+    )
+    config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
+    config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # transformers' names for these
     ids = special_ids(keys, *roles)
-    found |= {f"{roles[role]}_token": tokens[id] for role, id in ids.items() if 0 <= id < len(tokens)}
+    config |= {f"{roles[role]}_token": tokens[id] for role, id in ids.items() if 0 <= id < len(tokens)}
     template = keys.get("tokenizer.chat_template")
-    return found | ({"chat_template": template} if isinstance(template, str) else {})
+    return config | ({"chat_template": template} if isinstance(template, str) else {})
 
 
 def generation_config(keys: dict[str, object]) -> dict:
-    """Where generation ends: a text, a turn, a message to a tool."""
+    """The ids that end a text, a turn or a message to a tool."""
     ids = special_ids(keys, "eos", "eot", "eom")
     return {"eos_token_id": sorted({*ids.values()})} if ids else {}
 
 
 def tokenizer_json(keys: dict[str, object]) -> bytes:
-    """Of byte-level BPE, as the tokenizers library reads it."""
+    """A byte-level BPE for the tokenizers library."""
     pre, merges = keys.get("tokenizer.ggml.pre"), keys.get("tokenizer.ggml.merges")
     if pre not in SPLITS:
-        known = ", ".join(filter(None, SPLITS))
-        raise ValueError(f"tokenizer.ggml.pre = {pre!r:.60} is not supported; supported: {known}")
+        supported = ", ".join(filter(None, SPLITS))
+        raise ValueError(f"tokenizer.ggml.pre = {pre!r:.60} is not supported; supported: {supported}")
     if not isinstance(merges, Strings):
         raise ValueError("tokenizer.ggml.merges is missing or no array of strings")
     tokens, settings = vocabulary(keys), tokenizer_config(keys)
@@ -240,10 +231,10 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
     splits = [{"type": "Split", "pattern": {"Regex": x}, "behavior": "Isolated", "invert": False} for x in SPLITS[pre]]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    bos, leads = settings.get("bos_token"), None
+    bos, post_processor = settings.get("bos_token"), None
     if settings["add_bos_token"] and bos in vocab:
         sequence = {"Sequence": {"id": "A", "type_id": 0}}
-        leads = {
+        post_processor = {
             "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, sequence],
             "pair": [sequence], "special_tokens": {bos: {"id": bos, "ids": [vocab[bos]], "tokens": [bos]}},
         }  # fmt: skip
@@ -255,14 +246,14 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
         ],
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": leads,
+        "post_processor": post_processor,
         "decoder": byte_level,
-        "model": {"type": "BPE", "ignore_merges": pre in WHOLE, "vocab": vocab, "merges": [*merges]},
+        "model": {"type": "BPE", "ignore_merges": pre in IGNORES_MERGES, "vocab": vocab, "merges": [*merges]},
     }).encode()  # fmt: skip
 
 
 def tokenizer_model(keys: dict[str, object]) -> bytes:
-    """A sentencepiece model: its protocol buffer, of which few fields matter."""
+    """A sentencepiece model: the few fields of its protocol buffer that matter."""
     tokens = vocabulary(keys)
     scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
     # llama.cpp writes the spaces of these as spaces; sentencepiece looks for them in texts that have none.
@@ -274,25 +265,25 @@ def tokenizer_model(keys: dict[str, object]) -> bytes:
     settings, prefix = tokenizer_config(keys), keys.get("tokenizer.ggml.add_space_prefix", True)
     names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}
     trainer = number(3, 2) + number(35, 1)  # BPE, with bytes for what no piece holds
-    trainer += b"".join(field(place, settings[name].encode()) for place, name in names.items() if name in settings)
+    trainer += b"".join(field(tag, settings[name].encode()) for tag, name in names.items() if name in settings)
     normalizer = field(1, b"identity") + number(3, bool(prefix)) + number(4, 0) + number(5, 1)  # spaces kept, as U+2581
     return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
 
 
-def number(place: int, value: int) -> bytes:
-    return varint(place << 3) + varint(value)
+def number(tag: int, value: int) -> bytes:
+    return varint(tag << 3) + varint(value)
 
 
-def field(place: int, content: bytes) -> bytes:
-    return varint(place << 3 | 2) + varint(len(content)) + content
+def field(tag: int, content: bytes) -> bytes:
+    return varint(tag << 3 | 2) + varint(len(content)) + content
 
 
 def varint(value: int) -> bytes:
-    found = []
+    groups = []
     while value > 127:
-        found.append(value & 127 | 128)
+        groups.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*groups, value])
 
 
 # ----------------------------------------------------------------------------------------------- files
@@ -303,8 +294,8 @@ VOCABULARIES = {"gpt2": ("tokenizer.json", tokenizer_json), "llama": ("tokenizer
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Let an error be a ValueError that begins with the file: keys may hold values of any type."""
-    with led_by(path):
+    """Turn errors into a ValueError that begins with the file, because keys may hold values of any type."""
+    with error_prefix(path):
         try:
             yield
         except (TypeError, OverflowError, ZeroDivisionError, struct.error) as error:
@@ -322,8 +313,8 @@ def write_files(path: Path, folder: Path) -> None:
     model = keys.get("tokenizer.ggml.model")
     with reading(path):
         if model not in VOCABULARIES:
-            known = ", ".join(VOCABULARIES)
-            raise ValueError(f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: {known}")
+            supported = ", ".join(VOCABULARIES)
+            raise ValueError(f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: {supported}")
         name, make = VOCABULARIES[model]
         (folder / name).write_bytes(make(keys))
         for name, make in MAKERS.items():

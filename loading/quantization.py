@@ -1,10 +1,10 @@
-"""The form that a folder's matrices are stored in.
+"""The form that a folder's matrices are stored in, according to its config.json.
 
-    Stored                  schemes, of all matrices or of single ones, and notes for the user
-    stored_quantization     the form that our own config.json names;  stored_in  its name
-    schemes_of              the schemes that loading ends with;  largest_group  inputs that share a scale
-
-This file reads config.json alone: no tensor, no model.
+StoredForm          schemes, of all matrices or of single ones, and notes for the user
+read_stored_form    the form that our own config.json names
+stored_scheme       the scheme, or the other program's method
+resolve_schemes     the schemes of the loaded model
+max_group           the largest number of inputs that share a scale
 """
 
 import reprlib
@@ -17,55 +17,59 @@ from loading.files import read_json
 from weights.formats import FORMATS
 
 
-class Stored(NamedTuple):
-    """What a folder's matrices are stored in: a scheme, and that of the head; None for full precision. `given` are the
-    schemes of single matrices in place of these, by our names: all that a GGUF file has."""
+class StoredForm(NamedTuple):
+    """The schemes that a folder's matrices are stored in; None for full precision."""
 
-    scheme: str | None = None
+    scheme: str | None = None  # of all matrices but the head
     head: str | None = None
-    given: Mapping[str, str | None] = MappingProxyType({})
-    again: str | None = None  # the scheme to quantize to where no scheme holds another program's weights
-    notes: tuple[str, ...] = ()  # what a user should hear
-    tied: bool = False  # does the head share the embedding's weights?
+    overrides: Mapping[str, str | None] = MappingProxyType({})  # our name of a matrix -> its scheme: a GGUF file's
+    requantize_to: str | None = None  # where no scheme holds another program's weights exactly
+    notes: tuple[str, ...] = ()  # for the user
+    tie_embeddings: bool = False
 
 
-def stored_quantization(file: Path) -> Stored:
-    """What config.json says that quantize.py or save_model made of its folder."""
-    found = read_json(file).get("quantization")
-    if found is None:
-        return Stored()
-    known = isinstance(found, dict) and found.keys() <= {"scheme", "head", "method", "kept"}
-    kept = found.get("kept") or [] if known else None
-    known = known and isinstance(kept, list) and all(isinstance(name, str) for name in kept)
-    schemes = list(FORMATS)  # no dictionary: what is no string may not be hashable
-    if not known or found.get("scheme") not in schemes or found.get("head") not in (None, *schemes):
+def read_stored_form(file: Path) -> StoredForm:
+    """The form that quantize.py or save_model wrote into this config.json."""
+    entry = read_json(file).get("quantization")
+    if entry is None:
+        return StoredForm()
+    is_valid = isinstance(entry, dict) and entry.keys() <= {"scheme", "head", "method", "kept"}
+    unquantized = entry.get("kept") or [] if is_valid else None
+    is_valid = is_valid and isinstance(unquantized, list) and all(isinstance(name, str) for name in unquantized)
+    schemes = list(FORMATS)  # a list, because a value that is no string may not be hashable
+    if not is_valid or entry.get("scheme") not in schemes or entry.get("head") not in (None, *schemes):
         raise ValueError(
-            f"{file}: quantization = {reprlib.repr(found)} is not supported; schemes: {', '.join(schemes)}"
+            f"{file}: quantization = {reprlib.repr(entry)} is not supported; schemes: {', '.join(schemes)}"
         )
-    return Stored(found["scheme"], found.get("head"), dict.fromkeys(kept))
+    return StoredForm(entry["scheme"], entry.get("head"), dict.fromkeys(unquantized))
 
 
-def stored_in(file: Path) -> str | None:
-    """The scheme or the other program's method that config.json says its folder is stored in."""
+def stored_scheme(file: Path) -> str | None:
+    """The scheme, or the other program's quant_method, in a config.json; None for full precision."""
     other = read_json(file).get("quantization_config") or {}
-    return stored_quantization(file).scheme or other.get("quant_method")
+    return read_stored_form(file).scheme or other.get("quant_method")
 
 
-def schemes_of(
-    form: Stored, folder: Path, quantize: str | None, head: str | None
+def resolve_schemes(
+    form: StoredForm, folder: Path, quantize: str | None, head: str | None
 ) -> tuple[str | None, str | None, dict]:
-    """(scheme, head, given) as `empty_model` takes them, of a folder that is stored so and is to be quantized so.
-    ValueError where it is stored in another scheme."""
+    """(scheme, head, overrides) of the loaded model, for a folder in this form and the user's `quantize` and `head`.
+    ValueError if the folder is stored in another scheme."""
     stored = form.scheme
     if stored and quantize not in (None, stored):
-        raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; take the original")
+        raise ValueError(f"{folder}: is stored in {stored} and cannot be quantized to {quantize}; use the original")
     if stored and head not in (None, form.head):
         raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
-    scheme, head = stored or quantize or form.again, form.head or head
-    asked = dict.fromkeys(form.given, quantize) | {"lm_head": head}
-    return scheme, head, {name: own for name, own in form.given.items() if own is None or asked[name] in (None, own)}
+    scheme, head = stored or quantize or form.requantize_to, form.head or head
+    requested = dict.fromkeys(form.overrides, quantize) | {"lm_head": head}
+    overrides = {
+        name: override
+        for name, override in form.overrides.items()
+        if override is None or requested[name] in (None, override)
+    }
+    return scheme, head, overrides
 
 
-def largest_group(scheme: str | None, given: Mapping[str, str | None] = MappingProxyType({})) -> int:
-    """Inputs that share a scale, 0 where a row does: no rank may cut one."""
-    return max((FORMATS[name].group for name in (scheme, *given.values()) if name in FORMATS), default=0)
+def max_group(scheme: str | None, overrides: Mapping[str, str | None] = MappingProxyType({})) -> int:
+    """The largest number of inputs that share a scale, 0 for a scale per row. No rank may split a group."""
+    return max((FORMATS[name].group for name in (scheme, *overrides.values()) if name in FORMATS), default=0)

@@ -1,11 +1,12 @@
-"""Tokenizer files of three libraries -> how text becomes ids there, and ids text.
+"""Tokenizer files of three libraries -> functions between text, ids and bytes.
 
-    token_fields   the fields of tokenizer.Tokenizer, but for its template
-    read_json      a JSON object from a file, empty where there is none
-    is_there       does a file exist? A link that leads nowhere is an error
-    plain_file     a file that is safe to read whole
+    token_fields    the fields of tokenizer.Tokenizer, without its template
+    read_json       a JSON object from a file; empty without the file
+    file_exists     does a file exist? A dangling link is an error
+    plain_file      refuses pipes, devices and oversized files
+    error_prefix    puts a file's name in front of a ValueError
 
-Hostile files end in a ValueError, not in a library's panic or a full memory. This file knows no prompts or templates.
+Hostile files end in a ValueError, not in a library's panic or a full memory.
 """
 
 import base64
@@ -20,15 +21,15 @@ from pathlib import Path
 
 from loading.chat_templates import one_line
 
-# Names that end a turn or a text. A chat model stops there although its config often lists only one of them.
+# Tokens that end a turn or a text. A chat model stops at each, although its config often lists only one.
 END_NAMES = (
     "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|end_of_turn|>",
     "<end_of_turn>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
-# gpt-oss's vocabulary, in which <|end|> ends a message, such as that of the analysis, and the answer follows.
+# In gpt-oss's vocabulary <|end|> ends a message, such as the analysis, and the answer follows.
 HARMONY_NAMES, HARMONY_END_NAMES = {"<|channel|>", "<|return|>"}, ("<|return|>", "<|call|>", "<|endoftext|>")
 
-# Two noncharacters that stand inside a name keep it from being read as a token.
+# Two noncharacters, put inside a name, keep it from becoming a token.
 APART = "\ufdd1\ufdd0"
 
 # Llama 3's split pattern and special tokens, as published with its reference code. The ids follow the ranks.
@@ -39,8 +40,8 @@ LLAMA3_PATTERN = (
 LLAMA30_NAMES = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 LLAMA31_NAMES = {**LLAMA30_NAMES, 4: "finetune_right_pad_id", 5: "step_id", 8: "eom_id", 10: "python_tag"}
 
-# Mistral's split pattern, as all its tekken.json have it, and its special tokens where a file of before version 11 does
-# not name them.
+# Mistral's split pattern, the same in every tekken.json, and the special tokens of files before version 11, which have
+# no names for them.
 TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -52,76 +53,78 @@ TEKKEN_NAMES = (
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
 
-# GPT-2's printable stand-ins for bytes. Printable Latin-1 stands for itself, the other 68 follow from 256 on.
+# GPT-2's printable characters for bytes: printable Latin-1 for itself, characters from 256 on for the other 68.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_OF_CHAR = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF_CHAR |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
 PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 # Real folders stay far below these.
-LARGEST_FILE, LARGEST_SETTINGS = 2**26, 2**24  # bytes of a vocabulary, of other JSON
-LARGEST_ID = 2**24
-LFS_POINTER = b"version https://git-lfs."  # how a file begins that git cloned without Git LFS
-MOST_GROWTH = 64  # times a normalizer may lengthen a text
+MAX_VOCAB_BYTES, MAX_JSON_BYTES = 2**26, 2**24  # bytes of a vocabulary, of other JSON
+MAX_ID = 2**24
+LFS_POINTER = b"version https://git-lfs."  # the beginning of a file that git cloned without Git LFS
+MAX_GROWTH = 64  # factor by which a normalizer may lengthen a text
 
 
 def token_fields(folder: Path, settings: dict) -> dict:
-    """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, told apart by content) or tokenizer.json.
-    Where both are there, tokenizer.json is taken if it has tokens that the other has not: transformers adds tokens to
-    it and leaves tokenizer.model as it was."""
+    """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, by content), tokenizer.json or tekken.json.
+
+    With both of the first two, tokenizer.json wins if it has tokens that the other lacks: transformers adds new tokens
+    to it alone.
+    """
     model, fast, tekken = (folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json"))
-    if not is_there(model) and not is_there(fast):
-        if is_there(tekken):
+    if not file_exists(model) and not file_exists(fast):
+        if file_exists(tekken):
             return read_tekken(tekken, settings)
         raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
     if not model.exists():
-        return read_tokenizers(plain_file(fast, LARGEST_FILE), settings)
-    with plain_file(model, LARGEST_FILE).open("rb") as stream:
-        # tiktoken's lines are a token in base64 and its rank. A sentencepiece protobuf never starts like that.
-        ranks = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
-    fields = (read_tiktoken if ranks else read_sentencepiece)(model, settings)
-    known, added = fields.pop("ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
-    if is_there(fast):
-        stored = read_json(fast, LARGEST_FILE)
-        if not ids_in(stored).items() <= known().items():
+        return read_tokenizers(plain_file(fast, MAX_VOCAB_BYTES), settings)
+    with plain_file(model, MAX_VOCAB_BYTES).open("rb") as stream:
+        # A tiktoken line is a token in base64 and its rank. A sentencepiece protobuf never starts like that.
+        is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
+    fields = (read_tiktoken if is_tiktoken else read_sentencepiece)(model, settings)
+    get_ids, added = fields.pop("get_ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
+    if file_exists(fast):
+        fast_json = read_json(fast, MAX_VOCAB_BYTES)
+        if not ids_by_name(fast_json).items() <= get_ids().items():
             return read_tokenizers(fast, settings)
-        added += stored["added_tokens"]
+        added += fast_json["added_tokens"]
     keys = ("lstrip", "rstrip", "single_word")
     return fields | {"spacing": {token["content"]: tuple(bool(token.get(key)) for key in keys) for token in added}}
 
 
-def ids_in(stored: dict) -> dict[str, int]:
+def ids_by_name(fast_json: dict) -> dict[str, int]:
     """The ids of all tokens in a tokenizer.json, by name."""
-    vocab = stored["model"]["vocab"]  # of a Unigram model a list of pairs
+    vocab = fast_json["model"]["vocab"]  # a Unigram model has a list of pairs
     ids = vocab if isinstance(vocab, dict) else {name: id for id, (name, _) in enumerate(vocab)}
-    return ids | {token["content"]: token["id"] for token in stored["added_tokens"]}
+    return ids | {token["content"]: token["id"] for token in fast_json["added_tokens"]}
 
 
-def is_there(file: Path) -> bool:
-    """ValueError for a link to a file that is not there, such as a cache that was cleaned leaves."""
+def file_exists(file: Path) -> bool:
+    """Does a file exist? ValueError for a dangling link, such as those that a cleaned cache leaves."""
     if file.is_symlink() and not file.exists():
-        raise ValueError(f"{file}: a link to {os.readlink(file)}, which is not there; fetch the file again")
+        raise ValueError(f"{file}: a link to {os.readlink(file)}, which does not exist; fetch the file again")
     return file.exists()
 
 
-def plain_file(file: Path, largest: int) -> Path:
-    """The same file. ValueError for a pipe, which would be waited for, a device, what is larger than real files, and
-    what only points to the file."""
+def plain_file(file: Path, max_bytes: int) -> Path:
+    """The same file. ValueError for a pipe or device, for more than `max_bytes`, and for a Git LFS pointer."""
     if not file.is_file():
         raise ValueError(f"{file}: not a plain file")
-    if file.stat().st_size > largest:
-        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are more than the {largest:,} that are read of it")
+    if file.stat().st_size > max_bytes:
+        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are more than the limit of {max_bytes:,}")
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{file}: a Git LFS pointer stands in the file's place; `git lfs pull` there fetches it")
+            raise ValueError(f"{file}: a Git LFS pointer instead of the file; fetch it with `git lfs pull`")
     return file
 
 
-def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
-    if not is_there(file):
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
+    """A JSON object; {} if the file does not exist."""
+    if not file_exists(file):
         return {}
     try:
-        value = json.loads(plain_file(file, largest).read_text(encoding="utf-8-sig"))  # Windows' editors write a mark
+        value = json.loads(plain_file(file, max_bytes).read_text(encoding="utf-8-sig"))  # with or without a BOM
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
@@ -130,27 +133,27 @@ def read_json(file: Path, largest: int = LARGEST_SETTINGS) -> dict:
 
 
 @contextlib.contextmanager
-def led_by(what: object) -> Iterator[None]:
-    """Let a ValueError begin with what it is about, such as the file's name."""
+def error_prefix(prefix: object) -> Iterator[None]:
+    """Put a prefix, such as the file's name, in front of a ValueError's message, unless it is there."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{what}: {str(error).removeprefix(f'{what}: ')}") from None
+        raise ValueError(f"{prefix}: {str(error).removeprefix(f'{prefix}: ')}") from None
 
 
 @contextlib.contextmanager
-def library(file: Path, what: str):
-    """Whatever a library raises becomes a ValueError. Panics of Rust are BaseExceptions."""
+def library_errors(file: Path, message: str):
+    """Turn every exception of a library into a ValueError. Rust's panics are BaseExceptions."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"{file}: {what}: {one_line(error)}") from None
+        raise ValueError(f"{file}: {message}: {one_line(error)}") from None
 
 
 def added_tokens(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
-    """Tokens that the settings or added_tokens.json put beside the model's own: id -> (name, special)."""
+    """Tokens that the settings or added_tokens.json add to the model's: id -> (name, is_special)."""
     decoder = settings.get("added_tokens_decoder") or {}
     try:
         added = {int(id): (name, True) for name, id in read_json(folder / "added_tokens.json").items()}
@@ -158,8 +161,8 @@ def added_tokens(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
     except ValueError as error:
         raise ValueError(f"{folder}: added tokens need whole numbers as ids: {one_line(error)}") from None
     for id, (name, _) in added.items():
-        if not 0 <= id < LARGEST_ID or not isinstance(name, str) or not name:
-            raise ValueError(f"{folder}: added token {id} = {name!r:.99} needs a name and an id below {LARGEST_ID:,}")
+        if not 0 <= id < MAX_ID or not isinstance(name, str) or not name:
+            raise ValueError(f"{folder}: added token {id} = {name!r:.99} needs a name and an id below {MAX_ID:,}")
     return added
 
 
@@ -169,19 +172,19 @@ def stop_ids(ids: dict[str, int], eos_id: int | None) -> set[int]:
 
 
 def byte_of(piece: str) -> bytes | None:
-    """The byte that a piece such as <0x0A> stands for."""
-    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
-    return bytes.fromhex(found[1]) if found else None
+    """The byte of a piece such as <0x0A>; None for other pieces."""
+    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(match[1]) if match else None
 
 
 def read_sentencepiece(file: Path, settings: dict) -> dict:
     import sentencepiece
 
-    with library(file, "not a sentencepiece model"):
+    with library_errors(file, "not a sentencepiece model"):
         model = sentencepiece.SentencePieceProcessor(model_file=str(file))
     texts, ids, specials, literals = {}, {}, {}, {}
     for id in range(model.get_piece_size()):
-        with library(file, f"piece {id} is no text"):
+        with library_errors(file, f"piece {id} is no text"):
             piece = model.id_to_piece(id)
         texts[id] = (byte_of(piece) if model.is_byte(id) else None) or piece.replace("▁", " ").encode()
         ids[piece] = id
@@ -190,31 +193,31 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     for id, (name, special) in added_tokens(file.parent, settings).items():
         texts[id], ids[name] = name.encode(), id
         (specials if special else literals)[name] = id
-    found = {"bos_token": model.bos_id(), "eos_token": model.eos_id()}  # -1: the model has none
-    found = {key: id for key in found if (id := ids.get(settings.get(key), found[key])) >= 0}
-    names = {key: texts[id].decode() for key, id in found.items()}
-    specials |= {name: found[key] for key, name in names.items()}
+    defaults = {"bos_token": model.bos_id(), "eos_token": model.eos_id()}  # -1 without one
+    id_by_key = {key: id for key in defaults if (id := ids.get(settings.get(key), defaults[key])) >= 0}
+    names = {key: texts[id].decode() for key, id in id_by_key.items()}
+    specials |= {name: id_by_key[key] for key, name in names.items()}
     texts |= dict.fromkeys(specials.values(), b"")
 
-    # sentencepiece puts a space before every text. transformers does not do so after a special token (unless `legacy`),
-    # nor before a space. A noncharacter in front, cut off again, keeps the space away.
-    mark, prefix = "\ufffe", len(model.encode("\ufffe"))
+    # sentencepiece puts a space before every text. transformers does not after a special token (unless `legacy`), nor
+    # before a space. Encoding a noncharacter in front, whose ids are dropped, avoids the space.
+    mark, mark_length = "\ufffe", len(model.encode("\ufffe"))
 
     def after_special(text: str) -> list[int]:
         if settings.get("legacy") and not text.startswith(" "):
             return model.encode(text)
-        fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
-        return model.encode(mark + text)[prefix - fused :]
+        is_fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
+        return model.encode(mark + text)[mark_length - is_fused :]
 
     return {
-        "ids": lambda: ids,
+        "get_ids": lambda: ids,
         "to_ids": model.encode,
         "to_ids_after_special": after_special,
         "to_bytes": lambda id: texts.get(id, b""),
         "vocab_size": max(texts) + 1,
-        "bos_id": found.get("bos_token"),
+        "bos_id": id_by_key.get("bos_token"),
         "add_bos": bool(settings.get("add_bos_token", True)),
-        "stop_ids": stop_ids(ids, found.get("eos_token")),
+        "stop_ids": stop_ids(ids, id_by_key.get("eos_token")),
         "strip_first_space": "".join(model.encode("a", out_type=str)).startswith("▁"),  # not Yi
         "specials": specials,
         "literals": literals,
@@ -222,16 +225,16 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     }
 
 
-def splitter(file: Path, pairs: list[tuple[bytes, int]], pattern: str) -> Callable[[str], list[int]]:
-    """What gives tiktoken's ranks of a text. ValueError for ranks that it would panic over."""
+def tiktoken_encoder(file: Path, pairs: list[tuple[bytes, int]], pattern: str) -> Callable[[str], list[int]]:
+    """A function from a text to tiktoken's ranks. ValueError for ranks that would make tiktoken panic."""
     import tiktoken
 
     ranks = dict(pairs)
     if sorted(ranks.values()) != list(range(len(pairs))):
         raise ValueError(f"{file}: its ranks are not the numbers from 0 to {len(pairs) - 1}, each once")
-    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if lacking:
-        raise ValueError(f"{file}: no rank for the byte {lacking[0]}; every byte needs one for all text to have ids")
+    missing_bytes = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing_bytes:
+        raise ValueError(f"{file}: no rank for the byte {missing_bytes[0]}; every byte needs one")
     encoding = tiktoken.Encoding(file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
     def to_ranks(text: str) -> list[int]:
@@ -242,25 +245,25 @@ def splitter(file: Path, pairs: list[tuple[bytes, int]], pattern: str) -> Callab
 
 
 def read_tekken(file: Path, settings: dict) -> dict:
-    """Mistral's tekken.json: ranks in base64 and a pattern for tiktoken; special tokens take the first ids. Source:
-    mistral-common, tokens/tokenizers/tekken.py (Tekkenizer)."""
-    with library(file, "not a tekken vocabulary"):
-        stored = read_json(file, LARGEST_FILE)
-        config, named = stored["config"], stored.get("special_tokens")
+    """Mistral's tekken.json: base64 tokens with ranks, and a pattern for tiktoken; special tokens have the first ids.
+    Source: mistral-common, tokens/tokenizers/tekken.py (Tekkenizer)."""
+    with library_errors(file, "not a tekken vocabulary"):
+        tekken = read_json(file, MAX_VOCAB_BYTES)
+        config, special_tokens = tekken["config"], tekken.get("special_tokens")
         size, n = config["default_vocab_size"], config["default_num_special_tokens"]
-        if config["pattern"] != TEKKEN_PATTERN:  # a stranger's could take for ever
+        if config["pattern"] != TEKKEN_PATTERN:  # another one could take for ever
             raise ValueError("its pattern is not the one that Mistral publishes")
-        if not (type(size) is type(n) is int and 3 <= n < size < LARGEST_ID):
+        if not (type(size) is type(n) is int and 3 <= n < size < MAX_ID):
             raise ValueError(f"{n} special tokens of {size}")
-        pairs = [(base64.b64decode(e["token_bytes"], validate=True), e["rank"]) for e in stored["vocab"][: size - n]]
+        pairs = [(base64.b64decode(e["token_bytes"], validate=True), e["rank"]) for e in tekken["vocab"][: size - n]]
         specials = {f"<SPECIAL_{id}>": id for id in range(n)}
-        if named is None:
-            named = [{"rank": id, "token_str": name} for id, name in enumerate(TEKKEN_NAMES)]
-        ids = {token["token_str"]: token["rank"] for token in named}
+        if special_tokens is None:
+            special_tokens = [{"rank": id, "token_str": name} for id, name in enumerate(TEKKEN_NAMES)]
+        ids = {token["token_str"]: token["rank"] for token in special_tokens}
         if not all(isinstance(name, str) and type(id) is int and name and 0 <= id < n for name, id in ids.items()):
             raise ValueError("a special token without a name, or beyond their number")
         specials = {name: id for name, id in specials.items() if id not in ids.values()} | ids
-    to_ranks, texts = splitter(file, pairs, TEKKEN_PATTERN), {rank + n: token for token, rank in pairs}
+    to_ranks, texts = tiktoken_encoder(file, pairs, TEKKEN_PATTERN), {rank + n: token for token, rank in pairs}
     names = {key: name for key, name in (("bos_token", "<s>"), ("eos_token", "</s>")) if name in specials}
     return {
         "to_ids": lambda text: [rank + n for rank in to_ranks(text)],
@@ -275,10 +278,10 @@ def read_tekken(file: Path, settings: dict) -> dict:
 
 
 def read_tiktoken(file: Path, settings: dict) -> dict:
-    with library(file, "not a list of tiktoken ranks"):
-        stored = [line.split() for line in file.read_bytes().splitlines() if line]
-        pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in stored]
-    to_ids, ranks = splitter(file, pairs, LLAMA3_PATTERN), dict(pairs)
+    with library_errors(file, "not a list of tiktoken ranks"):
+        lines = [line.split() for line in file.read_bytes().splitlines() if line]
+        pairs = [(base64.b64decode(token, validate=True), int(rank)) for token, rank in lines]
+    to_ids, ranks = tiktoken_encoder(file, pairs, LLAMA3_PATTERN), dict(pairs)
     specials = {name: len(ranks) + i for i, name in enumerate(llama3_specials(file.parent))}
     literals = {}
     for id, (name, special) in added_tokens(file.parent, settings).items():
@@ -287,7 +290,7 @@ def read_tiktoken(file: Path, settings: dict) -> dict:
     bos, eos = (specials.get(settings.get(key) or name) for key, name in names.items())
     texts = {rank: token for token, rank in ranks.items()} | {id: name.encode() for name, id in literals.items()}
     return {
-        "ids": lambda: (
+        "get_ids": lambda: (
             {token.decode("latin-1").translate(PRINTED): id for token, id in ranks.items()} | specials | literals
         ),
         "to_ids": to_ids,
@@ -303,52 +306,55 @@ def read_tiktoken(file: Path, settings: dict) -> dict:
 
 
 def llama3_specials(folder: Path) -> list[str]:
-    """The names behind the ranks. Llama 3.1 gave more places a name. 3.0 has a config.json without scaled RoPE."""
+    """The special tokens, whose ids follow the ranks. Llama 3.1 names more of them than 3.0, which has a config.json
+    without scaled RoPE."""
     config = read_json(folder / "config.json")
-    scaled = config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("factor")
-    known = LLAMA30_NAMES if config and not scaled else LLAMA31_NAMES
+    has_scaled_rope = config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("factor")
+    names = LLAMA30_NAMES if config and not has_scaled_rope else LLAMA31_NAMES
     reserved = iter(range(256))
-    return [f"<|{known.get(place) or f'reserved_special_token_{next(reserved)}'}|>" for place in range(256)]
+    return [f"<|{names.get(index) or f'reserved_special_token_{next(reserved)}'}|>" for index in range(256)]
 
 
 def read_tokenizers(file: Path, settings: dict) -> dict:
     import tokenizers
 
-    with library(file, "not a tokenizer of the tokenizers library"):
+    with library_errors(file, "not a tokenizer of the tokenizers library_errors"):
         text = file.read_text(encoding="utf-8-sig")
-        stored = json.loads(text)
-        if growth(stored.get("normalizer")) > MOST_GROWTH:
-            raise ValueError(f"its normalizer can make a text more than {MOST_GROWTH} times longer")
+        tokenizer_json = json.loads(text)
+        if max_growth(tokenizer_json.get("normalizer")) > MAX_GROWTH:
+            raise ValueError(f"its normalizer can make a text more than {MAX_GROWTH} times longer")
         model = tokenizers.Tokenizer.from_str(text)
     tokens = {id: token for token, id in model.get_vocab().items()}
     vocab_size = max(tokens, default=-1) + 1
-    if vocab_size > LARGEST_ID:
-        raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {LARGEST_ID:,} are read")
+    if vocab_size > MAX_ID:
+        raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {MAX_ID:,} are read")
     model.no_padding()
     model.no_truncation()
     added = model.get_added_tokens_decoder()
     specials = {token.content: id for id, token in added.items() if token.special}
-    # A special token of our own. It is found behind the normalizer, which puts no space after it.
+    # A special token of our own, matched after the normalizer, which therefore puts no space after it.
     model.add_special_tokens([tokenizers.AddedToken(APART, normalized=True)])
     apart = model.normalizer.normalize_str(APART) if model.normalizer else APART
 
     def to_ids(text: str, with_specials: bool = False) -> list[int]:
-        model.encode_special_tokens = not with_specials  # the library's word for: as text
-        with library(file, "this tokenizer cannot encode the text"):
-            found = model.encode(text, add_special_tokens=False)
-        return [id for id, token in zip(found.ids, found.tokens) if token != apart] if with_specials else found.ids
+        model.encode_special_tokens = not with_specials  # True encodes their names as text
+        with library_errors(file, "this tokenizer cannot encode the text"):
+            encoding = model.encode(text, add_special_tokens=False)
+        if not with_specials:
+            return encoding.ids
+        return [id for id, token in zip(encoding.ids, encoding.tokens) if token != apart]
 
-    # The library keeps the BOS policy in its post-processor, whose tokens are of no sequence. Some stand behind a text.
-    with library(file, "this tokenizer cannot encode a text"):
+    # The post-processor has the BOS policy. Its tokens belong to no sequence; those before the text lead every text.
+    with library_errors(file, "this tokenizer cannot encode a text"):
         probe = model.encode("a")
-    before = probe.ids[: probe.sequence_ids.index(0)] if 0 in probe.sequence_ids else []
+    leading_ids = probe.ids[: probe.sequence_ids.index(0)] if 0 in probe.sequence_ids else []
     bos, eos = (model.token_to_id(settings.get(key) or "") for key in ("bos_token", "eos_token"))
-    bos = before[0] if bos is None and before else bos
-    if settings.get("add_bos_token") is not None:  # which takes the post-processor's place
-        before = [bos] if settings["add_bos_token"] and bos is not None else []
-    byte_level = BYTE_OF_CHAR if "ByteLevel" in str(stored.get("decoder")) else {}
-    with library(file, "its decoder cannot decode a token"):
-        spaced = model.decoder.decode(["Ġa" if byte_level else "▁a"]) if model.decoder else ""
+    bos = leading_ids[0] if bos is None and leading_ids else bos
+    if settings.get("add_bos_token") is not None:  # overrides the post-processor
+        leading_ids = [bos] if settings["add_bos_token"] and bos is not None else []
+    byte_level = BYTE_OF_CHAR if "ByteLevel" in str(tokenizer_json.get("decoder")) else {}
+    with library_errors(file, "its decoder cannot decode a token"):
+        decoded = model.decoder.decode(["Ġa" if byte_level else "▁a"]) if model.decoder else ""
 
     @functools.cache
     def to_bytes(id: int) -> bytes:
@@ -367,23 +373,23 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         "to_bytes": to_bytes,
         "vocab_size": vocab_size,
         "bos_id": bos,
-        "add_bos": bool(before),
-        "leading_ids": tuple(before),
+        "add_bos": bool(leading_ids),
+        "leading_ids": tuple(leading_ids),
         "stop_ids": stop_ids({token.content: id for id, token in added.items()}, eos),
-        "strip_first_space": spaced == "a",
+        "strip_first_space": decoded == "a",
         "specials": specials,
         "literals": {token.content: id for id, token in added.items() if not token.special},
         "apart": apart,
     }
 
 
-def growth(normalizer: object) -> int:
-    """How many times longer a normalizer of tokenizer.json can make a text. The library has no limit of its own."""
+def max_growth(normalizer: object) -> int:
+    """The largest factor by which a tokenizer.json's normalizer lengthens a text. The library has no limit."""
     if not isinstance(normalizer, dict):
         return 1
     if normalizer.get("type") == "Precompiled":
         table = base64.b64decode(normalizer["precompiled_charsmap"])
-        if int.from_bytes(table[:4], "little") > len(table):  # the library would make room for it, and die
+        if int.from_bytes(table[:4], "little") > len(table):  # the library would allocate it and die
             raise ValueError("precompiled_charsmap is cut off")
-    written = normalizer.get("content") or normalizer.get("prepend") or ""  # by Replace, by Prepend
-    return max(1, len(written)) * math.prod(growth(part) for part in normalizer.get("normalizers") or [])
+    inserted = normalizer.get("content") or normalizer.get("prepend") or ""  # by Replace, by Prepend
+    return max(1, len(inserted)) * math.prod(max_growth(part) for part in normalizer.get("normalizers") or [])

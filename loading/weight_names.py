@@ -1,17 +1,17 @@
-"""What tensors are called: a parameter of ours <-> the Hugging Face tensors that fill it.
+"""The names of tensors: a parameter of ours <-> the Hugging Face tensors that fill it.
 
     OUTER, INNER    our module -> the modules whose rows, one after the other, make its matrix
-    FAMILIES        what differs in some; EXPERTS  the same of the sparse ones
     sources         the tensors behind one parameter;  pieces  and the rows of it that each fills
 
-This file does not know files. What a rank holds of a parameter, tp.py says.
+A Family's `names` replace entries of INNER. This file does not know files; tp.py knows the rows of a rank.
 """
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from tp import ALONE, Ranks, cut_of, stack
+from loading.families import FAMILIES
+from tp import ALONE, Ranks, shard_spec, source_rows
 
 OUTER = {"embed": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"]}
 INNER = {
@@ -25,32 +25,10 @@ INNER = {
     "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "ffn.down": ["mlp.down_proj"],
     "ffn.router": ["mlp.gate"],
+    "ffn.experts.gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],  # {}: the expert's number
+    "ffn.experts.down": ["mlp.experts.{}.down_proj"],
     "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
     "ffn.shared.down": ["mlp.shared_expert.down_proj"],
-}
-AFTER = {"attention_norm": ["post_attention_layernorm"], "ffn_norm": ["post_feedforward_layernorm"]}
-FAMILIES = {  # what differs from INNER
-    "phi3": {"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
-    "olmo2": AFTER,
-    "olmo3": AFTER,
-    "exaone4": AFTER,
-    "hunyuan_v1_dense": {
-        "attention.q_norm": ["self_attn.query_layernorm"],
-        "attention.k_norm": ["self_attn.key_layernorm"],
-    },
-}
-EXPERT = {"gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"], "down": ["mlp.experts.{}.down_proj"]}
-# Families with names of their own. gpt-oss stores all experts in one tensor, which merged_experts.py takes apart.
-ROUTERS = {
-    "mixtral": ["block_sparse_moe.gate"],
-    "gpt_oss": ["mlp.router"],
-    "qwen2_moe": ["mlp.gate", "mlp.shared_expert_gate"],
-}
-EXPERTS = {
-    "mixtral": {
-        "gate_up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
-        "down": ["block_sparse_moe.experts.{}.w2"],
-    }
 }
 
 
@@ -60,21 +38,20 @@ def sources(family: str, name: str) -> list[str]:
     if module in OUTER:
         return [f"{source}.{kind}" for source in OUTER[module]]
     _, layer, module = module.split(".", 2)
+    expert = ""
     if module.startswith("ffn.experts."):
-        _, _, number, module = module.split(".")
-        found = [source.format(number) for source in EXPERTS.get(family, EXPERT)[module]]
-    else:
-        inner = {**INNER, **FAMILIES.get(family, {})}[module]
-        found = ROUTERS.get(family, inner) if module == "ffn.router" else inner
-    return [f"model.layers.{layer}.{source}.{kind}" for source in found]
+        _, _, expert, matrix = module.split(".")
+        module = f"ffn.experts.{matrix}"
+    names = FAMILIES[family].names.get(module) or INNER[module]
+    return [f"model.layers.{layer}.{source.format(expert)}.{kind}" for source in names]
 
 
 def pieces(config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
-    what belongs to one of the ranks."""
+    the share of one of the ranks."""
     module, names, parts = name.rsplit(".", 1)[0], sources(config.family, name), [parameter]
     if len(names) > 1:
-        sizes = stack(cut_of(module), len(parameter), config, ranks)
+        sizes = source_rows(shard_spec(module), len(parameter), config, ranks)
         if module.endswith("ffn.router") and config.shared_dim:
             sizes = [config.n_experts, 1]
         parts = parameter.split(sizes)

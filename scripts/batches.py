@@ -1,11 +1,12 @@
-"""Rows that wait and rows that decode: what scripts/serve.py's connections hand their requests to.
+"""Answers that wait and answers that decode; the connections of scripts/serve.py hand their requests to this file.
 
-    Job         one request, whose answers' events reach its connection in order
-    Row         one answer to decode: a prompt with settings of its own, then its tokens
-    Decoder     whose turn it is, and who has left; the thread that decodes
+    Job         one HTTP request: the events of its answers reach its connection in order
+    Row         one answer: a prompt with settings, then its tokens
+    Decoder     the queue and the slots; the thread that calls `step` decodes
 
-A row takes a slot of the engine as soon as one is free, while others decode. Requests take turns: one that asks for
-many answers delays another by one of them. Each row equals its prompt alone. This file knows no HTTP, and no flag.
+A row takes a slot of the engine as soon as one is free, while others decode. Waiting jobs are served in rotation, so
+that a request for many answers delays another by one of them. Each row equals its prompt alone. This file knows no HTTP
+and no flag.
 """
 
 import asyncio
@@ -19,126 +20,127 @@ from collections.abc import AsyncIterator, Sequence
 import torch
 
 from cli.errors import print_error
-from cli.output import Session
 from cli.report import PLAIN_TOKEN, origin, rate, speculative
+from cli.session import Session
 from decoding.scheduler import Request
 from decoding.timing import Timing
-from generate import Engine
-from scripts.openai_form import Ask, Event, Refusal, Token
+from scripts.openai_form import Event, Refusal, TextRequest, Token
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
-FRAME_S = 1 / 30  # tokens that come within it travel together: each event costs the decoding thread time
-LOWEST = -9999.0  # stands for a log-probability of minus infinity, which JSON has not
+FRAME_S = 1 / 30  # tokens of one frame travel together: each event costs the decoding thread time
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class Job:
-    """One request: events from the decoding thread to its connection's loop. `left`: nobody waits for it any more."""
+    """One HTTP request. The decoding thread sends events to the loop of its connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self.queue, self.begun, self.left = loop, asyncio.Queue(), time.perf_counter(), False
+        self.loop, self.queue, self.created = loop, asyncio.Queue(), time.perf_counter()
+        self.is_abandoned = False  # the client has left, or has its answer
 
-    def tell(self, event: Event | Refusal) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: the server ends
+    def send(self, event: Event | Refusal) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is shutting down
             self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
-    async def events(self, rows: int) -> AsyncIterator[Event]:
-        """The events of so many rows, until all have ended. Raises the Refusal that comes among them."""
-        while rows:
+    async def events(self, num_rows: int) -> AsyncIterator[Event]:
+        """The events of so many rows, until all have finished. Raises a Refusal that arrives among them."""
+        while num_rows:
             event = await self.queue.get()
             if isinstance(event, Refusal):
                 raise event
-            rows -= event.ending is not None
+            num_rows -= event.ending is not None
             yield event
 
 
 class Row:
-    """Answer `index` of a request: prompt ids, at most `new` tokens, a seed; then what was decoded."""
+    """Answer `index` of a job. `max_new_tokens` is 0 for an echo alone, which decodes one token and discards it."""
 
-    def __init__(self, job: Job, ask: Ask, index: int, ids: list[int], new: int, seed: int, session: Session,
-        stops: Sequence[str] = (),
+    def __init__(self, job: Job, text_request: TextRequest, index: int, ids: list[int], max_new_tokens: int, seed: int,
+        session: Session, stops: Sequence[str] = (),
     ):  # fmt: skip
-        self.job, self.ask, self.index, self.ids, self.new, self.seed = job, ask, index, ids, new, seed
-        self.printer = session.printer([*ask.stops, *stops])
-        self.request: Request | None = None  # once it has a slot
+        self.job, self.text_request, self.index, self.ids = job, text_request, index, ids
+        self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.printer = session.printer([*text_request.stop, *stops])
+        self.request: Request | None = None  # the engine's, once the row has a slot
         self.pending: list[Token] = []  # not sent yet
-        self.rounds, self.over, self.sent = 0, False, 0.0
-        self.wants_logprobs = ask.tokens or ask.likeliest is not None  # notes may be there for a neighbour's sake
+        self.num_rounds, self.is_finished, self.sent = 0, False, 0.0
+        # The engine may record log-probabilities for another row.
+        self.returns_logprobs = text_request.tokens or text_request.num_logprobs is not None
 
     def feed(self, number: int) -> None:
-        """Token `number` of the answer was decided. Send what is pending if it is time, never within a step."""
-        request, printer, shown = self.request, self.printer, len(self.printer.pieces)
+        """Token `number` of the answer was decided. Send pending tokens when a frame is over, never within a step."""
+        request, printer, num_pieces = self.request, self.printer, len(self.printer.pieces)
         id, record = request.tokens[number], request.token_records[number] if request.token_records else None
         printer.feed(id)
-        self.over = printer.at_stop_string or (request.finish_reason is not None and number + 1 == len(request.tokens))
-        if self.over:
+        is_last = request.finish_reason is not None and number + 1 == len(request.tokens)
+        self.is_finished = printer.at_stop_string or is_last
+        if self.is_finished:
             printer.close()
-        self.rounds += record is None or record.index == 0
+        self.num_rounds += record is None or record.index == 0
         token = Token(
-            id, "".join(printer.pieces[shown:]), origin(record) if record else PLAIN_TOKEN, self.rounds,
+            id, "".join(printer.pieces[num_pieces:]), origin(record) if record else PLAIN_TOKEN, self.num_rounds,
             request.prefill_s + request.decode_s,
         )  # fmt: skip
-        if self.wants_logprobs:
-            pairs = request.top_logprobs[number][: 1 + (self.ask.likeliest or 0)]
-            (p, q), drafted = request.token_probs[number], record is not None and record.index < record.k
-            token = token._replace(
-                p=p, q=q if drafted else None, likeliest=[(int(id), max(x, LOWEST)) for id, x in pairs]
-            )
-            token = token._replace(overlap=record.overlap) if drafted else token
-        self.pending += [token] if self.new else []
+        if self.returns_logprobs:
+            pairs = request.top_logprobs[number][: 1 + (self.text_request.num_logprobs or 0)]
+            (p, q), is_drafted = request.token_probs[number], record is not None and record.index < record.k
+            token = token._replace(p=p, top_logprobs=[(int(id), max(x, MIN_LOGPROB)) for id, x in pairs])
+            token = token._replace(q=q, overlap=record.overlap) if is_drafted else token
+        self.pending += [token] if self.max_new_tokens else []
         ends_step = record is None or record.index >= record.accepted
-        if not self.over and ends_step and time.perf_counter() > self.sent + FRAME_S:
+        if not self.is_finished and ends_step and time.perf_counter() > self.sent + FRAME_S:
             self.send()
 
     def send(self, ending: dict | None = None) -> None:
-        self.job.tell(Event(self.index, self.pending, ending))
+        self.job.send(Event(self.index, self.pending, ending))
         self.pending, self.sent = [], time.perf_counter()
 
 
 class Decoder:
-    """Decodes in the thread that calls `turn`; connections' threads call `put` and `drop`."""
+    """Decodes in the thread that calls `step`; the connections' thread calls `add` and `drop`."""
 
     def __init__(self, session: Session, max_waiting: int):
         self.session, self.engine, self.max_waiting = session, session.engine, max_waiting
-        self.waiting: dict[Job, deque[Row]] = {}  # in the order in which requests have their turns
-        self.rows: dict[int, Row] = {}  # that decode, by request id
-        self.news = threading.Condition()
-        self.stopped = False  # answers are given up
+        self.waiting: deque[deque[Row]] = deque()  # the rows of each job; the first job is served next
+        self.rows: dict[int, Row] = {}  # with a slot, by request id
+        self.wakeup = threading.Condition()  # guards `waiting`
+        self.is_stopped = False  # running answers are given up
 
-    def put(self, rows: list[Row]) -> None:
-        with self.news:
+    def add(self, rows: list[Row]) -> None:
+        """Refusal where the queue has no room for the rows of this job."""
+        with self.wakeup:
             if len(rows) > self.max_waiting:
                 raise Refusal(f"{len(rows)} answers are more than the {self.max_waiting} that may wait", "n")
-            num_waiting = sum(map(len, self.waiting.values()))
+            num_waiting = sum(map(len, self.waiting))
             if num_waiting + len(rows) > self.max_waiting:
                 raise Refusal(f"{num_waiting} answers wait already: try again later", None, 429, "queue_full")
-            self.waiting[rows[0].job] = deque(rows)
-            self.news.notify()
+            self.waiting.append(deque(rows))
+            self.wakeup.notify()
 
     def drop(self, job: Job) -> None:
-        """Nobody waits for this request any more: rows that wait go now, rows that run at the next step."""
-        with self.news:
-            job.left = True
-            self.waiting.pop(job, None)
-            self.news.notify()
+        """Abandon a job: its waiting rows go now, its running rows at the next step."""
+        with self.wakeup:
+            job.is_abandoned = True
+            self.waiting = deque(rows for rows in self.waiting if rows[0].job is not job)
+            self.wakeup.notify()
 
     def next_row(self) -> Row | None:
-        """The next row of the request whose turn it is, which then goes to the end of the line."""
-        with self.news:
-            job = next(iter(self.waiting), None)
-            if job is None:
+        """The next row of the first job, which moves to the end of the queue."""
+        with self.wakeup:
+            if not self.waiting:
                 return None
-            rows = self.waiting.pop(job)
+            rows = self.waiting.popleft()
             row = rows.popleft()
             if rows:
-                self.waiting[job] = rows
+                self.waiting.append(rows)
             return row
 
-    def turn(self, seconds: float) -> None:
-        """Let rows in and decode one step; with nothing to do, wait so long for news. An error is told to the clients
-        that it concerns, in a line; a bug keeps its traceback, on stderr."""
-        with self.news:
-            self.news.wait_for(lambda: self.waiting or self.rows, seconds)
-        for id in [id for id, row in self.rows.items() if row.job.left]:
+    def step(self, timeout_s: float) -> None:
+        """Give free slots to waiting rows and decode one step; without any row wait up to `timeout_s` for one. The
+        clients of a step that failed get one line; stderr gets the traceback."""
+        with self.wakeup:
+            self.wakeup.wait_for(lambda: self.waiting or self.rows, timeout_s)
+        for id in [id for id, row in self.rows.items() if row.job.is_abandoned]:
             self.engine.abort(id)
             del self.rows[id]
         while len(self.engine.requests) < self.engine.batch_size and (row := self.next_row()) is not None:
@@ -148,7 +150,7 @@ class Decoder:
         except Exception as error:
             traceback.print_exc()
             for row in self.rows.values():
-                row.job.tell(Refusal(f"decoding failed: {type(error).__name__}", status=500))
+                row.job.send(Refusal(f"decoding failed: {type(error).__name__}", status=500))
             self.rows.clear()
             self.engine.reset()
             return
@@ -156,70 +158,70 @@ class Decoder:
 
     def start(self, row: Row) -> None:
         try:
-            if row.ask.echo:
-                row.pending = echoed(self.engine, self.session, row)
+            if row.text_request.echo:
+                row.pending = self.echo(row)
                 row.send()
             id = self.engine.add_request(
-                row.ids, sampling=row.ask.sampling, max_new_tokens=max(1, row.new), stop_ids=self.session.stop_ids,
-                seed=row.seed, draft=row.ask.draft,
+                row.ids, sampling=row.text_request.sampling, max_new_tokens=max(1, row.max_new_tokens),
+                stop_ids=self.session.stop_ids, seed=row.seed, draft=row.text_request.draft,
             )  # fmt: skip
             row.request, self.rows[id] = self.engine.requests[id], row
         except (RuntimeError, ValueError) as error:
-            print_error(error)
-            row.job.tell(Refusal(f"decoding failed: {error}", status=500))
-        wants_logprobs = any(row.wants_logprobs for row in self.rows.values())
-        # Compiled steps are compiled recording: not to do so would compile them anew.
-        self.engine.state.noting = self.engine.compile or wants_logprobs
+            self.fail(row, error)
+        # Steps were compiled with recording; without it they would be compiled again.
+        returns_logprobs = any(row.returns_logprobs for row in self.rows.values())
+        self.engine.state.return_logprobs = self.engine.compile or returns_logprobs
 
     def feed(self, decided: list[tuple[int, int]]) -> None:
+        """(request id, token) pairs of a step to their rows; rows that have finished or failed free their slots."""
         numbers = {id: len(row.printer.ids) for id, row in self.rows.items()}
         for id, _ in decided:
-            row = self.rows.get(id)
-            if row is None or row.over:
-                continue
-            row.feed(numbers[id])
-            numbers[id] += 1
+            if id in self.rows and not self.rows[id].is_finished:
+                self.rows[id].feed(numbers[id])
+                numbers[id] += 1
         for id, row in list(self.rows.items()):
-            error = row.request.error
-            if error is not None:
-                print_error(error)
-                row.job.tell(Refusal(f"decoding failed: {error}", status=500))
-            elif row.over:
-                self.engine.abort(id)  # a stop string has ended it, if it runs still
+            if row.request.error is not None:
+                self.fail(row, row.request.error)
+            elif row.is_finished:
+                self.engine.abort(id)  # at a stop string the engine's request still runs
                 row.send(self.ending(row))
-            if error is not None or row.over:
-                del self.rows[id]
+            else:
+                continue
+            del self.rows[id]
+
+    def fail(self, row: Row, error: Exception) -> None:
+        print_error(error)
+        row.job.send(Refusal(f"decoding failed: {error}", status=500))
 
     def ending(self, row: Row) -> dict:
         """The facts that the last event of a row brings."""
         request, num_tokens = row.request, len(row.printer.ids)
-        queue_s = request.started - row.job.begun
+        queue_s = request.started - row.job.created
         return {"finish_reason": row.printer.finish_reason(), "timings": {
-            "queue_s": queue_s, "ttft_s": queue_s + request.ttft_s, "tokens": num_tokens if row.new else 0,
+            "queue_s": queue_s, "ttft_s": queue_s + request.ttft_s, "tokens": num_tokens if row.max_new_tokens else 0,
             "seed": row.seed, "cached_tokens": request.num_reused,
             "rows": max((len(step.positions) for step in request.steps), default=1),
             "prefill_tok_s": rate(len(request.prompt) - request.num_reused, request.prefill_s),
             "decode_tok_s": rate(num_tokens - 1, request.decode_s),
-            "speculative": speculative(self.engine, [Timing([request])], 0) if row.ask.draft else None,
+            "speculative": speculative(self.engine, [Timing([request])], 0) if row.text_request.draft else None,
         }}  # fmt: skip
 
-
-@torch.inference_mode()
-def echoed(engine: Engine, session: Session, row: Row) -> list[Token]:
-    """The prompt as tokens of the answer, with log-probabilities where they are asked for: none of the first."""
-    stream, ids = session.tokenizer.stream(), torch.tensor([row.ids], device=engine.device)  # (1, T)
-    likeliest = [None] * len(row.ids)
-    if row.ask.likeliest is not None:
-        h = engine.model.hidden(ids, torch.arange(ids.size(1), device=engine.device))[0]  # (T, D)
-        for begin in range(0, len(row.ids) - 1, HEAD_ROWS):
-            log_p = engine.model.head(h[begin : begin + HEAD_ROWS]).log_softmax(-1)  # (n, V)
-            top = log_p.topk(row.ask.likeliest)
-            for n, id in enumerate(row.ids[begin + 1 : begin + 1 + HEAD_ROWS]):
-                pairs = [(id, log_p[n, id].item()), *zip(top.indices[n].tolist(), top.values[n].tolist())]
-                likeliest[begin + 1 + n] = [(id, max(x, LOWEST)) for id, x in pairs]
-    tokens = [Token(id, stream.feed(id), likeliest=found) for id, found in zip(row.ids, likeliest)]
-    if row.new:
-        row.printer.stream = stream  # bytes at the prompt's end may be completed by the answer
-    elif tokens:
-        tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
-    return tokens
+    @torch.inference_mode()
+    def echo(self, row: Row) -> list[Token]:
+        """The prompt as tokens of the answer, with log-probabilities on request; the first token has none."""
+        model, device, n = self.engine.model, self.engine.device, row.text_request.num_logprobs
+        stream, ids = self.session.tokenizer.stream(), torch.tensor([row.ids], device=device)  # (1, T)
+        top_logprobs = [None] * len(row.ids)
+        if n is not None:
+            hidden = model.hidden(ids, torch.arange(ids.size(1), device=device))[0, :-1]  # (T - 1, D)
+            rows = (log_p for h in hidden.split(HEAD_ROWS) for log_p in model.head(h).log_softmax(-1))  # (V,) each
+            for i, (id, log_p) in enumerate(zip(row.ids[1:], rows), 1):
+                top = log_p.topk(n)
+                pairs = [(id, log_p[id].item()), *zip(top.indices.tolist(), top.values.tolist())]
+                top_logprobs[i] = [(id, max(x, MIN_LOGPROB)) for id, x in pairs]
+        tokens = [Token(id, stream.feed(id), top_logprobs=pairs) for id, pairs in zip(row.ids, top_logprobs)]
+        if row.max_new_tokens:
+            row.printer.stream = stream  # the answer may complete the last character of the prompt
+        elif tokens:
+            tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
+        return tokens

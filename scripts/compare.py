@@ -25,14 +25,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cli.answers import Answer
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import Parser, check_options, positive, speculate_k
 from cli.flags import parse_args as generate_args
 from cli.load import compiles, drafter_of, load_target, pick_device, warm_up
 from cli.main import kinds_of
-from cli.output import Answer, Session
 from cli.prompts import Request, encoded, requests, sampling_of
 from cli.report import rate, speculative, summary
+from cli.session import Session
 from decoding.kv_8bit import KINDS
 from decoding.scheduler import common_prefix
 from decoding.timing import Timing
@@ -218,7 +219,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def totals(rates: list[tuple[float, float]]) -> dict:
-    """Median, min and max of the rates and of b over a. A pair in which a side decoded no second token does not count."""
+    """Median, min and max of the rates and of b over a. Pairs in which a side decoded no second token do not count."""
     rates = [(a, b) for a, b in rates if a and b]
     values = {"a_tok_s": [a for a, _ in rates], "b_tok_s": [b for _, b in rates], "ratio": [b / a for a, b in rates]}
     spreads = {

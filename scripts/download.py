@@ -1,7 +1,7 @@
 """A model from the Hugging Face hub into checkpoints/: `python -m scripts.download TinyLlama/TinyLlama-1.1B-Chat-v1.0`.
 
-Takes safetensors, tokenizer, template and config files, and nothing else: no pickles, no other formats, none of the
-duplicate weights that some repositories keep in folders, or in Mistral's own layout (consolidated.safetensors).
+It downloads safetensors, tokenizer, template and config files. It skips pickles, other formats, and the duplicate
+weights that some repositories have in folders or in Mistral's layout (consolidated.safetensors).
 """
 
 from pathlib import Path

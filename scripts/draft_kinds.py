@@ -23,7 +23,7 @@ from drafts.eagle import AuxHiddenStates, EagleDraft, EagleModel, eagle_of, plac
 from drafts.pard import PardDraft
 from loading.checkpoint import allocate, empty_model, save_model
 from loading.config import config_from_hf
-from loading.files import save_tensors, write_whole
+from loading.files import save_tensors, write_atomically
 from model import AttentionMask, Config, Transformer, attend
 from speculative import Drafter, ModelDraft
 
@@ -255,7 +255,7 @@ class Eagle3(Model):
         maps = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": has_id}
         save_tensors(folder / "model.safetensors", tensors | maps)
         text = json.dumps(self.hf, indent=2) + "\n"
-        write_whole(folder / "config.json", lambda partial: partial.write_text(text))
+        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
 
 
 KINDS = {"model": Model, "pard": Pard, "eagle3": Eagle3}

@@ -13,8 +13,8 @@ import time
 
 import torch
 
+from cli.answers import Answer
 from cli.errors import interrupts_held
-from cli.output import Answer
 from cli.report import ACCEPTED, CORRECTED, RowStatistics, origin, rate
 from decoding.timing import synchronize
 
@@ -28,7 +28,7 @@ except ImportError:
     raise ValueError("--live draws with rich: pip install rich==15.0.0") from None
 
 FRAME_S = 1 / 12
-STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.output.COLOURS, in rich's words
+STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.answers.COLOURS, in rich's words
 CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if code != ord("\n")}  # would move the cursor
 
 

@@ -1,194 +1,176 @@
-"""OpenAI's protocol as data: the body of a request -> `Ask`; tokens as they are decided -> the objects of an answer.
+"""OpenAI's protocol as data: a request's JSON body -> `TextRequest`; decided tokens -> the objects of an answer.
 
-    Refusal         an error in OpenAI's form, with its HTTP status
-    Ask, ask_of     a checked request for text: what the model cannot honour is refused by name
-    Token, Event    what one step decided for one answer
-    Answer          one request's objects: chunks of a stream, or the whole
+    Refusal             an error as OpenAI's clients expect it, with its HTTP status
+    TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add their own
+    read_request        a checked request; a key that this server cannot honour is refused by name
+    Token, Event        the tokens that one step decided for one answer
+    Answer              the objects of one request's answers: chunks of a stream, or complete choices
 
-Keys of this project's own: `top_k`, `min_p` and `chat_template_kwargs`; `draft` false decodes plainly; `tokens` true
-lists in every choice what each token was: its text, origin, round, p, q and the second at which it came. This file
-knows no HTTP, queue or model.
+This project adds the keys top_k, min_p, chat_template_kwargs, `draft` (false: decode without the draft) and `tokens`
+(true: list each token's text, origin, round, p, q and second). This file knows no HTTP and no model.
 """
 
-import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_origin, get_type_hints
 
-from cli.prompts import SAMPLED, check_names
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+
+from cli.prompts import check_names
 from decoding.sampling import Sampling
-from loading.tokenizer import joined
+from loading.tokenizer import join_parts
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
-MOST_STOPS, MOST_LIKELIEST = 16, 20
-MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as OpenAI has it
-# Keys that change no text here, and those that would, with the values that ask for nothing.
-UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# Values that change nothing, of keys that are not supported.
 NEUTRAL = {
-    "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""], "best_of": [1],
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-    "modalities": [["text"]], "response_format": [{"type": "text"}], "audio": [], "prediction": [],
-    "reasoning_effort": [], "verbosity": [], "web_search_options": [],
+    "suffix": [""], "tools": [[]],
+    "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"], "modalities": [["text"]],
+    "response_format": [{"type": "text"}],
 }  # fmt: skip
-KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """An error as a client sees it."""
+    """An error with a status; `body` is the JSON that the client reads."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
-        kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Ask(NamedTuple):
-    """What one request asks for."""
-
-    prompts: list[str | list[int]] | list[list[dict]]  # texts or ids; of a chat one conversation
-    chat: bool
-    n: int
-    new: int | None
-    stops: list[str]
-    seed: int | None
-    sampling: Sampling
-    likeliest: int | None  # so many log-probabilities a token besides its own; None: not even that
-    echo: bool
-    stream: bool
-    usage: bool  # in a stream
-    tokens: bool
-    draft: bool
-    names: dict  # of the chat template's own, such as enable_thinking
+# --------------------------------------------------------------------------------------------- requests
 
 
-class Fields:
-    """A body whose keys are taken one by one, so that what nobody took can be named."""
-
-    def __init__(self, body: dict):
-        self.left = {key: value for key, value in body.items() if value is not None}
-
-    def take(self, key: str, default, wanted: str, valid: Callable[[object], bool]):
-        value = self.left.pop(key, default)
-        if value is not default and not valid(value):
-            raise Refusal(f"{key} = {json.dumps(value):.99} must be {wanted}", key)
-        return value
-
-    def whole(self, key: str, default: int | None, low: int, high: int) -> int | None:
-        return self.take(key, default, f"a whole number from {low} to {high}",
-                         lambda x: type(x) is int and low <= x <= high)  # fmt: skip
-
-    def number(self, key: str, default: float | None) -> float | None:
-        return self.take(key, default, "a number", lambda x: type(x) in (int, float))
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        return self.take(key, default, "true or false", lambda x: type(x) is bool)
+def as_list(x: object) -> object:
+    """One stop string or one prompt as a list of one."""
+    return [x] if isinstance(x, str) or (isinstance(x, list) and all(type(part) is int for part in x)) else x
 
 
-def ask_of(body: object, chat: bool, model: str, usual: Sampling, new: int | None) -> Ask:
-    """The body of /v1/chat/completions or /v1/completions, checked. usual, new: where it says nothing. Refusal names
-    what is wrong, or what this server cannot do."""
+def setting_type(hint: object) -> object:
+    """A field of Sampling as JSON has it: (token id, number) pairs are an object."""
+    if get_origin(hint) is not tuple:
+        return hint | None
+    ids = Annotated[str, Field(pattern="^[0-9]{1,8}$")]
+    return Annotated[dict[ids, float], AfterValidator(lambda x: tuple({int(id): x[id] for id in x}.items()))] | None
+
+
+HINTS = get_type_hints(Sampling)
+SETTINGS = {field.name: (setting_type(HINTS[field.name]), None) for field in fields(Sampling)}
+NonEmpty = Field(min_length=1)
+MaxTokens = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class SharedKeys(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    n: int = Field(1, ge=1, le=128)
+    stop: Annotated[list[Annotated[str, NonEmpty]], BeforeValidator(as_list), Field(max_length=MAX_STOPS)] = []
+    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
+    stream: bool = False
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    tokens: bool = False
+    draft: bool = True
+
+
+class TextRequest(create_model("Settings", __base__=SharedKeys, **SETTINGS)):
+    @property
+    def sampling(self) -> Sampling:
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return Sampling(**{name: value for name, value in settings.items() if value is not None})
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def model_post_init(self, context: object) -> None:
+        try:
+            _ = self.sampling
+        except ValueError as error:  # it names the field first
+            raise Refusal(str(error), str(error).split()[0].rstrip(":")) from None
+        if self.stream_options and not self.stream:
+            raise Refusal("stream_options needs stream = true", "stream_options")
+        if self.max_completion_tokens not in (None, self.max_new_tokens):
+            raise Refusal("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if self.max_new_tokens == 0 and not self.echo:
+            raise Refusal("max_tokens = 0 must be at least 1: only an echo needs no token", "max_tokens")
+        if self.chat and self.top_logprobs and not self.logprobs:
+            raise Refusal(f"top_logprobs = {self.top_logprobs} needs logprobs = true", "top_logprobs")
+
+
+class Completion(TextRequest):
+    chat: ClassVar = False
+    prompts: Annotated[list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty] = Field(
+        alias="prompt"
+    )
+    num_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, alias="logprobs")  # besides the token's own
+    echo: bool = False
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: Annotated[str, BeforeValidator(join_parts)]
+
+    def model_post_init(self, context: object) -> None:
+        if others := [key for key, value in self.model_extra.items() if value and key not in ("name", "refusal")]:
+            raise ValueError(f"{others[0]:.99} is not supported: there are no tools")
+
+
+class Chat(TextRequest):
+    chat: ClassVar = True
+    echo: ClassVar = False
+    messages: Annotated[list[Message], NonEmpty]
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: Annotated[dict, AfterValidator(lambda names: check_names(names) or names)] = Field({})
+
+    @property
+    def prompts(self) -> list[list[dict]]:
+        return [[{"role": message.role, "content": message.content} for message in self.messages]]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+def read_request(body: object, chat: bool, model: str, usual: Sampling) -> TextRequest:
+    """The body of /v1/chat/completions or /v1/completions, checked. A setting that it leaves out is `usual`'s."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
-    fields = Fields(body)
-    asked = fields.take("model", model, "a string", lambda x: isinstance(x, str))
-    if asked != model:
-        raise Refusal(f"no model {asked!r:.99}: this server has {model!r}", "model", 404, "model_not_found")
-    prompts = [messages_of(fields)] if chat else prompts_of(fields)
-    for key in UNREAD:
-        fields.left.pop(key, None)
-    n = fields.whole("n", 1, 1, 128)
-    for key, neutral in NEUTRAL.items():
-        value = fields.left.pop(key, None)
-        if value is not None and value not in (neutral if key != "best_of" else [n]):
-            raise Refusal(f"{key} = {json.dumps(value):.99} is not supported: leave it away", key, 400, "unsupported")
-    stops = fields.take("stop", [], f"a string or up to {MOST_STOPS} strings, none empty", is_stop)
-    stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
-    wish = fields.take("stream_options", {}, '{"include_usage": true or false}, in a stream', lambda x: stream
-                       and isinstance(x, dict) and set(x) <= {"include_usage", "include_obfuscation"}
-                       and isinstance(x.get("include_usage", False), bool))  # fmt: skip
-    longest = [fields.whole(key, None, 0 if echo else 1, 2**31) for key in ("max_tokens", "max_completion_tokens")]
-    if None not in longest and longest[0] != longest[1]:
-        raise Refusal("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-    likeliest = None if chat else fields.whole("logprobs", None, 0, MOST_LIKELIEST)
-    if chat:
-        logprobs, top_logprobs = fields.flag("logprobs"), fields.whole("top_logprobs", 0, 0, MOST_LIKELIEST)
-        if top_logprobs and not logprobs:
-            raise Refusal(f"top_logprobs = {top_logprobs} needs logprobs = true", "top_logprobs")
-        likeliest = top_logprobs if logprobs else None
-    values = {key: fields.number(key, getattr(usual, key)) for key in SAMPLED}
+    neutral = NEUTRAL | {"best_of": [body.get("n", 1)]}
+    defaults = {f.name: value for f in fields(usual) if (value := getattr(usual, f.name)) != f.default}
+    body = defaults | {
+        key: value for key, value in body.items()
+        if value is not None and key not in IGNORED and (key in SETTINGS or value not in neutral.get(key, ()))
+    }  # fmt: skip
+    if (name := body.pop("model", model)) != model:
+        raise Refusal(f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found")
     try:
-        sampling = Sampling(**values)
-    except ValueError as error:
-        raise Refusal(str(error), str(error).split()[0]) from None
-    ask = Ask(
-        prompts, chat, n, next((x for x in longest if x is not None), new),
-        [stops] if isinstance(stops, str) else stops, fields.whole("seed", None, MIN_SEED, MAX_SEED), sampling,
-        likeliest, echo, stream, wish.get("include_usage", False), fields.flag("tokens"), fields.flag("draft", True),
-        names_of(fields) if chat else {},
-    )  # fmt: skip
-    if fields.left:
-        key = min(fields.left)
-        raise Refusal(f"{key!r:.99} is not supported by this server", key[:99], 400, "unknown_parameter")
-    return ask
-
-
-def is_stop(x: object) -> bool:
-    return all(isinstance(s, str) and s for s in ([x] if isinstance(x, str) else x)) if isinstance(
-        x, str | list) and len(x if isinstance(x, list) else [x]) <= MOST_STOPS else False  # fmt: skip
-
-
-def prompts_of(fields: Fields) -> list[str | list[int]]:
-    """A text, a list of token ids, or a list of either."""
-
-    def is_ids(x: object) -> bool:
-        return isinstance(x, list) and all(type(id) is int for id in x)
-
-    def is_prompts(x: object) -> bool:
-        return isinstance(x, str) or (isinstance(x, list) and bool(x) and (is_ids(x) or all(
-            isinstance(part, str) or (is_ids(part) and bool(part)) for part in x)))  # fmt: skip
-
-    prompt = fields.take("prompt", None, "a text, a list of token ids, or a list of texts or of such lists", is_prompts)
-    if prompt is None:
-        raise Refusal("prompt is missing", "prompt")
-    return [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
-
-
-def names_of(fields: Fields) -> dict:
-    names = fields.take("chat_template_kwargs", {}, "an object", lambda x: isinstance(x, dict))
-    try:
-        check_names(names)
-    except ValueError as error:
-        raise Refusal(str(error), "chat_template_kwargs") from None
-    return names
-
-
-def messages_of(fields: Fields) -> list[dict]:
-    """{"role", "content"} objects whose content is a text, or a list of {"type": "text", "text"} parts."""
-    messages = fields.take("messages", [], "a list of messages", lambda x: isinstance(x, list))
-    if not messages:
-        raise Refusal("messages is missing or empty", "messages")
-    found = []
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        try:
-            content = joined(content)
-        except ValueError as error:
-            raise Refusal(f"messages[{i}]: {error}", f"messages[{i}]") from None
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            raise Refusal(f'messages[{i}] must have a "role" and a "content" that is a text', f"messages[{i}]")
-        if other := [key for key in message if key not in ("role", "content", "name", "refusal") and message[key]]:
-            raise Refusal(f"messages[{i}].{other[0]:.99} is not supported: there are no tools", f"messages[{i}]")
-        found.append({"role": message["role"], "content": content})
-    return found
+        return (Chat if chat else Completion).model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, *inner = first["loc"] or ("body",)
+        path = f"messages[{inner[0]}]" if key == "messages" and inner else key[:99]
+        if first["type"] == "extra_forbidden":
+            raise Refusal(f"{path!r} is not supported by this server", path, 400, "unknown_parameter") from None
+        if first["type"] == "missing":
+            raise Refusal(f"{'.'.join(map(str, first['loc']))} is missing", path) from None
+        raise Refusal(f"{path} = {first['input']!r:.99}: {first['msg']}", path) from None
 
 
 # ---------------------------------------------------------------------------------------------- answers
 
 
 class Token(NamedTuple):
-    """A token of an answer: what it adds to the text, where it came from, and of its round: the number, the
-    probabilities p of the target and q of the draft. at: seconds of decoding until it was decided."""
+    """A token of an answer: the text that it adds, its origin, the number of its round, and that round's probabilities
+    p of the target and q of the draft. at: seconds of decoding until it was decided."""
 
     id: int
     text: str
@@ -198,11 +180,11 @@ class Token(NamedTuple):
     p: float | None = None
     q: float | None = None
     overlap: float | None = None  # sum of min(p, q) over the vocabulary
-    likeliest: Sequence[tuple[int, float]] | None = None  # (id, log-probability), its own first; none: unknown
+    top_logprobs: Sequence[tuple[int, float]] | None = None  # (id, log-probability), its own first; None: not recorded
 
 
 class Event(NamedTuple):
-    """What came for answer `index` of a request; `ending`: its finish_reason and timings, once."""
+    """New tokens of answer `index` of a request; `ending`, once: its finish_reason and timings."""
 
     index: int
     tokens: list[Token]
@@ -212,20 +194,21 @@ class Event(NamedTuple):
 class Answer:
     """The objects of one request's answers. `pieces`: the bytes of every token id."""
 
-    def __init__(self, ask: Ask, model: str, pieces: Sequence[bytes]):
-        self.ask, self.pieces, kind = ask, pieces, "chat.completion" if ask.chat else "text_completion"
+    def __init__(self, request: TextRequest, model: str, pieces: Sequence[bytes]):
+        self.request, self.pieces = request, pieces
+        kind = "chat.completion" if request.chat else "text_completion"
         self.head = {
-            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + ".chunk" * (ask.chat and ask.stream), "created": int(time.time()), "model": model,
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind + ".chunk" * (request.chat and request.stream), "created": int(time.time()), "model": model,
         }  # fmt: skip
-        self.offset: dict[int, int] = {}  # characters of each answer so far, where a completion's tokens are listed
+        self.num_characters: dict[int, int] = {}  # of each answer so far, for text_offset
 
-    def usage(self, prompted: int, events: Sequence[Event]) -> dict:
-        """So many tokens were read; what the caches held of them already is said by the endings, for every answer."""
-        ended = [event.ending["timings"] for event in events if event.ending]
-        decoded, kept = (sum(timings[key] for timings in ended) for key in ("tokens", "cached_tokens"))
-        return {"prompt_tokens": prompted, "completion_tokens": decoded, "total_tokens": prompted + decoded,
-                "prompt_tokens_details": {"cached_tokens": min(kept, prompted)}}  # fmt: skip
+    def usage(self, prompt_tokens: int, events: Sequence[Event]) -> dict:
+        """A prompt counts once, however many answers it has."""
+        timings = [event.ending["timings"] for event in events if event.ending]
+        decoded, cached = (sum(timing[key] for timing in timings) for key in ("tokens", "cached_tokens"))
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": decoded, "total_tokens": prompt_tokens + decoded,
+                "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)}}  # fmt: skip
 
     def opening(self, index: int) -> dict:
         """A chat's first chunk."""
@@ -233,55 +216,47 @@ class Answer:
         return self.chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        return {**self.head, "choices": list(choices)} | ({"usage": usage} if self.ask.usage else {})
+        has_usage = self.request.stream_options.get("include_usage")
+        return {**self.head, "choices": list(choices)} | ({"usage": usage} if has_usage else {})
 
-    def choice(self, event: Event, whole: bool = False) -> dict:
-        """One choice, of a chunk or of the whole answer."""
-        text, ending = "".join(token.text for token in event.tokens), event.ending or {}
-        shown = {"text": text}
-        if self.ask.chat:
-            content = {"content": text} if text or whole else {}
-            shown = {"message": {"role": "assistant", **content, "refusal": None}} if whole else {"delta": content}
+    def choice(self, event: Event) -> dict:
+        """One choice, of a chunk or of a complete answer."""
+        request, ending, text = self.request, event.ending or {}, "".join(token.text for token in event.tokens)
+        content = {"text": text}
+        if request.chat and request.stream:
+            content = {"delta": {"content": text} if text else {}}
+        elif request.chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = None
-        if self.ask.likeliest is not None and event.tokens:
-            logprobs = self.chat_logprobs(event.tokens) if self.ask.chat else self.logprobs(event)
-        found = {"index": event.index, **shown, "logprobs": logprobs, "finish_reason": ending.get("finish_reason")}
-        if self.ask.tokens and event.tokens:
-            kept = ("text", "round", "at", "p", "q", "overlap")
-            found["tokens"] = [
-                {"origin": ORIGINS[token.origin], "logprob": token.likeliest and token.likeliest[0][1]}
-                | {key: getattr(token, key) for key in kept}
+        if request.num_logprobs is not None and event.tokens:
+            logprobs = self.chat_logprobs(event.tokens) if request.chat else self.completion_logprobs(event)
+        choice = {"index": event.index, **content, "logprobs": logprobs, "finish_reason": ending.get("finish_reason")}
+        if request.tokens and event.tokens:
+            choice["tokens"] = [
+                {"origin": ORIGINS[token.origin], "logprob": token.top_logprobs and token.top_logprobs[0][1]}
+                | {key: getattr(token, key) for key in ("text", "round", "at", "p", "q", "overlap")}
                 for token in event.tokens
             ]
-        return found | ({"timings": ending["timings"]} if ending else {})
-
-    def spelled(self, id: int) -> str:
-        return self.pieces[id].decode(errors="replace")
+        return choice | ({"timings": ending["timings"]} if ending else {})
 
     def chat_logprobs(self, tokens: list[Token]) -> dict:
-        def entry(id: int, logprob: float) -> dict:
-            return {"token": self.spelled(id), "logprob": logprob, "bytes": list(self.pieces[id])}
+        entries = [[
+            {"token": self.pieces[id].decode(errors="replace"), "logprob": logprob, "bytes": list(self.pieces[id])}
+            for id, logprob in token.top_logprobs
+        ] for token in tokens]  # fmt: skip
+        return {"content": [chosen | {"top_logprobs": others} for chosen, *others in entries], "refusal": None}
 
-        return {
-            "content": [
-                entry(*token.likeliest[0]) | {"top_logprobs": [entry(*pair) for pair in token.likeliest[1:]]}
-                for token in tokens
-            ],
-            "refusal": None,
-        }  # fmt: skip
-
-    def logprobs(self, event: Event) -> dict:
-        """The older form: a list for each fact. A token is listed as the characters that it adds to the text, so that
-        text_offset points at them: none for BOS or part of a character. Of equal strings the likelier one counts."""
-        index, tokens = event.index, event.tokens
-        texts, offsets, at = [token.text for token in tokens], [], self.offset.get(index, 0)
+    def completion_logprobs(self, event: Event) -> dict:
+        """A list for each kind of fact. A token is listed as the characters that it adds to the text: none for BOS or
+        part of a character. text_offset points at them. Of tokens with the same text the likeliest is listed."""
+        texts, offsets, end = [token.text for token in event.tokens], [], self.num_characters.get(event.index, 0)
         for text in texts:
-            offsets.append(at)
-            at += len(text)
-        self.offset[index] = at
-        pairs = [token.likeliest for token in tokens]
-        top = [found and {self.spelled(id): x for id, x in reversed(found[1:])} for found in pairs]
+            offsets.append(end)
+            end += len(text)
+        self.num_characters[event.index] = end
+        pairs = [token.top_logprobs for token in event.tokens]
+        top = [p and {self.pieces[id].decode(errors="replace"): x for id, x in reversed(p[1:])} for p in pairs]
         return {
-            "tokens": texts, "token_logprobs": [found[0][1] if found else None for found in pairs],
-            "top_logprobs": top if self.ask.likeliest else None, "text_offset": offsets,
+            "tokens": texts, "token_logprobs": [p[0][1] if p else None for p in pairs],
+            "top_logprobs": top if self.request.num_logprobs else None, "text_offset": offsets,
         }  # fmt: skip

@@ -3,10 +3,9 @@
     python -m scripts.perplexity --checkpoint DIR --text FILE [--quantize int4-g32] [--reference DIR]
 
 The text is encoded once, without BOS, and cut into consecutive windows of --context tokens; a shorter last one is
-dropped. BOS is put in front of each window when encoding a text with this tokenizer adds one, and every token of the
-window is scored given what stands before it (without BOS, all but the first). The standard error is that of the mean
-over windows. With --reference: mean KL divergence KL(reference || model), in nats a token, and how often both think the
-same token likeliest. Both must have the same tokens.
+dropped. If encoding a text adds BOS, BOS leads each window and all its tokens are scored; otherwise all but the first.
+The standard error is that of the mean over windows. --reference, a model with the same tokens, adds the mean
+KL(reference || model) in nats a token, and the share of positions where both have the same most likely token.
 """
 
 import argparse
@@ -29,8 +28,8 @@ from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import SCHEMES
 
-LOGITS = 2**25  # made at once: 128 MB, and as much for each step from them to a divergence
-MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity is no float: None
+LOGITS = 2**25  # computed at once: 128 MB, and as much for each tensor between them and a divergence
+MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity overflows: None
 
 
 def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
@@ -44,43 +43,48 @@ def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
 
 @torch.inference_mode()
 def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Negative log likelihood (n, T), KL divergence to the reference and agreement of the likeliest token, of every
-    token of `rows` (n, T + 1) but the first."""
+    """Of every token of `rows` (n, T + 1) but the first: negative log likelihood, KL divergence to the reference, and
+    whether the most likely tokens agree; (n, T) each."""
     device = model.norm.weight.device
     tokens, pos = rows[:, :-1].to(device), torch.arange(rows.size(1) - 1, device=device)
-    size, found = max(1, LOGITS // model.config.vocab_size), []
-    hidden = [each.hidden(tokens, pos).flatten(0, 1).split(size) for each in (model, reference) if each is not None]
-    for h, other, ids in zip(hidden[0], hidden[-1], rows[:, 1:].to(device).flatten().split(size)):
+    size, parts = max(1, LOGITS // model.config.vocab_size), []
+    models = [model] if reference is None else [model, reference]
+    hidden = [m.hidden(tokens, pos).flatten(0, 1).split(size) for m in models]  # (size, D) each
+    for h, reference_h, ids in zip(hidden[0], hidden[-1], rows[:, 1:].to(device).flatten().split(size)):
         log_p = model.head(h).log_softmax(-1)  # (size, V)
         nll = -log_p.gather(1, ids[:, None])[:, 0]
-        kl, same = torch.zeros_like(nll), torch.ones_like(nll)
+        kl, agrees = torch.zeros_like(nll), torch.ones_like(nll)
         if reference is not None:
-            log_r = reference.head(other).log_softmax(-1)
-            kl, same = (log_r.exp() * (log_r - log_p)).sum(-1), (log_r.argmax(-1) == log_p.argmax(-1)).float()
-        found.append((nll, kl, same))
-    return tuple(torch.cat(parts).view_as(tokens) for parts in zip(*found))  # (n * T,) -> (n, T)
+            log_r = reference.head(reference_h).log_softmax(-1)
+            kl, agrees = (log_r.exp() * (log_r - log_p)).sum(-1), (log_r.argmax(-1) == log_p.argmax(-1)).float()
+        parts.append((nll, kl, agrees))
+    return tuple(torch.cat(values).view_as(tokens) for values in zip(*parts))  # (n * T,) -> (n, T)
 
 
 def measure(
     model: Transformer, rows: Tensor, batch_size: int, reference: Transformer | None = None, bos: bool = True
 ) -> dict:
-    """The result object of this script, for windows made by `windows`. ValueError for logits that are not finite."""
-    found = ([], [], [])
+    """This script's result for rows of `windows`. ValueError for logits that are not finite."""
+    nlls, kls, agreements = means = ([], [], [])  # one mean a window; all windows have the same length
     for batch in tqdm(rows.split(batch_size), desc="score", leave=False):
-        for total, values in zip(found, score(model, batch, reference)):
-            total += values.double().mean(1).tolist()  # windows are equally long: their means weigh the same
-    for name, values in zip(("the model", "the reference"), found):
+        for values, scores in zip(means, score(model, batch, reference)):
+            values += scores.double().mean(1).tolist()
+    for name, values in (("the model", nlls), ("the reference", kls)):
         if num_windows := sum(not math.isfinite(value) for value in values):
             raise ValueError(f"the logits of {name} are not finite in {num_windows} of {len(rows)} windows")
-    nll = statistics.fmean(found[0])
-    error = statistics.stdev(found[0]) / math.sqrt(len(rows)) if len(rows) > 1 else None
+
+    def standard_error(values: list[float]) -> float | None:
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+    nll = statistics.fmean(nlls)
     result = {
-        "perplexity": math.exp(nll) if nll < MAX_NLL else None, "nll": nll, "nll_standard_error": error,
+        "perplexity": math.exp(nll) if nll < MAX_NLL else None, "nll": nll, "nll_standard_error": standard_error(nlls),
         "tokens": rows.size(0) * (rows.size(1) - 1), "context": rows.size(1) - bos, "bos": bos,
     }  # fmt: skip
     if reference is not None:
-        kl_error = statistics.stdev(found[1]) / math.sqrt(len(rows)) if len(rows) > 1 else None
-        result |= {"kl": statistics.fmean(found[1]), "kl_standard_error": kl_error, "top1": statistics.fmean(found[2])}
+        result |= {
+            "kl": statistics.fmean(kls), "kl_standard_error": standard_error(kls), "top1": statistics.fmean(agreements),
+        }  # fmt: skip
     return result
 
 
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> dict:
             raise ValueError(f"{args.reference}: vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared")
         check_same_tokens(tokenizer, load_tokenizer(args.reference), args.reference)
     text = Path(args.text).read_text(encoding="utf-8")
-    bos = next(iter(tokenizer.encode("")), None)  # what encoding a text adds
+    bos = next(iter(tokenizer.encode("")), None)  # encoding a text adds it
     if args.context == 1 and bos is None:
         raise ValueError("--context 1 leaves nothing to score, as no BOS leads its windows: take 2 or more")
     rows = windows(tokenizer.encode(text, bos=False), args.context, bos)
@@ -114,14 +118,14 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description="Perplexity, and distance to a reference.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
-    add("--text", required=True, metavar="FILE")
+    add("--text", required=True, metavar="FILE", help="UTF-8 text to score")
     add("--context", type=positive, default=512, help="tokens a window")
     add("--batch_size", type=positive, default=8, help="windows scored together")
     add("--dtype", choices=DTYPES)
     add("--device")
     add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
-    add("--reference", metavar="PATH", help="also KL divergence and agreement with this one")
+    add("--reference", metavar="PATH", help="a folder or .gguf file: adds KL divergence and agreement")
     add("--json", action="store_true")
     return parser.parse_args()
 
@@ -129,12 +133,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with ending_plainly():
-        found = run(args)
-        width = max(map(len, found))
+        result = run(args)
+        width = max(map(len, result))
         if args.json:
-            print(json.dumps(found))
+            print(json.dumps(result))
             return
-        for name, value in found.items():
+        for name, value in result.items():
             print(f"{name:{width}}  {value:.5g}" if isinstance(value, float) else f"{name:{width}}  {value}")
 
 

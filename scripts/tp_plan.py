@@ -17,11 +17,11 @@ from cli.report import attended_bytes, held, position_bytes, weight_bytes
 from loading import checkpoint
 from loading.gguf import is_gguf
 from loading.quantized.merged_experts import is_mxfp4
-from loading.quantized.reader import layout_of
+from loading.quantized.reader import find_layout
 from model import Config
 from quantize import SCHEMES, format_of
-from tp import SUM, Ranks, check, cut_of
-from weights.walker import matrices
+from tp import SUM, Ranks, check_divisible, shard_spec
+from weights.walker import named_linears
 
 
 def plan(
@@ -31,32 +31,32 @@ def plan(
     """Rank 0 of `world`, in bytes: its weights (of blocks, head and embedding), the weights and, with `context` cached
     tokens, the keys and values that a step reads, and a step's collectives. Schemes as in `empty_model`. ValueError for
     a model that tp.py cannot divide."""
-    check(config, world, checkpoint.largest_group(scheme, overrides or {}))
+    check_divisible(config, world, checkpoint.max_group(scheme, overrides or {}))
     model = checkpoint.empty_model(config, dtype, scheme, head, Ranks(0, world), overrides or {})
-    shards, kv_bytes = [cut_of(name) for name, _ in model.named_modules()], position_bytes(model)
+    specs, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
     return {
         "ranks": world,
         "weights": held(model), "blocks": held(model.layers),
         "head": held(model.lm_head), "embedding": held(model.embed), "read_per_token": weight_bytes(model),
         "kv_read": attended_bytes(kv_bytes, context), "kv_per_token": kv_bytes.total(),
         "kv_copies": world * model.layers[0].attention.heads()[1] / config.n_kv_heads,  # ranks that hold one KV head
-        "all_reduces": sum(shard is not None and shard.after == SUM for shard in shards) if world > 1 else 0,
+        "all_reduces": sum(spec is not None and spec.after == SUM for spec in specs) if world > 1 else 0,
         "all_reduce_bytes": config.dim * dtype.itemsize,
         "gather_bytes": config.vocab_size * dtype.itemsize,  # the logits of all ranks
     }  # fmt: skip
 
 
-def storage(path: Path, config: Config, quantize: str | None) -> checkpoint.Stored:
+def storage(path: Path, config: Config, quantize: str | None) -> checkpoint.StoredForm:
     """The schemes in which a folder, a GGUF file or a config.json alone has its weights. ValueError where the tensors
     alone tell, and neither they nor `quantize` are given."""
     if is_gguf(path) or any(path.glob("*.safetensors")):
         return checkpoint.open_folder(path, config)[0]
     file = path / "config.json" if path.is_dir() else path
-    hf, stored = checkpoint.read_json(file), checkpoint.stored_quantization(file)
+    hf, stored = checkpoint.read_json(file), checkpoint.read_stored_form(file)
     if is_mxfp4(hf):
-        names = [name for name, _ in matrices(checkpoint.empty_model(config, torch.float32))]
-        return checkpoint.Stored(given={name: "mxfp4" for name in names if ".experts." in name})
-    if stored.scheme is None and quantize is None and layout_of(hf) is not None:
+        names = [name for name, _ in named_linears(checkpoint.empty_model(config, torch.float32))]
+        return checkpoint.StoredForm(overrides={name: "mxfp4" for name in names if ".experts." in name})
+    if stored.scheme is None and quantize is None and find_layout(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         raise ValueError(f"{file}: quant_method = {method!r}: give the folder with its tensors, or a --quantize scheme")
     return stored
@@ -106,12 +106,12 @@ def main(argv: list[str] | None = None) -> None:
     if min(args.bandwidth, args.link) <= 0 or args.latency < 0 or (args.context or 0) < 0:
         raise ValueError("--bandwidth and --link must be positive, --latency and --context not negative")
     path = Path(args.config)
-    config = checkpoint.config_of(path / "config.json" if path.is_dir() or is_gguf(path) else path)
+    config = checkpoint.read_config(path / "config.json" if path.is_dir() or is_gguf(path) else path)
     context = min(1000, config.max_seq_length) if args.context is None else args.context
     if context > config.max_seq_length:
         raise ValueError(f"--context {context} is over the model's {config.max_seq_length} positions")
     stored = storage(path, config, args.quantize)
-    scheme, head, overrides = checkpoint.schemes_of(stored, path, args.quantize, args.quantize_head)
+    scheme, head, overrides = checkpoint.resolve_schemes(stored, path, args.quantize, args.quantize_head)
     if not args.json:
         formats = sorted({scheme, head, *overrides.values()} - {None}) or [args.dtype]
         print(f"{path.stem}, {' and '.join(formats)}; per rank, sizes in GB")

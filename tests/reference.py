@@ -203,3 +203,17 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
     x = norm(x, w["model.norm.weight"], eps)
     head = w["model.embed_tokens.weight"] if hf.get("tie_word_embeddings") else w["lm_head.weight"]
     return x @ head.T / (hf["logits_scaling"] if granite else 1)
+
+
+def naive_penalties(logits: torch.Tensor, text: list[int], num_prompt: int, sampling) -> torch.Tensor:
+    """logits (V,) after `text`, by definition: bias, then the three penalties in float32, token by token."""
+    result, output = logits.clone(), text[num_prompt:]
+    for id, bias in sampling.logit_bias:
+        result[id] += bias
+    for id in {*text}:
+        x, penalty = result[id], sampling.repetition_penalty
+        result[id] = x / penalty if x > 0 else x * penalty
+    for id in {*output}:
+        result[id] -= sampling.presence_penalty
+        result[id] -= sampling.frequency_penalty * output.count(id)
+    return result

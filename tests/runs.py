@@ -1,7 +1,8 @@
-"""What runs, as README says it: `python -m tests.runs` writes it there from the tests' tables.
+"""Lists and sizes that pages show: `python -m tests.runs` writes them anew.
 
-families    the published names of what tests/conftest.py's FAMILIES compare with transformers
-folders     other programs' folders of test_foreign.py and test_floats.py, and what holds them here
+families    the published names of tests/conftest.py's FAMILIES, which are compared with transformers
+folders     other programs' folders in test_foreign.py and test_floats.py, and the schemes that hold them here
+sizes       lines of code, and minutes to read them, in README's table of files
 """
 
 import re
@@ -39,50 +40,71 @@ def families() -> str:
 
 
 def folders() -> str:
-    found: dict[str, set[str]] = {}
+    schemes_by_folder: dict[str, set[str]] = {}
     cases = [(config, scheme, "") for scheme, config, *_ in test_foreign.EXACT.values()]
     cases += [(config, scheme, "") for scheme, config, *_ in test_floats.FOLDERS.values()]
     cases += [({"quant_method": "modelopt", **test_floats.MODELOPT}, "nvfp4", "")]
-    cases += [(config, "plain weights, and said so", "") for config, *_ in test_floats.PLAIN.values()]
+    cases += [(config, "plain weights, with a message", "") for config, *_ in test_floats.PLAIN.values()]
     cases += [
         (config, scheme, ", other groups, orders or zero points")
         for scheme, config, *_ in test_foreign.INEXACT.values()
     ]
     for config, scheme, remark in cases:
-        what = config["quant_method"]
-        if what == "compressed-tensors":
+        label = config["quant_method"]
+        if label == "compressed-tensors":
             weights = config["config_groups"]["group_0"]["weights"]
             strategy = f", {weights['strategy']}" if config["format"] == "float-quantized" else ""
             bits = f", {weights['num_bits']} bits" if config["format"] == "pack-quantized" else ""
-            what += f": {config['format']}{strategy}{bits}"
-        elif what == "fp8":
-            what += ": blocks of [128, 128]" if config.get("weight_block_size") else ": one scale a matrix"
-        elif what == "bitsandbytes":
-            what += f": {config['bnb_4bit_quant_type']}"
-        elif what == "modelopt":
-            what += f": {config['quant_algo']}"
+            label += f": {config['format']}{strategy}{bits}"
+        elif label == "fp8":
+            label += ": blocks of [128, 128]" if config.get("weight_block_size") else ": one scale a matrix"
+        elif label == "bitsandbytes":
+            label += f": {config['bnb_4bit_quant_type']}"
+        elif label == "modelopt":
+            label += f": {config['quant_algo']}"
         else:
-            what += f": {config['bits']} bits"
+            label += f": {config['bits']} bits"
         if "bits" in config and config["bits"] == 8 and not remark:
-            what += ", one scale a row"
-        found.setdefault(what + remark, set()).add(scheme.removesuffix("-float32"))
-    again = {True: ": quantized again, and said so", False: ""}
+            label += ", one scale a row"
+        schemes_by_folder.setdefault(label + remark, set()).add(scheme.removesuffix("-float32"))
+    again = {True: ": quantized again, with a message", False: ""}
     lines = [
-        f"| {what} | {', '.join(sorted(schemes))}{again['other groups' in what]} |"
-        for what, schemes in sorted(found.items())
+        f"| {label} | {', '.join(sorted(schemes))}{again['other groups' in label]} |"
+        for label, schemes in sorted(schemes_by_folder.items())
     ]
-    return "\n".join(["| folders | held in |", "|---|---|", *lines])
+    return "\n".join(["| folder | stored here as |", "|---|---|", *lines])
+
+
+BLOCKS = {"families": families, "folders": folders}
+SIZE = re.compile(r"^(\| \[([\w/]+(?:\.py)?)\S*\) \| )[\d,]+ \| (\d* ?)\|", flags=re.M)
+CORE = ("model.py", "generate.py", "decoding/sampling.py", "decoding/slots.py")
+LINES_A_MINUTE = 30
+
+
+def num_lines(path: str) -> int:
+    """Lines of a Python file, or of all in a folder."""
+    files = [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py")
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def sizes(text: str) -> str:
+    """The text with lines and minutes in its table of files: rows of "| [model.py](model.py) | 600 | 20 | …"."""
+
+    def row(match: re.Match) -> str:
+        n = num_lines(match[2])
+        return f"{match[1]}{n:,} | {f'{round(n / LINES_A_MINUTE)} ' if match[3] else ''}|"
+
+    return SIZE.sub(row, text)
 
 
 def filled(text: str) -> str:
-    for name, made in (("families", families()), ("folders", folders())):
-        found = re.search(rf"<!-- runs {name} -->\n(.*?)\n<!-- end -->", text, flags=re.S)
-        if not found:
-            raise ValueError(f"README.md: no place is marked <!-- runs {name} -->")
-        text = text[: found.start(1)] + made + text[found.end(1) :]
+    """The text with every marked list made anew."""
+    for name in re.findall(r"<!-- runs (\w+) -->", text):
+        match = re.search(rf"<!-- runs {name} -->\n(.*?)\n<!-- end -->", text, flags=re.S)
+        text = text[: match.start(1)] + BLOCKS[name]() + text[match.end(1) :]
     return text
 
 
 if __name__ == "__main__":
-    README = ROOT / "README.md"
-    README.write_text(filled(README.read_text()))
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        page.write_text(sizes(filled(page.read_text())))

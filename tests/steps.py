@@ -22,8 +22,9 @@ def start_all_alike(engine, prompt: list[int], max_new_tokens: int, sampling, se
     state, n = engine.state, len(prompt)
     one, rows = engine.rows(0, 1), engine.rows(0, engine.batch_size)
     state.tokens[:, :n] = torch.tensor(prompt)
+    state.prompt_length.fill_(n)
     state.seed.copy_(torch.tensor(seeds))
-    state.values.copy_(sampling.values)
+    state.values.copy_(sampling.values), state.biases.copy_(sampling.biases)
     state.stop_ids.fill_(-1), state.drafts.fill_(True), state.end.fill_(n - 1 + max_new_tokens)
     h = one.target.prefill(one.state, 0, n, engine.chunk)  # (1, D)
     if len(engine.runners) > 1:

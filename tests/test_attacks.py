@@ -35,7 +35,7 @@ def good(tmp_path_factory):
 
 def test_a_hundred_and_fifty_broken_folders(good, monkeypatch):
     """In this process: no limit of memory, no watch over what is opened."""
-    monkeypatch.setattr(templates, "TEMPLATE_S", 1)
+    monkeypatch.setattr(templates, "MAX_SECONDS", 1)
     results = [fuzz.one_case(99, number, None, good) for number in range(150)]
     assert [found for found in results if found["failure"]] == []
     loaded = sum(not found["refused"] for found in results)

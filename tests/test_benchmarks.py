@@ -1,6 +1,7 @@
-"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the READMEs show."""
+"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the pages show."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from conftest import BASE, FAMILIES, ROOT
 
 from benchmarks import bench_gpu, peers, real
 from benchmarks.bench import Contender, row, write_results
-from benchmarks.tables import fill
+from benchmarks.tables import PAGES, TABLES, fill
 from decoding.sampling import Sampling
 from generate import Timing, generate
 from loading.checkpoint import load_model
@@ -68,12 +69,13 @@ def test_results_merge_by_id(tmp_path):
     assert b["hardware"] == result["hardware"] != "elsewhere"
 
 
-def test_the_tables_of_the_readmes_say_what_the_files_say():
+def test_the_tables_of_the_pages_say_what_the_files_say():
     """Figures are measured anew and texts forgotten: the same command that draws the pictures fills the tables."""
     rows = [r for file in (ROOT / "benchmarks").glob("*.json") for r in json.loads(file.read_text()).get("rows", ())]
-    for file in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
-        text = file.read_text()
-        assert "<!-- table " in text and fill(text, rows) == text, f"python -m benchmarks.bench --plot changes {file}"
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    for page, text in texts.items():
+        assert fill(text, rows) == text, f"python -m benchmarks.bench --plot changes {page}"
+    assert set(re.findall(r"<!-- table (\w+) -->", "".join(texts.values()))) == TABLES.keys()
 
 
 def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):

@@ -1,4 +1,4 @@
-"""loading/checkpoint.py: what is in the folder is what computes, and what does not fit is named."""
+"""loading/checkpoint.py: the tensors of a folder are the weights that compute; a tensor that does not fit is named."""
 
 import json
 import os
@@ -12,8 +12,6 @@ from test_families import NEW
 
 import quantize
 from loading.checkpoint import load_config, load_model, random_model, save_model, shards
-from model import Config
-from scripts.convert_meta import convert, half_split
 
 
 def same_weights(a, b) -> bool:
@@ -175,81 +173,3 @@ def test_random_model_is_seeded_and_finite(folder):
 
 
 # ------------------------------------------------------------------------------------------ Meta's files
-
-
-def interleaved_rotation(x, angle):
-    """Meta's RoPE: pairs (2i, 2i + 1) as complex numbers. x (n, E), angle (n, E/2)."""
-    turned = torch.view_as_complex(x.view(x.size(0), -1, 2)) * torch.polar(torch.ones_like(angle), angle)
-    return torch.view_as_real(turned).flatten(1)
-
-
-def test_half_split_turns_metas_rotation_into_ours():
-    """Scores q·k are what attention sees: both layouts, each with its own rotation, must give the same."""
-    from model import apply_rope
-
-    torch.manual_seed(0)
-    wq, wk = torch.randn(2, 16, 10).double()  # two heads of E = 8
-    x = torch.randn(5, 10).double()
-    angle = torch.arange(5)[:, None] * torch.rand(4).double()
-    for head in range(2):
-        rows = slice(8 * head, 8 * head + 8)
-        want = interleaved_rotation(x @ wq[rows].T, angle) @ interleaved_rotation(x @ wk[rows].T, angle).T
-        q, k = ((x @ half_split(w, 2)[rows].T)[None, None] for w in (wq, wk))
-        got = apply_rope(q, angle.cos(), angle.sin())[0, 0] @ apply_rope(k, angle.cos(), angle.sin())[0, 0].T
-        assert torch.allclose(got, want, atol=1e-4)
-
-
-def meta_slices(tensors: dict, heads: tuple[int, int], n: int, columns: bool) -> list[dict]:
-    """Hugging Face tensors as n model-parallel files; the inverse permutation is written out row by row."""
-    names = {"q_proj": ("wq", 0), "k_proj": ("wk", 0), "v_proj": ("wv", 0), "o_proj": ("wo", 1),
-             "gate_proj": ("w1", 0), "down_proj": ("w2", 1), "up_proj": ("w3", 0)}  # fmt: skip
-    out = [{} for _ in range(n)]
-    for name, tensor in tensors.items():
-        parts = name.split(".")
-        outer = {
-            "model.embed_tokens.weight": ("tok_embeddings.weight", 1 if columns else 0),
-            "model.norm.weight": ("norm.weight", None),
-            "lm_head.weight": ("output.weight", 0),
-        }
-        meta, dim = outer.get(name, (None, None))
-        if meta is None:
-            layer, module = parts[2], parts[-2]
-            if module in names:
-                short, dim = names[module]
-                block = "attention" if module[0] in "qkvo" else "feed_forward"
-                meta = f"layers.{layer}.{block}.{short}.weight"
-                if short in ("wq", "wk"):
-                    count = heads[0] if short == "wq" else heads[1]
-                    E = tensor.size(0) // count
-                    order = [h * E + (i % 2) * (E // 2) + i // 2 for h in range(count) for i in range(E)]
-                    tensor = tensor[order]
-            else:
-                meta = f"layers.{layer}.{'attention_norm' if module == 'input_layernorm' else 'ffn_norm'}.weight"
-        chunks = [tensor] * n if dim is None else tensor.chunk(n, dim)
-        for shard, chunk in zip(out, chunks, strict=True):
-            shard[meta] = chunk.clone()
-    return out
-
-
-@pytest.mark.parametrize("n, columns", [(1, True), (2, True), (2, False)])
-def test_meta_files_convert_to_the_same_model(folder_of, tmp_path, story_tokenizer, n, columns):
-    source = tmp_path / "meta"
-    source.mkdir()
-    tensors = load_file(folder_of("llama-3.1") / "model.safetensors")
-    for number, shard in enumerate(meta_slices(tensors, (4, 2), n, columns)):
-        torch.save(shard, source / f"consolidated.{number:02d}.pth")
-    params = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 500000.0,
-              "vocab_size": -1, "use_scaled_rope": True}  # fmt: skip
-    (source / "params.json").write_text(json.dumps(params))
-    shutil.copy(story_tokenizer, source / "tokenizer.model")
-    with pytest.raises(ValueError, match="--rope_factor"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    convert(source, tmp_path / "out", rope_factor=8.0, context=160)
-    assert same_weights(
-        load_model(tmp_path / "out", dtype=torch.float32), load_model(folder_of("llama-3.1"), dtype=torch.float32)
-    )
-    config, want = load_config(tmp_path / "out"), load_config(folder_of("llama-3.1"))
-    assert isinstance(config, Config)
-    assert (config.rope_type, config.rope_factor, config.n_kv_heads) == (want.rope_type, want.rope_factor, 2)
-    assert config_json(tmp_path / "out")["eos_token_id"] == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, config_json
 
-from loading.config import NEUTRAL, config_fields, config_from_hf
+from loading.config import NEUTRAL, config_from_hf
 from model import rope_frequencies
 
 LLAMA = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -261,5 +261,5 @@ def test_a_growth_of_0_is_none():
     hf = {"model_type": "ministral3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64,
           "rms_norm_eps": 1e-5}  # fmt: skip
-    fields = [config_fields({**hf, "rope_parameters": rope | own}) for own in ({"llama_4_scaling_beta": 0}, {})]
+    fields = [config_from_hf({**hf, "rope_parameters": rope | own}) for own in ({"llama_4_scaling_beta": 0}, {})]
     assert fields[0] == fields[1]

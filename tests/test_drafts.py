@@ -18,7 +18,6 @@ from steps import prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
 
 from cli.flags import parse_args
-from loading.drafts import SAMPLE_TEXT
 from cli.main import run as run_args
 from decoding.sampling import Sampling
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
@@ -26,7 +25,7 @@ from drafts.pard import PardDraft, pard_token
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.drafts import kind_of
+from loading.drafts import SAMPLE_TEXT, kind_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from speculative import ModelDraft
@@ -271,7 +270,9 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
     drafter = recorded(EagleDraft)(load_eagle(wrong, target))
     if broken == "stale states":  # the draft's own states stay where the target's belong
         setup = EagleDraft.setup
-        monkeypatch.setattr(EagleDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2)))
+        monkeypatch.setattr(
+            EagleDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2))
+        )
     elif broken == "own state":
         monkeypatch.setattr(drafter.model, "eagle", drafter.model.eagle._replace(norm_output=True))
     twin = EagleTwin(right, target_folder, USUAL)

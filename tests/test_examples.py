@@ -1,4 +1,4 @@
-"""examples/: a fork of this project as a diff, applied to a copy and held against transformers."""
+"""examples/: a fork of this project as a diff, applied to a copy and compared with transformers."""
 
 import json
 import re
@@ -12,13 +12,40 @@ from conftest import ROOT
 CODE = """
 import json, sys
 import torch, transformers
+from pathlib import Path
 from loading.checkpoint import load_model, save_model
 from generate import generate
 from decoding.sampling import Sampling
 
+def write_gguf(oracle, path):
+    # As llama.cpp's conversion/gemma.py does: names by the package's map, norms larger by 1, no key of the local RoPE.
+    import gguf
+    hf, writer = oracle.config, gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(hf.num_hidden_layers)
+    writer.add_context_length(hf.max_position_embeddings)
+    writer.add_embedding_length(hf.hidden_size)
+    writer.add_feed_forward_length(hf.intermediate_size)
+    writer.add_head_count(hf.num_attention_heads)
+    writer.add_head_count_kv(hf.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
+    writer.add_key_length(hf.head_dim)
+    writer.add_value_length(hf.head_dim)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_sliding_window(hf.sliding_window)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, hf.num_hidden_layers)
+    for name, tensor in oracle.state_dict().items():
+        shift = 1.0 if name.endswith("norm.weight") else 0.0
+        writer.add_tensor(names.get_name(name, (".weight",)), (tensor + shift).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
 hf = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7,
       "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 131, "sliding_window": 9,
-      "max_position_embeddings": 160, "tie_word_embeddings": False, "query_pre_attn_scalar": 50,
+      "max_position_embeddings": 160, "tie_word_embeddings": False, "query_pre_attn_scalar": int(sys.argv[2]),
       "rms_norm_eps": 1e-6, "dtype": "float32",
       "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
                           "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
@@ -29,8 +56,9 @@ generator = torch.Generator().manual_seed(0)
 with torch.no_grad():
     for parameter in oracle.parameters():
         parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-oracle.save_pretrained(sys.argv[1])
-model = load_model(sys.argv[1], dtype=torch.float32)
+path = Path(sys.argv[1])
+write_gguf(oracle, path) if path.suffix == ".gguf" else oracle.save_pretrained(path)
+model = load_model(path, dtype=torch.float32)
 tokens = torch.randint(3, 131, (2, 60), generator=generator)
 with torch.no_grad():
     want = oracle(tokens).logits
@@ -44,36 +72,109 @@ print(json.dumps({"largest": want.abs().max().item(), "error": (torch.cat(parts,
 """
 
 
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    """A copy of the project with Gemma 3 in it."""
-    folder = tmp_path_factory.mktemp("fork") / "quickdraft"
+def copied(folder):
+    """A copy of the project."""
     folder.mkdir()
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
-    for room in ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli"):
-        shutil.copytree(ROOT / room, folder / room)
+    for name in ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A copy of the project with Gemma 3 in it."""
+    folder = copied(tmp_path_factory.mktemp("fork") / "quickdraft")
     diff = (ROOT / "examples" / "gemma3.diff").read_text()
     done = subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=folder, input=diff, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     return folder
 
 
-@pytest.mark.readme
-def test_gemma_3_is_a_diff_of_sixty_lines(fork, tmp_path):
-    """Logits in chunks and 64 greedy tokens, over windows, both rotations, norms around and GELU."""
+def test_gemma_3_is_a_diff_of_sixty_lines():
     lines = (ROOT / "examples" / "gemma3.diff").read_text().splitlines()
     assert len([line for line in lines if re.match(r"[+-](?![+-]{2} [ab]/)", line)]) <= 60
+
+
+@pytest.mark.readme
+@pytest.mark.parametrize("name, scalar", [("folder", 50), ("m.gguf", 32)])  # a GGUF file holds no query_pre_attn_scalar
+def test_gemma_3_is_transformers(name, scalar, fork, tmp_path):
+    """Logits in chunks and 64 greedy tokens, over windows, both rotations, norms around and GELU."""
+    if name.endswith(".gguf"):
+        pytest.importorskip("gguf")
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path / "m")], cwd=fork, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", CODE, str(tmp_path / name), str(scalar)],
+        cwd=fork, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["largest"] > 1 and found["error"] <= 1e-4 and found["same text"] and found["kinds"] > 4, found
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["largest"] > 1 and result["error"] <= 1e-4 and result["same text"] and result["kinds"] > 4, result
 
 
 def test_without_the_diff_it_is_refused():
-    from loading.config import config_fields
+    from loading.config import config_from_hf
 
     with pytest.raises(ValueError, match="model_type 'gemma3_text' is not supported"):
-        config_fields({"model_type": "gemma3_text"})
+        config_from_hf({"model_type": "gemma3_text"})
+
+
+# Locally typical sampling (arXiv:2202.00666): one function and one field.
+TYPICAL = """def typical_filter(p, mass):
+    surprise = -p.log()
+    distance = (surprise - torch.special.entr(p).sum(-1, keepdim=True)).abs()
+    order = distance.argsort(dim=-1)
+    sorted_p = p.gather(-1, order)
+    return torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, sorted_p.cumsum(-1) - sorted_p < mass)
+
+
+@dataclass(frozen=True)
+class Sampling:"""
+FIELD = """    typical_p: float | None = setting(
+        None, "keep typical tokens", "lie in (0, 1]", lambda x: 0 < x <= 1, 1.0, filter=typical_filter
+    )
+    logit_bias: tuple"""
+TYPICAL_CODE = """
+import contextlib, io, json, sys
+import pytest, torch
+from cli.flags import parse_args
+from cli.main import run
+from decoding.sampling import Sampling, distribution
+from scripts.openai_form import Refusal, read_request
+
+def texts(*flags):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        run(parse_args(["--checkpoint", sys.argv[1], "--json", "--ordered", "--device", "cpu", "--temperature", "1.2",
+                        "--max_new_tokens", "16", *flags]))
+    return [json.loads(line)["tokens"] for line in out.getvalue().splitlines()]
+
+(typical,), (usual,) = texts("--typical_p", "0.2"), texts()
+lines = [{"prompt": "Once upon a time", **own} for own in ({"typical_p": 0.2}, {}, {"typical_p": 1}, {"top_k": 3})]
+open("lines.jsonl", "w").write("\\n".join(map(json.dumps, lines)))
+rows = texts("--prompt_file", "lines.jsonl", "--batch_size", "4")
+assert rows[:3] == [typical, usual, usual] and typical != usual != rows[3], rows
+request = read_request({"prompt": "a", "typical_p": 0.25}, False, "m", Sampling(0.5, top_p=0.9))
+assert request.sampling == Sampling(0.5, top_p=0.9, typical_p=0.25) and request.sampling.kind == "filtered"
+with pytest.raises(Refusal, match="typical_p = 2.0 must lie in"):
+    read_request({"prompt": "a", "typical_p": 2}, False, "m", Sampling())
+samplings = [Sampling(0), Sampling(), Sampling(top_p=0.5), Sampling(typical_p=0.5), Sampling(typical_p=0.5, top_k=9)]
+logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).expand(len(samplings), -1)
+together = distribution(logits, "filtered", torch.stack([sampling.values for sampling in samplings]))
+for p, sampling in zip(together, samplings):
+    assert torch.equal(p, sampling.probs(logits[0]))
+assert len({tuple(p.tolist()) for p in together}) == len(samplings)
+"""
+
+
+def test_a_filter_is_one_function_and_one_field(tmp_path):
+    """A fork's filter has a flag, a key of JSONL and one of requests; rows without it keep their bits."""
+    folder = copied(tmp_path / "quickdraft")
+    text = (folder / "decoding/sampling.py").read_text()
+    for old, new in (("@dataclass(frozen=True)\nclass Sampling:", TYPICAL), ("    logit_bias: tuple", FIELD)):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "decoding/sampling.py").write_text(text)
+    command = [sys.executable, "-c", TYPICAL_CODE, str(ROOT / "checkpoints" / "demo")]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from speculative import ModelDraft, layer_subset
 from weights import experts as packed
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear
-from weights.walker import matrices, pack_model, quantized_linears
+from weights.walker import named_linears, pack_model, quantized_linears
 
 SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "gpt-oss"]
 TOKENS = torch.randint(3, 131, (1, 24), generator=torch.Generator().manual_seed(2))
@@ -161,9 +161,9 @@ def test_published_mxfp4_can_be_quantized_again_and_cut(published, capsys):
     assert "matrices of 4 and 8 bits are quantized again" in capsys.readouterr().err
     # D = 64 and I = 64 are two groups of 32: a rank has one of down's.
     config = load_config(folder)
-    tp.check(config, 2, 32)
+    tp.check_divisible(config, 2, 32)
     with pytest.raises(ValueError, match=r"ffn.experts.down: 64 inputs over 4 ranks are 16 each"):
-        tp.check(config, 4, 32)
+        tp.check_divisible(config, 4, 32)
 
 
 def test_full_precision_survives_both_ways(folder_of, tmp_path):
@@ -183,7 +183,7 @@ def test_every_matrix_but_routers_is_quantized(family, scheme, folder_of, tmp_pa
     """Expert by expert, as if each had been a matrix alone; saved and loaded again it is the same."""
     folder = folder_of(family)
     model, plain = (load_model(folder, dtype=torch.float32, quantize=how, pack=False) for how in (scheme, None))
-    for (name, linear), (_, whole) in zip(matrices(model), matrices(plain), strict=True):
+    for (name, linear), (_, whole) in zip(named_linears(model), named_linears(plain), strict=True):
         if name != "lm_head":
             assert linear.scheme == scheme, name
             own = QuantizedLinear.from_float(whole, scheme)
@@ -226,7 +226,7 @@ def test_gptq_of_experts(folder_of, story_tokenizer, tmp_path):
     flags = ["--checkpoint", str(folder), "--scheme", "int4-g32", "--output", str(tmp_path / "q")]
     quantize.main([*flags, "--method", "gptq", "--calibration", str(text), "--samples", "1", "--context", "4"])
     got, want = (load_model(path, dtype=torch.float32, pack=False) for path in (tmp_path / "q", folder))
-    for (name, linear), (_, whole) in zip(matrices(got), matrices(want), strict=True):
+    for (name, linear), (_, whole) in zip(named_linears(got), named_linears(want), strict=True):
         if name != "lm_head":
             error = (linear.dequantized(torch.float32) - whole.weight).norm() / whole.weight.norm()
             assert error < 0.2, (name, error)
@@ -239,11 +239,11 @@ def stacked(layer: Experts) -> packed.StackedMixture:
     return packed.StackedMixture(copy.deepcopy(layer.experts))
 
 
-@pytest.mark.parametrize("one_product", [False, True], ids=["any expert", "grouped"])
+@pytest.mark.parametrize("has_grouped_product", [False, True], ids=["any expert", "grouped"])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "mxfp4", "mxfp6", "fp8", "q8_0"])
-def test_stacks_are_their_experts(scheme, one_product, monkeypatch):
+def test_stacks_are_their_experts(scheme, has_grouped_product, monkeypatch):
     """Grouped by expert, as prompts are: in float32 within rounding of the sum expert by expert."""
-    monkeypatch.setattr(packed, "one_product", lambda x: one_product)
+    monkeypatch.setattr(packed, "has_grouped_product", lambda x: has_grouped_product)
     layer = random_experts(expert_bias=True, router_bias=True, gate_limit=7.0, gate_alpha=1.702)
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(4))
     if scheme:
@@ -358,7 +358,7 @@ def test_bytes_of_the_experts_that_are_read(folder_of):
     for rows, share in ((1, 1 / 2), (2, 3 / 4), (6, 63 / 64)):
         want = every - 3 * 6 * expert * (1 - share)
         assert weight_bytes(model, rows) == pytest.approx(want, abs=1)
-    linears = sum(linear.weight.numel() for _, linear in matrices(model, routers=True))
+    linears = sum(linear.weight.numel() for _, linear in named_linears(model, routers=True))
     assert multiplications(model) == linears - 3 * 3 * expert // 4
     before = [weight_bytes(model, rows) for rows in (1, 6)]
     assert [weight_bytes(pack_model(model), rows) for rows in (1, 6)] == before and multiplications(model) > 0

@@ -18,7 +18,7 @@ from loading.checkpoint import load_config, load_model, save_model
 from loading.config import config_from_hf
 from model import scaled
 from speculative import layer_subset
-from tp import Ranks, check
+from tp import Ranks, check_divisible
 
 NEW = [
     "smollm3", "phi-4", "phi-3", "phi-4-mini", "granite", "olmo2", "olmo3", "seed-oss", "ernie-4.5", "hunyuan",
@@ -61,7 +61,7 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
     """Phi-3 stores q, k and v as one: a rank holds its heads of each, quantized on the way or not."""
     folder, config = folder_of("phi-4"), load_config(folder_of("phi-4"))
     stored = load_file(folder / "model.safetensors")
-    read = checkpoint.reading(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.tensor_reader(checkpoint.open_shards(checkpoint.shards(folder)))
     E, H, G = config.head_dim, config.n_heads, config.n_kv_heads
     for scheme in (None, "int8"):
         whole = load_model(folder, dtype=torch.float32, quantize=scheme, pack=False)
@@ -111,8 +111,8 @@ def test_transformers_reads_dense_families_in_8_bits(family, folder_of, tmp_path
 
 
 def test_norms_over_all_heads_are_not_divided(folder_of):
-    with pytest.raises(ValueError, match="normed over all heads at once, which 2 ranks would divide"):
-        check(load_config(folder_of("olmo2")), 2)
+    with pytest.raises(ValueError, match="normed over all heads at once and cannot be divided over 2 ranks"):
+        check_divisible(load_config(folder_of("olmo2")), 2)
 
 
 # ------------------------------------------------------------------------------- text models among others

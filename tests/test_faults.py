@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import importlib
 import itertools
-import json
 import os
 import resource
 import signal
@@ -78,6 +77,12 @@ def main_of(monkeypatch, capsys, module: str, *arguments) -> str:
     return errors[0]
 
 
+@pytest.fixture
+def quantize_flags(text_folder):
+    """Of a command that writes a folder; --output is left to the test."""
+    return ["--checkpoint", str(text_folder), "--scheme", "int8"]
+
+
 def refused(folder) -> bool:
     try:
         load_model(folder)
@@ -86,30 +91,15 @@ def refused(folder) -> bool:
     return False
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory, text_folder, story_tokenizer):
-    """Program -> (module, arguments but for the output) of writers of folders."""
-    folder = tmp_path_factory.mktemp("gptfast")
-    torch.save(faults.gptfast(random_model(config_from_hf(HF), dtype=torch.float32)), folder / "model.pth")
-    (folder / "tokenizer.model").write_bytes(story_tokenizer.read_bytes())
-    (folder / "config.json").write_text(json.dumps(HF))
-    return {
-        "quantize": ("quantize", "--checkpoint", text_folder, "--scheme", "int8"),
-        "convert_gptfast": ("scripts.convert_gptfast", "--checkpoint", folder / "model.pth"),
-    }
-
-
-WRITERS = ["quantize", "convert_gptfast"]
 SIGNALS = {"SIGINT": 130, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("writer, name", [*(("quantize", name) for name in SIGNALS), ("convert_gptfast", "SIGTERM")])
-def test_a_stopped_writer_leaves_nothing_that_loads(writer, name, sources, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_stopped_writer_leaves_nothing_that_loads(name, quantize_flags, tmp_path, monkeypatch):
     """Stopped at every third of the calls that change files: the output's name does not exist before it is whole; what
     has another name does not load, or is the whole; the next run is not disturbed by it."""
-    module, *arguments = sources[writer]
-    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments), "--output", str(tmp_path / "q")])
-    main, partial = importlib.import_module(module).main, tmp_path / "q.partial"
+    monkeypatch.setattr(sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "q")])
+    main, partial = importlib.import_module("quantize").main, tmp_path / "q.partial"
     for where in range(3, 100, 3):
         status = forked(lambda where=where: (stop(getattr(signal, name), where), main()), tmp_path / "stderr")
         if status == 0:
@@ -124,8 +114,6 @@ def test_a_stopped_writer_leaves_nothing_that_loads(writer, name, sources, tmp_p
 
 PROGRAMS = {
     "quantize": ("run", "--checkpoint", "x", "--scheme", "int8", "--output", "y"),
-    "scripts.convert_meta": ("convert", "--input", "x", "--output", "y"),
-    "scripts.convert_gptfast": ("convert", "--checkpoint", "x", "--output", "y"),
     "benchmarks.bench": ("run",),
 }
 
@@ -143,11 +131,9 @@ def test_ctrl_c_says_nothing_and_exits_130(module, monkeypatch):
     assert exit.value.code == 130
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_full_disk_is_one_line(writer, sources, tmp_path, monkeypatch, capsys):
-    module, *arguments = sources[writer]
+def test_a_full_disk_is_one_line(quantize_flags, tmp_path, monkeypatch, capsys):
     with full_disk():
-        line = main_of(monkeypatch, capsys, module, *arguments, "--output", tmp_path / "q")
+        line = main_of(monkeypatch, capsys, "quantize", *quantize_flags, "--output", tmp_path / "q")
     assert "safetensors" in line and f"lies in {tmp_path / 'q'}.partial, which may be deleted" in line
     assert not (tmp_path / "q").exists() and refused(tmp_path / "q.partial")
 
@@ -230,14 +216,12 @@ def read_only(folder: Path):
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def test_read_only_folders_are_read_and_not_written(sources, tmp_path, monkeypatch):
+def test_read_only_folders_are_read_and_not_written(text_folder, quantize_flags, tmp_path, monkeypatch):
     """A checkpoint that nobody may write to is all that a writer needs, and its files' modes are not those of the
     output; where the output may not be written it is one line. For root too, without root's rights."""
-    module, *arguments = sources["quantize"]
-    main, given, said = importlib.import_module(module).main, Path(arguments[1]), tmp_path / "stderr"
-    folder = given if given.is_dir() else given.parent
+    main, folder, said = importlib.import_module("quantize").main, text_folder, tmp_path / "stderr"
     before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir()}
-    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments), "--output", str(tmp_path / "out" / "q")])
+    monkeypatch.setattr(sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "out" / "q")])
     (tmp_path / "out").mkdir()
     with read_only(folder):
         with read_only(tmp_path / "out"):
@@ -268,16 +252,15 @@ def small_disk(tmp_path):
         around.__exit__(None, None, None)
 
 
-def test_a_disk_that_is_really_full(sources, small_disk, monkeypatch, capsys):
+def test_a_disk_that_is_really_full(quantize_flags, small_disk, monkeypatch, capsys):
     """As above, where space runs out inside a file and not at a limit on one, and is given back."""
-    module, *arguments = sources["quantize"]
     output = small_disk / "q"
-    said = main_of(monkeypatch, capsys, module, *arguments, "--output", output)
+    said = main_of(monkeypatch, capsys, "quantize", *quantize_flags, "--output", output)
     assert "safetensors" in said and ("No space" in said or "os error 28" in said)
     assert not output.exists() and refused(small_disk / "q.partial")
     (small_disk / "filler").unlink()
     faults.remount(small_disk, "size=8m")
-    importlib.import_module(module).main()
+    importlib.import_module("quantize").main()
     assert load_model(output) and sorted(os.listdir(small_disk)) == ["q"]
 
 
@@ -289,7 +272,7 @@ def test_a_file_on_a_full_disk_is_as_it_was(tmp_path):
         lambda partial: torch.save(torch.ones(9999), partial),
     ):
         with full_disk(), pytest.raises(OSError, match=r"results\.json|too large"):  # RuntimeError to torch
-            checkpoint.write_whole(file, write)
+            checkpoint.write_atomically(file, write)
         assert file.read_text() == "before"
 
 

@@ -273,7 +273,7 @@ def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
         linear, want = layer.get_submodule(ours), published(weights, ours)
         assert linear.scheme == "nvfp4"
         assert ((linear.dequantized(F32) - want).abs() <= 3 * 2**-24 * want.abs()).all(), ours
-    assert checkpoint.stored_in(tmp_path / "config.json") == "modelopt"
+    assert checkpoint.stored_scheme(tmp_path / "config.json") == "modelopt"
 
 
 def test_what_else_modelopt_writes_is_refused_with_its_name(tmp_path):
@@ -344,9 +344,9 @@ def test_ranks_hold_rows_of_any_block_and_whole_groups_of_inputs(tmp_path):
     form, read = checkpoint.open_folder(tmp_path, config)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = checkpoint.empty_model(config, F32, form.scheme, form.head, ranks, form.given)
-        model = checkpoint.filled(checkpoint.allocate(model, "cpu"), read, Ranks(rank, 2, None), False, {
-            name for name, _ in checkpoint.matrices(model)})  # fmt: skip
+        model = checkpoint.empty_model(config, F32, form.scheme, form.head, ranks, form.overrides)
+        model = checkpoint.load_weights(checkpoint.allocate(model, "cpu"), read, Ranks(rank, 2, None), False, {
+            name for name, _ in checkpoint.named_linears(model)})  # fmt: skip
         layer = model.layers[0]
         rows = [w.chunk(2)[rank] for w in (weights[f"model.layers.0.{name}"] for name in FUSED["attention.qkv"])]
         assert torch.equal(layer.attention.qkv.dequantized(F32), torch.cat(rows))
@@ -355,7 +355,7 @@ def test_ranks_hold_rows_of_any_block_and_whole_groups_of_inputs(tmp_path):
 
 
 def test_inputs_cut_inside_a_block_are_refused(written):
-    with pytest.raises(ValueError, match=r"96 each, which cuts a group of 128 that share a scale"):
+    with pytest.raises(ValueError, match=r"96 each, which splits a group of 128 that share a scale"):
         load_model(written("qwen fp8")[0], tp=Ranks(0, 2))
 
 
@@ -382,10 +382,10 @@ BROKEN = {  # folder; what is done to it; what the line must name
     "nothing for all": ("nvfp4", put(f"{Q}.weight_global_scale", torch.zeros_like), f"{Q}: its codes or scales"),
     "no global scale": ("nvfp4", lambda t: t.pop(f"{Q}.weight_global_scale"), f"missing: {Q}.weight_global_scale"),
     "another shape": ("nf4", put(f"{Q}.weight.quant_state.bitsandbytes__nf4",
-                                 lambda t: as_state(quant_type="nf4", blocksize=64, shape=[D, 7])), "needs: "),
+                                 lambda t: as_state(quant_type="nf4", blocksize=64, shape=[D, 7])), "fit a matrix"),
     "no blocks": ("nf4", put(f"{Q}.weight.quant_state.bitsandbytes__nf4",
-                             lambda t: as_state(quant_type="nf4", blocksize=0, shape=[D, D])), "needs: "),
-    "no JSON": ("nf4", put(f"{Q}.weight.quant_state.bitsandbytes__nf4", lambda t: t[:9].clone()), "needs: "),
+                             lambda t: as_state(quant_type="nf4", blocksize=0, shape=[D, D])), "fit a matrix"),
+    "no JSON": ("nf4", put(f"{Q}.weight.quant_state.bitsandbytes__nf4", lambda t: t[:9].clone()), "fit a matrix"),
     "no state": ("nf4", lambda t: t.pop(f"{Q}.weight.quant_state.bitsandbytes__nf4"), f"{Q}.weight.quant_state"),
     "no inner factors": ("nf4 nested", lambda t: t.pop(f"{Q}.weight.nested_absmax"), "missing: "),
     "too few factors": ("nf4", put(f"{Q}.weight.absmax", lambda t: t[:-1].clone()), "absmax is [575] instead"),

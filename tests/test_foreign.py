@@ -343,7 +343,7 @@ def test_pieces_of_two_ranks_are_slices(name, written):
     form, read = checkpoint.open_folder(folder, config)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.given)
+        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.overrides)
         model = checkpoint.allocate(model, "cpu")
         checkpoint.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
         for (n, ours), linear in linears(model).items():
@@ -359,7 +359,7 @@ def test_pieces_of_two_ranks_are_slices(name, written):
 def test_saved_again_it_is_the_same_model(name, dtype, written, tmp_path):
     folder, weights = written(name)
     save_model(load_model(folder, dtype=dtype), tmp_path / "again", config_json(folder))
-    assert config_json(tmp_path / "again")["quantization_config"] == foreign.OWN
+    assert config_json(tmp_path / "again")["quantization_config"] == foreign.QUICKDRAFT_CONFIG
     again = load_model(tmp_path / "again", dtype=dtype)
     assert_holds(again, weights)
     tokens, pos = torch.arange(9)[None], torch.arange(9)
@@ -570,8 +570,8 @@ BROKEN = {  # what is done to the folder; what the line must name
     "8 bits": (lambda f: edit_config(f, bits=8), "k_proj.qzeros is [2, 16] instead of [2, 32]"),
     "type of scales": (put(f"{Q}.scales", lambda t: t.to(torch.int16)), f"{Q}.scales is of type I16"),
     "type of codes": (put(f"{Q}.qweight", lambda t: t.float()), f"{Q}.qweight is of type F32; I32 can be read"),
-    "g_idx beyond": (put(f"{Q}.g_idx", lambda t: t + 1), f"{Q}: its g_idx goes beyond its 2 groups"),
-    "g_idx below": (put(f"{Q}.g_idx", lambda t: t - 1), f"{Q}: its g_idx goes beyond"),
+    "g_idx beyond": (put(f"{Q}.g_idx", lambda t: t + 1), f"{Q}: its g_idx has groups outside 0 to 1"),
+    "g_idx below": (put(f"{Q}.g_idx", lambda t: t - 1), f"{Q}: its g_idx has groups outside"),
     "q in full precision": (
         drop(f"{Q}.qweight", f"{Q}.qzeros", f"{Q}.scales", f"{Q}.g_idx"),
         f"k_proj is quantized and {Q} is not",
@@ -646,15 +646,13 @@ def test_a_shape_that_is_not_the_models(written, tmp_path):
 
 
 def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, capsys):
-    with pytest.raises(
-        ValueError, match=r"is stored in int4-g128-float32 and cannot be quantized to int8; take the or"
-    ):
+    with pytest.raises(ValueError, match=r"is stored in int4-g128-float32 and cannot be quantized to int8; use the or"):
         load_model(folder, quantize="int8")
     with pytest.raises(ValueError, match="its head is stored in full precision, not in int8"):
         load_model(folder, head="int8")
     with pytest.raises(SystemExit):
         quantize_program.main(["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
-    assert "is stored in gptq already; take the original" in capsys.readouterr().err
+    assert "is stored in gptq already; use the original" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -669,7 +667,7 @@ def test_config_alone_still_refuses():
     """Whoever reads a config.json without checkpoint.py must not take such a folder for one in full precision."""
     with pytest.raises(ValueError, match="quantization_config"):
         config_from_hf({**HF, "quantization_config": gptq_config()})
-    assert foreign.layout_of(HF) is None
+    assert foreign.find_layout(HF) is None
 
 
 # ------------------------------------------------------------------------------- what other programs make of ours
@@ -708,7 +706,7 @@ def test_eight_bits_are_written_as_compressed_tensors_are(scheme, kind, head, fu
     want = load_model(full, dtype=torch.float32, quantize=scheme, head=scheme if head else None)
     (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (got, want))
     assert names == others and all(map(torch.equal, map(as_bits, ours), map(as_bits, theirs)))
-    assert checkpoint.stored_in(folder / "config.json") == scheme
+    assert checkpoint.stored_scheme(folder / "config.json") == scheme
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:

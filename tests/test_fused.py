@@ -56,14 +56,14 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(linears, "FUSING_DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("looked_up", [False, True], ids=["freed", "looked up"])
+@pytest.mark.parametrize("has_embedding", [False, True], ids=["freed", "looked up"])
 @pytest.mark.parametrize("scheme", MX)
-def test_words_are_unpacked_for_prompts(scheme, looked_up, as_if_on_a_gpu):
+def test_words_are_unpacked_for_prompts(scheme, has_embedding, as_if_on_a_gpu):
     """The weights, bit for bit; a tied embedding keeps the codes, whose rows it looks up."""
     linear, weight = linear_of(scheme)
-    linear.looked_up = looked_up
+    linear.has_embedding = has_embedding
     linear.pack()
-    assert linear.codes.is_meta is not looked_up
+    assert linear.codes.is_meta is not has_embedding
     assert torch.equal(linear.dequantized(torch.float64), weight)
     x = torch.randn(40, 256)
     assert torch.equal(linear(x), torch.nn.functional.linear(x, weight.float()))
@@ -110,4 +110,4 @@ def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_
     for rows in (9, 33):
         product(rows, open=True)
     assert len(graphs) == compiled, "a prompt of another length compiled anew"
-    assert not linears.fuses(torch.ones(1, 256)), "eager code would write every term"
+    assert not linears.is_fused(torch.ones(1, 256)), "eager code would write every term"

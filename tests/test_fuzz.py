@@ -224,12 +224,12 @@ SPENDERS = {
 
 @pytest.mark.parametrize("case", SPENDERS)
 def test_templates_that_spend_without_end(case, monkeypatch):
-    monkeypatch.setattr(templates, "TEMPLATE_S", 0.5)
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.5)
     start = time.perf_counter()
     with pytest.raises(ValueError, match="the chat template") as error:
         ChatTemplate(SPENDERS[case], {}).render(MESSAGES, True)
     assert time.perf_counter() - start < 5 and len(str(error.value)) < fuzz.LONGEST_LINE
-    monkeypatch.setattr(templates, "TEMPLATE_S", 5)
+    monkeypatch.setattr(templates, "MAX_SECONDS", 5)
     assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
 
 
@@ -251,13 +251,13 @@ def test_a_templates_process_opens_and_writes_nothing(tmp_path):
 
 def test_one_process_serves_every_template_and_outlives_errors():
     assert ChatTemplate("{{ messages[0].content }}{{ x }}", {"x": "!"}).render(MESSAGES, True) == "hi!"
-    process = templates.process()
+    process = templates.renderer()
     for source in ("{{ messages.x.y }}", "{{ raise_exception('no\nno') }}", "{{ ''.__class__.__mro__ }}"):
         with pytest.raises(ValueError, match="refused the messages") as error:
             ChatTemplate(source, {}).render(MESSAGES, True)
         assert "\n" not in str(error.value)
     assert ChatTemplate("{{ '\\ud800' }}", {}).render(MESSAGES, True) == "\ud800"
-    assert templates.process() is process and process.poll() is None
+    assert templates.renderer() is process and process.poll() is None
 
 
 def test_lone_surrogates_that_a_template_writes(folder):

@@ -82,16 +82,16 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
         logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
         log_p = logits.log_softmax(-1)
         p, q = (sampling.probs(each) for each in (logits, draft_logits))
-        assert len(told.likeliest[row]) == len(told.weighed[row]) == len(ids)
+        assert len(told.top_logprobs[row]) == len(told.token_probs[row]) == len(ids)
         for i, id in enumerate(ids):
             judged = drafted and facts[i].index < facts[i].k
             values, top = log_p[i].topk(2)
-            weighed = [p[i, id].item(), q[i, id].item() if judged else 0.0]
-            assert told.weighed[row][i] == pytest.approx(weighed, abs=1e-4)
-            likeliest = [[id, log_p[i, id].item()], *([n.item(), x.item()] for n, x in zip(top, values))]
-            assert told.likeliest[row][i] == [pytest.approx(pair, abs=1e-4) for pair in likeliest]
-    engine.state.noting, again = False, Timing()
-    assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.weighed == [[], [], [], []]
+            expected = [p[i, id].item(), q[i, id].item() if judged else 0.0]
+            assert told.token_probs[row][i] == pytest.approx(expected, abs=1e-4)
+            pairs = [[id, log_p[i, id].item()], *([n.item(), x.item()] for n, x in zip(top, values))]
+            assert told.top_logprobs[row][i] == [pytest.approx(pair, abs=1e-4) for pair in pairs]
+    engine.state.return_logprobs, again = False, Timing()
+    assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.token_probs == [[], [], [], []]
 
 
 def test_a_batch_after_a_larger_batch(folder_of):

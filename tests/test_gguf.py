@@ -24,7 +24,7 @@ from loading.checkpoint import load_config, load_model, save_model
 from loading.tokenizer import load_tokenizer
 from quantize import main as quantize
 from tp import Ranks
-from weights.walker import matrices, quantized_linears
+from weights.walker import named_linears, quantized_linears
 
 gguf = pytest.importorskip("gguf")
 TYPES = gguf.GGMLQuantizationType
@@ -39,7 +39,7 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def add_config(writer, hf) -> None:
-    """AttentionMask of a transformers config, as conversion/base.py writes them."""
+    """Keys of a transformers config, as conversion/base.py writes them."""
     writer.add_block_count(hf.num_hidden_layers)
     writer.add_context_length(hf.max_position_embeddings)
     writer.add_embedding_length(hf.hidden_size)
@@ -233,7 +233,7 @@ def test_types_keep_their_bits(kind, family, tmp_path, capsys):
     model = load_model(file, dtype=torch.float32, pack=False)
     want, scheme = weights_of(file, LLAMA_HEADS), {"Q4_0": "q4_1", "Q4_1": "q4_1", "Q8_0": "q8_0"}.get(kind)
     tied = {"lm_head": "embed"} if family == "llama-3.2" else {}
-    for name, linear in matrices(model):
+    for name, linear in named_linears(model):
         assert getattr(linear, "scheme", None) == scheme, name
         got = linear.dequantized(torch.float32) if scheme else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(tied.get(name, name))])), name
@@ -306,14 +306,14 @@ def test_matrices_of_several_types(tmp_path, capsys):
     """One that is stacked of several types has no scheme; nothing is lost, and the line says what is unpacked."""
     file = write(tmp_path / "m.gguf", types=mixed)
     model, want = load_model(file, dtype=torch.float32, pack=False), weights_of(file, LLAMA_HEADS)
-    schemes = {name: getattr(linear, "scheme", None) for name, linear in matrices(model)}
+    schemes = {name: getattr(linear, "scheme", None) for name, linear in named_linears(model)}
     assert schemes["layers.0.attention.qkv"] is None and schemes["layers.1.attention.qkv"] == "q4_1"
     assert (schemes["layers.0.ffn.down"], schemes["layers.0.ffn.gate_up"], schemes["lm_head"]) == (
         "q8_0",
         "q4_1",
         "q8_0",
     )
-    for name, linear in matrices(model):
+    for name, linear in named_linears(model):
         got = linear.dequantized(torch.float32) if schemes[name] else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
     assert f"{LOOSE}: 4 in Q4_0, 2 in Q8_0" in capsys.readouterr().err
@@ -374,7 +374,7 @@ def k_types(file: Path) -> Path:
 def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
     file = k_types(tmp_path / "k.gguf")
     model, want = load_model(file, dtype=torch.float32), weights_of(file, LLAMA_HEADS)
-    for name, linear in matrices(model):
+    for name, linear in named_linears(model):
         assert torch.equal(linear.weight, torch.cat([want[source] for source in sources(name)])), name
     assert f"k.gguf: {LOOSE}: 6 in Q4_K, 3 in Q6_K" in capsys.readouterr().err
     assert {linear.scheme for linear in quantized_linears(load_model(file, quantize="int4-g32"))} == {"int4-g32"}
@@ -394,9 +394,9 @@ def test_pieces_of_two_ranks_are_slices(tmp_path):
     form, read = checkpoint.open_folder(file, config)
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.given)
+        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.overrides)
         checkpoint.fill(checkpoint.allocate(model, "cpu"), [n for n, _ in model.named_parameters()], read, ranks)
-        for name, linear in matrices(model):
+        for name, linear in named_linears(model):
             cut = 1 if name.endswith(("attention.out", "ffn.down")) else 0
             parts = [want[source].chunk(2, cut)[rank] for source in sources(name)]
             assert torch.equal(linear.dequantized(torch.float32), torch.cat(parts)), name
@@ -811,7 +811,7 @@ def test_saved_as_a_folder_it_is_the_same_model(model_file, tmp_path):
     model = load_model(model_file, pack=False)
     save_model(model, tmp_path / "again", checkpoint.read_json(model_file / "config.json"))
     assert same(load_model(tmp_path / "again", pack=False), model)
-    assert checkpoint.stored_in(tmp_path / "again" / "config.json") == "q4_1"
+    assert checkpoint.stored_scheme(tmp_path / "again" / "config.json") == "q4_1"
 
 
 def test_other_programs_take_a_file(model_file, tmp_path):

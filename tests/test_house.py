@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import traceback
@@ -58,10 +59,10 @@ def imported(file: Path) -> set[str]:
 
 def test_sizes():
     """The decoding core is an evening's first hour, and no file a chapter that one cannot finish."""
-    assert lines("model", "decoding.sampling", "decoding.slots", "generate") <= 1400
+    assert lines("model", "decoding.sampling", "decoding.slots", "generate") <= 1500
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 420  # 400, and room for a fork
     assert all(lines(name) <= (600 if name == "model" else 450) for name in NAMES)
-    assert lines(*NAMES) <= 11100
+    assert lines(*NAMES) <= 11600
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 
@@ -104,22 +105,23 @@ def test_nothing_is_rebound():
 def test_eight_frames_from_main_to_attention(capsys):
     """Frames of this project, as a hook on attention sees them, its own `forward` the last. README names them. Products
     of packed matrices lie a few frames further, as many as their kernels take."""
-    seen: list[list[str]] = []
+    stacks: list[list[str]] = []
 
     def watch(module, args) -> None:
         if type(module).__name__ == "Attention":
             frames = [frame.f_code for frame, _ in traceback.walk_stack(None)][::-1]
-            stack = [code.co_name for code in frames if Path(code.co_filename) in FILES]
-            seen.append([*stack[stack.index("main") :], "forward"])
+            stack = [code.co_qualname for code in frames if Path(code.co_filename) in FILES]
+            stacks.append([*stack[stack.index("main") :], "Attention.forward"])
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(watch)
     try:
         cli.main.run(parse_args(["--max_new_tokens", "3", "--device", "cpu"]))
     finally:
         handle.remove()
-    assert max(map(len, seen)) == 8, max(seen, key=len)
-    assert "From the command line to attention in eight frames" in " ".join((ROOT / "README.md").read_text().split())
-    assert seen[-1][-4:] == ["decode_step", "hidden", "forward", "forward"]
+    assert max(map(len, stacks)) == 8, max(stacks, key=len)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    sentence = re.search(r"From the command line to attention in eight frames: (.*?)\. ", readme + " ")[1]
+    assert stacks[-1] == re.findall(r"`(.+?)`", sentence)
 
 
 def test_starting_imports_no_compiler():

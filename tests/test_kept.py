@@ -22,7 +22,7 @@ from test_speculative import pair, rows_of
 from test_tp import launch
 
 import cli.flags
-import cli.output
+import cli.session
 from cli.flags import check_options, parse_args
 from cli.main import run
 from cli.prompt_cache import PromptCache
@@ -221,9 +221,9 @@ MORE = f"{TEXT} that was happy"
 @pytest.fixture
 def ran(text_folder, capsys, monkeypatch):
     """run(flags) -> (JSON objects, stderr); `ran.engines` are those of all runs."""
-    engines, decode_all = [], cli.output.Session.decode
+    engines, decode_all = [], cli.session.Session.decode
     monkeypatch.setattr(
-        cli.output.Session,
+        cli.session.Session,
         "decode",
         lambda self, *args: (engines.append(self.engine), decode_all(self, *args))[1],
     )
@@ -336,7 +336,7 @@ def test_the_file_grows_and_does_not_shrink(ran, tmp_path):
 
 def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder, tmp_path, monkeypatch):
     """Ctrl-C between two tokens keeps the prompt; an error keeps nothing."""
-    file, feed, count = tmp_path / "cache", cli.output.Printer.feed, []
+    file, feed, count = tmp_path / "cache", cli.answers.Printer.feed, []
 
     def interrupting(self, *given):
         feed(self, *given)
@@ -345,7 +345,7 @@ def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cli.output.Printer, "feed", interrupting)
+        patch.setattr(cli.answers.Printer, "feed", interrupting)
         with pytest.raises(KeyboardInterrupt):
             ran("--prompt", TEXT, "--prompt_cache", file)
     assert len(count) == 3
@@ -355,7 +355,7 @@ def test_what_fails_or_is_interrupted_leaves_nothing_half_known(ran, text_folder
     def failing(self, *given):
         raise ValueError("no room")
 
-    monkeypatch.setattr(cli.output.Printer, "feed", failing)
+    monkeypatch.setattr(cli.answers.Printer, "feed", failing)
     with pytest.raises(ValueError, match="no room"):
         ran("--prompt", MORE, "--prompt_cache", file)
     assert file.read_bytes() == stored and ran.engines

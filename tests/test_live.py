@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from cli.answers import COLOURS
 from cli.flags import parse_args
 from cli.main import run
-from cli.output import COLOURS
 from cli.prompts import Request
 from cli.report import ACCEPTED, CORRECTED, origin
 from scripts import compare

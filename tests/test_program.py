@@ -25,14 +25,15 @@ from conftest import BASE, FAMILIES, ROOT, forked
 import cli.chat as chat_room
 import cli.main as main_room
 import decoding.scheduler as scheduler
+from cli.answers import Printer
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import parse_args
 from cli.load import pick_device
 from cli.main import main
 from cli.main import run as run_args
-from cli.output import Printer, Session
 from cli.prompts import requests
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
+from cli.session import Session
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from generate import Engine, generate
@@ -189,7 +190,7 @@ def test_samples_of_a_prompt_are_one_batch(text_folder, capsys, monkeypatch, tmp
     file.write_text("the cat\na dog\n")
     common = ("--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 9, "--dtype", "float32")
     alone = [run(capsys, *common, "--seed", seed)[0] for seed in (4, 5, 6)]
-    for options, size in (((), 3), (("--batch_size", 4), 4), (("--batch_size", 1), 1)):
+    for options, size in (((), 6), (("--batch_size", 4), 4), (("--batch_size", 1), 1)):
         sizes.clear()
         rows, _ = run(capsys, *common, "--seed", 4, "--num_samples", 3, "--ordered", *options)
         assert max(sizes) == size

@@ -34,11 +34,11 @@ from weights.formats import (
     format_of,
     pack_bits,
     quantize_tensor,
-    scale_of,
+    round_scale,
     unpack_bits,
 )  # fmt: skip
 from weights.linears import QuantizedLinear
-from weights.walker import matrices, pack_model, quantized_linears, replace_linears
+from weights.walker import named_linears, pack_model, quantized_linears, replace_linears
 
 SCHEMES = list(FORMATS)
 MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}  # exponent, mantissa, bias, largest
@@ -121,7 +121,7 @@ def test_bits_pack_as_documented():
 
 def test_scales_round_up():
     x = torch.tensor([1.0, 1.001, 0.3, 0.0, 2.0**-126])
-    up = scale_of(x, torch.bfloat16)
+    up = round_scale(x, torch.bfloat16)
     assert up.dtype == torch.bfloat16 and (up.float() >= x).all() and (up.float() <= x * (1 + 2**-7)).all()
 
 
@@ -300,7 +300,7 @@ def test_chunks_change_nothing(scheme, monkeypatch):
     linear, x, many = biased_linear(40, torch.float32), torch.randn(3, 256), torch.randn(300, 256)
     whole = QuantizedLinear.from_float(linear, scheme)
     want = packed(linear, scheme)(x), packed(linear, scheme)(many), whole.dequantized(torch.float32)
-    monkeypatch.setattr(formats, "CHUNK", 256 * 7)
+    monkeypatch.setattr(formats, "CHUNK_WEIGHTS", 256 * 7)
     chunked = QuantizedLinear.from_float(linear, scheme)
     for name, part in whole.parts().items():
         assert torch.equal(part.view(torch.uint8), chunked.parts()[name].view(torch.uint8)), name
@@ -312,7 +312,7 @@ def test_chunks_change_nothing(scheme, monkeypatch):
 def test_a_kernel_never_unpacks_all_weights(scheme):
     """For one row and for verification's, no operation makes a float tensor of the weights' size; a format without a
     kernel does: the control. Small weights and large ones, which have kernels of their own."""
-    for rows in (512, cpu.LARGE // 256):
+    for rows in (512, cpu.LARGE_BYTES // 256):
         linear = torch.nn.Linear(256, rows, bias=False, dtype=torch.bfloat16)
         unpacked = QuantizedLinear.from_float(linear, "mxfp6")  # as where oneDNN is missing
         for quantized, reads_codes in ((packed(linear, scheme), True), (unpacked, False)):
@@ -340,7 +340,7 @@ def test_a_processor_without_such_products_takes_others(monkeypatch):
     def missing(*_):
         raise RuntimeError("Could not run 'onednn::qlinear_prepack' with arguments from the 'CPU' backend")
 
-    monkeypatch.setattr(cpu.PackedInt8, "lay_out", missing)
+    monkeypatch.setattr(cpu.PackedInt8, "prepack", missing)
     assert cpu.sums_exactly.__wrapped__() is False
 
 
@@ -362,12 +362,12 @@ def test_shards_put_together_are_the_whole(scheme):
         pieces = x.chunk(world, 1)
         assert torch.allclose(sum(shard(piece) for shard, piece in zip(columns, pieces)), whole(x), atol=1e-4)
     if FORMATS[scheme].group:
-        with pytest.raises(ValueError, match=r"512 cannot be cut into 64 parts of whole groups of"):
+        with pytest.raises(ValueError, match=r"512 cannot be divided into 64 shards of full groups of"):
             whole.shard(1, 0, 64)
-    with pytest.raises(ValueError, match="64 cannot be cut into 3"):
+    with pytest.raises(ValueError, match="64 cannot be divided into 3"):
         whole.shard(0, 0, 3)
     whole.pack()
-    with pytest.raises(ValueError, match="a packed model cannot be cut"):
+    with pytest.raises(ValueError, match="a packed model cannot be sharded"):
         whole.shard(0, 0, 2)
 
 
@@ -468,7 +468,7 @@ def test_drafting_with_the_quantized_self(scheme, head, folder_of):
     again = quantize_model(load_model(folder, dtype=torch.float32), scheme, head)
     if head is None:
         assert torch.equal(draft(pos[None], pos), again(pos[None], pos))
-    linears = dict(matrices(draft))
+    linears = dict(named_linears(draft))
     assert all(linear.scheme == scheme for name, linear in linears.items() if name != "lm_head")
     assert pack_model(target, draft) is target
     new = {id(parameter) for linear in quantized_linears(draft.layers) for parameter in linear.parameters()}
@@ -484,7 +484,7 @@ def test_drafting_with_the_quantized_self(scheme, head, folder_of):
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_packed_model_is_neither_saved_nor_copied(plain, folder_of, tmp_path, monkeypatch):
     """Only kernels can read its weights. The message says what works, and it does."""
-    monkeypatch.setattr(cpu, "LARGE", 0)
+    monkeypatch.setattr(cpu, "LARGE_BYTES", 0)
     options = {"dtype": torch.float32, "quantize": None if plain else "int8"}
     model = pack_model(load_model(folder_of("llama-3"), **options))
     with pytest.raises(ValueError, match=r"packed model cannot be saved.*; load it with pack=False"):
@@ -501,10 +501,10 @@ def test_the_walker_visits_every_linear_in_the_order_of_computing(folder_of):
     model = load_model(folder_of("llama-3"))
     inner = ["attention.qkv", "attention.out", "ffn.gate_up", "ffn.down"]
     names = [f"layers.{i}.{name}" for i in range(3) for name in inner] + ["lm_head"]
-    assert [name for name, _ in matrices(model)] == names
+    assert [name for name, _ in named_linears(model)] == names
     met = []
     for layer in model.layers:
-        for name, linear in matrices(layer):
+        for name, linear in named_linears(layer):
             linear.register_forward_hook(lambda *_, name=name: met.append(name))
     model(torch.arange(4)[None], torch.arange(4))
     assert met == inner * 3
@@ -514,7 +514,7 @@ def test_the_walker_visits_every_linear_in_the_order_of_computing(folder_of):
 
 
 def test_another_format_loads_saves_and_drafts(folder_of, tmp_path, monkeypatch):
-    """The README's example, which no file of ours knows."""
+    """The example of docs/fork.md, which no file of ours knows."""
 
     class Ternary(quantize_program.Format):
         def shapes(self, rows, columns):
@@ -867,7 +867,7 @@ def test_perplexity_compares_models_of_the_same_tokens_alone(text_folder, tmp_pa
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
 def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkeypatch):
     """However it was quantized: else every token would unpack the whole vocabulary."""
-    monkeypatch.setattr(cpu, "LARGE", 0)
+    monkeypatch.setattr(cpu, "LARGE_BYTES", 0)
     model = quantize_model(load_model(folder_of("llama-3.2")), scheme, head=scheme)
     tokens = torch.tensor([[3, 130, 7]])
     want = model.embed(tokens)

@@ -1,6 +1,7 @@
 """What a request may ask for beside its text: settings of a line's own, names for the template, log-probabilities and
 a penalty. Oracles are the same request alone, transformers' renderer and generator, and a pass over the whole text."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -8,13 +9,14 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, oracle
+from reference import naive_penalties
 from safetensors.torch import load_file, save_file
 
 from cli.flags import check_options, parse_args
 from cli.main import run as run_args
 from cli.prompts import encoded, requests
-from decoding.logits import RepetitionPenalty, log_likeliest
-from decoding.sampling import Sampling
+from decoding.logits import penalize, top_logprobs
+from decoding.sampling import KINDS, Sampling
 from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.chat_templates import ChatTemplate
@@ -42,6 +44,8 @@ ASKED = [  # a line's own keys, and the flags that mean the same
     ({"top_p": 0.5, "temperature": 2.0}, ["--top_p", 0.5, "--temperature", 2.0]),
     ({"min_p": 0.2, "max_new_tokens": 5}, ["--min_p", 0.2, "--max_new_tokens", 5]),
     ({"temperature": 0}, ["--temperature", 0]),
+    ({"repetition_penalty": 1.8}, ["--repetition_penalty", 1.8]),
+    ({"presence_penalty": -2, "frequency_penalty": 1.5}, ["--presence_penalty", -2, "--frequency_penalty", 1.5]),
     ({}, []),
 ]
 
@@ -73,7 +77,7 @@ def test_stop_strings_of_a_lines_own(text_folder, capsys, tmp_path):
 
 USER, WANTED = [{"role": "user", "content": "a"}], "expected a JSON object"
 BAD = [
-    ({"topp": 0.5}, "'topp': no such key; there are chat_template_kwargs, id"),
+    ({"topp": 0.5}, "'topp': no such key; there are chat_template_kwargs, frequency_penalty"),
     ({"temperature": "0.5"}, "settings of sampling are numbers"),
     ({"temperature": True}, "settings of sampling are numbers"),
     ({"temperature": -1}, "temperature = -1"),
@@ -114,6 +118,9 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     assert not broken and request.text == ""
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
     assert not rows and "line 1: this folder has no chat template for tool_calls" in refused[0]
+    tools = {"messages": USER, "tools": [{"type": "function"}]}
+    others, _ = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "g.jsonl", tools))]))
+    assert "no chat template for tools" in encoded(others, args, load_tokenizer(folder), 100, lambda *_: None)[1][0]
     (folder / "chat_template.jinja").write_text(
         "{{ messages[1].content is none }}{{ messages[1].tool_calls | tojson }}"
     )
@@ -224,13 +231,6 @@ def test_requests_reach_the_template(chat_folder, capsys, tmp_path):
     assert "<think></think>Yes" in tokenizer.decode(want[0]) and "<think>" not in tokenizer.decode(want[1])
 
 
-def test_names_without_a_template_are_refused(text_folder, tmp_path, capsys):
-    file = jsonl(tmp_path / "f.jsonl", {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
-    with pytest.raises(SystemExit):
-        run(capsys, "--checkpoint", text_folder, "--prompt_file", file)
-    assert "this folder has no chat template for tools" in capsys.readouterr().err
-
-
 # --------------------------------------------------------------------------------------- log-probabilities
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20]]
@@ -250,7 +250,7 @@ def decoded(model, sampling, **options):
         model, PROMPTS, sampling=sampling, max_new_tokens=[40, 25], seed=[3, 4], engine=engine, timing=timing
     ):
         rows[row].append(id)
-    return rows, timing.likeliest
+    return rows, timing.top_logprobs
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.7, top_k=20, min_p=0.01)], ids=["greedy", "filtered"])
@@ -258,8 +258,8 @@ def decoded(model, sampling, **options):
 def test_log_probabilities_are_those_of_one_pass_over_the_text(draft, sampling, folder_of):
     """Before temperature, penalty and filters, at every token of every row: the first, drafted ones and the rest."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    options = {"drafter": DRAFTS[draft](model), "process": RepetitionPenalty(1.3)}
-    rows, noted = decoded(model, sampling, logprobs=4, **options)
+    sampling = dataclasses.replace(sampling, repetition_penalty=1.3, presence_penalty=0.5)
+    rows, noted = decoded(model, sampling, logprobs=4, drafter=DRAFTS[draft](model))
     for prompt, row, found in zip(PROMPTS, rows, noted, strict=True):
         text = torch.tensor([prompt + row])
         log_p = model(text, torch.arange(text.size(1)))[0, len(prompt) - 1 : -1].double().log_softmax(-1)
@@ -274,14 +274,14 @@ def test_log_probabilities_are_those_of_one_pass_over_the_text(draft, sampling, 
 def test_nothing_is_noted_where_nobody_asks(folder_of):
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     rows, noted = decoded(model, Sampling(0))
-    assert noted == [[], []] and Engine(model, 1, 8).state.likeliest is None
+    assert noted == [[], []] and not hasattr(Engine(model, 1, 8).state, "top_logprobs")
     assert decoded(model, Sampling(0), logprobs=0)[0] == rows
 
 
 def test_ids_are_exact_and_impossible_tokens_have_no_number(text_folder, capsys):
     logits = torch.full((1, 1, 2**17), -torch.inf)
     logits[..., 2**17 - 1] = 0
-    found = log_likeliest(logits, torch.tensor([[2**17 - 1]]), 2)
+    found = top_logprobs(logits, torch.tensor([[2**17 - 1]]), 2)
     assert found[0, 0, :2].tolist() == [[2**17 - 1, 0.0]] * 2
     flags = ("--checkpoint", text_folder, "--prompt", "the cat", "--max_new_tokens", 3)
     (row,) = run(capsys, *flags, "--logprobs", 2)
@@ -298,31 +298,134 @@ def test_ids_are_exact_and_impossible_tokens_have_no_number(text_folder, capsys)
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_penalised_text_is_transformers(draft, folder_of):
-    """64 greedy tokens: what stands before counts position by position, drafted or not."""
+    """64 greedy tokens: earlier tokens count position by position, drafted or not."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     prompt = torch.tensor([PROMPTS[1]])
     options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
         want = oracle("llama-3").generate(prompt, repetition_penalty=1.5, **options)[0, 7:].tolist()
         other = oracle("llama-3").generate(prompt, **options)[0, 7:].tolist()
-    engine = Engine(model, 1, 80, drafter=DRAFTS[draft](model), speculate_k=4, process=RepetitionPenalty(1.5))
-    got = [id for _, id in generate(
-        model, [PROMPTS[1]], sampling=Sampling(0), max_new_tokens=64, engine=engine)]  # fmt: skip
+    engine = Engine(model, 1, 80, drafter=DRAFTS[draft](model), speculate_k=4)
+    sampling = Sampling(0, repetition_penalty=1.5)
+    got = [id for _, id in generate(model, [PROMPTS[1]], sampling=sampling, max_new_tokens=64, engine=engine)]
     assert got == want != other
 
 
+PENALTIES = [
+    Sampling(repetition_penalty=1.4), Sampling(presence_penalty=0.7), Sampling(frequency_penalty=-0.3),
+    Sampling(logit_bias=((3, 2.5), (11, -100.0))), Sampling(1.0, 5, 0.9, 0.1),
+    Sampling(0, None, None, None, 0.8, 1.5, 0.25, ((7, 1.0), (8, -1.0))),
+]  # fmt: skip
+
+
 def test_each_position_of_a_round_has_its_own_penalty():
-    """By definition, token by token; what stands behind a position, scratch of an earlier round, does not count."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 12, (2, 9), generator=generator)
-    logits, pos = torch.randn(2, 3, 12, generator=generator), torch.tensor([[2, 3, 4], [5, 6, 7]])
-    want = logits.clone()
-    for row in range(2):
+    """Six rows, each with another Sampling; scratch behind a position, of an earlier round, does not count."""
+    generator, rows = torch.Generator().manual_seed(0), len(PENALTIES)
+    tokens = torch.randint(0, 12, (rows, 9), generator=generator)
+    logits = torch.randn(rows, 3, 12, generator=generator)
+    pos, lengths = torch.tensor([[2, 3, 4], [5, 6, 7]] * 3), torch.tensor([1, 3] * 3)
+    parts = [torch.stack([getattr(sampling, name) for sampling in PENALTIES]) for name in ("values", "biases")]
+    result = penalize(logits, tokens, pos, lengths, *parts)
+    for row, sampling in enumerate(PENALTIES):
         for i in range(3):
-            for id in {*tokens[row, : pos[row, i] + 1].tolist()}:
-                x = want[row, i, id]
-                want[row, i, id] = x / 1.4 if x > 0 else x * 1.4
-    assert torch.equal(RepetitionPenalty(1.4)(logits, tokens, pos), want)
+            text = tokens[row, : pos[row, i] + 1].tolist()
+            assert torch.equal(result[row, i], naive_penalties(logits[row, i], text, int(lengths[row]), sampling)), row
+    assert torch.equal(result[4], logits[4])  # neutral
+
+
+def test_the_repetition_penalty_is_transformers_processor():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    generator = torch.Generator().manual_seed(1)
+    tokens, logits = torch.randint(0, 50, (4, 30), generator=generator), torch.randn(4, 50, generator=generator)
+    for penalty in (0.5, 1.3, 7.0):
+        sampling = Sampling(repetition_penalty=penalty)
+        values, biases = sampling.values.expand(4, -1), sampling.biases.expand(4, -1, -1)
+        pos, lengths = torch.full((4, 1), 29), torch.tensor([1, 9, 20, 30])
+        result = penalize(logits[:, None], tokens, pos, lengths, values, biases)[:, 0]
+        assert torch.equal(result, RepetitionPenaltyLogitsProcessor(penalty)(tokens, logits))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_penalised_text_is_the_naive_one(draft, folder_of):
+    """Greedy: one pass over the whole text for each token. Only output counts for presence and frequency."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    for sampling in (Sampling(0, presence_penalty=1.5, frequency_penalty=0.5), Sampling(0, logit_bias=((5, 2.0),))):
+        texts = [list(prompt) for prompt in PROMPTS]
+        for text, prompt in zip(texts, PROMPTS):
+            for _ in range(30):
+                logits = model(torch.tensor([text]), torch.arange(len(text)))[0, -1]
+                text.append(int(naive_penalties(logits, text, len(prompt), sampling).argmax()))
+        rows = texts_of(model, PROMPTS, [sampling] * 2, drafter=DRAFTS[draft](model), max_new_tokens=30)
+        assert [prompt + row for prompt, row in zip(PROMPTS, rows)] == texts
+
+
+MIXED = [
+    Sampling(0), Sampling(0.9), Sampling(0.8, top_k=20), Sampling(0, repetition_penalty=1.3),
+    Sampling(0, frequency_penalty=0.8, presence_penalty=-0.5), Sampling(1.1, top_p=0.9, repetition_penalty=0.9),
+    Sampling(0.7, logit_bias=((5, 4.0), (9, -100.0))),
+]  # fmt: skip
+
+
+def texts_of(model, prompts, samplings, max_new_tokens: int = 40, **options) -> list[list[int]]:
+    engine = options.pop("engine", None) or Engine(model, len(prompts), 80, speculate_k=3, **options)
+    rows = [[] for _ in prompts]
+    settings = {"seed": [3 + sum(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens}
+    for row, id in generate(model, prompts, sampling=samplings, engine=engine, **settings):
+        rows[row].append(id)
+    return rows
+
+
+def mixed_prompts(n: int) -> list[list[int]]:
+    return [[5, 9, 17, 5, 9, 3 + i][: 1 + i % 6] or [4] for i in range(n)]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_mixed_batch_is_each_row_alone(draft, folder_of):
+    """Greedy, plain, filtered and penalised rows; drafted greedy rows are also the plain ones."""
+    model, prompts = load_model(folder_of("llama-3"), dtype=torch.float32), mixed_prompts(len(MIXED))
+    together = texts_of(model, prompts, MIXED, drafter=DRAFTS[draft](model))
+    for prompt, sampling, row in zip(prompts, MIXED, together, strict=True):
+        assert texts_of(model, [prompt], [sampling], drafter=DRAFTS[draft](model)) == [row], sampling
+        if sampling.temperature == 0:
+            assert texts_of(model, [prompt], [sampling]) == [row], sampling
+        if sampling.kind == "penalized":
+            neutral = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
+            assert texts_of(model, [prompt], [neutral], drafter=DRAFTS[draft](model)) != [row], sampling
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("draft", ["none", "layers"])
+def test_penalties_come_and_go_without_compiling(draft, folder_of):
+    """Rows in changing company, with other values each time: all as alone and eager."""
+    model, prompts = load_model(folder_of("llama-3"), dtype=torch.float32), mixed_prompts(len(MIXED))
+    alone = [texts_of(model, [prompt], [sampling])[0] for prompt, sampling in zip(prompts, MIXED)]
+    eager = [texts_of(model, [p], [s], drafter=DRAFTS[draft](model))[0] for p, s in zip(prompts, MIXED)]
+    engine = Engine(model, 3, 80, speculate_k=3, drafter=DRAFTS[draft](model), compile=True)
+    for kind in KINDS:
+        engine.warm_up(kind)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert texts_of(model, prompts, MIXED, engine=engine) == eager
+        assert texts_of(model, prompts[::-1], MIXED[::-1], engine=engine) == eager[::-1]
+        for prompt, sampling, text, plain in zip(prompts, MIXED, eager, alone):
+            assert texts_of(model, [prompt], [sampling], engine=engine) == [text]
+            assert sampling.temperature or text == plain
+
+
+@pytest.mark.parametrize("values", [
+    {"repetition_penalty": 0}, {"repetition_penalty": math.inf}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},
+    {"presence_penalty": math.nan}, {"logit_bias": ((1, 101),)}, {"logit_bias": ((1, math.nan),)},
+    {"logit_bias": tuple((i, 1.0) for i in range(301))}, {"temperature": 10**400}, {"top_k": 10**400},
+], ids=lambda values: next(iter(values)))  # fmt: skip
+def test_penalties_out_of_range_are_refused(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        Sampling(**values)
+
+
+def test_a_bias_of_no_token_is_refused(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    with pytest.raises(ValueError, match="logit_bias holds token id 131, outside the vocabulary of 131"):
+        Engine(model, 1, 20).add_request([5], sampling=Sampling(logit_bias=((131, 1.0),)), max_new_tokens=2)
 
 
 def test_any_function_may_process_logits(folder_of):
@@ -342,9 +445,9 @@ def test_any_function_may_process_logits(folder_of):
 @pytest.mark.compiled
 def test_compiled_steps_penalise_and_note_alike(folder_of):
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    options = {"logprobs": 2, "process": RepetitionPenalty(1.3)}
+    sampling = Sampling(0, repetition_penalty=1.3)
     for draft in ("none", "layers"):
-        found = [decoded(model, Sampling(0), compile=c, drafter=DRAFTS[draft](model), **options) for c in (False, True)]
+        found = [decoded(model, sampling, compile=c, drafter=DRAFTS[draft](model), logprobs=2) for c in (False, True)]
         assert found[0][0] == found[1][0]
         notes = [torch.tensor(noted[0]) for _, noted in found]
         assert torch.equal(notes[0][..., 0], notes[1][..., 0]) and torch.allclose(*notes, atol=1e-4)

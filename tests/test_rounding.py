@@ -29,8 +29,8 @@ from model import Config
 from speculative import AUTO_K, Costs, DraftLength, ModelDraft, layer_subset
 from tests.attacks import drift
 from weights import cpu
-from weights.cpu import in_widths, laid_out
-from weights.rounding import cancelling, same_widths
+from weights.cpu import multiply_in_parts, prepack_weight
+from weights.rounding import cancelling, invariant_row_counts
 from weights.walker import batch_invariant_rows, pack_model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -82,7 +82,7 @@ ADDS_BACKWARDS = {  # rows of a product and their places -> which of them it add
 
 
 @pytest.mark.parametrize(
-    "name, fewest, widths",
+    "name, max_first, row_counts",
     [
         ("never", 1, [*range(1, 17)]),
         ("one row", 2, [*range(2, 17)]),
@@ -97,7 +97,7 @@ ADDS_BACKWARDS = {  # rows of a product and their places -> which of them it add
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_widths_of_made_up_kernels(name, fewest, widths, dtype):
+def test_widths_of_made_up_kernels(name, max_first, row_counts, dtype):
     """Any order for all shapes is as good; a shape that a kernel adds up otherwise must not be let in."""
 
     def product(x: Tensor) -> Tensor:
@@ -105,14 +105,14 @@ def test_widths_of_made_up_kernels(name, fewest, widths, dtype):
         return torch.stack([in_order(row, back) for row, back in zip(x, backwards, strict=True)])[:, None]
 
     with threads(2):
-        found = same_widths(product, 192, dtype, range(1, 17), fewest)
-        assert found == widths and torch.get_num_threads() == 2
+        found = invariant_row_counts(product, 192, dtype, range(1, 17), max_first)
+        assert found == row_counts and torch.get_num_threads() == 2
 
 
 def test_no_widths_where_results_depend_on_the_call():
     calls = itertools.count()
     with threads(2):
-        assert same_widths(lambda x: x[:, :1] + next(calls), 64, torch.float32, range(1, 5), fewest=1) == []
+        assert invariant_row_counts(lambda x: x[:, :1] + next(calls), 64, torch.float32, range(1, 5), max_first=1) == []
 
 
 # ------------------------------------------------------------------------------- attention that rounds alike
@@ -165,10 +165,10 @@ def test_attention_elsewhere_is_not_vouched_for():
 # -------------------------------------------------------------------------------------- products in parts
 
 
-@pytest.mark.parametrize("widths", [(1, 2, 3, 8), (2, 5), (4,)])
-def test_parts_and_padding_give_each_row_what_it_gets_alone(widths):
+@pytest.mark.parametrize("row_counts", [(1, 2, 3, 8), (2, 5), (4,)])
+def test_parts_and_padding_give_each_row_what_it_gets_alone(row_counts):
     """A part of a wrong size, zeros that stay, or rows that change places would show."""
-    sizes, x = [], torch.arange(3.0 * widths[-1] * 2).view(-1, 2)
+    sizes, x = [], torch.arange(3.0 * row_counts[-1] * 2).view(-1, 2)
     x[1] = math.nan
 
     def product(x: Tensor) -> Tensor:
@@ -178,12 +178,12 @@ def test_parts_and_padding_give_each_row_what_it_gets_alone(widths):
     alone = product(x)
     for M in range(1, len(x) + 1):
         sizes.clear()
-        y = in_widths(product, x[:M], widths)
+        y = multiply_in_parts(product, x[:M], row_counts)
         assert y.shape == (M, 1) and torch.equal(y.nan_to_num(-1), alone[:M].nan_to_num(-1))
-        assert set(sizes) <= set(widths) and len(sizes) == math.ceil(M / widths[-1])
+        assert set(sizes) <= set(row_counts) and len(sizes) == math.ceil(M / row_counts[-1])
     sizes.clear()
-    in_widths(product, x, widths, most=len(x) - 1), in_widths(product, x[:3], ())
-    assert sizes == [len(x), 3], "cut although there were too many rows, or no widths"
+    multiply_in_parts(product, x, row_counts, max_split=len(x) - 1), multiply_in_parts(product, x[:3], ())
+    assert sizes == [len(x), 3], "cut although there were too many rows, or no row_counts"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,8 +191,8 @@ def test_parts_and_padding_give_each_row_what_it_gets_alone(widths):
 def test_products_give_each_row_what_it_gets_alone(out, n, dtype):
     """The kernels themselves, with weights that do not cancel, and with a row of NaN between."""
     generator = torch.Generator().manual_seed(0)
-    packed = laid_out(torch.randn(out, n, generator=generator).to(dtype))
-    M = 3 * packed.widths[-1] if packed.widths[-1] < 64 else packed.widths[-1] + 9
+    packed = prepack_weight(torch.randn(out, n, generator=generator).to(dtype))
+    M = 3 * packed.row_counts[-1] if packed.row_counts[-1] < 64 else packed.row_counts[-1] + 9
     x = torch.randn(M, n, generator=generator).to(dtype)
     alone = torch.cat([packed(row[None]) for row in x])
     for M in (*range(1, 34), len(x)):
@@ -401,7 +401,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(k):
 
 
 def held(engine: Engine, length: int) -> list[Tensor]:
-    """AttentionMask and values up to a position, bits."""
+    """Keys and values up to a position, bits."""
     return [bits(x[:, :, :length]) for cache in engine.runner.caches.layers for x in (cache.k, cache.v)]
 
 
@@ -458,12 +458,11 @@ def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkey
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "fp8"])
 def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme, monkeypatch):
     config = dataclasses.replace(SHAPE, vocab_size=137)  # no other test's: what was tried is remembered
-    monkeypatch.setattr(cpu, "same_widths", lambda *given, **options: [])
-    for name in ("int8_widths", "int4_widths"):
+    monkeypatch.setattr(cpu, "invariant_row_counts", lambda *given, **options: [])
+    for name in ("int8_row_counts", "int4_row_counts"):
         monkeypatch.setattr(cpu, name, lambda *given: [])
-    monkeypatch.setattr(
-        cpu.PackedWeights, "shapes", cpu.PackedWeights.shapes.__func__.__wrapped__.__get__(cpu.PlainWeights)
-    )
+    uncached = cpu.PackedWeights.find_row_counts.__func__.__wrapped__
+    monkeypatch.setattr(cpu.PackedWeights, "find_row_counts", uncached.__get__(cpu.PlainWeights))
     model = large_numbers(config, quantize=scheme)
     assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).identical
     tokens = torch.arange(20)[None]

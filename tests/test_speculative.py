@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from reference import naive_penalties
 from steps import prefill_all, start_all_alike
 from torch import Tensor
 
@@ -17,7 +18,7 @@ import decoding.timing as clock
 import speculative
 from cli.report import RowStatistics
 from decoding.runner import ModelRunner
-from decoding.sampling import INVALID, Sampling
+from decoding.sampling import INVALID, PENALIZED, Sampling
 from decoding.scheduler import Request
 from decoding.slots import State
 from decoding.timing import Timing
@@ -183,6 +184,11 @@ def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling)
     tokens = torch.cat((torch.tensor(prompt).expand(len(tails), -1), tails), dim=1)
     with torch.inference_mode():
         logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
+    logits = logits.clone()
+    if sampling.kind == PENALIZED:
+        for row, i in itertools.product(range(len(tails)), range(n)):
+            text = tokens[row, : len(prompt) + i].tolist()
+            logits[row, i] = naive_penalties(logits[row, i], text, len(prompt), sampling)
     return sampling.probs(logits).double().gather(2, tails[..., None])[..., 0].prod(1)
 
 
@@ -250,6 +256,24 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     counts = sequences(model, drafter_of(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
     law = joint_law(model, LONG_PROMPT, TAIL, sampling)
     assert p_value(counts, law) > 1e-6
+
+
+PENALTIES = Sampling(1, None, 0.9, None, 1.6, 0.5, 0.8, ((2, 1.0),))
+
+
+@pytest.mark.parametrize("kind", ["model", pytest.param("ngram", marks=pytest.mark.attack)])
+def test_penalised_sequences_have_the_targets_joint_law(kind):
+    model = tiny(3)
+    law = joint_law(model, LONG_PROMPT, TAIL, PENALTIES)
+    assert p_value(sequences(model, drafter_of(kind, model), PENALTIES, 3, runs=1), law) > 1e-6
+
+
+def test_penalties_blind_to_drafted_tokens_are_caught(monkeypatch):
+    """All positions of a round see the tokens that were decided before it."""
+    model, penalize = tiny(3), State.penalize
+    monkeypatch.setattr(State, "penalize", lambda self, logits, pos: penalize(self, logits, pos[:, :1].expand_as(pos)))
+    law = joint_law(model, LONG_PROMPT, TAIL, PENALTIES)
+    assert p_value(sequences(model, drafter_of("model", model), PENALTIES, 3, runs=1), law) < 1e-12
 
 
 def accept_everything(tokens, q, p, generator=None, *, noise):
@@ -722,13 +746,13 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     drafter, target = NgramDraft(2), ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False)
     drafter.setup(state, 4, target, lambda function, state: function)
     drafter.update(state)
-    assert state.has_match.tolist() == [True, True, False, False]
+    assert state.can_draft.tolist() == [True, True, False, False]
     assert drafter.tokens[:2].tolist() == [[4, 1, 2, 4], [5, 5, 5, 5]]
     one_hot = torch.nn.functional.one_hot(drafter.tokens[:2], 9).float()
     assert torch.equal(drafter.probs[:2], one_hot) and drafter.probs[2:].sum() == 0
     state.done[0] = True  # a finished row asks for no more drafts
     drafter.update(state)
-    assert state.has_match.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
+    assert state.can_draft.tolist() == [False, True, False, False] and drafter.probs[0].sum() == 0
 
 
 def test_layers_are_parsed_and_checked():

@@ -813,5 +813,5 @@ def test_a_link_to_nowhere_is_named(name, json_folder, tmp_path):
     folder = shutil.copytree(json_folder, tmp_path / "m")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("../blobs/gone")
-    with pytest.raises(ValueError, match=re.escape(f"{name}: a link to ../blobs/gone, which is not there")):
+    with pytest.raises(ValueError, match=re.escape(f"{name}: a link to ../blobs/gone, which does not exist")):
         load_tokenizer(folder)

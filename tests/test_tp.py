@@ -32,7 +32,7 @@ from loading.checkpoint import load_config, load_model, save_model
 from quantize import FORMATS, dequantize_tensor
 from scripts import tp_plan
 from scripts.tp_plan import plan
-from tp import Ranks, share
+from tp import Ranks, shard_range
 from weights.walker import quantized_linears
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -74,7 +74,8 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     """What load_model would hold on one rank, without the others: a folder that is stored as it will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = checkpoint.reading(checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder))))
+    readers = checkpoint.merged_experts.split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.tensor_reader(readers)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
         checkpoint.fill(model, [name], read, ranks)
@@ -124,7 +125,7 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
 
 
 def same(found: dict, folder) -> None:
-    read = checkpoint.merged.unmerged(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = checkpoint.merged_experts.split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
     for name, (_, reader) in read.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = reader.get_tensor(name)
@@ -183,9 +184,9 @@ def test_shares_cover_everything_once(G, R, F, V, world):
         replicated = units == "n_kv_heads" and n < world and world % n == 0
         if units != "vocab_size" and n % world and not replicated:
             with pytest.raises(ValueError, match=f"= {n} cannot be divided over {world} ranks"):
-                share(shape, units, 0, world)
+                shard_range(shape, units, 0, world)
             continue
-        shares = [share(shape, units, rank, world) for rank in range(world)]
+        shares = [shard_range(shape, units, rank, world) for rank in range(world)]
         assert len({one.size for one in shares}) == 1, "all ranks have the same shapes"
         if replicated:
             assert [one.begin for one in shares] == [rank // (world // n) for rank in range(world)]
@@ -194,7 +195,7 @@ def test_shares_cover_everything_once(G, R, F, V, world):
             assert [id for one in shares for id in range(one.begin, one.end)] == list(range(n))
     if (G * R) % world == 0 and (G % world == 0 or world % G == 0):
         for rank in range(world):
-            heads, kv = share(shape, "n_heads", rank, world), share(shape, "n_kv_heads", rank, world)
+            heads, kv = shard_range(shape, "n_heads", rank, world), shard_range(shape, "n_kv_heads", rank, world)
             per_head = (heads.end - heads.begin) // (kv.end - kv.begin)  # R as the rank's shapes say it
             for i, head in enumerate(range(heads.begin, heads.end)):
                 assert head // R == kv.begin + i // per_head
@@ -204,24 +205,24 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
     cases = [
         ("smollm2", 2, None, r"num_attention_heads = 9 cannot be divided over 2 ranks"),
         ("llama-3", 3, None, r"num_attention_heads = 4 cannot be divided over 3 ranks"),
-        ("llama-3", 2, "mxfp4", r"ffn.down: 96 inputs over 2 ranks are 48 each, which cuts a group of 32"),
-        ("llama-3", 4, "int4-g32", r"attention.out: 64 inputs over 4 ranks are 16 each, which cuts a group of 32"),
+        ("llama-3", 2, "mxfp4", r"ffn.down: 96 inputs over 2 ranks are 48 each, which splits a group of 32"),
+        ("llama-3", 4, "int4-g32", r"attention.out: 64 inputs over 4 ranks are 16 each, which splits a group of 32"),
     ]
     for family, world, scheme, message in cases:
         with pytest.raises(ValueError, match=message):
             load_model(folder_of(family), tp=Ranks(0, world), quantize=scheme)
     config = dataclasses.replace(load_config(folder_of("llama-3")), ffn_dim=97)
     with pytest.raises(ValueError, match=r"intermediate_size = 97 cannot be divided over 2 ranks"):
-        tp.check(config, 2)
+        tp.check_divisible(config, 2)
     config = dataclasses.replace(load_config(folder_of("llama-3")), n_heads=12, n_kv_heads=4)
     with pytest.raises(ValueError, match=r"num_key_value_heads = 4 cannot be divided over 6 ranks"):
-        tp.check(config, 6)
+        tp.check_divisible(config, 6)
 
 
 def test_a_format_that_needs_whole_rows_is_not_cut(monkeypatch):
     """Somebody's own format, with a scale a row that is no maximum."""
     monkeypatch.setitem(FORMATS, "mean", quantize.Format(8))
-    with pytest.raises(ValueError, match="mean takes whole rows only"):
+    with pytest.raises(ValueError, match="mean needs full rows"):
         quantize.quantize_tensor(torch.ones(2, 4), "mean", row_max=torch.ones(2))
 
 
@@ -270,12 +271,12 @@ def test_what_ranks_say_to_each_other(monkeypatch):
 
 
 class Asking(Listening):
-    """`largest` of what every rank has said in a first round; in the first, of its own."""
+    """`max` of what every rank has said in a first round; in the first, of its own."""
 
     def check_same(self, what):
         pass
 
-    def largest(self, x):
+    def max(self, x):
         said[self.rank].append(x)
         other = said[1 - self.rank]
         return torch.maximum(x, other[len(said[self.rank]) - 1]) if len(other) >= len(said[self.rank]) else x
@@ -299,12 +300,21 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
         assert torch.equal(bits(found[name]), bits(mine)), name
 
 
+def test_a_format_of_matrices_sees_all_rows(monkeypatch):
+    """A codebook for every chunk of rows would be another format."""
+    monkeypatch.setitem(FORMATS, "codebook", FORKS["codebook"])
+    monkeypatch.setattr(quantize.formats, "CHUNK", 256)
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 65)[:, None]
+    parts, expected = quantize.quantize_tensor(weight, "codebook"), FORKS["codebook"].quantize(weight)
+    assert all(torch.equal(parts[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("scheme", FORKS)
 def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
     """Whatever it must see of a weight, a row or all, a rank holds its share of what one process has: from a folder in
     full precision, from a quantized one, and of a Linear in memory."""
     monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
-    monkeypatch.setattr(quantize.formats, "CHUNK", 4096)
+    monkeypatch.setattr(quantize.formats, "CHUNK_WEIGHTS", 4096)
     options = {"dtype": torch.float32, "quantize": scheme, "head": scheme, "pack": False}
     one = load_model(wide["untied"], **options)
     in_memory = quantize.quantize_model(load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme)
@@ -490,7 +500,7 @@ GPT_FAST = {
 def test_plan_agrees_with_published_bytes(shape, world, scheme):
     """gpt-fast divides the blocks as we do; head and embedding stand whole on every rank, and its Llama-2 runs on
     several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B also counts the cache."""
-    config = checkpoint.config_of(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
+    config = checkpoint.read_config(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
     part, whole = plan(config, world, scheme=scheme), plan(config, 1, scheme=scheme, head=scheme)
     embedding = whole["embedding"] if "llama-2" in shape and world > 1 else 0
     tokens_s, gb_s = GPT_FAST[shape, world, scheme]
@@ -673,7 +683,7 @@ def test_devices_by_local_rank(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert tp.local_device(None) == tp.local_device("cuda") == "cuda:2" and tp.local_device("cpu") == "cpu"
-    with pytest.raises(ValueError, match="--device cuda:1: with several ranks say cpu or cuda"):
+    with pytest.raises(ValueError, match="--device cuda:1: with several ranks use cpu or cuda"):
         tp.local_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ValueError, match="--nproc_per_node 4: this machine has 3 GPUs"):

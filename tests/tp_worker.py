@@ -24,7 +24,7 @@ from weights.walker import pack_model
 
 
 class Ternary(Format):
-    """README's: says nothing about what it must see, so that it sees whole rows."""
+    """As in docs/fork.md: without a `scope` it sees full rows."""
 
     def shapes(self, rows, columns):
         return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}

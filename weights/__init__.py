@@ -1,10 +1,13 @@
-"""How weights are stored, and how few rows are multiplied with them.
+"""Stored forms of weights, and their products with a few rows.
 
-    formats     what is stored: int8, int4, fp8 and MX; weights -> parts, parts -> weights
-    linears     Linears that own their parts; the walker that puts them in place of a model's Linears; packing
-    cpu         products on a CPU with weights in oneDNN's layout, int8 activations as digits, aten's int4 layout
-    gpu         products that a GPU's compiler turns into one kernel: unpack, multiply, sum
-    compiling   every workaround for the compiler
+    formats     int8, int4, fp8 and MX: weights -> parts, parts -> weights
+    linears     Linears that own their parts
+    walker      replaces, quantizes and packs the Linears of a model
+    experts     a layer's experts, packed for a device
+    cpu         products on a CPU: oneDNN's layout, activations as 8-bit digits
+    gpu         products that a GPU's compiler fuses into one kernel: unpack, multiply, sum
+    rounding    probes for numbers of rows with bitwise equal results
+    compiling   settings of the compiler and workarounds for it
 
 Nothing here knows checkpoints, ranks, sampling or decoding.
 """

@@ -1,51 +1,37 @@
-"""Products on a CPU with weights that are laid out for them once.
+"""Products on a CPU with weights that are packed once, ahead of decoding.
 
-    in_widths                   a product in parts whose numbers of rows round alike
-    PackedWeights, PackedInt8   weights (out, in), or int8 codes, in oneDNN's layout;  PlainWeights  as they are
+    multiply_in_parts           a product in parts whose numbers of rows give bitwise equal rows
+    PackedWeights, PackedInt8   weights (out, in), or int8 codes, in oneDNN's layout
+    PlainWeights                weights as they are
     to_digits, from_digits      float activations as 8-bit digits, whose products with int8 codes are exact sums
-    int4_layout, unpack_int4    the codes in the rows that aten's int4 kernel reads
 
-A plain Linear rearranges its weights inside every product, which costs as much as reading them; benchmarks/NOTES.md has
-the measurements. oneDNN's layout is opaque: torch.compile cannot trace such a tensor, so compiled code holds a number
-for it (`handle`) and multiplies through one operator. This file does not know formats, Linears or models.
+A plain Linear rearranges its weights inside every product, which costs as much as reading them (benchmarks/NOTES.md).
+torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled code holds a number for it (`handle`) and
+multiplies through one operator.
 """
 
 import functools
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weights.compiling import known_few
-from weights.rounding import same_widths
+from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
+from weights.rounding import invariant_row_counts
 
-LARGE = 2**21  # bytes: larger weights lie beyond the inner caches, and reading them is what a product costs
-ROWS = 5  # oneDNN reads 16-bit and 8-bit weights up to a quarter faster for 4 to 6 rows than for 1: fewer are padded
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)  # numbers of rows that products may have
-LARGE_WIDTHS = (ROWS, 6, 9, 12, 16, 32, 64, 128)  # the same where trying one takes milliseconds
-ANY = 2**31  # rows
+LARGE_BYTES = 2**21  # larger weights do not fit the inner caches: reading them is the cost of a product
+FAST_ROWS = 5  # smaller batches are padded: for 4 to 6 rows oneDNN reads 16- and 8-bit weights up to 25 % faster
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)  # numbers of rows to probe
+LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)  # the same for weights whose probe takes milliseconds
+ANY_ROWS = 2**31  # as a bound: no bound
 
-_numbers = itertools.count()
-_held: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # with `multiply`, by handle
-_library = torch.library.Library("quickdraft", "FRAGMENT")
-_library.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
+LIBRARY.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
 
 
+@torch.library.impl(LIBRARY, "packed_product", "CPU")
 def _packed_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    return _held[handle.item()].multiply(x.contiguous())  # Inductor chooses strides
-
-
-_library.impl("packed_product", _packed_product, "CPU")
-
-
-def new_handle(weights: nn.Module) -> Tensor:
-    """A number by which `packed_product` finds the weights, whose `multiply(x)` it runs."""
-    number = next(_numbers)
-    _held[number] = weights
-    return torch.tensor(number)
+    return module_of(handle).multiply(x.contiguous())  # Inductor chooses strides
 
 
 @torch.library.register_fake("quickdraft::packed_product")
@@ -56,49 +42,54 @@ def _shape_of_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch
 # ----------------------------------------------------------------------------------------------- oneDNN
 
 
-def in_widths(product: Callable[[Tensor], Tensor], x: Tensor, widths: Sequence[int], most: int = ANY) -> Tensor:
-    """product(x (M, in)) -> (M, out), in parts of as many rows as there are in `widths`, ascending, the last one padded
-    with zeros; as a whole for more than `most` rows, and without widths."""
+def multiply_in_parts(
+    product: Callable[[Tensor], Tensor], x: Tensor, row_counts: Sequence[int], max_split: int = ANY_ROWS
+) -> Tensor:
+    """product(x (M, in)) -> (M, out), padded with zeros to the next of `row_counts`, ascending, or split into parts of
+    the largest. One product of all rows for more than `max_split`, and without row counts."""
     M = x.size(0)
-    for width in widths:
-        if width >= M:
-            return product(x) if width == M else product(F.pad(x, (0, 0, 0, width - M)))[:M]
-    if most < M or not widths:
+    for count in row_counts:
+        if count >= M:
+            return product(x) if count == M else product(F.pad(x, (0, 0, 0, count - M)))[:M]
+    if max_split < M or not row_counts:
         return product(x)
-    return torch.cat([in_widths(product, part, widths) for part in x.split(widths[-1])])
+    return torch.cat([multiply_in_parts(product, part, row_counts) for part in x.split(row_counts[-1])])
 
 
 class PackedWeights(nn.Module):
     """Weights (out, in), bfloat16, float16 or float32, in oneDNN's layout for products with few rows. They stay on the
-    CPU and are never read back.
+    CPU and are never unpacked.
 
-    Up to `cut` rows are multiplied in parts that round alike, of `widths` rows. A row's result depends on the row alone
-    in products of up to `batch_invariant_rows` rows.
+    Batches of up to `max_split` rows are split into `row_counts`, sizes that give bitwise equal rows. A row's result
+    depends on the row alone in products of up to `batch_invariant_rows` rows.
     """
 
     def __init__(self, weight: Tensor):
         super().__init__()
         self.out_features = len(weight)
         self.dtype = weight.dtype  # of products
-        self.data = self.lay_out(weight)
-        self.widths, self.cut = self.shapes(*weight.shape, weight.dtype, torch.get_num_threads())
-        self.batch_invariant_rows = self.cut
-        self.register_buffer("handle", new_handle(self), persistent=False)
+        self.data = self.prepack(weight)
+        self.row_counts, self.max_split = self.find_row_counts(*weight.shape, weight.dtype, torch.get_num_threads())
+        self.batch_invariant_rows = self.max_split
+        self.register_buffer("handle", register_handle(self), persistent=False)
 
     @classmethod
     @functools.cache
-    def shapes(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:
-        """(widths, cut) of weights of a shape."""
-        large = out * n * dtype.itemsize >= LARGE
+    def find_row_counts(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:
+        """(row_counts, max_split) for weights (out, n)."""
+        is_large = out * n * dtype.itemsize >= LARGE_BYTES
         ones = cls.__new__(cls)
         nn.Module.__init__(ones)
-        ones.data = ones.lay_out(torch.ones(out, n, dtype=dtype))
-        widths = WIDTHS if not large else LARGE_WIDTHS if dtype.itemsize == 2 else (1, 2, 3, *LARGE_WIDTHS)
-        # A tile of AMX has 16 rows, which cost as much as one; in float32 each row costs.
-        found = tuple(same_widths(ones.product, n, dtype, widths, fewest=16 if dtype.itemsize == 2 else 2))
-        return (found, ANY) if found else (widths[:1], 0)
+        ones.data = ones.prepack(torch.ones(out, n, dtype=dtype))
+        candidates = LARGE_ROW_COUNTS if is_large else ROW_COUNTS
+        if is_large and dtype.itemsize == 4:
+            candidates = (1, 2, 3, *candidates)
+        # A tile of AMX has 16 rows, which cost as much as one; in float32 every row costs.
+        max_first = 16 if dtype.itemsize == 2 else 2
+        row_counts = tuple(invariant_row_counts(ones.product, n, dtype, candidates, max_first))
+        return (row_counts, ANY_ROWS) if row_counts else (candidates[:1], 0)
 
-    def lay_out(self, weight: Tensor) -> Tensor:
+    def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
     def product(self, x: Tensor) -> Tensor:
@@ -106,45 +97,45 @@ class PackedWeights(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.data, None, "none", [], "")
 
     def multiply(self, x: Tensor) -> Tensor:
-        """What `forward` does outside compiled code."""
-        return in_widths(self.product, x, self.widths, self.cut)
+        """`forward` in eager code."""
+        return multiply_in_parts(self.product, x, self.row_counts, self.max_split)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out) of `dtype`."""
         if not torch.compiler.is_compiling():
-            return self.product(x) if x.size(0) in self.widths else self.multiply(x)
+            return self.product(x) if x.size(0) in self.row_counts else self.multiply(x)
 
         def product(x: Tensor) -> Tensor:
             return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)
 
-        return in_widths(product, x, self.widths) if known_few(x.size(0), self.widths[-1]) else product(x)
+        is_split = is_small_batch(x.size(0), self.row_counts[-1])
+        return multiply_in_parts(product, x, self.row_counts) if is_split else product(x)
 
     @staticmethod
-    def gains(weight: Tensor) -> bool:
-        """Is there such a product for weights of this type here, and is it as fast as a plain one? In float32 it is
-        only beyond the caches."""
+    def is_faster(weight: Tensor) -> bool:
+        """Does oneDNN multiply this type here, no slower than a plain product? In float32 only large weights gain."""
         if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         if weight.dtype == torch.bfloat16:
             return torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if weight.dtype == torch.float16:
             return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-        return weight.dtype == torch.float32 and weight.nbytes >= LARGE
+        return weight.dtype == torch.float32 and weight.nbytes >= LARGE_BYTES
 
 
 class PlainWeights(PackedWeights):
-    """Weights as they are, where no layout gains: still in products that round alike."""
+    """Weights as they are, where packing gains nothing. Batches are split all the same."""
 
-    def lay_out(self, weight: Tensor) -> Tensor:
+    def prepack(self, weight: Tensor) -> Tensor:
         return weight
 
     def product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.data)
 
 
-def laid_out(weight: Tensor) -> PackedWeights:
-    """Weights (out, in) for products on a CPU."""
-    return PackedWeights(weight) if PackedWeights.gains(weight) else PlainWeights(weight)
+def prepack_weight(weight: Tensor) -> PackedWeights:
+    """Pack weights (out, in) for products on a CPU, where that gains."""
+    return PackedWeights(weight) if PackedWeights.is_faster(weight) else PlainWeights(weight)
 
 
 class PackedInt8(PackedWeights):
@@ -153,14 +144,14 @@ class PackedInt8(PackedWeights):
     def __init__(self, codes: Tensor, scale: Tensor):
         super().__init__(codes)
         self.dtype, self.scale, self.zeros = torch.float32, scale.float(), torch.zeros(len(codes), dtype=torch.int64)
-        self.batch_invariant_rows = ANY
+        self.batch_invariant_rows = ANY_ROWS
 
     @classmethod
-    def shapes(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:
-        """Sums of whole numbers have no order: any number of rows rounds alike."""
-        return (ROWS,), 0
+    def find_row_counts(cls, out: int, n: int, dtype: torch.dtype, threads: int) -> tuple[Sequence[int], int]:
+        """Integer sums are exact in any order, so any number of rows will do."""
+        return (FAST_ROWS,), 0
 
-    def lay_out(self, weight: Tensor) -> Tensor:
+    def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight, None)
 
     def product(self, x: Tensor) -> Tensor:
@@ -169,20 +160,21 @@ class PackedInt8(PackedWeights):
         )
 
     @staticmethod
-    def gains(weight: Tensor) -> bool:
-        """Only beyond the caches: where reading costs nothing, making digits does."""
-        return weight.device.type == "cpu" and weight.nbytes >= LARGE and weight.size(1) <= 2**16 and sums_exactly()
+    def is_faster(weight: Tensor) -> bool:
+        """Only large weights gain: the time to make digits is more than that to read small ones."""
+        is_large = weight.nbytes >= LARGE_BYTES
+        return weight.device.type == "cpu" and is_large and weight.size(1) <= 2**16 and sums_exactly()
 
 
 @functools.cache
 def sums_exactly() -> bool:
-    """Does this processor add up products of 8-bit numbers without overflow? A processor without VNNI instructions may
-    add pairs in 16 bits, which the largest values exceed. One that is no x86 may have no such product."""
-    n, wanted = 256, torch.full((1, 32), float(127 * 127 * 256))
+    """Does this processor add products of 8-bit numbers without overflow? Without VNNI instructions it may add pairs in
+    16 bits, which the largest values exceed. Processors other than x86 may lack the operator."""
+    n, expected = 256, torch.full((1, 32), float(127 * 127 * 256))
     try:
         packed = PackedInt8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
-        return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), wanted)
-    except (RuntimeError, AttributeError):  # torch.ops has the latter for an operator that was not built
+        return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), expected)
+    except (RuntimeError, AttributeError):  # torch.ops raises AttributeError for an operator that was not built
         return False
 
 
@@ -195,15 +187,15 @@ def to_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     digits, a step of max|x| / 8355710, do the same for float32.
     """
     n = 2 if x.dtype == torch.bfloat16 else 3
-    largest = sum(127 * 256**i for i in range(n)) - 1  # that digits from -127 to 127 hold; 1 for rounding x / step
+    largest = sum(127 * 256**i for i in range(n)) - 1  # the sum of digits of 127, less 1 for rounding x / step
     x = x.float()  # before the maximum: compiled code may hold x unrounded, and a rounded maximum would be too small
     # clamp keeps NaN, and so does the step, which reaches every result of the row
     step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / largest
-    whole, digits = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n)), []
+    rest, digits = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n)), []
     for _ in range(n - 1):
-        digits.append(whole & 255)
-        whole = whole >> 8
-    return torch.stack([*digits, whole]).to(torch.uint8).flatten(0, 1), step  # (n, M, in) -> (n * M, in)
+        digits.append(rest & 255)
+        rest = rest >> 8
+    return torch.stack([*digits, rest]).to(torch.uint8).flatten(0, 1), step  # (n, M, in) -> (n * M, in)
 
 
 def from_digits(y: Tensor, step: Tensor) -> Tensor:
@@ -215,10 +207,10 @@ def from_digits(y: Tensor, step: Tensor) -> Tensor:
 
 
 @functools.cache
-def int8_widths(dtype: torch.dtype, threads: int) -> Sequence[int]:
-    """Numbers of rows for which aten's product with int8 codes rounds alike, of activations of this type."""
+def int8_row_counts(dtype: torch.dtype, threads: int) -> Sequence[int]:
+    """Numbers of rows with bitwise equal rows in aten's product of int8 codes and activations of this type."""
     ones = torch.ones(64, 512, dtype=torch.int8), torch.ones(64, dtype=dtype)
-    return same_widths(lambda x: torch._weight_int8pack_mm(x, *ones), 512, dtype, WIDTHS[:10], fewest=1)
+    return invariant_row_counts(lambda x: torch._weight_int8pack_mm(x, *ones), 512, dtype, ROW_COUNTS[:10], max_first=1)
 
 
 # ------------------------------------------------------------------------------------------------- int4
@@ -227,35 +219,11 @@ INT4_KERNEL = torch.ops.quantized.int4mm_packed_weight_cpu
 
 
 @functools.cache
-def int4_widths(dtype: torch.dtype, threads: int) -> Sequence[int]:
-    """Numbers of rows for which aten's product with int4 codes rounds alike, of activations of this type."""
+def int4_row_counts(dtype: torch.dtype, threads: int) -> Sequence[int]:
+    """The same of int4 codes."""
     codes = torch.ones(64, 512, dtype=torch.int32)  # (1 - 8) * 1 + 8: every weight is 1
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.tensor([1.0, 8.0], dtype=dtype).repeat(4, 64, 1)  # (in / 128, 64, 2)
-    return same_widths(lambda x: INT4_KERNEL(x, packed, torch.tensor(128), scales), 512, dtype, range(1, 65), fewest=1)
-
-
-def unpack_int4(packed: Tensor, block: int, width: int) -> Tensor:
-    """Codes (n, in) int32 of a CPU kernel's packed rows (n, in / 2) uint8: whole blocks, the last one a multiple of 16.
-
-    A block holds its rows input by input. Of `width` bytes in a row the low halves are that many rows, the high halves
-    the next ones. In the last, smaller block neighbouring rows share a byte.
-    """
-    n, columns = packed.size(0), 2 * packed.size(1)
-    whole = n // block * block
-    found = []
-    for begin, end, size, wide in ((0, whole, block, width), (whole, n, n - whole, 1)):
-        if end > begin:
-            bytes_ = packed[begin:end].reshape(-1, columns, size // 2 // wide, 1, wide)  # (blocks, in, …, 1, width)
-            codes = torch.cat((bytes_ & 15, bytes_ >> 4), dim=3)  # (blocks, in, …, 2, width)
-            found.append(codes.flatten(2).transpose(1, 2).reshape(end - begin, columns))
-    return torch.cat(found).to(torch.int32)
-
-
-@functools.cache
-def int4_layout() -> tuple[int, int] | None:
-    """(block, width) of what this processor's int4 packing makes, for unpack_int4; None for an unknown layout."""
-    codes = torch.randint(0, 16, (176, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    known = ((64, 32), (32, 16), (32, 1))  # AVX-512, AVX2, no vectors
-    return next((layout for layout in known if torch.equal(unpack_int4(packed, *layout), codes)), None)
+    return invariant_row_counts(
+        lambda x: INT4_KERNEL(x, packed, torch.tensor(128), scales), 512, dtype, range(1, 65), max_first=1
+    )

@@ -1,37 +1,29 @@
-"""Experts as each device is quick with them: a Mixture of feedforward.py, packed.
+"""A layer's experts (model.Mixture), packed for a device.
 
-    pack_experts     the last step of a model's mixtures; what comes of them takes x and the router's logits
-    HostMixture      on a CPU: the chosen experts one by one, a single operator for the compiler
-    StackedMixture   on a GPU: matrices of all experts side by side; nothing waits for the host, no routing recompiles
+    pack_experts     replaces every Mixture of a model, the last step of loading
+    HostMixture      on a CPU: runs the chosen experts one by one, a single operator for the compiler
+    StackedMixture   on a GPU: stacks the matrices of all experts; never waits for the host, never recompiles
+    Stack            one matrix of every expert, and the products of chosen experts
 
-A decode step reads what was chosen: on a CPU only those experts run, on a GPU their rows are gathered inside the
-product, unpacked where they are quantized. This file does not know routers, layers or models.
+A decode step reads the chosen experts only. On a GPU their rows are gathered and unpacked inside the product.
 """
-
-import itertools
-import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights import formats, gpu
-from weights.compiling import known_few
-from weights.formats import release
+from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
+from weights.formats import release_memory
 
-KERNEL_ROWS = 16  # rows of x up to which chosen weights are gathered; more are grouped by expert
+MAX_KERNEL_ROWS = 16  # rows of x up to which the chosen experts' weights are gathered; more rows are grouped by expert
 
-_numbers = itertools.count()
-_held: "weakref.WeakValueDictionary[int, HostMixture]" = weakref.WeakValueDictionary()  # by handle
-_library = torch.library.Library("quickdraft", "FRAGMENT")
-_library.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
+LIBRARY.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
 
 
+@torch.library.impl(LIBRARY, "mixture", "CPU")
 def _mixture(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
-    return _held[handle.item()].mixture(x.contiguous(), logits.contiguous())  # Inductor chooses strides
-
-
-_library.impl("mixture", _mixture, "CPU")
+    return module_of(handle).mixture(x.contiguous(), logits.contiguous())  # Inductor chooses strides
 
 
 @torch.library.register_fake("quickdraft::mixture")
@@ -40,16 +32,15 @@ def _like_x(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
 
 
 class HostMixture(nn.Module):
-    """A Mixture for a CPU, whose host knows the routing anyway. Compiled code holds a number for it and routes, weighs
-    and adds up inside one operator, so that a row has the same bits compiled or not, alone or among others."""
+    """A Mixture for a CPU. Compiled code routes, weights and sums inside one operator, which finds the mixture by a
+    number, so that a row has the same bits compiled or not, alone or in a batch."""
 
     is_packed = True
 
     def __init__(self, mixture: nn.Module):
         super().__init__()
-        self.mixture, number = mixture, next(_numbers)
-        _held[number] = self
-        self.register_buffer("handle", torch.tensor(number), persistent=False)
+        self.mixture = mixture
+        self.register_buffer("handle", register_handle(self), persistent=False)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -58,9 +49,9 @@ class HostMixture(nn.Module):
 
 
 class Stack(nn.Module):
-    """One matrix of every expert side by side: parts (E, rows of a part, …), and the products of chosen experts.
+    """One matrix of every expert, stacked: parts (E, rows of a part, …), and the products of chosen experts.
 
-    Codes of groups are held as 32-bit words, which a GPU's thread unpacks by shifts (weights/gpu.py).
+    Codes of groups are stored as 32-bit words, which a GPU's thread unpacks by shifts (weights/gpu.py).
     """
 
     is_packed = True
@@ -75,19 +66,19 @@ class Stack(nn.Module):
         names = [*first.parts()] if self.scheme else ["weight"]
         self.register_parameter("bias", None)
         for name in [*names, "bias"] if first.bias is not None else names:
-            found = None  # room for all, filled one by one: each is freed before the next is made
+            stack = None  # filled one by one: each part is freed before the next is made
             for number, linear in enumerate(linears):
                 part = getattr(linear, name).detach()
                 if name == "codes" and self.in_words:
                     part = gpu.pack_words(part, self.format.bits, self.format.group)
-                found = part.new_empty(len(linears), *part.shape) if found is None else found
-                found[number] = part
+                stack = part.new_empty(len(linears), *part.shape) if stack is None else stack
+                stack[number] = part
                 linear.register_parameter(name, None)
-            self.register_parameter(name, nn.Parameter(found, False))
-        release()
+            self.register_parameter(name, nn.Parameter(stack, False))
+        release_memory()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """Of all experts (E, out, in)."""
+        """The weights of all experts (E, out, in)."""
         if not self.scheme:
             return self.weight.to(dtype)
         E = len(self.codes)
@@ -95,7 +86,7 @@ class Stack(nn.Module):
         return self.unpacked(parts).unflatten(0, (E, -1)).to(dtype)
 
     def unpacked(self, parts: dict[str, Tensor]) -> Tensor:
-        """Rows of the held parts -> float32 (n, in)."""
+        """Parts of n rows -> float32 (n, in)."""
         if not self.in_words:
             return self.format.dequantize(parts)
         codes = gpu.in_order(gpu.unpack_words(parts["codes"], self.format.bits), self.format.group)
@@ -104,8 +95,8 @@ class Stack(nn.Module):
         return self.format.weights(codes, parts["scale"].float(), parts["zero"].float())
 
     def gathered(self, x: Tensor, expert: Tensor) -> Tensor:
-        """x (n, in), each row times the matrix of its expert (n,) -> (n, out), for a compiler to make one kernel of: it
-        reads the rows of chosen experts as they are stored."""
+        """x (n, in), each row times the matrix of its expert (n,) -> (n, out). A compiler fuses it into one kernel that
+        reads the stored parts of the chosen experts."""
         if not self.scheme:
             y = gpu.paired_sums([self.weight[expert].float()], x, x.size(1))
         elif self.in_words:
@@ -126,11 +117,11 @@ class Stack(nn.Module):
             y = gpu.paired_sums([self.codes[expert].float()], x, self.format.group, self.scale[expert].float())
         return y if self.bias is None else y + self.bias[expert]
 
-    def grouped(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """x (n, in), rows in the order of their experts (n,), of which expert e's end before ends[e] -> (n, out)."""
-        if one_product(x):
-            y = F.grouped_mm(x, self.weights(x.dtype).mT, offs=ends)
-        else:  # any expert may have any row
+    def grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
+        """x (n, in), sorted by expert (n,), the rows of expert e ending before group_ends[e] -> (n, out)."""
+        if has_grouped_product(x):
+            y = F.grouped_mm(x, self.weights(x.dtype).mT, offs=group_ends)
+        else:  # every expert multiplies all rows, with zeros for those of others
             y = sum(
                 F.linear(torch.where((expert == number)[:, None], x, 0), weight)
                 for number, weight in enumerate(self.weights(x.dtype))
@@ -138,9 +129,9 @@ class Stack(nn.Module):
         return y if self.bias is None else y + self.bias[expert]
 
 
-def one_product(x: Tensor) -> bool:
-    """Has this device a product of groups of rows that reads their sizes by itself? In other types than bfloat16 torch
-    asks the host for them."""
+def has_grouped_product(x: Tensor) -> bool:
+    """Does this device have a grouped product that reads the sizes of its groups itself? In dtypes other than bfloat16
+    torch reads them on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
@@ -153,35 +144,36 @@ class StackedMixture(nn.Module):
         super().__init__()
         self.gate_up = Stack([expert.gate_up for expert in mixture])
         self.down = Stack([expert.down for expert in mixture])
-        del mixture[1:]  # the first keeps the rule of all; its matrices have gone too
+        del mixture[1:]  # the first expert keeps the activation function of all, without its matrices
         mixture[0].gate_up = mixture[0].down = None
         self.mixture = mixture
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        chosen, weight = self.mixture.route(logits)
-        gated, (N, k) = self.mixture[0].gated, chosen.shape
-        expert = chosen.flatten()  # (N * k,)
-        if torch.compiler.is_compiling() and known_few(N, KERNEL_ROWS):
+        top_experts, weight = self.mixture.route(logits)  # (N, k) each
+        gated, (N, k) = self.mixture[0].gated, top_experts.shape
+        expert = top_experts.flatten()  # (N * k,)
+        if torch.compiler.is_compiling() and is_small_batch(N, MAX_KERNEL_ROWS):
             rows = x[:, None].expand(N, k, x.size(1)).flatten(0, 1)  # (N * k, D)
             y = self.down.gathered(gated(self.gate_up.gathered(rows, expert)), expert)
         else:
             order = expert.argsort(stable=True)
             expert = expert[order]
             E = logits.size(1)
-            ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True).to(torch.int32)  # (E,)
-            y = self.gate_up.grouped(x[order // k], ends, expert)
-            y = self.down.grouped(gated(y), ends, expert)[order.argsort()]
+            experts = torch.arange(E, device=x.device)
+            group_ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)  # (E,)
+            y = self.gate_up.grouped(x[order // k], group_ends, expert)
+            y = self.down.grouped(gated(y), group_ends, expert)[order.argsort()]
         return (y.view(N, k, -1).float() * weight[..., None]).sum(1).to(x.dtype)  # (N, k, D) -> (N, D)
 
 
 @torch.no_grad()
 def pack_experts(model: nn.Module) -> None:
-    """Put the form for its device in place of each Mixture, known by its rule `route`. On a CPU its Linears have been
-    packed before, or are packed after; on a GPU they are still as stored."""
+    """Replace each Mixture, a module with a method `route`, by its packed form. On a GPU its Linears must not be packed
+    yet; on a CPU they may be packed before or after."""
     for layer in model.modules():
         mixture = getattr(layer, "experts", None)
         if hasattr(mixture, "route"):
             on_cpu = next(mixture.parameters()).device.type in ("cpu", "meta")
             layer.experts = (HostMixture if on_cpu else StackedMixture)(mixture)
-            layer.experts._forward_hooks.update(mixture._forward_hooks)  # tensor parallelism's sums
+            layer.experts._forward_hooks.update(mixture._forward_hooks)  # tensor parallelism's collectives
             mixture._forward_hooks.clear()

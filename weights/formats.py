@@ -1,12 +1,12 @@
-"""Formats of quantized weights: what is stored, bit-packed, the same for every device.
+"""Formats of quantized weights: bit-packed parts, the same for every device.
 
-    Format              one small class per stored form: shapes, quantize, dequantize; FORMATS names the instances
-    quantize_tensor     (out, in) weights -> a scheme's parts;  dequantize_tensor  the inverse
+    Format              a class per stored form: shapes, quantize, dequantize; FORMATS holds the instances by scheme
+    quantize_tensor     (out, in) weights -> a scheme's parts
+    dequantize_tensor   parts -> (out, in) weights
 
-Schemes: int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4. int8, int4 and fp8 exist
-with float32 scales too (int4-g128-float32), which hold other programs' folders exactly; so do fp8-g128, for blocks of
-fp8, and nvfp4. q4_1 and q8_0 hold what GGUF files call Q4_0, Q4_1 and Q8_0. Parts can be cut by rows or by whole
-groups. This file does not know Linears, kernels or files.
+Users choose from int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4. Other schemes
+hold other programs' files exactly: float32 scales (int4-g128-float32), fp8-g128 for blocks of fp8, nvfp4, and q4_1 and
+q8_0 for GGUF's Q4_0, Q4_1 and Q8_0. Parts can be sharded by rows or by full groups.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ from torch import Tensor
 # ------------------------------------------------------------------------------------------------ bits
 
 
-FILLED = {4: (2, 1), 6: (4, 3), 8: (1, 1)}  # bits of a code -> codes that fill whole bytes, and these bytes
+CODES_PER_BYTES = {4: (2, 1), 6: (4, 3), 8: (1, 1)}  # bits of a code -> (number of codes, of bytes that they fill)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """codes (..., n) in [0, 2^bits) -> bytes (..., n * bits / 8), the first code in the lowest bits."""
-    return _regroup(codes, *FILLED[bits], bits, 8).to(torch.uint8)
+    return _repack_bits(codes, *CODES_PER_BYTES[bits], bits, 8).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """The inverse of pack_bits: int32 codes (..., n)."""
-    return _regroup(packed, *FILLED[bits][::-1], 8, bits)
+    return _repack_bits(packed, *CODES_PER_BYTES[bits][::-1], 8, bits)
 
 
-def _regroup(x: Tensor, n: int, m: int, have: int, want: int) -> Tensor:
-    """Every n numbers of `have` bits, lowest first -> m numbers of `want` bits, int32."""
+def _repack_bits(x: Tensor, n: int, m: int, bits: int, new_bits: int) -> Tensor:
+    """Every n numbers of `bits` bits, lowest first -> m numbers of `new_bits` bits, int32."""
     x = x.to(torch.int32)
     if n == m:
         return x
-    word = sum(x[..., i::n] << have * i for i in range(n))
-    return torch.stack([word >> want * i & 2**want - 1 for i in range(m)], dim=-1).flatten(-2)
+    word = sum(x[..., i::n] << bits * i for i in range(n))
+    return torch.stack([word >> new_bits * i & 2**new_bits - 1 for i in range(m)], dim=-1).flatten(-2)
 
 
 E8M0_NAN = 255
@@ -54,44 +54,44 @@ def power_of_two(code: Tensor) -> Tensor:
     return (code << 23 | (code == 0).to(torch.int32) << 22).view(torch.float32)
 
 
-def scale_of(x: Tensor, stored: torch.dtype) -> Tensor:
-    """A float32 scale in its stored type. bfloat16 is rounded up: less would not reach the largest weight."""
-    if stored != torch.bfloat16:
-        return x.to(stored)
+def round_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 scale in its stored dtype. bfloat16 rounds up, so that codes still reach the largest weight."""
+    if dtype != torch.bfloat16:
+        return x.to(dtype)
     bits = x.float().contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """A stored scale as what weights are divided by: 1 in place of 0, the scale of a row or group of zeros."""
+    """A stored scale to divide by: 1 in place of 0, the scale of a row or group of zeros."""
     scale = scale.float()
     return torch.where(scale > 0, scale, 1.0)
 
 
 # --------------------------------------------------------------------------------------------- formats
 
-SMALLEST_ROW = 1e-30  # of a row's largest weight, for NVFP4's reciprocal
+MIN_ROW_MAX = 1e-30  # a row's largest weight, for NVFP4's reciprocal
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight (out, in) is stored. `group`: inputs that share a scale; 0: the whole row."""
+    """A stored form of weights (out, in). `group`: inputs that share a scale; 0: all inputs of a row."""
 
     bits: int
     group: int = 0
     ragged: ClassVar[bool] = False  # may a row end inside a group?
-    # The least that `quantize` must see: any whole "groups" of a row, whole "rows", or the whole "matrix" (as stacked:
-    # q, k and v are one). Chunks and ranks that hold less of a weight quantize all of it, and keep their share.
+    # The smallest input of `quantize`: full "groups" of a row, full "rows", or the full "matrix" with all that is
+    # stacked in it (q, k and v are one). A rank with less of a weight quantizes all of it and keeps its shard.
     scope: ClassVar[str] = "rows"
-    takes_row_max: ClassVar[bool] = False  # does `quantize` take parts of rows too, with the rows' largest |weight|?
+    takes_row_max: ClassVar[bool] = False  # can `quantize` take parts of rows, given the rows' largest |weight|?
 
     def __init_subclass__(cls):
-        if "quantize" in vars(cls):  # the base class knows nothing about what this one must see
+        if "quantize" in vars(cls):  # another `quantize` does not inherit these two
             cls.scope = vars(cls).get("scope", Format.scope)
             cls.takes_row_max = vars(cls).get("takes_row_max", Format.takes_row_max)
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Part -> (shape, dtype). The first dimension of every part is the weight's rows; one part is "codes"."""
+        """Part -> (shape, dtype). The first dimension of every part is `rows`; one part is called "codes"."""
         raise NotImplementedError
 
     def quantize(self, w: Tensor) -> dict[str, Tensor]:
@@ -104,31 +104,31 @@ class Format:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of codes and scales, in a row so long that scales per row do not count."""
+        """Bits of codes and scales per weight, for rows so long that a scale per row is negligible."""
         shapes = self.shapes(1, 2**20)
         return sum(math.prod(shape) * dtype.itemsize * 8 for shape, dtype in shapes.values()) / 2**20
 
 
 @dataclass(frozen=True)
 class PerRow(Format):
-    """Codes of type `kind` up to `largest`, times one scale a row."""
+    """A format of codes up to `max_code` with one scale per row: w = code * scale."""
 
     takes_row_max = True
 
-    stored: torch.dtype = torch.bfloat16  # of scales
-    kind: ClassVar[torch.dtype]
-    largest: ClassVar[int]
+    scale_dtype: torch.dtype = torch.bfloat16
+    code_dtype: ClassVar[torch.dtype]
+    max_code: ClassVar[int]
 
     def shapes(self, rows, columns):
-        return {"codes": ((rows, columns), self.kind), "scale": ((rows,), self.stored)}
+        return {"codes": ((rows, columns), self.code_dtype), "scale": ((rows,), self.scale_dtype)}
 
     def quantize(self, w, row_max: Tensor | None = None):
-        """`row_max` (out,): the largest |weight| of each row, when w holds a part of the row."""
+        """`row_max` (out,): the largest |weight| of each full row, when w holds parts of rows."""
         row_max = w.abs().amax(1) if row_max is None else row_max
-        scale = scale_of(row_max / self.largest, self.stored)  # (out,)
+        scale = round_scale(row_max / self.max_code, self.scale_dtype)  # (out,)
         codes = w / divisor(scale)[:, None]
-        codes = codes if self.kind.is_floating_point else codes.round()
-        return {"codes": codes.clamp(-self.largest, self.largest).to(self.kind), "scale": scale}
+        codes = codes if self.code_dtype.is_floating_point else codes.round()
+        return {"codes": codes.clamp(-self.max_code, self.max_code).to(self.code_dtype), "scale": scale}
 
     def dequantize(self, parts):
         return parts["codes"].float() * parts["scale"].float()[:, None]
@@ -137,30 +137,30 @@ class PerRow(Format):
 class Int8(PerRow):
     """|w - w'| <= scale / 2, scale <= max|w| / 127 * (1 + 2^-7)."""
 
-    kind, largest = torch.int8, 127
+    code_dtype, max_code = torch.int8, 127
 
 
 class Fp8(PerRow):
-    """E4M3 elements. |w - w'| <= |w| * 2^-4 for normal elements, scale * 2^-10 below them."""
+    """E4M3 elements. |w - w'| <= |w| * 2^-4 for normal elements, scale * 2^-10 for subnormal ones."""
 
-    kind, largest = torch.float8_e4m3fn, 448
+    code_dtype, max_code = torch.float8_e4m3fn, 448
 
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """Asymmetric groups along the input: w = (code - center) * scale + zero, code in [0, 15], all but codes bfloat16.
+    """A format of asymmetric groups along the input: w = (code - center) * scale + zero, code in [0, 15].
 
     |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / 15 * (1 + 2^-7). Scale and zero are rounded before the
-    codes are chosen, so only weights at a group's ends can lie outside, by what the zero's rounding moved.
+    codes are chosen. Only weights at the ends of a group can lie outside its range, by the rounding error of the zero.
     """
 
     scope = "groups"
 
-    stored: torch.dtype = torch.bfloat16  # of scale and zero
-    center: int = 8  # the code that stands for zero
+    scale_dtype: torch.dtype = torch.bfloat16  # of scale and zero
+    center: int = 8
 
     def shapes(self, rows, columns):
-        groups = ((rows, columns // self.group), self.stored)
+        groups = ((rows, columns // self.group), self.scale_dtype)
         return {"codes": ((rows, columns // 2), torch.uint8), "scale": groups, "zero": groups}
 
     def quantize(self, w):
@@ -168,9 +168,9 @@ class Int4(Format):
         return self.with_range(w, w.amin(-1), w.amax(-1))
 
     def with_range(self, w: Tensor, low: Tensor, high: Tensor) -> dict[str, Tensor]:
-        """The parts of w (out, in / g, g) when its groups span low to high (out, in / g)."""
-        scale = scale_of((high - low) / 15, self.stored)
-        zero = (low + self.center * scale.float()).to(self.stored)
+        """Quantize w (out, in / g, g) with groups that span low to high (out, in / g)."""
+        scale = round_scale((high - low) / 15, self.scale_dtype)
+        zero = (low + self.center * scale.float()).to(self.scale_dtype)
         codes = ((w - zero.float()[..., None]) / divisor(scale)[..., None]).round() + self.center
         return {"codes": pack_bits(codes.clamp(0, 15).flatten(1), 4), "scale": scale, "zero": zero}
 
@@ -185,62 +185,62 @@ class Int4(Format):
 
 @dataclass(frozen=True)
 class Groups(Format):
-    """Groups along the input: w = code * scale, codes of type `kind` up to `largest`."""
+    """A format of symmetric groups along the input: w = code * scale, codes up to `max_code`."""
 
     scope = "groups"
 
-    stored: torch.dtype = torch.float16  # of scales
-    kind: ClassVar[torch.dtype]
-    largest: ClassVar[int]
+    scale_dtype: torch.dtype = torch.float16
+    code_dtype: ClassVar[torch.dtype]
+    max_code: ClassVar[int]
 
     def shapes(self, rows, columns):
         groups = math.ceil(columns / self.group)
-        return {"codes": ((rows, columns), self.kind), "scale": ((rows, groups), self.stored)}
+        return {"codes": ((rows, columns), self.code_dtype), "scale": ((rows, groups), self.scale_dtype)}
 
     def quantize(self, w):
-        scale = scale_of(self.grouped(w).abs().amax(-1) / self.largest, self.stored)
+        scale = round_scale(self.grouped(w).abs().amax(-1) / self.max_code, self.scale_dtype)
         codes = self.grouped(w) / divisor(scale)[..., None]
-        codes = codes if self.kind.is_floating_point else codes.round()
-        codes = codes.clamp(-self.largest, self.largest).flatten(1)[:, : w.size(1)]  # (out, in)
-        return {"codes": codes.to(self.kind), "scale": scale}
+        codes = codes if self.code_dtype.is_floating_point else codes.round()
+        codes = codes.clamp(-self.max_code, self.max_code).flatten(1)[:, : w.size(1)]  # (out, in)
+        return {"codes": codes.to(self.code_dtype), "scale": scale}
 
     def dequantize(self, parts):
         codes = parts["codes"].float()
         return (self.grouped(codes) * parts["scale"].float()[..., None]).flatten(1)[:, : codes.size(1)]
 
     def grouped(self, x: Tensor) -> Tensor:
-        """(out, in) -> (out, in / g, g), a last group that is cut off filled up with zeros."""
-        missing = -x.size(1) % self.group
-        return (F.pad(x, (0, missing)) if missing else x).unflatten(1, (-1, self.group))
+        """(out, in) -> (out, in / g, g), a ragged last group padded with zeros."""
+        padding = -x.size(1) % self.group
+        return (F.pad(x, (0, padding)) if padding else x).unflatten(1, (-1, self.group))
 
 
 class Int8Groups(Groups):
-    """|w - w'| <= scale / 2, but for what rounding the scale moves: up to 127 * 2^-11 * scale."""
+    """|w - w'| <= scale / 2 + 127 * 2^-11 * scale, the second term by rounding the scale."""
 
-    kind, largest = torch.int8, 127
+    code_dtype, max_code = torch.int8, 127
 
 
 class Fp8Groups(Groups):
-    """E4M3 elements. A block of r rows and g inputs with one scale is r rows here that repeat it: that costs scales of
-    1 / g, and rows can be stacked and cut anywhere."""
+    """E4M3 elements. A block of r rows and g inputs with one scale is stored as r rows that repeat it, so that rows can
+    be stacked and sharded anywhere. The scales take 1 / g of the weights."""
 
-    kind, largest, ragged = torch.float8_e4m3fn, 448, True
+    code_dtype, max_code, ragged = torch.float8_e4m3fn, 448, True
 
 
 @dataclass(frozen=True)
 class Mx(Format):
-    """OCP Microscaling v1.0: blocks of 32 inputs share a power of two (E8M0), elements are minifloats.
+    """OCP Microscaling v1.0: minifloat elements in blocks of 32 inputs that share a power of two (E8M0).
 
-    Shared exponent floor(log2 max|x|) - emax; elements rounded half to even, saturating (section 6.3). A block of zeros
-    has the smallest scale. Error of a normal element: |w| * 2^-(mantissa + 1); of the largest ones, which saturate, up
-    to max|w| * (1 - largest / 2^(emax + 1)).
+    The shared exponent is floor(log2 max|x|) - emax; elements are rounded half to even and saturate (section 6.3). A
+    block of zeros has the smallest scale. A normal element's error is up to |w| * 2^-(mantissa + 1), a saturated one's
+    up to max|w| * (1 - largest / 2^(emax + 1)).
     """
 
     scope = "groups"
 
     mantissa: int = 0
     bias: int = 0
-    largest: float = 0.0  # element
+    largest: float = 0.0  # largest element
 
     def shapes(self, rows, columns):
         codes = ((rows, columns * self.bits // 8), torch.uint8)
@@ -256,15 +256,15 @@ class Mx(Format):
 
     def encode(self, x: Tensor) -> Tensor:
         """float32 -> element codes: sign, exponent, mantissa."""
-        size, lowest = x.abs().clamp(max=self.largest), 1 - self.bias  # exponent of subnormal elements, and the next
-        exponent = torch.where(size == 0, lowest, size.frexp().exponent - 1).clamp(min=lowest)
+        size, min_exponent = x.abs().clamp(max=self.largest), 1 - self.bias  # subnormals share the lowest exponent
+        exponent = torch.where(size == 0, min_exponent, size.frexp().exponent - 1).clamp(min=min_exponent)
         steps = torch.ldexp(size, self.mantissa - exponent).round()  # half to even
-        code = (exponent - lowest) * 2**self.mantissa + steps.to(torch.int32)
+        code = (exponent - min_exponent) * 2**self.mantissa + steps.to(torch.int32)
         return code + x.signbit() * 2 ** (self.bits - 1)
 
     def elements(self, code: Tensor) -> Tensor:
-        """int32 codes -> float32 elements / `factor`. The fields move to where float16 has its own, so that subnormal
-        elements are subnormal float16 numbers. On a GPU a table would be loads."""
+        """int32 codes -> float32 elements / `factor`. The bit fields move to those of float16, so that subnormal
+        elements become subnormal float16 numbers. A table would cost a GPU a load per element."""
         sign = 2 ** (self.bits - 1)
         half = (code & sign) << (16 - self.bits) | (code & (sign - 1)) << (10 - self.mantissa)
         return half.to(torch.int16).view(torch.float16).float()
@@ -283,9 +283,12 @@ class Mx(Format):
 
 
 class NvFp4(Mx):
-    """NVFP4: E2M1 elements, blocks of 16 inputs, w = element * (scale / whole). The scale is E4M3; `whole`, float32, is
-    stored once a matrix there and once a row here, so that matrices can be stacked. Source: NVIDIA's Transformer Engine
-    and compressed-tensors, compressors/nvfp4 and quantization/lifecycle/forward_helpers.py (_dequantize)."""
+    """NVFP4: E2M1 elements in blocks of 16 inputs, w = element * (scale / whole). The scale is E4M3. `whole` is the
+    float32 global scale, one per matrix in other programs and one per row here, so that matrices can be stacked.
+
+    Sources: NVIDIA's Transformer Engine; compressed-tensors, compressors/nvfp4 and
+    quantization/lifecycle/forward_helpers.py (_dequantize).
+    """
 
     scope, takes_row_max = "rows", True
 
@@ -296,11 +299,12 @@ class NvFp4(Mx):
     def quantize(self, w, row_max: Tensor | None = None):
         """`row_max` as in PerRow."""
         w = w.unflatten(1, (-1, self.group))  # (out, in) -> (out, in / 16, 16)
-        row_max, largest_scale = w.abs().amax((1, 2)) if row_max is None else row_max, Fp8.largest
-        whole = torch.where(row_max > SMALLEST_ROW, self.largest * largest_scale / row_max, 1.0)  # (out,)
-        scale = (w.abs().amax(-1) * whole[:, None] / self.largest).clamp(max=largest_scale).to(torch.float8_e4m3fn)
-        codes = self.encode(w / divisor(scale.float() / whole[:, None])[..., None])
-        return {"codes": pack_bits(codes.flatten(1), 4), "scale": scale, "whole": whole}
+        row_max = w.abs().amax((1, 2)) if row_max is None else row_max
+        global_scale = torch.where(row_max > MIN_ROW_MAX, self.largest * Fp8.max_code / row_max, 1.0)  # (out,)
+        scale = w.abs().amax(-1) * global_scale[:, None] / self.largest
+        scale = scale.clamp(max=Fp8.max_code).to(torch.float8_e4m3fn)
+        codes = self.encode(w / divisor(scale.float() / global_scale[:, None])[..., None])
+        return {"codes": pack_bits(codes.flatten(1), 4), "scale": scale, "whole": global_scale}
 
     def dequantize(self, parts):
         elements = self.elements(unpack_bits(parts["codes"], 4)) * self.factor
@@ -318,9 +322,9 @@ FORMATS: dict[str, Format] = {
     "mxfp6": Mx(6, 32, mantissa=3, bias=1, largest=7.5),  # E2M3
     "mxfp4": Mx(4, 32, mantissa=1, bias=1, largest=6.0),  # E2M1
 }
-SCHEMES = tuple(FORMATS)  # to choose from; the schemes below hold what another program chose
+SCHEMES = tuple(FORMATS)  # for users to choose; the schemes below hold other programs' weights
 FORMATS |= {
-    f"{name}-float32": replace(format, stored=torch.float32)
+    f"{name}-float32": replace(format, scale_dtype=torch.float32)
     for name, format in FORMATS.items()
     if not isinstance(format, Mx)
 }
@@ -332,78 +336,78 @@ FORMATS |= {"nvfp4": NvFp4(4, 16, mantissa=1, bias=1, largest=6.0)}
 
 
 def format_of(scheme: str) -> Format:
-    """ValueError for a scheme that does not exist."""
+    """The format of a scheme. ValueError for a scheme that does not exist."""
     if scheme not in FORMATS:
         raise ValueError(f"quantization scheme {scheme!r} does not exist; there are {', '.join(FORMATS)}")
     return FORMATS[scheme]
 
 
-def check_columns(scheme: str, columns: int, what: str) -> None:
-    """ValueError for rows whose inputs are not whole groups."""
+def check_columns(scheme: str, columns: int, name: str) -> None:
+    """ValueError for rows of `columns` inputs that do not divide into groups."""
     group = format_of(scheme).group
     if group and columns % group and not FORMATS[scheme].ragged:
-        raise ValueError(f"{what}: {columns} inputs are no multiple of the {group} that share a scale in {scheme}")
+        raise ValueError(f"{name}: {columns} inputs are no multiple of the {group} that share a scale in {scheme}")
 
 
-CHUNK = 2**20  # weights at a time: temporaries are several times their size, and should stay in the cache
+CHUNK_WEIGHTS = 2**20  # weights per chunk: temporaries are several times their size and should stay in the cache
 
 
-def row_chunks(rows: int, columns: int, block: int = 1) -> Iterator[slice]:
-    """All rows, about CHUNK weights and whole blocks of rows at a time."""
-    size = max(1, CHUNK // columns // block) * block
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows with about CHUNK_WEIGHTS weights each."""
+    size = max(1, CHUNK_WEIGHTS // columns)
     return (slice(begin, begin + size) for begin in range(0, rows, size))
 
 
 def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) -> dict[str, Tensor]:
     """weight (out, in), any float type -> the scheme's parts, bit-packed, the same for every device.
 
-    `row_max` (out,), for a scheme with a scale a row: the rows' largest |weight|, when `weight` holds a part of them.
-    ValueError for an unknown scheme, inputs that do not divide, and weights that are not finite.
+    `row_max` (out,), for a scheme with a scale per row: the largest |weight| of each full row, when `weight` holds
+    parts of rows. ValueError for an unknown scheme, inputs that do not divide, and weights that are not finite.
     """
     check_columns(scheme, weight.size(1), f"weight of shape {tuple(weight.shape)}")
     if row_max is not None and not FORMATS[scheme].takes_row_max:
-        raise ValueError(f"{scheme} takes whole rows only: hand it all inputs, without row_max")
+        raise ValueError(f"{scheme} needs full rows: pass all inputs, without row_max")
     shapes = FORMATS[scheme].shapes(*weight.shape)
-    found = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
+    parts = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in shapes.items()}
     chunks = [slice(None)] if FORMATS[scheme].scope == "matrix" else row_chunks(*weight.shape)
     for rows in chunks:
         w = weight[rows].float()
         if not w.isfinite().all() or (row_max is not None and not row_max[rows].isfinite().all()):
             raise ValueError("weights hold NaN or infinity; a scale cannot be taken over them")
-        parts = FORMATS[scheme].quantize(w) if row_max is None else FORMATS[scheme].quantize(w, row_max[rows])
-        for name, part in parts.items():
-            found[name][rows] = part
-    return found
+        chunk = FORMATS[scheme].quantize(w) if row_max is None else FORMATS[scheme].quantize(w, row_max[rows])
+        for name, part in chunk.items():
+            parts[name][rows] = part
+    return parts
 
 
 def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights (out, in) that the parts stand for."""
+    """Parts -> weights (out, in)."""
     return by_chunks(format_of(scheme).dequantize, tensors, dtype, row_chunks(*tensors["codes"].shape))
 
 
 def by_chunks(
     decode: Callable[[dict[str, Tensor]], Tensor], parts: dict[str, Tensor], dtype: torch.dtype, chunks: Iterable[slice]
 ) -> Tensor:
-    """decode(parts), float32 (out, in), in `dtype`, some rows at a time. Compiled code fuses, and needs no chunks."""
+    """decode(parts), float32 (out, in), cast to `dtype` chunk by chunk. Compiled code fuses and needs no chunks."""
     if torch.compiler.is_compiling():
         return decode(parts).to(dtype)
-    found = None
+    weight = None
     for rows in chunks:
         w = decode({name: part[rows] for name, part in parts.items()})
-        if found is None:
-            found = w.new_empty(len(parts["codes"]), w.size(1), dtype=dtype)
-        found[rows] = w
-    return found
+        if weight is None:
+            weight = w.new_empty(len(parts["codes"]), w.size(1), dtype=dtype)
+        weight[rows] = w
+    return weight
 
 
-def add_squares(squares: list[float], found: Tensor, w: Tensor) -> None:
-    """Add the sums of squares of found - w, and of w. `found` is overwritten."""
-    for i, x in enumerate((found.sub_(w), w)):
+def add_squares(squares: list[float], approximate: Tensor, w: Tensor) -> None:
+    """Add the sums of squares of approximate - w, and of w, to `squares`. `approximate` is overwritten."""
+    for i, x in enumerate((approximate.sub_(w), w)):
         squares[i] += torch.linalg.vector_norm(x).item() ** 2
 
 
-def release() -> None:
+def release_memory() -> None:
     """Give freed memory back to the system. glibc keeps pieces of a chunk's size: 1 GB after 22 layers of a 1.1B model.
-    Other C libraries keep less, or have no call for it."""
+    Other C libraries keep less, or lack the call."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,14 +1,14 @@
-"""Products of a few rows as multiplications and sums, of which a GPU's compiler makes one kernel. The kernel reads the
-weights in their stored form. For a library they would be unpacked to 16 bits, written, and read again.
+"""Products of a few rows as multiplications and sums, which a GPU's compiler fuses into one kernel.
 
     row_sums        terms (out, in) and rows (M, in) -> (M, out)
     grouped_sums    the same for groups of codes that share a scale
-    paired_sums     the same where each row has a matrix of its own: a chosen expert's
-    pack_words      stored codes -> 32-bit words, of which a thread unpacks whole ones
-    unpack_words    words -> codes;  in_order  codes -> the order of the inputs
+    paired_sums     the same with a matrix per row: that of its expert
+    pack_words      stored codes -> 32-bit words, the unit that a thread unpacks
+    unpack_words    words -> codes
+    in_order        codes of unpack_words -> the order of the inputs
 
-What Inductor makes of each, and of a library's product, stands in benchmarks/NOTES.md. This file does not know Linears
-or when a product is computed like this.
+The kernel reads the weights in their stored form. For a library's product they would be unpacked to 16 bits, written
+and read again. benchmarks/NOTES.md compares the kernels that Inductor generates.
 """
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from weights.formats import pack_bits, unpack_bits
 
-WORDS = {4: (1, 8), 6: (3, 16), 8: (1, 4)}  # bits of a code -> whole 32-bit words W, and the codes P that fill them
+WORDS = {4: (1, 8), 6: (3, 16), 8: (1, 4)}  # bits of a code -> (number of 32-bit words W, of codes P that fill them)
 
 
 def pack_words(packed: Tensor, bits: int, group: int) -> Tensor:
     """Bytes of pack_bits (out, in * bits / 8) -> the same codes as int32 words (out, in * bits / 32).
 
-    The i-th codes of a group's neighbouring words belong to neighbouring inputs, which one load then brings.
+    The i-th codes of neighbouring words in a group belong to neighbouring inputs, which one load then brings.
     """
     P = WORDS[bits][1]
     codes = unpack_bits(packed, bits).unflatten(1, (-1, P, group // P))  # (out, in) -> (out, in / g, P, n)
@@ -32,10 +32,10 @@ def pack_words(packed: Tensor, bits: int, group: int) -> Tensor:
 def unpack_words(words: Tensor, bits: int) -> list[Tensor]:
     """words (out, n * W) int32, P codes in every W -> P tensors (out, n) int32: codes i, i + P, i + 2 P, …"""
     W, P = WORDS[bits]
-    word, codes = words.unflatten(1, (-1, W)).unbind(-1), []  # W tensors (out, n)
+    word, codes = words.unflatten(1, (-1, W)).unbind(-1), []  # word: W tensors (out, n)
     for i in range(P):
         index, shift = divmod(i * bits, 32)
-        code = word[index] >> shift  # copies of the highest bit are masked
+        code = word[index] >> shift  # a negative word shifts in ones, which the mask below clears
         if shift + bits > 32:
             code = (code & ((1 << (32 - shift)) - 1)) | (word[index + 1] << (32 - shift))
         codes.append(code & (2**bits - 1))
@@ -51,9 +51,9 @@ def in_order(codes: list[Tensor], group: int) -> Tensor:
 def row_sums(terms: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
     """terms (out, in) float32, x (M, in), scale (out,) -> (M, out). Each row is one reduction in float32; all rows read
     the same terms."""
-    found = [(terms * row.float()).sum(1) for row in x.unbind()]
-    found = [(y if scale is None else y * scale).to(x.dtype) for y in found]
-    return torch.stack(found) if len(found) > 1 else found[0][None]
+    sums = [(terms * row.float()).sum(1) for row in x.unbind()]
+    sums = [(y if scale is None else y * scale).to(x.dtype) for y in sums]
+    return torch.stack(sums) if len(sums) > 1 else sums[0][None]
 
 
 def grouped_sums(
@@ -62,26 +62,25 @@ def grouped_sums(
     """x (M, in) -> (M, out) with the weights values * factor * scale + zero. values: P x (out, in / P) float32 in the
     order of `unpack_words`; scale and zero (out, in / g) apply to the sum over a group."""
     P = len(values)
-    n = group // P  # words' worth of codes that share a scale
-    values, found = [value.unflatten(1, (-1, n)) for value in values], []  # (out, in / g, n)
+    n = group // P
+    values, sums = [value.unflatten(1, (-1, n)) for value in values], []  # (out, in / g, n)
     for row in x.float().view(x.size(0), -1, P, n).unbind():  # (in / g, P, n)
         parts = row.unbind(1)
         y = sum(value * part for value, part in zip(values, parts)) * factor * scale[..., None]  # (out, in / g, n)
         if zero is not None:
             y = y + sum(parts) * zero[..., None]
-        found.append(y.sum((1, 2)).to(x.dtype))
-    return torch.stack(found) if len(found) > 1 else found[0][None]
+        sums.append(y.sum((1, 2)).to(x.dtype))
+    return torch.stack(sums) if len(sums) > 1 else sums[0][None]
 
 
 def paired_sums(
     values: list[Tensor], x: Tensor, group: int, scale: Tensor | None = None, *, factor: float = 1.0,
     zero: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x (n, in) -> (n, out), row i times the weights values * factor * scale + zero of its own matrix. values: P x (n,
-    out, in / P) float32 in the order of `unpack_words`; scale and zero (n, out, in / g) apply to the sum over a
-    group."""
+    """x (n, in) -> (n, out), row i times its own weights values * factor * scale + zero. values: P x (n, out, in / P)
+    float32 in the order of `unpack_words`; scale and zero (n, out, in / g) apply to the sum over a group."""
     P = len(values)
-    n = group // P  # words' worth of codes that share a scale
+    n = group // P
     parts = x.float().view(x.size(0), 1, -1, P, n).unbind(3)  # P x (n, 1, in / g, n)
     y = sum(value.unflatten(2, (-1, n)) * part for value, part in zip(values, parts))  # (n, out, in / g, n)
     y = y if scale is None else y * (factor * scale[..., None])

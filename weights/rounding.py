@@ -1,12 +1,12 @@
-"""Which numbers of rows of a product round alike, found by trying.
+"""Probes that find the numbers of rows for which a product gives the same bits, row by row.
 
-    same_widths     numbers of rows whose products have the same bits, row by row
-    cancelling      the inputs of every check: sums that leave nothing but rounding
-    classes         shapes by bitwise equal output
+    invariant_row_counts    numbers of rows whose products have the same bits
+    cancelling              probe inputs: each row sums to 0, so that only rounding errors remain
+    group_by_bits           shapes grouped by bitwise equal output
 
-Drafted greedy text equals plain text, bit for bit, if a pass over K + 1 positions rounds as K + 1 passes over one do.
-Kernels choose an order of adding by shape, processor and number of threads, and do not document it, so it is tried
-before decoding, in tenths of a second. This file knows no model: kernels come as functions.
+Greedy text with and without drafts is equal if a pass over K + 1 positions rounds as K + 1 passes over one position.
+Kernels choose their order of summation by shape, processor and number of threads, without documenting it. The probes
+run before decoding and take tenths of a second.
 """
 
 import math
@@ -15,60 +15,58 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-TRIES = 4  # sums that are compared: two orders of adding leave the same bits in about one of a hundred
-Classes = list[tuple[Tensor, list]]
+NUM_PROBES = 4  # sums that are compared: two orders of summation agree in about one of a hundred
 
 
 def cancelling(rows: int, n: int, dtype: torch.dtype) -> Tensor:
-    """(rows, n) numbers, n even or with one 0, of which each row sums to 0: a sum in float32 leaves nothing but what
-    its order of adding rounded away. Their sizes differ by more than the digits of a float32."""
+    """(rows, n) numbers whose rows sum to 0, so that a float32 sum shows its order of summation by its rounding error
+    alone. The magnitudes of a row span more than the digits of a float32. For odd n one number is 0."""
     generator = torch.Generator().manual_seed(0)
     low, high = (-8, 8) if dtype == torch.float16 else (0, 18)  # float16 ends at 2^16
-    size = 2.0 ** torch.randint(low, high, (rows, n // 2), generator=generator)
-    half = (torch.randn(rows, n // 2, generator=generator) * size).to(dtype)
-    both = torch.cat((half, -half, half.new_zeros(rows, n % 2)), dim=1)  # (rows, n)
-    return both.gather(1, torch.rand(rows, n, generator=generator).argsort(dim=1))
+    magnitude = 2.0 ** torch.randint(low, high, (rows, n // 2), generator=generator)
+    half = (torch.randn(rows, n // 2, generator=generator) * magnitude).to(dtype)
+    values = torch.cat((half, -half, half.new_zeros(rows, n % 2)), dim=1)  # (rows, n)
+    return values.gather(1, torch.rand(rows, n, generator=generator).argsort(dim=1))
 
 
 def at_one_and_all_threads() -> Iterator[int]:
-    """Numbers of threads that decoding may use, set one after the other."""
-    most = torch.get_num_threads()
+    """Set torch to 1 thread, then to all of its threads, and yield the number each time."""
+    max_threads = torch.get_num_threads()
     try:
-        for threads in sorted({1, most}):
+        for threads in sorted({1, max_threads}):
             torch.set_num_threads(threads)
             yield threads
     finally:
-        torch.set_num_threads(most)
+        torch.set_num_threads(max_threads)
 
 
-def classes(run: Callable[..., Tensor], shapes: Iterable) -> Classes:
-    """The shapes, those together for which `run` has the same bits with one and with all threads; those whose bits
-    depend on the number of threads are left out."""
-    shapes, found = list(shapes), []
-    results = [[run(shape) for shape in shapes] for _ in at_one_and_all_threads()]
-    for shape, *same in zip(shapes, *results, strict=True):
-        if all(torch.equal(same[0], other) for other in same):
-            mine = next((members for result, members in found if torch.equal(result, same[0])), None)
-            mine.append(shape) if mine else found.append((same[0], [shape]))
-    return found
+def group_by_bits(run: Callable[..., Tensor], shapes: Iterable) -> list[list]:
+    """Group shapes by bitwise equal output of `run`; drop those whose output depends on the number of threads."""
+    shapes, groups = list(shapes), []
+    outputs_by_threads = [[run(shape) for shape in shapes] for _ in at_one_and_all_threads()]
+    for shape, first, *others in zip(shapes, *outputs_by_threads, strict=True):
+        if all(torch.equal(first, other) for other in others):
+            group = next((group for output, group in groups if torch.equal(output, first)), None)
+            group.append(shape) if group else groups.append((first, [shape]))
+    return [group for _, group in groups]
 
 
-def same_widths(
-    product: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, widths: Iterable[int], fewest: int
+def invariant_row_counts(
+    product: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, row_counts: Iterable[int], max_first: int
 ) -> list[int]:
-    """Those numbers of rows for which product(x (M, n)) has the same bits in each row, whatever the other rows and
-    their number: of several such sets, one that reaches far and begins with at most `fewest` rows; none without one.
+    """The numbers of rows for which product(x (M, n)) gives a row the same bits, whatever the other rows and their
+    number. Several sets may qualify: the one with the largest number wins among those that begin at `max_first` or
+    less. Empty if no set does.
 
-    The weights must be equal in each row, so that x of `cancelling` cancels.
+    The weights must be equal in each row, so that the rows of `cancelling` sum to 0.
     """
-    x = cancelling(TRIES, n, dtype)
+    x = cancelling(NUM_PROBES, n, dtype)
 
     def run(M: int) -> Tensor:
-        rows = torch.arange(math.ceil(TRIES / M) * M) % TRIES  # each row at many places
+        rows = torch.arange(math.ceil(NUM_PROBES / M) * M) % NUM_PROBES  # each row at many positions
         y = torch.cat([product(part) for part in x[rows].split(M)])
-        same = all(torch.equal(part, y[:TRIES]) for part in y.split(TRIES) if len(part) == TRIES)
-        same = same and torch.equal(y[len(y) // TRIES * TRIES :], y[: len(y) % TRIES])
-        return y[:TRIES] if same else y[:TRIES] * math.nan  # equal to nothing
+        is_same = all(torch.equal(part, y[: len(part)]) for part in y.split(NUM_PROBES))
+        return y[:NUM_PROBES] if is_same else y[:NUM_PROBES] * math.nan  # NaN equals nothing
 
-    found = [members for _, members in classes(run, widths) if members[0] <= fewest]
-    return max(found, key=lambda members: (members[-1], len(members)), default=[])
+    groups = [group for group in group_by_bits(run, row_counts) if group[0] <= max_first]
+    return max(groups, key=lambda group: (group[-1], len(group)), default=[])

@@ -1,11 +1,11 @@
-"""The Linears of a model: one loop finds them, replaces them, quantizes them and packs them for their kernels.
+"""A walk over a model's Linears that replaces, quantizes or packs each.
 
-    matrices, replace_linears         the Linears in the order in which they compute; the only loop that swaps them
-    quantize_model, quantized_copy    a model quantized in place; a quantized draft that shares the other modules
-    pack_model                        the last step before decoding: each Linear in the form that its kernel reads
-    batch_invariant_rows              rows up to which every product rounds alike
-
-This file knows no checkpoint, no rank and no step of decoding.
+named_linears           the Linears in the order in which they compute
+replace_linears         the loop that replaces them
+quantize_model          a model quantized in place
+quantized_copy          a quantized draft that shares all other modules
+pack_model              every Linear in the form that its kernel reads, the last step before decoding
+batch_invariant_rows    the number of rows up to which a row's bits do not depend on other rows
 """
 
 import copy
@@ -15,31 +15,31 @@ import torch
 from torch import nn
 
 from weights.experts import pack_experts
-from weights.formats import release
+from weights.formats import release_memory
 from weights.linears import PackedLinear, QuantizedEmbedding, QuantizedLinear, check_unpacked
 
 
-def matrices(model: nn.Module, routers: bool = False) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
-    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". Routers of experts,
-    which nothing quantizes, only where asked for."""
-    kinds = nn.Linear | QuantizedLinear
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+def named_linears(model: nn.Module, routers: bool = False) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
+    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". The routers of experts,
+    which are never quantized, come only with `routers`."""
+    classes = nn.Linear | QuantizedLinear
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, classes)]
     names = [name for name, module in linears if routers or not getattr(module, "is_router", False)]
-    return ((name, model.get_submodule(name)) for name in names)
+    return ((name, model.get_submodule(name)) for name in names)  # read late: the loop may replace modules
 
 
 def replace_linears(
     model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None], routers: bool = False
 ) -> nn.Module:
-    """Put make(name, linear) in place of each Linear, one by one; None leaves it. A quantized head then serves a tied
-    embedding too. Forward hooks stay: they are tensor parallelism's sums."""
-    for name, linear in matrices(model, routers):
-        made = make(name, linear)
-        if made is not None:
-            made._forward_hooks.update(linear._forward_hooks)
-            model.set_submodule(name, made)
-            if name == "lm_head" and isinstance(made, QuantizedLinear) and model.config.tie_embeddings:
-                model.set_submodule("embed", QuantizedEmbedding(made))
+    """Replace each Linear by make(name, linear), one by one; None leaves it. A tied embedding then reads the quantized
+    head. Forward hooks move along: they are tensor parallelism's collectives."""
+    for name, linear in named_linears(model, routers):
+        replacement = make(name, linear)
+        if replacement is not None:
+            replacement._forward_hooks.update(linear._forward_hooks)
+            model.set_submodule(name, replacement)
+            if name == "lm_head" and isinstance(replacement, QuantizedLinear) and model.config.tie_embeddings:
+                model.set_submodule("embed", QuantizedEmbedding(replacement))
     return model
 
 
@@ -49,7 +49,7 @@ def quantized_linears(model: nn.Module) -> list[QuantizedLinear]:
 
 @torch.no_grad()
 def pack_quantized(model: nn.Module) -> None:
-    """Pack a model's quantized Linears. Experts on a GPU are stacked before, of what is stored."""
+    """Pack a model's quantized Linears. On a GPU, experts are stacked first, from their stored parts."""
     if any(linear.codes.device.type == "cuda" for linear in quantized_linears(model)):
         pack_experts(model)
     for linear in quantized_linears(model):
@@ -58,18 +58,18 @@ def pack_quantized(model: nn.Module) -> None:
 
 @torch.no_grad()
 def quantize_model(model: nn.Module, scheme: str | None, head: str | None = None) -> nn.Module:
-    """A model in memory, quantized in place, not packed. Each matrix's full precision is freed before the next."""
+    """Quantize a model in place, one matrix at a time; do not pack it. `head` is lm_head's scheme; None leaves it."""
 
-    def quantized(name: str, linear: nn.Module) -> QuantizedLinear | None:
+    def quantize(name: str, linear: nn.Module) -> QuantizedLinear | None:
         target_scheme = head if name == "lm_head" else scheme
         return None if target_scheme is None else QuantizedLinear.from_float(linear, target_scheme)
 
-    return replace_linears(model, quantized)
+    return replace_linears(model, quantize)
 
 
 def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
-    """The model's quantized self, for drafting: its blocks' Linears are new, all other modules are the model's own. Not
-    packed: `pack_model(model, copy)` packs both. ValueError for a packed model."""
+    """A draft with quantized Linears in its blocks that shares all other modules with the model. Not packed:
+    `pack_model(model, copy)` packs both. ValueError for a packed model."""
     check_unpacked(model, "copied")
     shared = [module for module in model.modules() if next(module.children(), None) is None]
     duplicate = copy.deepcopy(model, {id(part): part for part in [*shared, *model.parameters(), *model.buffers()]})
@@ -78,32 +78,32 @@ def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
 
 @torch.no_grad()
 def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
-    """Give each Linear the form that its kernel reads, one by one, so that one matrix exists twice at a time.
+    """Pack each Linear for its kernel, one by one, so that only one matrix exists twice at a time.
 
     The last step before decoding: a packed model stays on its device and is not trained, saved or copied. `others` are
-    models that share modules with it, such as a draft that is a part of the model; what they share is packed once. An
-    embedding that shares its head's plain weights keeps them, to look rows up in.
+    models that share modules with it, such as a draft of some of its layers; shared Linears are packed once. An
+    embedding that shares its head's plain weights keeps them.
     """
-    made = {}  # id of a plain Linear -> what takes its place; every Linear exists from the beginning
+    packed_by_id = {}  # id of a plain Linear -> its packed form
     for module in (model, *others):
         pack_experts(module)
 
-    def packed(name: str, linear: nn.Module) -> PackedLinear | None:
+    def pack(name: str, linear: nn.Module) -> PackedLinear | None:
         if isinstance(linear, QuantizedLinear):
             linear.pack()
-        elif id(linear) not in made and linear.weight.device.type == "cpu":
-            made[id(linear)] = PackedLinear(linear)
-            release()
-        return made.get(id(linear))
+        elif id(linear) not in packed_by_id and linear.weight.device.type == "cpu":
+            packed_by_id[id(linear)] = PackedLinear(linear)
+            release_memory()
+        return packed_by_id.get(id(linear))
 
     for module in (model, *others):
-        replace_linears(module, packed, routers=True)
+        replace_linears(module, pack, routers=True)
     return model
 
 
 def batch_invariant_rows(model: nn.Module) -> int:
-    """Rows up to which every product of a packed model gives a row the same bits, whatever the other rows; 0 where one
-    does not, or is no product on a CPU."""
+    """The number of rows up to which every product of a packed model gives a row the same bits for any other rows.
+    0 if one product does not, or if it does not run on a CPU."""
     return min(
         (getattr(linear, "batch_invariant_rows", 0) for linear in model.modules() if hasattr(linear, "in_features")),
         default=0,

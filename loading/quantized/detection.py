@@ -1,9 +1,9 @@
-"""config.json's quantization_config -> where that program keeps its weights.
+"""config.json's quantization_config -> the Layout of another program's weights.
 
-    layout_of           the Layout of a folder, None without one; what cannot be read is refused by key and value
-    METHODS             quant_method -> what reads its other keys
+    find_layout     the Layout of a folder; None without quantization_config
+    METHODS         quant_method -> the function that reads its other keys
 
-This file does not know tensors, folders or models.
+Unsupported keys raise a ValueError that names key and value.
 """
 
 from collections.abc import Callable
@@ -12,132 +12,132 @@ from loading.quantized.floats import Fp8, Int8Rows, ModelOptNvFp4, Mx, NvFp4, Ta
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
 from loading.quantized.merged_experts import is_mxfp4
 
-# Of a folder that only we read. Other programs refuse it for want of a quant_method; at an unknown one transformers
-# warns and loads random weights.
-OWN = {"format": "quickdraft"}
+# For folders that only we read. Without a quant_method other programs refuse them; for an unknown quant_method
+# transformers warns and loads random weights.
+QUICKDRAFT_CONFIG = {"format": "quickdraft"}
 
-# What is not done that a folder asks for beside its weights.
-DYNAMIC = "its activations would be quantized as they come; here they are not, only its weights"
-STATIC = "its activations would be quantized by stored scales (input_scale); here they are not, only its weights"
+# Notes on settings that are ignored: only weights are quantized here.
+DYNAMIC = "its activations would be quantized as they come; here they are not, require its weights"
+STATIC = "its activations would be quantized by stored scales (input_scale); here they are not, require its weights"
 CACHE = "its kv_cache_scheme is not used: keys and values keep their type"
 
 
-def only(found: dict, where: str, key: str, *values):
-    """found[key], which must be one of the values; None stands for a key that is missing."""
-    value = found.get(key)
-    if not any(type(value) is type(known) and value == known for known in values):
-        works = " or ".join("none" if known is None else repr(known) for known in values)
-        raise ValueError(f"config.json: {where}{key} = {value!r} is not supported; supported: {works}")
+def require(settings: dict, prefix: str, key: str, *values):
+    """settings[key], which must be one of the values; None stands for a missing key."""
+    value = settings.get(key)
+    if not any(type(value) is type(supported) and value == supported for supported in values):
+        supported = " or ".join("none" if value is None else repr(value) for value in values)
+        raise ValueError(f"config.json: {prefix}{key} = {value!r} is not supported; supported: {supported}")
     return value
 
 
-def a_dict(found: dict, where: str, key: str) -> dict:
-    value = found.get(key)
+def require_object(settings: dict, prefix: str, key: str) -> dict:
+    value = settings.get(key)
     if not isinstance(value, dict):
-        raise ValueError(f"config.json: {where}{key} = {value!r} is not supported; it must be an object")
+        raise ValueError(f"config.json: {prefix}{key} = {value!r} is not supported; it must be an object")
     return value
 
 
-def group_size(found: dict, where: str, key: str = "group_size") -> int:
-    size = found.get(key)
+def read_group_size(settings: dict, prefix: str, key: str = "group_size") -> int:
+    size = settings.get(key)
     if type(size) is not int or (size < 1 and size != -1):
-        raise ValueError(f"config.json: {where}{key} = {size!r} is not supported; it must be positive, or -1 for rows")
+        raise ValueError(f"config.json: {prefix}{key} = {size!r} is not supported; it must be positive, or -1 for rows")
     return size
 
 
-def layout_of(hf: dict) -> Layout | None:
-    """The layout that a config.json's quantization_config names, None without one. ValueError names key and value of
-    what is not read here."""
-    if hf.get("quantization_config") in (None, {}, OWN) or is_mxfp4(hf):
+def find_layout(hf: dict) -> Layout | None:
+    """The Layout of a config.json's quantization_config, None without one. ValueError for unsupported settings."""
+    if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG) or is_mxfp4(hf):
         return None
-    where, found = "quantization_config: ", a_dict(hf, "", "quantization_config")
-    method = only(found, where, "quant_method", *METHODS)
-    if hf.get("quantization") is not None and method != "compressed-tensors":  # which we write too
+    prefix, settings = "quantization_config: ", require_object(hf, "", "quantization_config")
+    method = require(settings, prefix, "quant_method", *METHODS)
+    if hf.get("quantization") is not None and method != "compressed-tensors":  # quantize.py writes it too
         raise ValueError("config.json: it has both quantization and quantization_config; one of them must be wrong")
-    return METHODS[method](found, where)
+    return METHODS[method](settings, prefix)
 
 
-def gptq_layout(found: dict, where: str) -> Layout:
-    bits = only(found, where, "bits", 4, 8)
-    key = "checkpoint_format" if found.get("checkpoint_format") is not None else "format"
-    format = only(found, where, key, None, "gptq", "gptq_v2")
-    only(found, where, "is_marlin_format", None, False)
-    only(found, where, "pack_dtype", None, "int32")
-    only(found, where, "rotation", None)
-    only(found, where, "adapter", None)
-    symmetric, version = found.get("sym") is True, 2 if format == "gptq_v2" else 1
-    return Gptq(bits, group_size(found, where), symmetric=symmetric, version=version)
+def gptq_layout(settings: dict, prefix: str) -> Layout:
+    bits = require(settings, prefix, "bits", 4, 8)
+    key = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
+    format = require(settings, prefix, key, None, "gptq", "gptq_v2")
+    require(settings, prefix, "is_marlin_format", None, False)
+    require(settings, prefix, "pack_dtype", None, "int32")
+    require(settings, prefix, "rotation", None)
+    require(settings, prefix, "adapter", None)
+    symmetric, version = settings.get("sym") is True, 2 if format == "gptq_v2" else 1
+    return Gptq(bits, read_group_size(settings, prefix), symmetric=symmetric, version=version)
 
 
-def awq_layout(found: dict, where: str) -> Layout:
-    bits = only(found, where, "w_bit" if "w_bit" in found else "bits", 4)
-    key = next((key for key in ("version", "checkpoint_format", "format") if found.get(key) is not None), "version")
-    only(found, where, key, None, "gemm", "GEMM")
-    return Awq(bits, group_size(found, where, "q_group_size" if "q_group_size" in found else "group_size"))
+def awq_layout(settings: dict, prefix: str) -> Layout:
+    bits = require(settings, prefix, "w_bit" if "w_bit" in settings else "bits", 4)
+    key = next((key for key in ("version", "checkpoint_format", "format") if settings.get(key) is not None), "version")
+    require(settings, prefix, key, None, "gemm", "GEMM")
+    return Awq(bits, read_group_size(settings, prefix, "q_group_size" if "q_group_size" in settings else "group_size"))
 
 
-def fp8_layout(found: dict, where: str) -> Layout:
-    """transformers' own fp8 (Qwen3-FP8, DeepSeek, Ministral 3), and AutoFP8's, which calls scales otherwise."""
-    only(found, where, "fmt", None, "e4m3")
-    only(found, where, "scale_fmt", None, "float", "ue8m0")
-    only(found, where, "expert_dtype", None, "fp8")
-    how = only(found, where, "activation_scheme", None, "dynamic", "static")
-    only(found, where, "kv_cache_quant_method", None)
-    notes = () if how is None else (STATIC if how == "static" else DYNAMIC,)
-    rows, columns = block_size(found, where, "weight_block_size") if found.get("weight_block_size") else (1, -1)
-    one = found.get("weight_block_size") is None
-    return Fp8(8, columns, notes, one_scale=one, rows=rows, scale_key="weight_scale_inv")
+def fp8_layout(settings: dict, prefix: str) -> Layout:
+    """transformers' own fp8 (Qwen3-FP8, DeepSeek, Ministral 3), and AutoFP8's, which has another name for scales."""
+    require(settings, prefix, "fmt", None, "e4m3")
+    require(settings, prefix, "scale_fmt", None, "float", "ue8m0")
+    require(settings, prefix, "expert_dtype", None, "fp8")
+    activations = require(settings, prefix, "activation_scheme", None, "dynamic", "static")
+    require(settings, prefix, "kv_cache_quant_method", None)
+    notes = () if activations is None else (STATIC if activations == "static" else DYNAMIC,)
+    has_blocks = bool(settings.get("weight_block_size"))
+    rows, columns = read_block_size(settings, prefix, "weight_block_size") if has_blocks else (1, -1)
+    one_scale = settings.get("weight_block_size") is None
+    return Fp8(8, columns, notes, one_scale=one_scale, rows=rows, scale_key="weight_scale_inv")
 
 
-def bitsandbytes_layout(found: dict, where: str) -> Layout:
-    only(found, where, "load_in_8bit" if found.get("load_in_8bit") else "_load_in_8bit", None, False)
-    only(found, where, "load_in_4bit", True)
-    kind = only(found, where, "bnb_4bit_quant_type", "nf4", "fp4")
-    only(found, where, "bnb_4bit_quant_storage", None, "uint8")
+def bitsandbytes_layout(settings: dict, prefix: str) -> Layout:
+    require(settings, prefix, "load_in_8bit" if settings.get("load_in_8bit") else "_load_in_8bit", None, False)
+    require(settings, prefix, "load_in_4bit", True)
+    kind = require(settings, prefix, "bnb_4bit_quant_type", "nf4", "fp4")
+    require(settings, prefix, "bnb_4bit_quant_storage", None, "uint8")
     return Table4(4, -1, kind=kind)
 
 
-def modelopt_layout(found: dict, where: str) -> Layout:
+def modelopt_layout(settings: dict, prefix: str) -> Layout:
     """NVIDIA's Model Optimizer, modelopt/torch/export/{convert_hf_config,quant_utils}.py"""
-    where = where.replace(":", " or hf_quant_config.json:")
-    kind = only(found, where, "quant_algo", "NVFP4", "FP8")
-    cache = found.get("kv_cache_quant_algo") or found.get("kv_cache_scheme")
+    prefix = prefix.replace(":", " or hf_quant_config.json:")
+    kind = require(settings, prefix, "quant_algo", "NVFP4", "FP8")
+    cache = settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme")
     notes = ((CACHE,) if cache else ()) + (STATIC,)
     if kind == "FP8":
         return Fp8(8, -1, notes, one_scale=True)
-    only(found, where, "group_size", None, 16)
+    require(settings, prefix, "group_size", None, 16)
     return ModelOptNvFp4(4, 16, notes)
 
 
-def block_size(found: dict, where: str, key: str) -> tuple[int, int]:
-    size = found.get(key)
+def read_block_size(settings: dict, prefix: str, key: str) -> tuple[int, int]:
+    size = settings.get(key)
     if not (isinstance(size, list) and len(size) == 2 and type(size[0]) is int and size[0] > 0 and size[1] == 128):
-        raise ValueError(f"config.json: {where}{key} = {size!r} is not supported; supported: [rows, 128]")
+        raise ValueError(f"config.json: {prefix}{key} = {size!r} is not supported; supported: [rows, 128]")
     return size[0], 128
 
 
-def compressed_layout(found: dict, where: str) -> Layout:
+def compressed_layout(settings: dict, prefix: str) -> Layout:
     """compressed-tensors, src/compressed_tensors/quantization/{quant_config,quant_args}.py"""
-    groups = a_dict(found, where, "config_groups")
+    groups = require_object(settings, prefix, "config_groups")
     if len(groups) != 1:
-        raise ValueError(f"config.json: {where}config_groups = {sorted(groups)} is not supported; one group is")
-    notes = (CACHE,) if found.get("kv_cache_scheme") else ()
-    only(found, where, "transform_config", None, {})
-    sparsity = found.get("sparsity_config")
-    only(sparsity if isinstance(sparsity, dict) else {"format": sparsity}, f"{where}sparsity_config: ", "format",
-         None, "dense")  # fmt: skip
-    inside = f"{where}config_groups: "
-    scheme = a_dict(groups, inside, next(iter(groups)))
-    weights, activations = a_dict(scheme, inside, "weights"), scheme.get("input_activations")
-    only(scheme, inside, "output_activations", None)
-    if activations is not None:
-        how = only(a_dict(scheme, inside, "input_activations"), f"{inside}input_activations: ", "dynamic",
-                   True, False, "local", None)  # fmt: skip
-        notes += (DYNAMIC if how is True else STATIC,)
-    return _by_format(scheme if scheme.get("format") is not None else found, weights, f"{inside}weights: ", notes)
+        raise ValueError(f"config.json: {prefix}config_groups = {sorted(groups)} is not supported; one group is")
+    notes = (CACHE,) if settings.get("kv_cache_scheme") else ()
+    require(settings, prefix, "transform_config", None, {})
+    sparsity = settings.get("sparsity_config")
+    sparsity = sparsity if isinstance(sparsity, dict) else {"format": sparsity}
+    require(sparsity, f"{prefix}sparsity_config: ", "format", None, "dense")
+    prefix += "config_groups: "
+    scheme = require_object(groups, prefix, next(iter(groups)))
+    weights = require_object(scheme, prefix, "weights")
+    require(scheme, prefix, "output_activations", None)
+    if scheme.get("input_activations") is not None:
+        activations = require_object(scheme, prefix, "input_activations")
+        is_dynamic = require(activations, f"{prefix}input_activations: ", "dynamic", True, False, "local", None)
+        notes += (DYNAMIC if is_dynamic is True else STATIC,)
+    return _by_format(scheme if scheme.get("format") is not None else settings, weights, f"{prefix}weights: ", notes)
 
 
-STRATEGIES = {  # of compressed-tensors' formats: kinds of codes, bits, and how scales may be shared
+STRATEGIES = {  # compressed-tensors' format -> supported types of codes, bits, and strategies of sharing scales
     "pack-quantized": (("int",), (4, 8), ("channel", "group")),
     "int-quantized": (("int",), (8,), ("channel", "tensor", "group")),
     "float-quantized": (("float",), (8,), ("channel", "tensor", "block")),
@@ -148,31 +148,34 @@ STRATEGIES = {  # of compressed-tensors' formats: kinds of codes, bits, and how 
 }
 
 
-def _by_format(found: dict, weights: dict, where: str, notes: tuple[str, ...]) -> Layout:
-    """The layout of compressed-tensors' `weights` stored in found["format"]."""
-    format = only(found, "quantization_config: ", "format", *STRATEGIES)
-    kinds, widths, strategies = STRATEGIES[format]
-    packed, kind = format == "pack-quantized", only(weights, where, "type", *kinds)
-    strategies = tuple(s for s in strategies if format != "naive-quantized" or s != ("group", "block")[kind == "int"])
-    bits = only(weights, where, "num_bits", *widths)
-    only(weights, where, "dynamic", None, False)
-    symmetric = only(weights, where, "symmetric", *((True, False) if packed else (True,)))
+def _by_format(settings: dict, weights: dict, prefix: str, notes: tuple[str, ...]) -> Layout:
+    """The layout of compressed-tensors' `weights` stored in settings["format"]."""
+    format = require(settings, "quantization_config: ", "format", *STRATEGIES)
+    kinds, num_bits, strategies = STRATEGIES[format]
+    packed, kind = format == "pack-quantized", require(weights, prefix, "type", *kinds)
+    if format == "naive-quantized":  # integers in groups, floats in blocks
+        strategies = tuple(strategy for strategy in strategies if strategy != ("group", "block")[kind == "int"])
+    bits = require(weights, prefix, "num_bits", *num_bits)
+    require(weights, prefix, "dynamic", None, False)
+    symmetric = require(weights, prefix, "symmetric", *((True, False) if packed else (True,)))
     size = weights.get("group_size")
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = only({"strategy": weights.get("strategy") or implied}, where, "strategy", *strategies)
+    strategy = require({"strategy": weights.get("strategy") or implied}, prefix, "strategy", *strategies)
     if strategy != "block":
-        only(weights, where, "block_structure", None)
-    order = only(weights, where, "actorder", None, False, "weight", "static", *((True, "group", "dynamic") * packed))
+        require(weights, prefix, "block_structure", None)
+    orders = (None, False, "weight", "static") + (True, "group", "dynamic") * packed
+    order = require(weights, prefix, "actorder", *orders)
     if "fp4" in format or "mxfp" in format:
-        size = only(weights, where, "group_size", 16 if format.startswith("nv") else 32)
+        size = require(weights, prefix, "group_size", 16 if format.startswith("nv") else 32)
         return (NvFp4 if format.startswith("nv") else Mx)(bits, size, notes)
-    rows, size = block_size(weights, where, "block_structure") if strategy == "block" else (1, size)
-    size = group_size(weights, where) if strategy == "group" else size if strategy == "block" else -1
+    rows, size = read_block_size(weights, prefix, "block_structure") if strategy == "block" else (1, size)
+    size = read_group_size(weights, prefix) if strategy == "group" else size if strategy == "block" else -1
     if packed:
         return PackQuantized(bits, size, notes, symmetric, order in (True, "group", "dynamic"))
-    one = strategy == "tensor"
-    return Fp8(bits, size, notes, one_scale=one, rows=rows) if kind == "float" else Int8Rows(bits, size, notes,
-                                                                                             one_scale=one)  # fmt: skip
+    one_scale = strategy == "tensor"
+    if kind == "float":
+        return Fp8(bits, size, notes, one_scale=one_scale, rows=rows)
+    return Int8Rows(bits, size, notes, one_scale=one_scale)
 
 
 METHODS: dict[str, Callable[[dict, str], Layout]] = {

@@ -1,11 +1,10 @@
-"""Layouts of eight bits a weight and of floats: int8, fp8 with its scales, MX, NVFP4, and bitsandbytes' tables.
+"""Layouts of eight bits a weight and of floats: int8, fp8, MX, NVFP4, and bitsandbytes' tables.
 
-    Plain, Int8Rows, Fp8        codes as they are, a scale a matrix, a row or a block
-    Mx, NvFp4                   minifloats with blocks of 32 and 16, as our own formats store them
+    Unpacked, Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
+    Mx, NvFp4, ModelOptNvFp4    minifloats in blocks of 32 and 16, as our own formats store them
     Table4                      bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
 
-Codes of all but the last go into our formats as they are stored, so the weights are the published ones. This file does
-not know folders, config.json or models.
+The codes of all but Table4 are stored unchanged in our formats, so the weights are the published ones.
 """
 
 import json
@@ -18,26 +17,26 @@ from torch import Tensor
 from loading.quantized.layouts import FLOATS, Layout
 from weights.formats import FORMATS
 
-SCALES = (*FLOATS, "F8_E8M0")  # a scale may be a power of two
+SCALES = (*FLOATS, "F8_E8M0")  # E8M0: a power of two
 
 
 @dataclass(frozen=True)
-class Plain(Layout):
-    """weight (out, in), and scale_key: one number, or (out, groups). Source: compressed-tensors,
+class Unpacked(Layout):
+    """Unpacked codes: weight (out, in), and scale_key: one number, or (out, groups). Source: compressed-tensors,
     compressors/naive_quantized/base.py."""
 
     act_order: bool = False
     one_scale: bool = False
-    stored = "I8"
+    code_type = "I8"
     key = scale_key = "weight_scale"
     zeros_only = ("weight_zero_point",)
-    inputs_first = stores_zeros = False
+    inputs_first = has_zeros = False
 
     def tensors(self, m):
         shape = m.shape(self.scale_key)
         if not (self.one_scale and math.prod(shape) == 1):
             shape = (1,) if self.one_scale else self.scales_shape(m)
-        return {"weight": ((m.rows, m.columns), (self.stored,)), self.scale_key: (shape, SCALES)}
+        return {"weight": ((m.rows, m.columns), (self.code_type,)), self.scale_key: (shape, SCALES)}
 
     def scales_shape(self, m) -> tuple[int, ...]:
         return m.rows, self.groups(m)
@@ -46,7 +45,7 @@ class Plain(Layout):
         return m.get(self.scale_key).reshape(-1, self.groups(m)).expand(m.rows, -1)
 
 
-class Int8Rows(Plain):
+class Int8Rows(Unpacked):
     """compressed-tensors' int-quantized, symmetric."""
 
     def codes(self, m):
@@ -54,14 +53,14 @@ class Int8Rows(Plain):
 
 
 @dataclass(frozen=True)
-class Fp8(Plain):
-    """float8 E4M3, w = code * scale. Blocks of `rows` outputs and `group` inputs begin anew in every matrix; the last
-    ones may be cut off. Sources: compressed-tensors, quantization/lifecycle/forward_helpers.py (_process_block);
+class Fp8(Unpacked):
+    """float8 E4M3, w = code * scale. Blocks of `rows` outputs and `group` inputs start anew in every matrix; the last
+    ones may be ragged. Sources: compressed-tensors, quantization/lifecycle/forward_helpers.py (_process_block);
     transformers, integrations/finegrained_fp8.py; AutoFP8, auto_fp8/quantize.py."""
 
     rows: int = 1  # outputs that share a scale
     scale_key: str = "weight_scale"
-    stored = "F8_E4M3"
+    code_type = "F8_E4M3"
 
     @property
     def key(self) -> str:
@@ -71,25 +70,25 @@ class Fp8(Plain):
         return math.ceil(m.rows / self.rows), self.groups(m)
 
     def codes(self, m):
-        return finite(m.get("weight"), m)
+        return check_finite(m.get("weight"), m)
 
     def scales(self, m):
         scale = super().scales(m) if self.one_scale or self.rows == 1 else m.get(self.scale_key)
-        return finite(scale.float(), m).repeat_interleave(self.rows, 0)[: m.rows]  # (out, groups)
+        return check_finite(scale.float(), m).repeat_interleave(self.rows, 0)[: m.rows]  # (out, groups)
 
     def scheme(self, matrices):
         blocks = "" if self.group == -1 else f"-g{self.group}"
-        return f"fp8{blocks}" + ("" if self.narrow(matrices) else "-float32"), None
+        return f"fp8{blocks}" + ("" if self.is_bfloat16(matrices) else "-float32"), None
 
     def part(self, m, scheme, kind):
         format = FORMATS[scheme]
         if kind == "codes":
             return self.codes(m)
-        return (self.scales(m) if format.group else self.scales(m)[:, 0]).to(format.stored)
+        return (self.scales(m) if format.group else self.scales(m)[:, 0]).to(format.scale_dtype)
 
 
-def finite(x: Tensor, m) -> Tensor:
-    """ValueError where a stored code or scale is no number: our formats compute otherwise with those, or not at all."""
+def check_finite(x: Tensor, m) -> Tensor:
+    """The same tensor. ValueError for stored codes or scales with NaN or infinity, which our formats do not hold."""
     if not x.float().isfinite().all():
         raise ValueError(f"{m.name}: its codes or scales hold NaN or infinity")
     return x
@@ -104,7 +103,7 @@ class Mx(Layout):
     act_order: bool = False
     key = scale_key = "weight_scale"
     zeros_only = ("weight_zero_point",)
-    inputs_first = stores_zeros = False
+    inputs_first = has_zeros = False
 
     def tensors(self, m):
         codes = ("weight_packed", m.columns // 2, "U8") if self.bits == 4 else ("weight", m.columns, "F8_E4M3")
@@ -116,7 +115,7 @@ class Mx(Layout):
 
     def part(self, m, scheme, kind):
         if kind == "codes":
-            return m.get("weight_packed") if self.bits == 4 else finite(m.get("weight"), m).view(torch.uint8)
+            return m.get("weight_packed") if self.bits == 4 else check_finite(m.get("weight"), m).view(torch.uint8)
         scale = m.get("weight_scale").view(torch.uint8)
         if (scale == 255).any():
             raise ValueError(f"{m.name}.weight_scale holds 255, which is E8M0's NaN")
@@ -138,30 +137,29 @@ class NvFp4(Mx):
         if kind == "codes":
             return m.get("weight_packed")
         if kind == "scale":
-            return finite(m.get("weight_scale"), m)
-        whole = m.get("weight_global_scale")
-        finite(1 / whole, m)
-        return whole.expand(m.rows)
+            return check_finite(m.get("weight_scale"), m)
+        global_scale = m.get("weight_global_scale")
+        check_finite(1 / global_scale, m)
+        return global_scale.expand(m.rows)
 
 
 class ModelOptNvFp4(NvFp4):
-    """ModelOpt's NVFP4: weight uint8, low nibble first; weight_scale; weight_scale_2, one number, by which it is
-    multiplied. Ours divides by a float32 reciprocal: that is within 2^-22 of each weight. Source: ModelOpt,
+    """ModelOpt's NVFP4: weight uint8, low nibble first; weight_scale; weight_scale_2, one number that multiplies it.
+    Our format divides by its float32 reciprocal, which is within 2^-22 of each weight. Source: ModelOpt,
     modelopt/torch/quantization/qtensor/nvfp4_tensor.py (dequantize)."""
 
     def tensors(self, m):
-        found, shape = super().tensors(m), m.shape("weight_scale_2")
+        headers, shape = super().tensors(m), m.shape("weight_scale_2")
         shape = shape if math.prod(shape) == 1 else ()
-        names = {"weight": found["weight_packed"], "weight_scale": found["weight_scale"]}
-        return names | {"weight_scale_2": (shape, ("F32",))}
+        renamed = {"weight": headers["weight_packed"], "weight_scale": headers["weight_scale"]}
+        return renamed | {"weight_scale_2": (shape, ("F32",))}
 
     def part(self, m, scheme, kind):
         if kind == "codes":
             return m.get("weight")
-        return super().part(m, scheme, kind) if kind == "scale" else self.whole(m)
-
-    def whole(self, m) -> Tensor:
-        return finite(1 / m.get("weight_scale_2").reshape(1), m).expand(m.rows)
+        if kind == "scale":
+            return super().part(m, scheme, kind)
+        return check_finite(1 / m.get("weight_scale_2").reshape(1), m).expand(m.rows)
 
 
 @dataclass(frozen=True)
@@ -181,32 +179,32 @@ class Table4(Layout):
     def tensors(self, m):
         size, state = m.rows * m.columns, self.state(m)
         blocks = math.ceil(size / state["blocksize"])
-        found = {"weight": ((math.ceil(size / 2), 1), ("U8",)), "weight.quant_map": ((16,), ("F32",))}
-        found["weight.absmax"] = (blocks,), (("U8",) if "nested_blocksize" in state else ("F32",))
+        headers = {"weight": ((math.ceil(size / 2), 1), ("U8",)), "weight.quant_map": ((16,), ("F32",))}
+        headers["weight.absmax"] = (blocks,), (("U8",) if "nested_blocksize" in state else ("F32",))
         if "nested_blocksize" in state:
-            found["weight.nested_absmax"] = (math.ceil(blocks / state["nested_blocksize"]),), ("F32",)
-            found["weight.nested_quant_map"] = (256,), ("F32",)
-        return found | {self.state_key: (m.shape(self.state_key), ("U8",))}
+            headers["weight.nested_absmax"] = (math.ceil(blocks / state["nested_blocksize"]),), ("F32",)
+            headers["weight.nested_quant_map"] = (256,), ("F32",)
+        return headers | {self.state_key: (m.shape(self.state_key), ("U8",))}
 
     @property
     def state_key(self) -> str:
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     def state(self, m) -> dict:
-        """The numbers, checked."""
+        """The checked numbers of quant_state."""
         name = self.state_key
         try:
-            found = json.loads(bytes(m.get(name).tolist()))
-            sizes = [found[key] for key in ("blocksize", "nested_blocksize") if key in found]
-            sensible = all(type(size) is int and 0 < size < 2**20 for size in sizes) and "blocksize" in found
-            offset = found.get("nested_offset", 0.0)
-            sensible = sensible and type(offset) in (int, float) and math.isfinite(offset)
-            if not sensible or found["shape"] != [m.rows, m.columns] or found["quant_type"] != self.kind:
-                raise ValueError(found)
+            state = json.loads(bytes(m.get(name).tolist()))
+            sizes = [state[key] for key in ("blocksize", "nested_blocksize") if key in state]
+            is_valid = all(type(size) is int and 0 < size < 2**20 for size in sizes) and "blocksize" in state
+            offset = state.get("nested_offset", 0.0)
+            is_valid = is_valid and type(offset) in (int, float) and math.isfinite(offset)
+            if not is_valid or state["shape"] != [m.rows, m.columns] or state["quant_type"] != self.kind:
+                raise ValueError(state)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise ValueError(f"{m.name}.{name}: not what a matrix {[m.rows, m.columns]} needs: {said}") from None
-        return found
+            message = " ".join(str(error).split())[:200]
+            raise ValueError(f"{m.name}.{name}: does not fit a matrix {[m.rows, m.columns]}: {message}") from None
+        return state
 
     def check(self, m):
         self.state(m)
@@ -224,6 +222,6 @@ class Table4(Layout):
             )
         packed = m.get("weight").flatten()
         codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[: m.rows * m.columns].int()  # (out * in,)
-        table = finite(m.get("weight.quant_map"), m)[codes]
-        factor = finite(absmax, m).repeat_interleave(state["blocksize"])[: len(table)]
+        table = check_finite(m.get("weight.quant_map"), m)[codes]
+        factor = check_finite(absmax, m).repeat_interleave(state["blocksize"])[: len(table)]
         return (table * factor).view(m.rows, m.columns)  # (out * in,) -> (out, in)

@@ -1,16 +1,15 @@
-"""Where other programs keep what belongs to one quantized matrix: codes in words, scales, zero points.
+"""Where other programs store a quantized matrix: codes packed into words, scales, zero points.
 
-    Matrix              the stored tensors of one matrix;  Layout  which of them there are, and what they mean
-    Gptq, Awq, PackQuantized    4 and 8 bits, packed into int32 words; floats stand in loading/quantized/floats.py
+    Matrix                      the stored tensors of one matrix
+    Layout                      their names and shapes, and their conversion to our parts
+    Gptq, Awq, PackQuantized    4 and 8 bits, packed into int32 words; floats.py has the other layouts
 
 Every program means w[o, i] = scale[o, g] * (code[o, i] - zero_point[o, g]), g the group of input i. Our int4 has
-(code - 8) * scale + zero, so zero = (8 - zero_point) * scale. With scale and zero in float32 (int4-g128-float32)
-nothing of this rounds if the folder's scales are float16 or bfloat16: 11 bits of a scale times 4 bits of the other
-factor are 15 of float32's 24, and the sum is a multiple of the same last bit, of at most 15 scales. So these are the
-published weights, bit for bit. If the scales are float32 and zero points not 8, they are so within 2^-20 scale. Where
-the inputs of a group are no neighbours, no scheme of ours holds them: weights are computed and quantized again.
-
-This file does not know folders, config.json or models.
+(code - 8) * scale + zero, so zero = (8 - zero_point) * scale. In float32 (int4-g128-float32) nothing of this rounds if
+the folder's scales are float16 or bfloat16: 11 bits of a scale times 4 bits of the other factor are 15 of float32's 24,
+and the sum is a multiple of the same last bit, of at most 15 scales. The weights are then the published ones, bit for
+bit. If the scales are float32 and zero points not 8, they are so within 2^-20 scale. If the inputs of a group are not
+neighbours, no scheme holds them: the weights are computed and quantized again.
 """
 
 import math
@@ -41,40 +40,41 @@ class Matrix(NamedTuple):
         return self.readers[f"{self.name}.{kind}"][1].get_slice(f"{self.name}.{kind}")
 
     def shape(self, kind: str) -> tuple[int, ...]:
-        """() of a tensor that is not there."""
+        """() for a tensor that does not exist."""
         return tuple(self.header(kind).get_shape()) if f"{self.name}.{kind}" in self.readers else ()
 
 
 def as_bytes(words: Tensor) -> Tensor:
-    """int32 (…, n) -> uint8 (…, 4 n), lowest byte first: words filled from the lowest bits on, as by pack_bits."""
+    """int32 (…, n) -> uint8 (…, 4 n), lowest byte first, the order of pack_bits."""
     return words.contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a program keeps what belongs to one matrix. This class packs codes into int32 words from the lowest bits
-    on: those of neighbouring inputs; of zero points, those of neighbouring outputs."""
+    """A program's layout of one matrix. In this class int32 words hold the codes of neighbouring inputs, and the zero
+    points of neighbouring outputs, from the lowest bits on."""
 
     bits: int
     group: int  # neighbouring inputs that share a scale; -1: all
-    notes: tuple[str, ...] = ()  # what the user should hear when such a folder is loaded
+    notes: tuple[str, ...] = ()  # for the user, when such a folder is loaded
     symmetric: bool = False
     act_order: bool = True  # is the group of every input stored?
 
-    key, scale_key, zero_key, order_key = "qweight", "scales", "qzeros", "g_idx"  # a matrix is known by the first
+    key, scale_key, zero_key, order_key = "qweight", "scales", "qzeros", "g_idx"  # a quantized matrix has the first
     inputs_first = True  # is every matrix stored transposed?
-    zeros_only = ()  # tensors that some writers add, and that change nothing when they hold zeros
-    stores_zeros = True
+    zeros_only = ()  # tensors that some writers add; they are ignored if they hold zeros
+    has_zeros = True
     mixes = False  # may matrices of full precision be stacked with quantized ones?
 
     def tensors(self, m: Matrix) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        """Tensor -> (shape, stored types that can be read)."""
-        found = {self.key: ((m.rows, self.words(m.columns)), WORDS), self.scale_key: ((m.rows, self.groups(m)), FLOATS)}
-        if self.stores_zeros:
-            found[self.zero_key] = ((self.words(m.rows), self.groups(m)), WORDS)
+        """Tensor -> (shape, supported stored types)."""
+        headers = {self.key: ((m.rows, self.words(m.columns)), WORDS)}
+        headers[self.scale_key] = (m.rows, self.groups(m)), FLOATS
+        if self.has_zeros:
+            headers[self.zero_key] = ((self.words(m.rows), self.groups(m)), WORDS)
         if self.act_order:
-            found[self.order_key] = ((m.columns,), WORDS)
-        return {name: (shape[::-1] if self.inputs_first else shape, types) for name, (shape, types) in found.items()}
+            headers[self.order_key] = ((m.columns,), WORDS)
+        return {name: (shape[::-1] if self.inputs_first else shape, types) for name, (shape, types) in headers.items()}
 
     def get(self, m: Matrix, kind: str) -> Tensor:
         """A stored matrix, outputs first."""
@@ -90,13 +90,13 @@ class Layout:
 
     def zero_points(self, m: Matrix) -> Tensor:
         """(out, groups), in [0, 2^bits)"""
-        if not self.stores_zeros:
+        if not self.has_zeros:
             return torch.tensor(2 ** (self.bits - 1)).expand(m.rows, self.groups(m))
         words = self.get(m, self.zero_key).T  # (groups, out / 8), of 4 bits
-        return unpack_bits(as_bytes(self.whole_words(words)), self.bits)[:, : m.rows].T
+        return unpack_bits(as_bytes(self.restore_words(words)), self.bits)[:, : m.rows].T
 
-    def whole_words(self, words: Tensor) -> Tensor:
-        """Stored words of zero points -> words that hold them."""
+    def restore_words(self, words: Tensor) -> Tensor:
+        """Stored words of zero points -> words of the zero points themselves."""
         return words
 
     def group_of(self, m: Matrix) -> Tensor:
@@ -110,34 +110,34 @@ class Layout:
         return math.ceil(m.columns / self.size(m))
 
     def words(self, n: int) -> int:
-        """int32 that hold n codes."""
+        """The number of int32 words for n codes."""
         return math.ceil(n * self.bits / 32)
 
     def check(self, m: Matrix) -> None:
-        """To be called once all tensors are there in their shapes. ValueError names one with senseless values."""
+        """ValueError names a tensor with invalid values. All headers must have been checked."""
         groups = self.group_of(m)
         if groups.min() < 0 or groups.max() >= self.groups(m):
-            raise ValueError(f"{m.name}: its g_idx goes beyond its {self.groups(m)} groups")
+            raise ValueError(f"{m.name}: its g_idx has groups outside 0 to {self.groups(m) - 1}")
 
-    def centred(self, m: Matrix) -> bool:
-        """Do the middle codes stand for 0?"""
+    def is_centred(self, m: Matrix) -> bool:
+        """Is every zero point the middle code?"""
         return bool((self.zero_points(m) == 2 ** (self.bits - 1)).all())
 
     def scheme(self, matrices: Collection[Matrix]) -> tuple[str | None, str | None]:
-        """(scheme, None): it holds every matrix exactly. (scheme, why not): it is the nearest. (None, why not): none
-        is near, so that weights stay plain."""
-        zeros = all(map(self.centred, matrices))
-        wide = "" if self.narrow(matrices) and zeros else "-float32"
+        """(scheme, None) if a scheme holds every matrix exactly; else (nearest scheme, reason), or (None, reason) if
+        none is near."""
+        is_centred = all(map(self.is_centred, matrices))
+        suffix = "" if self.is_bfloat16(matrices) and is_centred else "-float32"
         if self.bits == 8:
-            if zeros and all(self.groups(m) == 1 for m in matrices):
-                return f"int8{wide}", None
+            if is_centred and all(self.groups(m) == 1 for m in matrices):
+                return f"int8{suffix}", None
             return "int8", "its 8-bit codes have scales of groups, or zero points; int8 has one scale a row"
         for size in (128, 64, 32):
-            if all(m.columns % size == 0 and runs(self.group_of(m), size) for m in matrices):
-                return f"int4-g{size}{wide}", None
-        return "int4-g32", "the inputs of its groups are not runs of 32 neighbours, as with act-order"
+            if all(m.columns % size == 0 and are_runs(self.group_of(m), size) for m in matrices):
+                return f"int4-g{size}{suffix}", None
+        return "int4-g32", "the inputs of its groups are not are_runs of 32 neighbours, as with act-order"
 
-    def narrow(self, matrices: Collection[Matrix]) -> bool:
+    def is_bfloat16(self, matrices: Collection[Matrix]) -> bool:
         """Are all scales bfloat16?"""
         return all(m.header(self.scale_key).get_dtype() == "BF16" for m in matrices)
 
@@ -149,23 +149,23 @@ class Layout:
             return (codes ^ 128).view(torch.int8) if isinstance(format, Int8) else codes
         scale = self.scales(m).float()  # (out, groups)
         if not isinstance(format, Int4):
-            return scale[:, 0].to(format.stored)
+            return scale[:, 0].to(format.scale_dtype)
         if kind == "zero":
             scale = scale * (8 - self.zero_points(m))
-        return scale[:, self.group_of(m)[:: format.group]].to(format.stored)  # (out, in / g)
+        return scale[:, self.group_of(m)[:: format.group]].to(format.scale_dtype)  # (out, in / g)
 
     def weight(self, m: Matrix) -> Tensor:
         """The weights (out, in) in float32."""
         groups, codes = self.group_of(m), self.codes(m)
         scale, zero = self.scales(m).float(), self.zero_points(m)
-        found = torch.empty(m.rows, m.columns)
+        weight = torch.empty(m.rows, m.columns)
         for rows in row_chunks(m.rows, m.columns):
-            found[rows] = (unpack_bits(codes[rows], self.bits) - zero[rows][:, groups]) * scale[rows][:, groups]
-        return found
+            weight[rows] = (unpack_bits(codes[rows], self.bits) - zero[rows][:, groups]) * scale[rows][:, groups]
+        return weight
 
 
-def runs(groups: Tensor, size: int) -> bool:
-    """groups (in,): do each `size` neighbours, from the first on, share one?"""
+def are_runs(groups: Tensor, size: int) -> bool:
+    """groups (in,): does every run of `size` inputs, from the first on, share one?"""
     groups = groups.view(-1, size)  # (in / size, size)
     return bool((groups == groups[:, :1]).all())
 
@@ -175,15 +175,15 @@ class Gptq(Layout):
     """AutoGPTQ and GPTQModel: qweight (in * bits / 32, out), qzeros (groups, out * bits / 32), scales (groups, out),
     g_idx (in,).
 
-    Version 1 holds every zero point minus one, subtracted from whole words, borrows and all; so one is added to whole
+    Version 1 stores every zero point minus one, subtracted from the packed words with borrows, so one is added to the
     words again. Sources: GPTQModel, gptqmodel/nn_modules/qlinear/__init__.py (pack_original, dequantize_weight) and
     gptqmodel/utils/model.py (convert_gptq_v1_to_v2_format_module).
     """
 
     version: int = 1
-    zeros_only = ("bias",)  # AutoGPTQ once gave every matrix one
+    zeros_only = ("bias",)  # older AutoGPTQ gave one to every matrix
 
-    def whole_words(self, words):
+    def restore_words(self, words):
         return words + (0x11111111 if self.bits == 4 else 0x01010101) if self.version == 1 else words
 
 
@@ -208,9 +208,9 @@ class Awq(Layout):
     @staticmethod
     def outputs(words: Tensor) -> Tensor:
         """(n, out / 8) int32 -> (n, out) uint8."""
-        two = as_bytes(words)  # (n, out / 2)
-        eight = torch.stack((two & 15, two >> 4), -1).view(len(words), -1, 8)  # (n, out / 8, 8), lowest bits first
-        return eight[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)  # where outputs 0 to 7 stand
+        pairs = as_bytes(words)  # (n, out / 2)
+        codes = torch.stack((pairs & 15, pairs >> 4), -1).view(len(words), -1, 8)  # (n, out / 8, 8), lowest bits first
+        return codes[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)  # outputs 0 to 7
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class PackQuantized(Layout):
     zeros_only = ("weight_zero_point",)
 
     @property
-    def stores_zeros(self) -> bool:
+    def has_zeros(self) -> bool:
         return not self.symmetric
 
     def tensors(self, m):

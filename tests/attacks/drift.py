@@ -179,7 +179,9 @@ def tiled(change: Callable[[int, int], tuple[int, int]]) -> AbstractContextManag
 UNDONE = {
     "lengths": lambda: tiled(lambda rows, keys: (rows, 1)),  # attention over the exact length
     "queries": lambda: tiled(lambda rows, keys: (1, keys)),  # as many query rows as there are
-    "rows": lambda: patched((cpu, "in_widths"), (linears, "in_widths"), new=lambda product, x, *_: product(x)),
+    "rows": lambda: patched(
+        (cpu, "multiply_in_parts"), (linears, "multiply_in_parts"), new=lambda product, x, *_: product(x)
+    ),
 }
 
 

@@ -45,7 +45,6 @@ from cli.errors import ending_plainly
 from cli.flags import Parser, positive
 from loading.checkpoint import load_model, random_model, save_model
 from loading.config import config_from_hf
-from model import Transformer
 
 ROOT = Path(__file__).parents[2]
 DEMO, DRAFT = ROOT / "checkpoints" / "demo", ROOT / "checkpoints" / "demo-draft"
@@ -112,8 +111,6 @@ PROGRAMS = [
     Program("generate", (*TEXT, "400", "--draft_checkpoint", "IN/draft"), says=True),
     Program("quantize", ("quantize.py", "--checkpoint", "IN/model", "--scheme", "int4-g32", "--output", "OUT/made"),
             "made"),
-    Program("convert_gptfast", ("-m", "scripts.convert_gptfast", "--checkpoint", "IN/fast/model.pth", "--output",
-            "OUT/made"), "made", share=0.4),
     Program("distill_draft", ("-m", "scripts.distill_draft", "--target", "IN/demo", "--text", "IN/text.txt", "--layers",
             "1", "--dim", "64", "--batch", "4", "--heldout", "500", "--steps", "24", "--eval_every", "4", "--patience",
             "99", *TRAINING), "made", without_times, state="work/state.pt"),
@@ -134,31 +131,12 @@ def build(root: Path) -> Path:
     shutil.copytree(DRAFT, root / "draft")
     model = random_model(config_from_hf(HF), dtype=torch.float32)
     save_model(model, root / "model", HF)
-    (root / "fast").mkdir()
-    for folder in ("model", "fast"):
-        shutil.copy(DEMO / "tokenizer.model", root / folder)
-    torch.save(gptfast(model), root / "fast" / "model.pth")
-    (root / "fast" / "config.json").write_text(json.dumps(HF))
+    shutil.copy(DEMO / "tokenizer.model", root / "model")
     english = (ROOT / "README.md").read_text() + (ROOT / "benchmarks" / "NOTES.md").read_text()
     (root / "text.txt").write_text(english[:12_000])
     sources = [file.read_text() for file in sorted(ROOT.glob("*.py"))]
     (root / "stories.txt").write_text("<|endoftext|>\n".join([english, *sources]))
     return root
-
-
-def gptfast(model: Transformer) -> dict[str, torch.Tensor]:
-    """The weights by gpt-fast's names; not in its order of rows, which does not matter here."""
-    named = {"tok_embeddings": model.embed, "norm": model.norm, "output": model.lm_head}
-    found = {f"{name}.weight": module.weight for name, module in named.items()}
-    for n, block in enumerate(model.layers):
-        gate, up = block.ffn.gate_up.weight.chunk(2)
-        inner = {
-            "attention.wqkv": block.attention.qkv.weight, "attention.wo": block.attention.out.weight,
-            "feed_forward.w1": gate, "feed_forward.w3": up, "feed_forward.w2": block.ffn.down.weight,
-            "attention_norm": block.attention_norm.weight, "ffn_norm": block.ffn_norm.weight,
-        }  # fmt: skip
-        found |= {f"layers.{n}.{name}.weight": weight for name, weight in inner.items()}
-    return {name: weight.detach().clone() for name, weight in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -411,7 +389,7 @@ def launched(program: Program) -> bool:
 
 def reads_long(program: Program) -> bool:
     """A layer at a time."""
-    return program.name in ("quantize", "convert_gptfast")
+    return program.name == "quantize"
 
 
 ENDS = {"SIGINT": (130, -signal.SIGINT), "SIGTERM": (-signal.SIGTERM,), "SIGKILL": (-signal.SIGKILL,)}

@@ -923,13 +923,13 @@ def fuzz(cases: Sequence[int], seed: int, kind: str | None = None, workers: int 
     """The summary that is printed."""
     start, results = time.monotonic(), []
     torch.set_num_threads(1)  # a pool's threads are not copied
-    templates.TEMPLATE_S = 1  # of the 5 that an endless template has; a thousand of them would be waited for
+    templates.MAX_SECONDS = 1  # of the 5 that an endless template has; a thousand of them would be waited for
     with tempfile.TemporaryDirectory(prefix="fuzz-") as root, contextlib.chdir(root):  # where a hostile one would write
         (Path(root) / "good").mkdir()
         folders = build(Path(root) / "good")
         for folder in folders.values():
             assert not any(attempt(folder).values()), attempt(folder)
-        templates.process.cache_clear()  # to each worker one of its own
+        templates.renderer.cache_clear()  # to each worker one of its own
         run = lambda number: one_case(seed, number, kind, folders)  # noqa: E731
         running = [Worker(cases[part::workers], run) for part in range(min(workers, len(cases)))]
         while running := [worker for worker in running if worker.waiting]:

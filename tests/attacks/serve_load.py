@@ -136,7 +136,7 @@ class Load:
 
     def refused(self, draw, prompt, seed):
         try:
-            self.client.completions.create(prompt=prompt, presence_penalty=1, **self.settings(seed, NEW))
+            self.client.completions.create(prompt=prompt, presence_penalty=3, **self.settings(seed, NEW))
         except openai.BadRequestError as error:
             return error.body["param"], "presence_penalty"
         return "nothing", "an error"

@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import cli.output as printing
+import cli.answers as printing
 import cli.prompts as prompts
 from benchmarks.record import record
 from cli.chat import chat
@@ -44,7 +44,7 @@ from cli.errors import ending_plainly
 from cli.flags import Parser, positive, speculate_k
 from cli.flags import parse_args as generate_flags
 from cli.load import drafter_of, load_target, pick_device
-from cli.output import Session
+from cli.session import Session
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
 from decoding.validation import rounded_up
 from generate import Engine

@@ -1,0 +1,112 @@
+"""Token ids as they are decided -> text on stdout, or JSON lines. This file knows no flag, file or prompt format.
+
+Printer         one answer: its ids, its text up to a stop string, and where each piece came from
+Answer          a request of cli/prompts.py on its way through an engine
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import decoding.scheduler as scheduler
+from cli.prompts import Request
+from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, origin, peak_memory_gb, rate, speculative
+from decoding.timing import Timing
+from generate import Engine
+from loading.tokenizer import StopStrings, Tokenizer
+
+COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
+
+
+class Printer:
+    """One answer. With `streaming`, text appears on stdout as it is decided; with `coloured` it shows the origin of its
+    tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop_ids: frozenset[int], stops: Sequence[str] = (), streaming: bool = False,
+        coloured: bool = False,
+    ):  # fmt: skip
+        self.stop_ids, self.streaming, self.coloured = stop_ids, streaming, coloured
+        self.stops, self.stream = StopStrings(stops), tokenizer.stream(continues=True)
+        self.ids: list[int] = []
+        self.pieces: list[str] = []
+        self.coloured_pieces: list[str] = []
+
+    @property
+    def at_stop_string(self) -> bool:
+        return self.stops.stopped
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
+        self.ids.append(id)
+        if id not in self.stop_ids:
+            self._add(self.stops.feed(self.stream.feed(id)), origin)
+
+    def _add(self, text: str, origin: int = PLAIN_TOKEN) -> None:
+        colour = COLOURS.get(origin) if self.coloured and text else None
+        self.pieces.append(text)
+        self.coloured_pieces.append(f"{colour}{text}\033[0m" if colour else text)
+        if self.streaming and text:
+            print(self.coloured_pieces[-1], end="", flush=True)
+
+    def close(self) -> None:
+        """Release held-back bytes and end the line."""
+        self._add(self.stops.feed(self.stream.flush()) + self.stops.flush())
+        if self.streaming:
+            print(end="\n" if self.ids else "", flush=True)
+
+    def finish_reason(self) -> str:
+        at_stop = self.ids and self.ids[-1] in self.stop_ids
+        return "stop" if self.at_stop_string or at_stop else "length"
+
+
+@dataclass(eq=False)
+class Answer:
+    """A request with what becomes of it. `request` is the engine's, once it has been added."""
+
+    row: Request
+    printer: Printer
+    request: scheduler.Request | None = None
+    number: int = 0  # in the order of the rows
+
+    def feed(self) -> bool:
+        """Print the tokens that the request got since the last call. Has the answer ended?"""
+        printer, request = self.printer, self.request
+        while len(printer.ids) < len(request.tokens) and not printer.at_stop_string:
+            number = len(printer.ids)
+            record = request.token_records[number] if request.token_records else None
+            printer.feed(request.tokens[number], origin(record) if record else PLAIN_TOKEN)
+        return printer.at_stop_string or request.finish_reason is not None
+
+    def cut(self) -> None:
+        """Forget the tokens that a round decided behind a stop string."""
+        request, num_tokens = self.request, len(self.printer.ids)
+        del request.tokens[num_tokens:], request.token_records[num_tokens:]
+
+    def result(self, engine: Engine) -> dict:
+        """The JSON object of DESIGN's contract."""
+        request, timing, ids = self.request, Timing([self.request]), self.printer.ids
+        return self.row.labels() | {
+            "prompt_tokens": request.prompt, "tokens": ids, "text": self.printer.text,
+            "finish_reason": self.printer.finish_reason(), "cached_tokens": request.num_reused,
+            "decode_tok_s": rate(len(ids) - 1, request.decode_s), "ttft_s": request.ttft_s,
+            "prefill_tok_s": rate(timing.prompt_tokens, request.prefill_s),
+            "bandwidth_gb_s": rate(bytes_read(engine, timing), timing.decode_s) / 1e9,
+            "peak_memory_gb": peak_memory_gb(engine.device), "speculative": speculative(engine, [timing], 0),
+            **logprobs(request, len(ids)),
+        }  # fmt: skip
+
+
+def logprobs(request: scheduler.Request, num_tokens: int) -> dict:
+    """The "logprobs" of the JSON contract, where they were asked for; null stands for minus infinity."""
+    if not request.top_logprobs:
+        return {}
+    return {
+        "logprobs": [
+            [{"id": int(id), "logprob": log_p if log_p > -math.inf else None} for id, log_p in token]
+            for token in request.top_logprobs[:num_tokens]
+        ]
+    }

@@ -1,0 +1,42 @@
+"""Replicas: several times the same model, each on ranks of its own, over one file of prompts.
+
+A replica takes the number of the next row when one of its slots is free, from a counter in the store through which
+torchrun's ranks have met; results travel through it to rank 0. With one replica nothing is sent. This file knows
+neither rows nor results.
+"""
+
+import json
+from collections.abc import Iterator
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tp import Ranks
+
+COUNTER, QUEUE = "quickdraft/row", "quickdraft/results"
+
+
+class Replicas:
+    def __init__(self, everyone: Ranks, ranks: Ranks):
+        self.everyone, self.ranks, self.count = everyone, ranks, everyone.world // ranks.world
+        self.is_root = everyone.rank == 0
+        self.is_first = everyone.rank < ranks.world  # of the replica that shows results
+        self.store = _get_default_store() if self.count > 1 else None
+
+    def numbers(self, num_rows: int) -> Iterator[int]:
+        """The rows of this replica."""
+        if self.count == 1:
+            yield from range(num_rows)
+            return
+        while (
+            number := self.ranks.broadcast_object(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)
+        ) < num_rows:
+            yield number
+
+    def send(self, result: tuple) -> None:
+        if self.ranks.rank == 0:
+            self.store.queue_push(QUEUE, json.dumps(result))
+
+    def received(self) -> Iterator[list]:
+        """What other replicas have sent to rank 0."""
+        while self.is_root and self.count > 1 and self.store.queue_len(QUEUE):
+            yield json.loads(self.store.queue_pop(QUEUE, False))

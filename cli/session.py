@@ -1,0 +1,87 @@
+"""An engine, and how one run of the program decodes with it. This file prints nothing and knows no flag."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cli.answers import Answer, Printer
+from cli.errors import interrupts_held
+from cli.threads import Threads
+from decoding.sampling import Sampling
+from generate import Engine
+from loading.tokenizer import Tokenizer
+
+END = object()  # closes an iterator of answers
+
+
+@dataclass
+class Session:
+    """An engine, and how one run of the program decodes with it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    coloured: bool = False
+    threads: Threads | None = None  # to be chosen while decoding
+    costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
+    after_step: Callable[[], object] = lambda: None
+    observed: object = None  # the step that `threads` has heard of last
+
+    def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
+        return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
+
+    def decode(self, answers: Iterable[Answer | None]) -> Iterator[Answer]:
+        """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
+        request failed has an `error`. Where `answers` has None, the next one has not come yet: busy slots go on. Ctrl-C
+        ends all between two tokens; what was printed stays."""
+        engine, answers, running = self.engine, iter(answers), {}
+        try:
+            with interrupts_held() as interrupts:
+                while not interrupts:
+                    answer = None
+                    while len(engine.requests) < engine.batch_size and isinstance(answer := next(answers, END), Answer):
+                        running[self.start(answer)] = answer
+                    if not running:
+                        if answer is END:
+                            return
+                        continue
+                    engine.step()
+                    self.observe_step()
+                    self.after_step()
+                    for id in [id for id, answer in running.items() if answer.feed()]:
+                        answer = running.pop(id)
+                        answer.cut()
+                        engine.abort(id)  # a stop string has ended it, if it runs still
+                        answer.printer.close()
+                        yield answer
+        finally:
+            for id, answer in running.items():
+                engine.abort(id)
+                answer.printer.close()
+
+    def start(self, answer: Answer) -> int:
+        row = answer.row
+        id = self.engine.add_request(
+            row.ids, sampling=row.sampling or self.sampling, max_new_tokens=row.max_new_tokens,
+            stop_ids=self.stop_ids, seed=row.seed,
+        )  # fmt: skip
+        answer.request = self.engine.requests[id]
+        return id
+
+    def choose_threads(self, num_threads: int) -> None:
+        """Let the number of threads follow the steps' times, from now on and up to so many."""
+        self.threads = Threads(num_threads, self.use_threads)
+
+    def use_threads(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        if num_threads in self.costs:
+            self.engine.use_costs(self.costs[num_threads])
+
+    def observe_step(self) -> None:
+        """Let the number of threads follow the steps' times."""
+        step = self.engine.last_step
+        if self.threads is not None and step is not self.observed:
+            self.observed = step
+            self.threads.observe((len(step.positions), step.k), step.seconds)

@@ -1,0 +1,223 @@
+"""The families of models that can be loaded: one record for every model_type, which holds its differences from Llama.
+
+    Family      the fields that may differ, with Llama's values as defaults
+    Gguf        the same for the family's GGUF files
+    SLIDING     the layers that slide
+    FAMILIES    model_type -> Family;  family_of  the record of a config.json
+
+A new family is one record here, and arithmetic in model.py where it needs any. Sources: transformers, models/*/
+configuration_*.py and modeling_*.py; llama.cpp, conversion/ and src/models/.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ExpertDefaults(NamedTuple):
+    """transformers' values for a config.json that leaves them out."""
+
+    num_experts: int
+    num_chosen: int
+    dim: int | None = None  # None: the experts have the size `intermediate_size`
+    shared_dim: int = 0  # 0: there is no shared expert
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """llama.cpp's files of a family."""
+
+    architecture: str
+    key: str = ""  # among families of one architecture, the key that only this family's files hold
+    permutes_heads: bool = False  # are the rows of q and k stored with RoPE's pairs as neighbours?
+    names: Mapping[str, list[str]] = field(default_factory=dict)  # in place of gguf.INNER
+    norm_topk_prob: bool = True  # llama.cpp fixes this per architecture
+    hf_keys: Callable = lambda get, hf: {}  # (reader of the file's keys, config.json so far) -> its missing keys
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model_type's differences from Llama. `hf` in the functions is config.json, a config.Section."""
+
+    # config.json
+    defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' values of keys that a file leaves out
+    computed: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
+    supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
+    fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that all files share
+    computed_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config that only this family has
+    text_models: tuple[str, ...] = ()  # model_types that "text_config" may hold: this config.json wraps that one
+    # The key that turns a bias on, or whether there always is one.
+    qkv_bias: str | bool = "attention_bias"
+    out_bias: str | bool = "attention_bias"
+    ffn_bias: str | bool = "mlp_bias"
+    # Windows. use_sliding_window is "unread", or "decides" whether layers slide, or "agrees" with sliding_window.
+    sliding: str | None = None  # the layers that slide, a key of SLIDING; None: no layer ever does
+    use_sliding_window: str = "unread"
+    # RoPE. The types are Config.rope_types'.
+    rope_theta: float = 10000.0
+    full_rope: int | None = 0  # of layers that attend to all tokens, where others slide
+    sliding_rope: int | None = 0
+    default_rope: Mapping[str, object] = field(default_factory=dict)  # of a config.json without RoPE's object
+    requires_rope: bool = False  # is a config.json without RoPE's object refused?
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # older names of rope types
+    experts: ExpertDefaults | None = None
+    # Tensors
+    names: Mapping[str, list[str]] = field(default_factory=dict)  # in place of weight_names.INNER
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names in the file -> of names in a text model
+    unused: tuple[str, ...] = ()  # prefixes of tensors that are not the text model's
+    merges_experts: bool = False  # does one tensor hold all experts of a layer? merged_experts.py takes it apart
+    gguf: Gguf | None = None
+
+
+def first_window_layer(hf) -> int:
+    return hf.size("max_window_layers") if hf.get("max_window_layers") else 0
+
+
+def window_period(hf) -> int:
+    """sliding_window_pattern, which EXAONE writes as a word: "LLLG" is 4."""
+    pattern = hf.get("sliding_window_pattern")
+    is_word = isinstance(pattern, str) and re.fullmatch("L*G", pattern)
+    return len(pattern) if is_word else hf.size("sliding_window_pattern")
+
+
+# Family.sliding -> does layer i slide, where layer_types does not say so?
+SLIDING = {
+    "every": lambda i, hf: True,
+    "even": lambda i, hf: i % 2 == 0,
+    "later": lambda i, hf: i >= first_window_layer(hf),
+    "early even": lambda i, hf: i % 2 == 0 and i < first_window_layer(hf),
+    "by period": lambda i, hf: (i + 1) % window_period(hf) > 0,
+}
+
+
+def granite_fields(hf, head_dim: int) -> dict:
+    return {
+        "embed_scale": hf.number("embedding_multiplier", 1.0),
+        "residual_scale": hf.number("residual_multiplier", 1.0),
+        "score_scale": hf.number("attention_multiplier", 1.0) * math.sqrt(head_dim),
+        "logit_scale": 1 / hf.number("logits_scaling", 1.0),
+    }
+
+
+QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+QWEN2 = {"qkv_bias": True, "out_bias": False, "sliding": "later", "use_sliding_window": "decides"}
+OFF = (False,)
+NO_MLP_BIAS = {"mlp_bias": OFF}
+NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
+ALWAYS_SPARSE = {
+    "decoder_sparse_step": (1,), "norm_topk_prob": (True,), "moe_intermediate_size": (), "mlp_only_layers": ([],),
+}  # fmt: skip
+NORMS_AFTER = {"attention_norm": ["post_attention_layernorm"], "ffn_norm": ["post_feedforward_layernorm"]}
+
+FAMILIES = {
+    "llama": Family(gguf=Gguf("llama", permutes_heads=True)),
+    "mistral": Family(
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        supported={"attention_bias": OFF}, sliding="every", use_sliding_window="agrees",
+        gguf=Gguf("llama", "attention.sliding_window", permutes_heads=True),
+    ),
+    "qwen2": Family(QWEN, **QWEN2, gguf=Gguf("qwen2")),
+    "qwen3": Family(
+        {**QWEN, "head_dim": 128}, fields={"qk_norm": "heads"}, sliding="later", use_sliding_window="decides",
+        gguf=Gguf("qwen3"),
+    ),
+    "mixtral": Family(
+        {"num_key_value_heads": 8}, computed=("num_local_experts",), supported={"attention_bias": OFF, **ALWAYS_SPARSE},
+        fields={"router_norm": True}, sliding="every", use_sliding_window="agrees", rope_theta=1e6,
+        experts=ExpertDefaults(8, 2),
+        names={
+            "ffn.router": ["block_sparse_moe.gate"],
+            "ffn.experts.gate_up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
+            "ffn.experts.down": ["block_sparse_moe.experts.{}.w2"],
+        },
+        gguf=Gguf("llama", "expert_count", permutes_heads=True),
+    ),
+    "qwen2_moe": Family(
+        {**QWEN, "num_key_value_heads": 16, "qkv_bias": True},
+        computed=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+        supported={"attention_bias": OFF}, qkv_bias="qkv_bias", out_bias=False, sliding="early even",
+        use_sliding_window="decides", experts=ExpertDefaults(60, 4, 1408, 5632),
+        names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]}, gguf=Gguf("qwen2moe", norm_topk_prob=False),
+    ),
+    "qwen3_moe": Family(
+        {"num_key_value_heads": 4, "sliding_window": 4096}, computed=("num_experts", "num_local_experts"),
+        fields={"qk_norm": "heads"}, sliding="every", use_sliding_window="decides",
+        experts=ExpertDefaults(128, 8, 768), gguf=Gguf("qwen3moe"),
+    ),
+    "gpt_oss": Family(
+        {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
+        computed=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE,
+        computed_fields=lambda hf, head_dim: {
+            "gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702),
+        },
+        fields={"sinks": True, "expert_bias": True, "router_bias": True, "router_norm": True},
+        sliding="even", use_sliding_window="agrees", rope_theta=150000.0, requires_rope=True,
+        experts=ExpertDefaults(128, 4), names={"ffn.router": ["mlp.router"]}, merges_experts=True,
+        gguf=Gguf(
+            "gpt-oss", names={"ffn_norm": ["post_attention_norm"]},
+            hf_keys=lambda get, hf: {"rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False}},
+        ),
+    ),
+    "smollm3": Family(
+        {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+        computed=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
+    ),
+    "phi3": Family(
+        computed=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+        names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
+    ),
+    "granite": Family(
+        computed=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+        computed_fields=granite_fields,
+    ),
+    "olmo2": Family(supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER),
+    "olmo3": Family(
+        {"sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_MLP_BIAS,
+        fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope=1,
+        names=NORMS_AFTER,
+    ),
+    "seed_oss": Family(
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}, computed=("attention_out_bias",),
+        out_bias="attention_out_bias",
+    ),
+    "ernie4_5": Family(
+        {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True}, supported=NO_BIAS,
+        fields={"rope_interleaved": True}, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias",
+        rope_theta=5e5,
+    ),
+    "hunyuan_v1_dense": Family(
+        computed=("alpha",), supported={"use_qk_norm": (True,)}, fields={"qk_norm": "rotated"},
+        names={
+            "attention.q_norm": ["self_attn.query_layernorm"], "attention.k_norm": ["self_attn.key_layernorm"],
+        },
+    ),
+    "exaone4": Family(
+        {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_BIAS,
+        fields={"qk_norm": "heads", "norms_after": True}, sliding="by period", full_rope=None, names=NORMS_AFTER,
+    ),
+    "ministral3": Family(
+        {"num_key_value_heads": 8, "head_dim": 128}, computed=("llama_4_scaling_beta", "max_position_embeddings"),
+        supported=NO_BIAS, sliding="every",
+        default_rope={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "mimo": Family(QWEN, **QWEN2, unused=("model.mtp_layers.",)),
+    "mistral3": Family(
+        text_models=("mistral", "ministral3"),
+        prefixes={
+            "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+        },
+        unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
+}  # fmt: skip
+
+
+def family_of(hf: Mapping) -> Family | None:
+    """The record of a config.json's model_type; None where there is none."""
+    model_type = hf.get("model_type")
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -1,0 +1,144 @@
+"""How a draft starts: its config.json and its first weights, before scripts.distill_draft teaches it.
+
+    check_sizes             the flags of sizes, against each other and the target
+    draft_config            config.json: sizes from the flags, or some of the target's layers
+    init_weights            random weights
+    weights_of_layers       the weights of some of the target's layers
+    project_embedding       the target's embedding, as far as the draft's columns can hold it
+
+This file knows no text and no training.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loading.config import config_from_hf, text_part
+from model import Config, Transformer
+from speculative import layer_subset, parse_layers
+from weights.linears import QuantizedLinear, check_unpacked
+
+# Keys of config.json that a draft must share with its target.
+SHARED = (
+    "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # a Llama's config.json cannot express them
+
+
+def check_sizes(args: Namespace, config: Config) -> None:
+    """ValueError for sizes that the kind or --from_layers does not take. Sets args.layers and args.dim."""
+    if args.kind == "eagle3":
+        if args.layers not in (None, 1) or args.dim not in (None, config.dim) or args.project:
+            sizes = f"one layer of --dim {config.dim}, the target's, and nothing to --project"
+            raise ValueError(f"--kind eagle3 has {sizes}")
+        args.layers, args.dim = 1, config.dim
+        if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
+            raise ValueError(f"--kind eagle3 takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
+    elif args.draft_vocab:
+        raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
+    if args.from_layers:
+        if any(config.sparse):
+            raise ValueError("--from_layers: layers of experts make no quick draft; give --layers and --dim")
+        args.from_layers = parse_layers(args.from_layers)
+        if any((args.layers, args.dim, args.heads, args.kv_heads, args.ffn, args.project)):
+            raise ValueError("--from_layers takes sizes and embedding from the target: give no sizes, and no --project")
+        args.layers, args.dim = len(args.from_layers), config.dim
+    if args.layers is None or args.dim is None:
+        raise ValueError(f"--kind {args.kind} needs --layers and --dim")
+    if args.project and args.dim > config.dim:
+        raise ValueError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
+
+
+def draft_config(hf: dict, args: Namespace) -> dict:
+    """config.json of a Llama with the target's RoPE; of OWN_ROPES only theta is taken over. ValueError for sizes that
+    do not divide."""
+    if args.from_layers:
+        return layers_config(hf, args.from_layers)
+    D, hf = args.dim, text_part(hf)
+    if hf.get("model_type") in OWN_ROPES:
+        theta = config_from_hf({**hf, "quantization_config": None}).rope_theta
+        ropes = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
+        hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}
+    if D % 2:
+        raise ValueError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
+    heads = args.heads or D // max(E for E in range(2, 65, 2) if D % E == 0)
+    kv_heads = args.kv_heads or heads
+    for is_wrong, message, fitting in (
+        (D % (2 * heads), f"--dim {D} does not divide into --heads {heads} of an even size; heads",
+         [H for H in range(1, D // 2 + 1) if D % (2 * H) == 0]),
+        (heads % kv_heads, f"--heads {heads} is not a multiple of --kv_heads {kv_heads}; kv_heads",
+         [G for G in range(1, heads + 1) if heads % G == 0]),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(f"{message} that would work: {', '.join(map(str, fitting))}")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": D,
+        # 8/3 D as in Llama, rounded up to a multiple of 32 for group-wise quantization
+        "intermediate_size": args.ffn or math.ceil(8 * D / 3 / 32) * 32, "num_hidden_layers": args.layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": D // heads,
+        "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16",
+        **{key: hf[key] for key in SHARED if hf.get(key) is not None},
+    }  # fmt: skip
+    config_from_hf(config)
+    return config
+
+
+def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
+    """config.json of a model of some of the target's layers."""
+    if not 0 <= min(layer_ids) <= max(layer_ids) < hf["num_hidden_layers"]:
+        raise ValueError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {hf['num_hidden_layers'] - 1}")
+    config = {key: value for key, value in hf.items() if key != "quantization_config"}
+    if config.get("layer_types"):
+        config["layer_types"] = [config["layer_types"][i] for i in layer_ids]
+    if config.get("model_type") == "smollm3":
+        rope_types = config_from_hf({**hf, "quantization_config": None}).rope_types
+        config["no_rope_layers"] = [int(rope_types[i] is not None) for i in layer_ids]
+    return config | {"num_hidden_layers": len(layer_ids), "dtype": "bfloat16"}
+
+
+def init_weights(model: Transformer, seed: int) -> None:
+    """GPT-2's scheme: normal(0, 0.02); the two matrices that write to the residual stream are scaled by depth."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            is_output = name.endswith(("attention.out.weight", "ffn.down.weight"))
+            std = 0.02 / math.sqrt(2 * model.config.n_layers) if is_output else 0.02
+            torch.nn.init.normal_(weight, std=std, generator=generator)
+
+
+@torch.no_grad()
+def weights_of_layers(draft: Transformer, target: Transformer, layer_ids: Sequence[int]) -> dict[str, Tensor]:
+    """First weights of a draft, in float32: some of the target's layers, its norm and its embedding. A mask's row of
+    the embedding is the mean of all rows. ValueError for a packed target."""
+    check_unpacked(target, "copied")
+    subset = layer_subset(target, layer_ids)
+    if (subset.windows, subset.rope_types) != (draft.windows, draft.rope_types):
+        raise ValueError(f"--from_layers {list(layer_ids)}: config.json cannot express the windows and RoPE of these")
+    source, weights = dict(subset.named_modules()), {}
+    for name, parameter in draft.named_parameters():
+        module, _, part = name.rpartition(".")
+        if module == "embed":
+            stored = source[module](torch.arange(target.config.vocab_size, device=target.norm.weight.device))
+        elif isinstance(source[module], QuantizedLinear) and part == "weight":
+            stored = source[module].dequantized(torch.float32)
+        else:
+            stored = getattr(source[module], part)
+        stored = stored.float()
+        extra = stored.mean(0, keepdim=True).expand(len(parameter) - len(stored), *stored.shape[1:])
+        weights[name] = torch.cat((stored, extra))
+    return weights
+
+
+@torch.no_grad()
+def project_embedding(draft: Transformer, target: Transformer) -> None:
+    """The target's embedding E on its D leading directions: no other table of D columns gives products of rows nearer
+    to E's. Scaled so that the first norm sees, and the first logits have, a usual size."""
+    ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
+    E = target.embed(ids).float()  # (V, D of the target), quantized or not
+    _, directions = torch.linalg.eigh(E.T @ E)  # in ascending order
+    projected = E @ directions[:, -draft.config.dim :].flip(1)  # (V, D)
+    draft.embed.weight[: len(projected)].copy_(projected * (0.02 / projected.std()))  # a mask has no row to project
