@@ -39,7 +39,6 @@ from decoding.timing import Timing
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from scripts import race
 from scripts.download import download
 
 
@@ -679,14 +678,13 @@ def test_threads_stay_within_a_containers_share(tmp_path):
     assert cpu_share(str(tmp_path / "none")) == here
 
 
-@pytest.mark.parametrize("arguments", [parse_args, race.parse_args])
-def test_more_threads_than_processors_are_refused(capsys, arguments):
+def test_more_threads_than_processors_are_refused(capsys):
     """Thousands would freeze the machine. Both numbers are named, before anything is loaded."""
     with pytest.raises(SystemExit) as exit:
-        arguments(["--threads", "5000"])
+        parse_args(["--threads", "5000"])
     error = capsys.readouterr().err
     assert exit.value.code == 2 and "5000" in error and str(os.cpu_count()) in error and error.count("\n") == 1
-    assert arguments(["--threads", str(os.cpu_count())]).threads == os.cpu_count()
+    assert parse_args(["--threads", str(os.cpu_count())]).threads == os.cpu_count()
 
 
 @pytest.mark.parametrize("asked, index", [(None, 0), ("cuda", 0), ("cuda:1", 1)])
@@ -747,7 +745,7 @@ def test_every_program_helps(file, tmp_path):
     assert forked(help, tmp_path / "stderr") == 0, (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.parametrize("program", ["quantize", "scripts.perplexity", "scripts.race", "scripts.compare"])
+@pytest.mark.parametrize("program", ["quantize", "scripts.perplexity", "scripts.compare"])
 def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, program):
     """Otherwise every rank does and prints all of it, and they write the same folder."""
     flags = {
