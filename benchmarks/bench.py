@@ -1,6 +1,6 @@
 """Measure quickdraft on a CPU: `python -m benchmarks.bench decode --peers --write benchmarks/cpu.json`.
 
-    decode        tokens/s and bytes/s of the 1.1B shape by format, batch and compilation; with --peers against
+    decode        tokens/s and bytes/s of the 1.1B shape by format, eager and compiled; with --peers against
                   llama.cpp, gpt-fast and transformers
     verify        a pass over 6 rows against a step of one, by format
     prefill       prompts of 32, 128 and 512 tokens; with --peers against transformers
@@ -13,6 +13,9 @@
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each rank, time per step (memory.py)
     moe           decode and verify of a sparse 1B shape (moe-1b.json: 4 of 32 experts); bytes are those of the experts
                   that a token takes
+    context       steps with up to 16,000 tokens filled, in 16-bit caches and in 8-bit ones (context.py)
+    prefill8k     a prompt of 8,192 tokens beside transformers and llama.cpp (context.py)
+    identical     the price of bit-identical drafting for plain steps (context.py)
     first_token   start of `python generate.py` on the demo until its first byte of text
 
 `--write` merges the rows into a results file after each measurement. `--plot` draws every results file in benchmarks/,
@@ -23,6 +26,7 @@ round.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -32,6 +36,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.context import measure_context, measure_identical, measure_prefill8k
 from benchmarks.memory import measure_load, measure_tp
 from benchmarks.pipes import ROOT, Worker, close
 from benchmarks.plots import draw
@@ -73,12 +78,11 @@ def best_of(seconds: dict[str, list[float]]) -> str:
 
 
 def measure_decode(args) -> list[dict]:
-    """Each format eager and compiled, beside the peers that have such a format; then batch 4 and float32."""
+    """Each format eager and compiled, beside the peers that have such a format."""
     rows = []
     for format in LLAMACPP_TYPES:
         rows += compare_decode(args, both_ways(TINYLLAMA, format), peers(args, "decode", format), format)
-    workers = {"bf16.batch4": quickdraft(hf=TINYLLAMA, batch=4), "fp32": quickdraft(hf=TINYLLAMA, dtype="float32")}
-    return rows + compare_decode(args, workers, {}, "others")
+    return rows
 
 
 def both_ways(hf: dict, format: str) -> dict[str, Worker]:
@@ -97,13 +101,12 @@ def compare_decode(
     note = f"read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s in the same run"
     rows = [row(f"{shape}.{group}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidths], "GB/s", READ_NOTE)]
     for name, values in seconds.items():
-        batch, id = 4 if name.endswith("batch4") else 1, name if name in workers else f"{group}.{name}"
-        rows.append(row(f"{shape}.{id}.tok_s", [batch / s for s in values], "tok/s", note))
+        id = name if name in workers else f"{group}.{name}"
+        rows.append(row(f"{shape}.{id}.tok_s", [1 / s for s in values], "tok/s", note))
     best = best_of({name: seconds[name] for name in workers})
     shares = {name: shares_of(answers[name], bandwidths) for name in workers}
     rows += [row(f"{shape}.{name}.of_read_bandwidth", values, "ratio", note) for name, values in shares.items()]
-    if group in workers:  # the bare id is the faster one's
-        rows.append(row(f"{shape}.{group}.of_read_bandwidth", shares[best], "ratio", f"{best}; {note}"))
+    rows.append(row(f"{shape}.{group}.of_read_bandwidth", shares[best], "ratio", f"{best}; {note}"))
     for peer in others:
         ratio = ratios(seconds[peer], seconds[best])
         rows.append(row(f"{shape}.{group}.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
@@ -227,9 +230,8 @@ def measure_speculation(args) -> list[dict]:
     for alpha, compile in ((0.5, False), (0.8, False), (0.95, False), (0.8, True)):
         id = f"spec.1b.alpha{round(100 * alpha)}{'.compiled' * compile}"
         rows += race(id, prompts, 64, note, pair="counting", alpha=alpha, compile=compile)
-    over_predicted = [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
-    medians_note = "over the four medians of the 1.1B pair"
-    rows.append(row("spec.measured_over_predicted", over_predicted, "ratio", medians_note))
+    values = [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
+    rows.append(row("spec.measured_over_predicted", values, "ratio", "over the four medians of the 1.1B pair"))
     note = "1.1B and 0.1B random bf16 weights, greedy, acceptance 0.8 by construction, eager"
     for k in (1, 2, 3, 5, 8):
         rows += race(f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k)
@@ -238,20 +240,18 @@ def measure_speculation(args) -> list[dict]:
 
 def measure_drafts(args) -> list[dict]:
     """The demo pair, bound by launches and not by bytes, and prompt lookup."""
-    rows, samplings = [], (("greedy", 0.0), ("t08", 0.8))
-    note = "demo pair, bf16, 200 tokens from each of eight openings"
-    for name, temperature in samplings:
-        for k, compile in ((2, False), (3, False), (5, False), ("auto", False), (5, True), ("auto", True)):
+    rows = []
+    for name, temperature in (("greedy", 0.0), ("t08", 0.8)):
+        note = "demo pair, bf16, 200 tokens from each of eight openings"
+        for k, compile in itertools.product((2, 5, "auto"), (False, True)):
             id = f"spec.demo.{name}.k{k}{'.compiled' * compile}"
             rows += race(id, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile)
+        note = "demo model, eight openings, ngram:3, K = 5"
+        rows += race(f"spec.ngram.story.{name}", OPENINGS, 200, note, pair="story", temperature=temperature)
     note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, ngram:3, K = 5"
     rows += race("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
     note = "1.1B random bf16 weights whose output never repeats, ngram:3: nothing matches"
-    rows += race("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
-    note = "demo model, eight openings, ngram:3, K = 5"
-    for name, temperature in samplings:
-        rows += race(f"spec.ngram.story.{name}", OPENINGS, 200, note, pair="story", temperature=temperature)
-    return rows
+    return rows + race("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
 
 
 def race(id: str, prompts, new: int, note: str, **pair) -> list[dict]:
@@ -324,6 +324,9 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "load": measure_load,
     "tp": measure_tp,
     "moe": measure_moe,
+    "context": measure_context,
+    "prefill8k": measure_prefill8k,
+    "identical": measure_identical,
     "first_token": measure_first_token,
 }
 

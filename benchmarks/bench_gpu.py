@@ -1,8 +1,7 @@
 """Measure quickdraft on one GPU: `python -m benchmarks.bench_gpu decode --write benchmarks/h200.json`.
 
-    bandwidth     a read and a copy of 4 GiB
     decode        one compiled step by format, 100 tokens filled: rate, share of the read bandwidth, ratio to bf16; six
-                  rows over one; kernels; memory; seconds to compile
+                  rows over one; seconds to compile
     speculation   8B and 1B in int4, acceptance set by construction: speed-up, and measured over predicted
     peers         gpt-fast (--gptfast) and transformers, compiled, in turn with this project's step
 
@@ -37,19 +36,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_step import (
-    POSITIONS,
-    UNCOUNTED,
-    Contender,
-    K,
-    Subject,
-    allowed_error,
-    bandwidths,
-    buffers,
-    larger_chunks,
-    no_surprises,
-    shape,
-)
+from benchmarks import gpu_step
+from benchmarks.gpu_step import Contender, K, Subject, no_surprises, shape
 from benchmarks.pipes import Worker
 from benchmarks.record import list_of, one_of, publish, ratios, row
 from benchmarks.shapes import GPU_SHAPES, counting_model, mislead
@@ -58,7 +46,7 @@ from program.edge import ending_plainly
 from program.flags import Parser, positive
 from program.loading import pick_device
 from program.report import speculative
-from sampling import Sampling
+from sampling import GREEDY, Sampling
 from speculative import Costs, ModelDraft
 from timing import spent, synchronize
 from weights.formats import SCHEMES
@@ -69,10 +57,10 @@ CORRECT_NOTE = "within the allowed error of float32"
 
 
 def rounds_of(args: argparse.Namespace, contenders: dict[str, Contender], k: int = 0) -> tuple[dict, list[float]]:
-    """Every contender in turn, after a read of the device's memory: name -> median seconds by round; bandwidths."""
+    """Every contender in turn, after a read of the device's memory: (name -> medians of seconds, bandwidths)."""
     seconds, reads = {name: [] for name in contenders}, []
     for _ in range(args.rounds):
-        reads.append(bandwidths(args)[0])
+        reads.append(gpu_step.read_bandwidth(args))
         for name, contender in contenders.items():
             seconds[name].append(statistics.median(contender.run(args.steps, k)))
     return seconds, reads
@@ -99,14 +87,6 @@ def free_memory() -> None:
 # ------------------------------------------------------------------------------------------------- steps
 
 
-def measure_bandwidth(args: argparse.Namespace) -> Iterator[Rows]:
-    rounds = [bandwidths(args) for _ in range(args.rounds)]
-    size = f"of {buffers(args.device, 2**20 if args.tiny else 2**30)[0].nbytes / 2**30:.3g} GiB of float32"
-    notes = {"read": f"faster of a sum and a dot product {size}", "copy": f"copy, bytes read and written, {size}"}
-    for name, values in zip(notes, zip(*rounds)):
-        yield [row(f"{name}_bandwidth_gb_s", [value / 1e9 for value in values], "GB/s", notes[name])]
-
-
 def measure_decode(args: argparse.Namespace) -> Iterator[Rows]:
     """Each format beside bf16, in turn."""
     for name in args.shapes:
@@ -124,21 +104,17 @@ def decode_rows(args: argparse.Namespace, name: str, format: str, base: Contende
     id, contenders = f"{name}.{format}", {format: contender} | ({"bf16": base} if base else {})
     seconds, reads = rounds_of(args, contenders)
     six, _ = rounds_of(args, {format: contender}, K)
-    count, busy_s, longest = contender.kernels()
-    num_bytes, step_s, num_layers = contender.bytes(), seconds[format], contender.subject.model.config.n_layers
-    memory_gb = torch.cuda.memory_allocated(args.device) / 1e9 if args.device.type == "cuda" else 0.0
+    num_bytes, step_s = contender.bytes(), seconds[format]
     bandwidth = f"read bandwidth {statistics.median(reads) / 1e9:.0f} GB/s"
     note = f"{num_bytes / 1e9:.3f} GB a step, {args.filled} filled; {bandwidth}"
-    error = f"logits off by {contender.error:.2g} of their size, {allowed_error(num_layers):.2g} allowed"
+    bound = gpu_step.allowed_error(contender.subject.model.config.n_layers)
+    error = f"logits off by {contender.error:.2g} of their size, {bound:.2g} allowed"
     return [
         row(f"{id}.tok_s", [1 / s for s in step_s], "tok/s", note),
         row(f"{id}.step_ms", [1e3 * s for s in step_s], "ms", error),
         row(f"{id}.of_read_bandwidth", ratios([num_bytes / s for s in step_s], reads), "ratio", note),
         row(f"{id}.verify6_over_1", ratios(six[format], step_s), "ratio", "6 rows over 1: the price of --one_width"),
-        row(f"{id}.kernels", [count], "a step", longest),
-        row(f"{id}.kernel_ms", [1e3 * busy_s], "ms", "sum over a step's kernels; the rest of a step is between them"),
         row(f"{id}.compile_s", [contender.compile_s], "s", "a decode step and a verification, with tuning"),
-        row(f"{id}.memory_gb", [memory_gb], "GB", "allocated now, with bf16's model where it is beside"),
         *([row(f"{id}.vs_bf16", ratios(seconds["bf16"], step_s), "ratio", note)] if base else []),
     ]
 
@@ -146,90 +122,80 @@ def decode_rows(args: argparse.Namespace, name: str, format: str, base: Contende
 # -------------------------------------------------------------------------------------------- speculation
 
 
-def untied(hf: dict) -> dict:
-    return hf | {"tie_word_embeddings": False}
-
-
 def measure_speculation(args: argparse.Namespace) -> Iterator[Rows]:
-    """Both models in int4; the 1B's head and embedding apart, because rows of the head say what follows."""
-    scheme, note = "int4-g32", "random int4 weights, K = 5, greedy, acceptance set by construction"
-    with larger_chunks(args.device):
-        pair = [
-            pack_model(counting_model(untied(shape(args, name)), 0.0, device=args.device, quantize=scheme))
-            for name in ("8b", "1b")
-        ]
-    clean = pair[1].embed.weight.clone()
-    engine = Engine(pair[0], 1, POSITIONS, compile=not args.eager, drafter=ModelDraft(pair[1]), speculate_k=K)
+    """Both models in int4. Their heads and embeddings are apart, because rows of a counting model's head say what
+    follows."""
+    note, values = "random int4 weights, K = 5, greedy, acceptance set by construction", []
+    options = {"device": args.device, "quantize": "int4-g32"}
+    with gpu_step.larger_chunks(args.device):
+        shapes = [shape(args, name) | {"tie_word_embeddings": False} for name in ("8b", "1b")]
+        target, draft = (pack_model(counting_model(hf, 0.0, **options)) for hf in shapes)
+    weight = draft.embed.weight.clone()
+    engine = Engine(target, 1, gpu_step.POSITIONS, compile=not args.eager, drafter=ModelDraft(draft), speculate_k=K)
     if not args.eager:
-        engine.warm_up(Sampling(0).kind)
-    found = {}
+        engine.warm_up(GREEDY)
     for alpha in (0.8, 0.5, 0.95):
-        pair[1].embed.weight.copy_(clean)
-        mislead(pair[1], 1 - alpha)
+        draft.embed.weight.copy_(weight)
+        mislead(draft, 1 - alpha)
         id = f"spec.8b_int4_1b_int4.alpha{round(100 * alpha)}"
-        make = functools.partial(race_rows, args, engine, id, note)
-        rows = attempt(id, make, "rounds decided the tokens of plain steps")
-        found |= {r["id"]: r["value"] for r in rows if r["id"].endswith("measured_over_predicted")}
-        every = row("spec.measured_over_predicted", list(found.values()), "ratio", note) if found else None
-        yield rows + ([every] if every else [])
+        rows = attempt(id, functools.partial(race_rows, args, engine, id, note), "rounds decide as plain steps do")
+        values += [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
+        yield rows + ([row("spec.measured_over_predicted", values, "ratio", note)] if values else [])
 
 
 def race_rows(args: argparse.Namespace, engine: Engine, id: str, note: str) -> Rows:
     """Plain decoding and rounds in turn, once for each of --rounds prompts."""
-    engine.costs = costs(args, engine)
-    runs = [race(args, engine, [(997 * (n + 1)) % engine.model.config.vocab_size]) for n in range(args.rounds)]
-    speedups = [plain / drafted for plain, drafted, _ in runs]
-    reports = [report for _, _, report in runs]
-    predicted = [report["predicted_speedup"] for report in reports]
+    engine.costs = measure_costs(args, engine)
+    vocab_size = engine.model.config.vocab_size
+    plain, drafted, reports = zip(*(race(args, engine, [997 * (n + 1) % vocab_size]) for n in range(args.rounds)))
+    speedups = ratios(plain, drafted)
+    over_predicted = ratios(speedups, [report["predicted_speedup"] for report in reports])
     rows = [
         row(f"{id}.speedup", speedups, "ratio", note),
-        row(f"{id}.measured_over_predicted", ratios(speedups, predicted), "ratio", note),
-        row(f"{id}.plain_tok_s", [1 / plain for plain, _, _ in runs], "tok/s", note),
-        row(f"{id}.tok_s", [1 / drafted for _, drafted, _ in runs], "tok/s", note),
+        row(f"{id}.measured_over_predicted", over_predicted, "ratio", note),
+        row(f"{id}.plain_tok_s", [1 / s for s in plain], "tok/s", note),
+        row(f"{id}.tok_s", [1 / s for s in drafted], "tok/s", note),
     ]
     keys = ("alpha", "c", "v", "tokens_per_round")
     return rows + [row(f"{id}.{key}", [report[key] for report in reports], "", note) for key in keys]
 
 
 def race(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> tuple[float, float, dict]:
-    """Seconds a token of decoding plainly and with rounds, and what speculation reports. After the prompt nothing may
-    wait for the device but the loop's own reading of events. ValueError where the two decide different tokens."""
-    found, texts, new = [], [], 24 if args.tiny else 256
+    """Seconds a token of decoding plainly and with rounds, and the report of speculation. After the prompt only the
+    loop's own reading of events may wait for the device. ValueError if the two decide different tokens."""
+    seconds, texts = [], []
     for k in (0, K):
         engine.clear()
         engine.speculate_k, timing = k, Timing()
-        options = {"sampling": Sampling(0), "max_new_tokens": new, "engine": engine, "timing": timing}
-        stream = generate(engine.model, [prompt], **options)
+        options = {"sampling": Sampling(0), "max_new_tokens": 24 if args.tiny else 256, "engine": engine}
+        stream = generate(engine.model, [prompt], timing=timing, **options)
         ids = [next(stream)[1]]
         with no_surprises(engine.device):
             ids += [id for _, id in stream]
-        found.append(timing.decode_s / (timing.decoded[0] - 1))
+        seconds.append(timing.decode_s / (timing.decoded[0] - 1))
         texts.append(ids)
     if texts[0] != texts[1]:
         raise ValueError(f"wrong: rounds decided {texts[1][:8]}…, plain steps {texts[0][:8]}…")
-    return *found, speculative(engine, [timing])
+    return *seconds, speculative(engine, [timing])
 
 
 @torch.inference_mode()
-def costs(args: argparse.Namespace, engine: Engine) -> Costs:
-    """As Engine.calibrate, but back to back: with a pause before each, a GPU's steps seem to cost what the host takes
-    to launch them, and those of a small draft more than they do."""
-    rows = engine.rows(0, 1)
-    state = rows.state
-    state.pos.fill_(args.filled - 1)
-    state.done.fill_(True)
-    found: dict[int, list] = {}
+def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
+    """As Engine.calibrate, but back to back. With a pause before each, a GPU's step seems to cost what the host takes
+    to launch it, and a small draft's step more than it does."""
+    rows, parts = engine.rows(0, 1), {}
+    rows.state.pos.fill_(args.filled - 1)
+    rows.state.done.fill_(True)
     for k in (0, K):
-        for number in range(args.steps + UNCOUNTED):
-            step = engine.run(rows, args.filled, k)
+        steps = []
+        for _ in range(args.steps + gpu_step.UNCOUNTED):
+            steps.append(engine.run(rows, args.filled, k))
             engine.draft_lag = 0
-            if number >= UNCOUNTED:
-                found.setdefault(k, []).append(step)
         synchronize(engine.device)
-    parts = {k: [spent(step) for step in steps] for k, steps in found.items()}  # (draft, verify) seconds
-    draft = statistics.median(part[0] for part in parts[K])
-    verify, plain = (statistics.median(part[1] for part in parts[k]) for k in (K, 0))
-    return Costs(plain, {K: draft}, {K: verify})
+        parts[k] = [spent(step) for step in steps[gpu_step.UNCOUNTED :]]  # (draft, verify) seconds
+    draft_s = statistics.median(draft_s for draft_s, _ in parts[K])
+    plain_s, verify_s = (statistics.median(verify_s for _, verify_s in parts[k]) for k in (0, K))
+    return Costs(plain_s, {K: draft_s}, {K: verify_s})
 
 
 # ------------------------------------------------------------------------------------------------- peers
@@ -268,7 +234,6 @@ def peer_rows(args: argparse.Namespace, name: str, format: str, peer: str, comma
 # ------------------------------------------------------------------------------------------- command line
 
 MEASUREMENTS = {
-    "bandwidth": measure_bandwidth,
     "decode": measure_decode,
     "speculation": measure_speculation,
     "peers": measure_peers,

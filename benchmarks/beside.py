@@ -1,4 +1,4 @@
-"""Two checkouts of this project in one run: `python -m benchmarks.beside ../before [--models demo smollm2] [--rounds 7]`.
+"""Two checkouts of this project in one run: `python -m benchmarks.beside ../before --models demo`.
 
     single1, single8    one greedy request, in an engine of one slot and of eight
     lines               48 prompts on eight slots; every eighth wants 200 tokens, the others 20

@@ -1,8 +1,8 @@
-"""One compiled step on a GPU: its time, its kernels, and whether its logits are right.
+"""One compiled step on a GPU: its time, and whether its logits are right.
 
-    timed, bandwidths   seconds of calls back to back; bytes/s of a read and of a copy
-    Subject             random weights of a shape in a format, and their logits in float32
-    Contender           a subject's steps and verifications, as generate.py compiles them
+    timed, read_bandwidth   seconds of calls back to back; bytes/s
+    Subject                 random weights of a shape in a format, and their logits in float32
+    Contender               a subject's steps and verifications, as generate.py compiles them
 
 Steps run back to back with an event between them. While they are timed, waiting for the device and compiling anew are
 errors. A Contender compares its logits with those that the same stored weights give in float32, eagerly, before
@@ -63,18 +63,17 @@ def timed(device: torch.device, call: Callable[[], object], count: int) -> list[
 
 
 @functools.cache
-def buffers(device: torch.device, numbers: int) -> tuple[Tensor, Tensor]:
+def buffer_of(device: torch.device, numbers: int) -> Tensor:
     """float32, far larger than the caches; not zeros, which may move faster."""
-    return torch.empty(numbers, device=device).normal_(), torch.empty(numbers, device=device)
+    return torch.empty(numbers, device=device).normal_()
 
 
-def bandwidths(args: argparse.Namespace) -> tuple[float, float]:
-    """Bytes/s of reading (the faster of a sum and a dot product of halves), and of copying, read and written."""
-    data, other = buffers(args.device, 2**20 if args.tiny else 2**30)
-    half = data.numel() // 2
-    reads = (data.sum, lambda: torch.dot(data[:half], data[half:]))
-    read = min(statistics.median(timed(args.device, call, 5)) for call in reads)
-    return data.nbytes / read, 2 * data.nbytes / statistics.median(timed(args.device, lambda: other.copy_(data), 5))
+def read_bandwidth(args: argparse.Namespace) -> float:
+    """Bytes/s of reading: the faster of a sum and a dot product of halves."""
+    data = buffer_of(args.device, 2**20 if args.tiny else 2**30)
+    halves = data.chunk(2)
+    reads = (data.sum, lambda: torch.dot(*halves))
+    return data.nbytes / min(statistics.median(timed(args.device, call, 5)) for call in reads)
 
 
 @contextlib.contextmanager
@@ -245,19 +244,6 @@ class Contender:
         """Bytes that one step reads."""
         model = self.subject.model
         return weight_bytes(model) + attended_bytes(position_bytes(model), self.args.filled)
-
-    def kernels(self, count: int = 4) -> tuple[float, float, str]:
-        """(kernels a step, their seconds a step, the longest by name), from the profiler; on a CPU operators."""
-        from torch.profiler import ProfilerActivity, profile
-
-        on_gpu = self.device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
-            self.run(count)
-        steps, name = count + UNCOUNTED, "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        ms = {event: getattr(event, name) / steps / 1e3 for event in trace.key_averages()}
-        events = sorted((event for event in ms if ms[event] > 0), key=lambda event: -ms[event])
-        longest = [f"{event.key[:60]} {ms[event]:.3f} ms in {event.count / steps:.0f}" for event in events[:6]]
-        return sum(event.count for event in events) / steps, sum(ms.values()) / 1e3, ", ".join(longest)
 
 
 def head_with_copy(model: Transformer, state: nn.Module, h: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from program.flags import parse_args
 
 FOLDERS = ("drafts", "reading", "weights", "program")
 FILES = sorted([*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("*.py"))])
-PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
+PROGRAMS = ("scripts", "benchmarks", "tests")
 
 # What a file may know of the project, besides what these know themselves. What is not listed here is free to know what
 # it likes, as long as imports form a DAG.

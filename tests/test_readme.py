@@ -21,7 +21,7 @@ SET_UP = ("python3 -m venv", ". .venv/bin/activate", "pip install", "python -m p
 ELSEWHERE = (
     "scripts.download",
     "scripts.convert_meta",
-    "checkpoints.train_demo",
+    "benchmarks.train_demo",
     "benchmarks.bench",
     "tests.attacks",
     "TinyLlama",
