@@ -4,10 +4,12 @@
     TABLES      name in a mark -> the function that makes that table
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. `python -m benchmarks.bench --plot` fills README.md and
-benchmarks/README.md; a test holds that they show what the files say. What was not measured is a dash.
+benchmarks/README.md; a test compares them with the files. A dash stands for a figure that was not measured.
 """
 
+import functools
 import re
+from collections.abc import Sequence
 
 from benchmarks.plots import RATED
 from weights.formats import FORMATS, SCHEMES
@@ -75,67 +77,62 @@ MOE = {
     "verifying 6 rows, in steps of one": "moe.{}.verify6_over_1",
 }
 FILLED = (100, 1000, 4000, 16_000)
+MEDIANS = ("median (min–max)",)
+
+RowById = dict[str, dict]
+Lines = list[list[str]]  # of cells; the first one is the head
 
 
-def rates(found: dict[str, dict]) -> list[list[str]]:
-    return [["", *RATED], *([label, *(cell(found, id.format(kind)) for kind in RATED)] for label, id in RATES.items())]
+def by_column(title: str, columns: Sequence[str], ids: dict[str, str], rows: RowById) -> Lines:
+    """A line for each label of `ids`, whose {} stands for a column."""
+    return [[title, *columns], *([label, *(cell(rows, id.format(c)) for c in columns)] for label, id in ids.items())]
 
 
-def others(found: dict[str, dict]) -> list[list[str]]:
-    return [["", "median (min–max)"], *([label, cell(found, id)] for label, id in OTHERS.items())]
-
-
-def real(found: dict[str, dict]) -> list[list[str]]:
-    return [["SmolLM2-135M-Instruct", "median (min–max)"], *([label, cell(found, id)] for label, id in REAL.items())]
-
-
-def moe(found: dict[str, dict]) -> list[list[str]]:
-    kinds = ("bf16", "int8")
-    return [["", *kinds], *([label, *(cell(found, id.format(kind)) for kind in kinds)] for label, id in MOE.items())]
-
-
-def context(found: dict[str, dict]) -> list[list[str]]:
+def context(rows: RowById) -> Lines:
     """Milliseconds a step, and GB that it reads, by positions filled."""
-    head = ["positions filled", *(f"{filled:,}" for filled in FILLED)]
-    kinds = {"all attended to": "full", "a window of 1,024": "window1024"}
-    lines = []
-    for label, kind in kinds.items():
-        for unit in ("ms", "gb"):
+    lines = [["positions filled", *(f"{filled:,}" for filled in FILLED)]]
+    for label, kind in (("all attended to", "full"), ("a window of 1,024", "window1024")):
+        for unit, name in (("ms", "ms"), ("gb", "GB")):
             ids = [f"1b.bf16.compiled.{kind}.filled{filled}.{unit}" for filled in FILLED]
-            lines.append([f"{label}, {unit.upper() if unit == 'gb' else unit}", *(cell(found, id) for id in ids)])
-    return [head, *lines]
+            lines.append([f"{label}, {name}", *(cell(rows, id) for id in ids)])
+    return lines
 
 
-def drafts(found: dict[str, dict]) -> list[list[str]]:
+def drafts(rows: RowById) -> Lines:
     columns = {"α": "alpha", "tokens a round": "tokens_per_round", "speed-up": "speedup"}
     columns["over predicted"] = "measured_over_predicted"
-    lines = [[label, *(cell(found, f"{id}.{name}") for name in columns.values())] for label, id in DRAFTS.items()]
+    lines = [[label, *(cell(rows, f"{id}.{name}") for name in columns.values())] for label, id in DRAFTS.items()]
     return [["target, drafter", *columns], *lines]
 
 
-def quality(found: dict[str, dict]) -> list[list[str]]:
-    names = {"bf16": "bf16"} | {name: name for name in SCHEMES}
-    names |= {"int4-g128, searched ranges": "int4-g128.search", "int4-g128, GPTQ": "int4-g128.gptq"}
+def quality(rows: RowById) -> Lines:
+    ids = {"bf16": "bf16"} | {name: name for name in SCHEMES}
+    ids |= {"int4-g128, searched ranges": "int4-g128.search", "int4-g128, GPTQ": "int4-g128.gptq"}
     lines = []
-    for label, id in names.items():
+    for label, id in ids.items():
         scheme = id.split(".")[0]
         bits = 16 if scheme == "bf16" else FORMATS[scheme].bits_per_weight
-        figures = (found.get(f"demo.{id}.{name}") for name in ("ppl", "kl", "top1"))
+        figures = (rows.get(f"demo.{id}.{name}") for name in ("ppl", "kl", "top1"))
         lines.append([label, f"{bits:.3g}", *(f"{row['value']:.4g}" if row else "–" for row in figures)])
     lines.sort(key=lambda line: -float(line[1]))
     return [["", "bits a weight", "perplexity", "KL, nats a token", "same likeliest token"], *lines]
 
 
 TABLES = {
-    "rates": rates, "others": others, "real": real, "moe": moe, "context": context, "drafts": drafts,
+    "rates": functools.partial(by_column, "", RATED, RATES),
+    "others": functools.partial(by_column, "", MEDIANS, OTHERS),
+    "real": functools.partial(by_column, "SmolLM2-135M-Instruct", MEDIANS, REAL),
+    "moe": functools.partial(by_column, "", ("bf16", "int8"), MOE),
+    "context": context,
+    "drafts": drafts,
     "quality": quality,
-}  # fmt: skip
+}
 
 
-def cell(found: dict[str, dict], id: str) -> str:
-    if id not in found:
+def cell(rows: RowById, id: str) -> str:
+    if id not in rows:
         return "–"
-    value, low, high = (number(found[id][name]) for name in ("value", "min", "max"))
+    value, low, high = (number(rows[id][name]) for name in ("value", "min", "max"))
     return value if low == high else f"{value} ({low}–{high})"
 
 
@@ -144,18 +141,18 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def markdown(lines: list[list[str]]) -> str:
+def markdown(lines: Lines) -> str:
     head, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
     return head + "|" + "---|" * len(lines[0]) + "\n" + "".join(rest)
 
 
 def fill(text: str, rows: list[dict]) -> str:
-    """The text with every marked table made from `rows` (of all results files). ValueError for a table of no name."""
-    found = {row["id"]: row for row in rows}
+    """The text with every marked table made from `rows` (of all results files). ValueError for an unknown table."""
+    row_by_id = {row["id"]: row for row in rows}
 
-    def filled(match: re.Match) -> str:
+    def table(match: re.Match) -> str:
         if match[2] not in TABLES:
             raise ValueError(f"no table is called {match[2]!r}; there are {', '.join(TABLES)}")
-        return match[1] + markdown(TABLES[match[2]](found)) + match[3]
+        return match[1] + markdown(TABLES[match[2]](row_by_id)) + match[3]
 
-    return MARKED.sub(filled, text)
+    return MARKED.sub(table, text)
