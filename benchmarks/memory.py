@@ -1,6 +1,6 @@
 """What loading takes: memory and bytes, in one process and over two ranks. For `python -m benchmarks.bench load tp`.
 
-    measure_load    peak of anonymous memory over the weights, seconds; the same of quantize.py
+    measure_load    peak of anonymous memory over the weights, and seconds
     measure_tp      bytes and memory of each of two gloo ranks, time per step
     tp_rank         one rank of a launch
 
@@ -26,7 +26,6 @@ from benchmarks.workers import read_bandwidth
 from checkpoint import load_model, random_model, save_model
 from generate import Engine
 from model import Config, Transformer
-from program.report import weight_bytes
 from sampling import Sampling
 
 
@@ -59,17 +58,6 @@ def anonymous_bytes() -> int:
     raise ValueError("/proc/self/status has no RssAnon: this measurement needs Linux")
 
 
-def mapped_bytes(folder: str) -> int:
-    """Resident pages of files in `folder` that this process has mapped."""
-    num_bytes, in_folder = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:  # the head of a mapping
-            in_folder = folder in line
-        elif in_folder and line.startswith("Rss:"):
-            num_bytes += int(line.split()[1]) * 1024
-    return num_bytes
-
-
 def stored_bytes(model: Transformer) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
@@ -93,23 +81,13 @@ def load_once(folder: str, **options) -> None:
     print(json.dumps([peak.bytes / stored_bytes(model), time.perf_counter() - start]))
 
 
-def quantize_once(folder: str, output: str, scheme: str) -> None:
-    """Print (peak in GB, seconds) of one run of quantize.py."""
-    start = time.perf_counter()
-    with PeakMemory() as peak:
-        quantize.main(["--checkpoint", folder, "--scheme", scheme, "--output", output])
-    print(json.dumps([peak.bytes / 1e9, time.perf_counter() - start]))
-
-
 def measure_load(args) -> list[dict]:
     """A folder of the 1.1B shape in bfloat16: as it is, quantized while loading, and stored quantized."""
     note, rows = "1.1B shape, files in the page cache", []
     with tempfile.TemporaryDirectory() as folder:
         original, quantized = f"{folder}/original", f"{folder}/quantized"
         save_model(random_model(Config.from_hf(TINYLLAMA)), original, TINYLLAMA)
-        *_, (peak, seconds) = run_here(f"quantize_once({original!r}, {quantized!r}, 'int4-g32')")
-        rows.append(row("quantize.1b.int4-g32.peak_gb", [peak], "GB", f"python quantize.py; {note}"))
-        rows.append(row("quantize.1b.int4-g32.s", [seconds], "s", f"python quantize.py; {note}"))
+        quantize.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
         for name, call in (
             ("load", f"load_once({original!r})"),
             ("load.int8", f"load_once({original!r}, quantize='int8')"),
@@ -136,16 +114,15 @@ def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
         return copied[-1]
 
     tp.take = counted
-    start = time.perf_counter()
     with PeakMemory() as peak:
         model = load_model(folder, tp=ranks)
-    facts = {"rank": ranks.rank, "peak": peak.bytes, "load_s": time.perf_counter() - start}
-    facts |= {"mapped": mapped_bytes(folder), "copied": sum(part.nbytes for part in copied)}
+    facts = {"rank": ranks.rank, "peak": peak.bytes}
+    facts["copied"] = sum(part.nbytes for part in copied)
     copied.clear()
     engine = Engine(model, 1, 256)
     engine.calibrate(Sampling(0), 100, rounds=2)
     facts["step_s"] = engine.calibrate(Sampling(0), 100, rounds=steps).decode_s
-    gathered = [facts | {"weights": stored_bytes(model), "bytes": weight_bytes(model)}] * ranks.world
+    gathered = [facts | {"weights": stored_bytes(model)}] * ranks.world
     if ranks.world > 1:
         torch.distributed.all_gather_object(gathered, gathered[0])
     for part in gathered if ranks.rank == 0 else ():
@@ -167,11 +144,7 @@ def measure_tp(args) -> list[dict]:
                 rounds[name].append(run_here(f"tp_rank({folder!r}, {args.steps}, {threads})", num_ranks))
     rows = [row("tp.1b.read_bandwidth", bandwidths, "GB/s", "plain read, two threads, in the same rounds")]
     weights = rounds["1rank"][0][0]["weights"]
-    meanings = {
-        "peak": "peak of anonymous memory while loading",
-        "copied": "bytes taken from the files",
-        "mapped": "pages of the files that were touched: whole pages, and what the system maps around them",
-    }
+    meanings = {"peak": "peak of anonymous memory while loading", "copied": "bytes taken from the files"}
     step_s = {name: [parts[0]["step_s"] for parts in launched] for name, launched in rounds.items()}
     for name, (n, _) in launches.items():
         rows.append(row(f"tp.1b.step_ms.{name}", [1e3 * s for s in step_s[name]], "ms", note))

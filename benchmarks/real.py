@@ -7,6 +7,7 @@
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
             named by its folder (--distilled, --pard, --eagle3; greedy and at temperature 1): speed-up over plain
             decoding, acceptance, and the speed-up that costs and acceptance predict; llama.cpp's own prompt lookup
+    clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
 Ours is generate.py's own `main`, in which requests from a pipe stand in for a chat; `busy` and `start` run generate.py
 itself. Ratios are taken within a round, and a part's rows are written when it ends. The file is the package
@@ -34,6 +35,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import program.main
+from benchmarks.clients import measure_clients
 from benchmarks.pipes import ROOT, Worker, close, in_turn
 from benchmarks.record import one_of, publish, ratios, row
 from program.edge import ending_plainly
@@ -285,7 +287,13 @@ def by_position(reports: list[dict]) -> tuple[list[list[int]], list[list[int]]]:
     return tuple([r[name] + [0] * (longest - len(r[name])) for r in reports] for name in names)
 
 
-PARTS = {"rates": measure_rates, "busy": measure_busy, "start": measure_start, "spec": measure_spec}
+PARTS = {
+    "rates": measure_rates,
+    "busy": measure_busy,
+    "start": measure_start,
+    "spec": measure_spec,
+    "clients": measure_clients,
+}
 
 # ---------------------------------------------------------------------------------------------------- flags
 

@@ -15,13 +15,6 @@ from checkpoint import random_model
 from model import Config, Transformer
 from quantize import quantize_model
 
-TINYLLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32000,
-    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-SMALL = {**TINYLLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
 GPU_SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "7b": "llama-2-7b", "70b": "llama-3.1-70b"}
 TINY = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -34,7 +27,8 @@ def config_json(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "shapes" / f"{name}.json").read_text())
 
 
-MOE = config_json("moe-1b")
+TINYLLAMA, MOE = config_json("tinyllama-1.1b"), config_json("moe-1b")
+SMALL = {**TINYLLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
 
 
 def scheme_of(format: str) -> str | None:

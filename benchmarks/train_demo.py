@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.shapes import config_json
 from checkpoint import save_model, write_whole
 from model import Config, Transformer
 from program.edge import ending_plainly
@@ -31,17 +32,8 @@ from program.flags import Parser
 from scripts.distill_draft import adamw, init_weights, learning_rate, update
 
 BOS, EOS, END_OF_STORY = 1, 2, "<|endoftext|>"
-VOCAB_SIZE = 2048
-
-# Every input dimension divides by 32 after a split over 4 ranks, so that each quantization group stays whole.
-TARGET = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": BOS,
-    "eos_token_id": EOS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "bfloat16",
-    "attention_bias": False, "mlp_bias": False,
-    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 32,
-}  # fmt: skip
+# Every input dimension divides by 32 after a split over 4 ranks, so that no quantization group is split.
+TARGET = config_json("demo")
 
 
 def train_tokenizer(text: Path, output: Path) -> None:
@@ -49,7 +41,7 @@ def train_tokenizer(text: Path, output: Path) -> None:
     model = io.BytesIO()  # in memory: the model would hold the paths of files
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text.read_text().splitlines()), model_writer=model,
-        vocab_size=VOCAB_SIZE, model_type="bpe",
+        vocab_size=TARGET["vocab_size"], model_type="bpe",
         byte_fallback=True, split_digits=True, character_coverage=0.9999, normalization_rule_name="identity",
         remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, max_sentence_length=100_000,
         unk_id=0, bos_id=BOS, eos_id=EOS, eos_piece=END_OF_STORY, user_defined_symbols=[END_OF_STORY],

@@ -106,8 +106,7 @@ class Pair:
         positions: int = 400,
     ):  # fmt: skip
         """pair: 'counting' (1.1B and 0.1B, accepted with probability alpha), 'count' and 'cycle' (1.1B whose output
-        never repeats, or copies its prompt, with prompt lookup), 'demo' (the shipped pair) or 'story' (its target with
-        prompt lookup)."""
+        never repeats, or copies its prompt, with prompt lookup), or 'demo' (the shipped pair)."""
         self.sampling, self.k, self.tokenizer = Sampling(temperature), k, None
         if pair in ("counting", "count", "cycle"):
             self.model = pack_model(counting_model(TINYLLAMA, 0.0, period=100 if pair == "cycle" else None))
@@ -116,7 +115,7 @@ class Pair:
         else:
             folder = ROOT / "checkpoints"
             self.model, self.tokenizer = pack_model(load_model(folder / "demo")), load_tokenizer(folder / "demo")
-            drafter = NgramDraft() if pair == "story" else ModelDraft(pack_model(load_model(folder / "demo-draft")))
+            drafter = ModelDraft(pack_model(load_model(folder / "demo-draft")))
         self.engine = Engine(self.model, 1, positions, compile=compile, drafter=drafter, speculate_k=k)
         if compile:
             self.engine.warm_up(self.sampling.kind)
