@@ -26,6 +26,7 @@ from benchmarks.workers import read_bandwidth
 from checkpoint import load_model, random_model, save_model
 from generate import Engine
 from model import Config, Transformer
+from program.edge import silent
 from sampling import Sampling
 
 
@@ -87,7 +88,8 @@ def measure_load(args) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         original, quantized = f"{folder}/original", f"{folder}/quantized"
         save_model(random_model(Config.from_hf(TINYLLAMA)), original, TINYLLAMA)
-        quantize.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
+        with silent(True):
+            quantize.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
         for name, call in (
             ("load", f"load_once({original!r})"),
             ("load.int8", f"load_once({original!r}, quantize='int8')"),
