@@ -47,6 +47,9 @@ class EngineClients(Clients):
     def step(self) -> list[tuple[int, int]]:
         return self.engine.step()
 
+    def clear(self) -> None:
+        self.engine.clear()
+
 
 def requests_of(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """(requests `serve`, requests `join`), one of each a round, of text from the demo's stories."""

@@ -211,6 +211,7 @@ class Clients:
                 id = self.add(prompt, new)
                 client_by_id[id], remaining[id] = client, new
 
+        self.clear()
         start = time.perf_counter()
         for client in range(len(prompts)):
             send(client)
@@ -222,12 +223,16 @@ class Clients:
                     send(client_by_id[id])
         return {"seconds": time.perf_counter() - start, "tokens": new * sum(map(len, prompts)), **self.settings()}
 
+    def clear(self) -> None:
+        """Forget earlier prompts, whose beginnings might be reused."""
+
     def settings(self) -> dict:
         """Facts for the note of a result."""
         return {}
 
     def join(self, prompts: list[list[int]], newcomer: list[int], new: int) -> dict:
         """Seconds to the first token of a newcomer, from its request on, while answers to `prompts` are decoded."""
+        self.clear()
         remaining = {self.add(prompt, new): new for prompt in prompts}
         while max(remaining.values()) > new - 8:
             for id, _ in self.step():

@@ -133,7 +133,8 @@ def test_the_sizes_that_it_states_are_true():
     listed = README[README.index("## Read it in this order") :].split("\n## ")[0]
     named = set(re.findall(r"^    ([\w/]+(?:\.py|/))", listed, flags=re.MULTILINE))
     assert {file.name for file in ROOT.glob("*.py")} == {name for name in named if name.endswith(".py")}
-    assert {name for name in named if name.endswith("/")} == {f"{file.parent.name}/" for file in ROOT.glob("*/*.py")}
+    folders = {f"{file.parent.name}/" for file in ROOT.glob("*/*.py")} | {"checkpoints/"}  # these hold data alone
+    assert {name for name in named if name.endswith("/")} == folders
 
 
 def test_set_up_is_two_commands_and_ci_runs_the_second():
