@@ -664,14 +664,14 @@ def mapped_bytes(folder: str) -> int:
 
 def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
     """One rank of a launch, or a process alone: load its part, run some steps with 100 tokens filled; prints JSON."""
-    ranks, copied, take = tp.join(torch.device("cpu"), 300), [], tp.take
+    ranks, copied, shard = tp.join(torch.device("cpu"), 300), [], tp.shard
     torch.set_num_threads(threads)
 
     def counted(*args, **others) -> torch.Tensor:
-        copied.append(take(*args, **others))
+        copied.append(shard(*args, **others))
         return copied[-1]
 
-    tp.take = counted
+    tp.shard = counted
     start = time.perf_counter()
     with PeakAnonymous() as peak:
         model = load_model(folder, tp=ranks)

@@ -169,7 +169,7 @@ class Subject:
 
 def larger_chunks(device: torch.device):
     """More weights at a time than suit a CPU's caches."""
-    return mock.patch.object(formats, "CHUNK", formats.CHUNK if device.type == "cpu" else 2**26)
+    return mock.patch.object(formats, "CHUNK_WEIGHTS", formats.CHUNK_WEIGHTS if device.type == "cpu" else 2**26)
 
 
 @torch.inference_mode()
