@@ -1,12 +1,16 @@
-"""Two checkouts of this project side by side, in one run: `python -m benchmarks.beside ../before --rounds 7`.
+"""Two checkouts of this project in one run: `python -m benchmarks.beside ../before --models demo`.
 
-Each case starts one process a checkout, which loads, compiles if asked to, and then waits; they decode in turn,
-A B B A, and ratios are taken within a round. Compiling starts with empty caches. A line of JSON a case: tokens a
-second, the prompt's seconds, seconds to compile, peak of resident memory, as median (min–max). The other checkout may
-be older than weights/, whose place packed.py had.
+    single1, single8    one greedy request, in an engine of one slot and of eight
+    lines               48 prompts on eight slots; every eighth wants 200 tokens, the others 20
+    equal               96 equal prompts of 100 tokens on 32 slots, 20 tokens each
+
+Each model runs in one process a checkout, which loads, compiles with empty caches if the case compiles, and then waits.
+They run in turn, A B B A, and ratios are taken within a round. A case is a line of JSON: tokens a second as median
+(min–max), `single` after its prompt, the others with their prompts; seconds to compile; peak of resident memory.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -14,88 +18,144 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from loading.config import config_from_hf
 
 HERE = Path(__file__).resolve().parent.parent
-CASES = [
-    *({"quantize": scheme, "compile": compile} for compile in (False, True) for scheme in (None, "int8", "int4-g32")),
-    *({"demo": True, "draft": draft, "compile": compile} for compile in (False, True) for draft in (False, True)),
-]
-SHAPE = {  # TinyLlama, 1.1B
-    "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "torch_dtype": "bfloat16",
-}  # fmt: skip
+MODELS = ("demo", "demo-draft", "smollm2", "1b", "1b.int8", "1b.int4-g32")
+JOBS = {
+    "demo": ("single1", "single8", "lines", "equal"),
+    "smollm2": ("single1", "single8"),
+    "1b": ("single1", "single8"),
+}
 
 
-def work(root: str, case: dict) -> None:
-    """The process of one checkout: a line of JSON when it is ready, and one for each line that it reads."""
-    sys.path.insert(0, root)
-    from decoding.sampling import Sampling
-    from generate import Engine, Timing, generate
-    from loading.checkpoint import load_model, random_model
-    from speculative import ModelDraft
+class Checkout:
+    """One model in one checkout's code, inside a worker. An older checkout has no queue: it runs a batch at a time."""
 
-    out, drafter = os.fdopen(os.dup(1), "w"), None
+    def __init__(self, root: str, name: str, compile: bool):
+        sys.path[0] = root
+        import cli  # noqa: F401, its environment, before torch
+        from benchmarks.bench import TINYLLAMA
+        from benchmarks.real import packaged
+        from loading.checkpoint import load_model, random_model
+        from weights.linears import pack_model
+
+        self.compile, self.is_small, self.engines, self.compile_s = compile, name.startswith("demo"), {}, 0.0
+        folder, self.draft = f"{root}/checkpoints", None
+        if name.startswith("1b"):
+            self.model = pack_model(random_model(config_from_hf(TINYLLAMA), quantize=name[3:] or None))
+        else:
+            self.model = pack_model(load_model(packaged() if name == "smollm2" else f"{folder}/demo"))
+        if name == "demo-draft":
+            self.draft = pack_model(load_model(f"{folder}/demo-draft"))
+
+    def engine(self, slots: int):
+        from generate import Engine
+        from speculative import ModelDraft
+
+        if slots not in self.engines:
+            drafter = ModelDraft(self.draft) if self.draft else None
+            options = {"compile": self.compile, "compile_prompts": False, "drafter": drafter, "speculate_k": 3}
+            engine = self.engines[slots] = Engine(self.model, slots, 384, **options)
+            self.compile_s += engine.warm_up("greedy") if self.compile else 0.0
+        return self.engines[slots]
+
+    def run(self, job: str, number: int) -> dict:
+        """Tokens a second of a job. Prompts differ between rounds: an engine may hold those of the last one."""
+        from decoding.sampling import Sampling
+        from generate import Timing, generate
+
+        slots = {"single1": 1, "single8": 8, "lines": 8, "equal": 32}[job]
+        engine, timing = self.engine(slots), Timing()
+        if job == "lines":
+            prompts = [prompt_of(20 + 3 * i, 100 * number + i) for i in range(48)]
+            budgets = [200 if i % 8 == 0 else 20 for i in range(48)]
+        else:
+            num_prompts = 96 if job == "equal" else 1
+            prompts = [prompt_of(100, number)] * num_prompts
+            budgets = [20 if job == "equal" else 200 if self.is_small else 40] * num_prompts
+        start = time.perf_counter()
+        batch = len(prompts) if engine_has_queue(engine) else slots
+        for i in range(0, len(prompts), batch):
+            options = {"max_new_tokens": budgets[i : i + batch], "engine": engine, "timing": timing}
+            for _ in generate(self.model, prompts[i : i + batch], sampling=Sampling(0), **options):
+                pass
+        seconds, tokens = time.perf_counter() - start, sum(budgets)
+        if job.startswith("single"):
+            seconds, tokens = timing.decode_s, tokens - 1
+        peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        return {"tok_s": tokens / seconds, "compile_s": self.compile_s, "peak_gb": peak_gb}
+
+
+def engine_has_queue(engine) -> bool:
+    return hasattr(engine, "add_request")
+
+
+def prompt_of(length: int, number: int) -> list[int]:
+    return [(i * 7 + number * 31) % 1000 + 3 for i in range(length)]
+
+
+def work(root: str, name: str, compile: str) -> None:
+    """The process of one checkout: a line of JSON for each line that it reads."""
+    out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if case.get("demo"):
-        model = load_model(f"{root}/checkpoints/demo")
-        drafter = ModelDraft(load_model(f"{root}/checkpoints/demo-draft")) if case["draft"] else None
-    else:
-        model = random_model(config_from_hf(SHAPE), quantize=case["quantize"])
-    pack = __import__("weights.linears").linears.pack_model if Path(root, "weights").exists() else None
-    for each in (model, *([drafter.model] if drafter else [])):
-        (pack or __import__("packed").pack_linears)(each)
-    new, filled = (120, 20) if case.get("demo") else (24, 100)
-    engine = Engine(model, 1, filled + new + 8, compile=bool(case["compile"]), drafter=drafter, speculate_k=3)
-    compile_s = engine.warm_up("greedy") if case["compile"] else 0.0
-    print(json.dumps(compile_s), file=out, flush=True)
-    for number, _ in enumerate(sys.stdin):
-        # Another prompt each time: an engine keeps what it has computed of the last one.
-        timing, prompt = Timing(), [(i * 7 + number) % 1000 + 3 for i in range(filled)]
-        for _ in generate(model, [prompt], sampling=Sampling(0), max_new_tokens=new, engine=engine, timing=timing):
-            pass
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        print(json.dumps([(timing.decoded[0] - 1) / timing.decode_s, timing.prefill_s, peak]), file=out, flush=True)
+    checkout = Checkout(root, name, json.loads(compile))
+    for line in sys.stdin:
+        print(json.dumps(checkout.run(*json.loads(line))), file=out, flush=True)
 
 
-def spread(values: list[float]) -> str:
+def measure(name: str, compile: bool, roots: dict[str, Path], rounds: int) -> None:
+    """Print a line for each job of a model."""
+    answers: dict[str, dict[str, list[dict]]] = {
+        job: {root: [] for root in roots} for job in JOBS.get(name, ("single1",))
+    }
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for root, folder in roots.items():
+            env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": stack.enter_context(tempfile.TemporaryDirectory())}
+            command = [sys.executable, __file__, "--work", str(folder), name, json.dumps(compile)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            workers[root] = stack.enter_context(subprocess.Popen(command, cwd=folder, env=env, **pipes))
+        for number in range(rounds + 1):  # the first round does not count
+            for job in answers:
+                for root, worker in sorted(workers.items(), reverse=number % 2 == 1):
+                    worker.stdin.write(json.dumps([job, number]) + "\n")
+                    worker.stdin.flush()
+                    answers[job][root] += [json.loads(worker.stdout.readline())][:number]
+        for worker in workers.values():
+            worker.stdin.close()
+    for job, by_root in answers.items():
+        result = {"case": f"{job}.{name}{'.compiled' * compile}"}
+        for root in roots:
+            result |= {f"{root}.{key}": spread(a[key] for a in by_root[root]) for key in by_root[root][0]}
+        result["after_over_before"] = spread(
+            a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], by_root["before"])
+        )
+        if job == "single8":
+            alone = answers["single1"]["after"]
+            result["after.8_slots_over_1"] = spread(a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], alone))
+        print(json.dumps(result, ensure_ascii=False), flush=True)
+
+
+def spread(values) -> str:
+    values = list(values)
     return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g})"
-
-
-def measure(case: dict, roots: dict[str, Path], rounds: int) -> dict:
-    workers, found = {}, {"case": case}
-    for name, root in roots.items():
-        command = [sys.executable, __file__, "--work", str(root), json.dumps(case)]
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        workers[name] = subprocess.Popen(command, cwd=root, env=env, **pipes)
-        found[f"{name}.compile_s"] = json.loads(workers[name].stdout.readline())
-    answers = {name: [] for name in workers}
-    for number in range(rounds + 1):  # the first round does not count
-        for name, worker in sorted(workers.items(), reverse=number % 2 == 1):
-            worker.stdin.write("\n")
-            worker.stdin.flush()
-            answers[name] += [json.loads(worker.stdout.readline())][: number > 0]
-    for name, worker in workers.items():
-        worker.communicate()
-        for part, what in enumerate(("tok_s", "prefill_s", "peak_gb")):
-            found[f"{name}.{what}"] = spread([answer[part] for answer in answers[name]])
-    found["after_over_before"] = spread([a[0] / b[0] for a, b in zip(answers["after"], answers["before"])])
-    return found
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        return work(sys.argv[2], json.loads(sys.argv[3]))
+        return work(*sys.argv[2:])
     parser = argparse.ArgumentParser(description="Two checkouts side by side.")
     parser.add_argument("before", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    for case in CASES:
-        print(json.dumps(measure(case, {"before": args.before, "after": HERE}, args.rounds)), flush=True)
+    for name in args.models:
+        for compile in (False, True):
+            measure(name, compile, {"before": args.before.resolve(), "after": HERE}, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,154 +1,141 @@
-"""Long contexts on a CPU: what a step costs when much is filled, in 16-bit caches and in 8-bit ones; long prompts; and
-what 8 bits change of a trained model's distributions.
+"""Steps and prompts of the 1.1B shape in this process: for `python -m benchmarks.bench context prefill8k identical`.
 
-    python -m benchmarks.context steps prefill [--rounds N] [--write benchmarks/cpu.json]
-    python -m benchmarks.context quality --checkpoint DIR --text FILE [--write benchmarks/quality.json]
+    measure_context     a step with 1,000 to 16,000 tokens filled, in 16-bit caches and in 8-bit ones
+    measure_prefill8k   8,192 tokens beside transformers and llama.cpp
+    measure_identical   the price of bit-identical drafting for plain steps
 
-`steps` runs the 1.1B shape, engines of both caches in turn on the same packed weights; a step's time is set against its
-bytes. `prefill` sets 8,192 tokens against transformers and llama.cpp. This file knows no caches but this project's.
+Whatever is compared runs in turn on the same packed weights.
 """
 
+import contextlib
 import json
 import statistics
-import sys
-from pathlib import Path
+from collections.abc import Iterator
+from unittest import mock
 
-import torch
-
-from benchmarks.bench import TINYLLAMA, Worker, close, interleave, ours, row, seconds_of, write_results
-from cli.errors import ending_plainly
-from cli.flags import Parser, positive
+from benchmarks.pipes import Worker, close
+from benchmarks.record import ratios, row
+from benchmarks.shapes import TINYLLAMA, scheme_of
+from benchmarks.workers import interleave, median_step, quickdraft, seconds_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.kv_8bit import KINDS
+from decoding.runner import ModelRunner
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import Engine
-from loading.checkpoint import load_model, random_model
+from loading.checkpoint import random_model
 from loading.config import config_from_hf
-from loading.tokenizer import load_tokenizer
 from model import Transformer
+from weights import cpu
 from weights.walker import pack_model
 
 K = 5  # tokens that a verification has besides the first
 PROMPT = 8192
-NAMES = {"model": "bf16", "int8": "kv_int8"}
+CACHE_NAMES = {"model": "bf16", "int8": "kv_int8"}  # kinds of caches, as ids have them
+LENGTHS = (100, 1000, 4000, 16_000)
 
 
-def steps(args) -> list[dict]:
-    """One query and six over 1,000, 4,000 and 16,000 positions; bf16 weights, then int8 ones: caches weigh more."""
-    hf, rows = TINYLLAMA | {"max_position_embeddings": 16_200}, []
-    for weights in (None, "int8"):
-        model = pack_model(
-            random_model(config_from_hf(hf), dtype=torch.bfloat16, device="cpu", quantize=weights, pack=False)
-        )
-        engines = {
-            kind: Engine(model, 1, 16_100, drafter=NgramDraft(), speculate_k=K, kind=KINDS[kind]) for kind in NAMES
-        }
-        shape = "1b" if weights is None else f"1b.{weights}"
-        rows += compare(args, model, engines, shape)
-    return rows
+def long_model(format: str, length: int) -> Transformer:
+    hf = TINYLLAMA | {"max_position_embeddings": length}
+    return pack_model(random_model(config_from_hf(hf), quantize=scheme_of(format), pack=False))
 
 
-def compare(args, model: Transformer, engines: dict[str, Engine], shape: str) -> list[dict]:
-    rows, found = [], {}
-    for number in range(args.rounds + 1):
-        for filled in (100, 1000, 4000, 16_000):
-            for kind, engine in engines.items():
-                costs = engine.calibrate(Sampling(0), filled, rounds=5)
+def measure_context(args) -> list[dict]:
+    """One query and six; bf16 weights, then int8 ones, beside which caches weigh more."""
+    rows = []
+    for format, shape in (("bf16", "1b"), ("int8", "1b.int8")):
+        model, options = long_model(format, 16_200), {"speculate_k": K}
+        engines = {k: Engine(model, 1, 16_100, drafter=NgramDraft(), kind=KINDS[k], **options) for k in CACHE_NAMES}
+        seconds = {(kind, filled): ([], []) for kind in engines for filled in LENGTHS}  # of one query and six
+        for number in range(args.rounds + 1):
+            for (kind, filled), (one, six) in seconds.items():
+                costs = engines[kind].calibrate(Sampling(0), filled, rounds=5)
                 if number:  # the first round warms up
-                    found.setdefault((kind, filled), []).append((costs.decode_s, costs.verify_s[K]))
-    for filled in (1000, 4000, 16_000):
-        where = f"ctx{filled // 1000}k"
-        for kind, name in NAMES.items():
-            one, six = zip(*found[kind, filled], strict=True)
-            few, _ = zip(*found[kind, 100], strict=True)
-            per = position_bytes(model, KINDS[kind])
-            read = [weight_bytes(model) + attended_bytes(per, n) for n in (filled, 100)]
-            note = f"{filled} tokens filled; medians {statistics.median(one) * 1e3:.1f} and"
-            note += f" {statistics.median(six) * 1e3:.1f} ms for one query and six"
-            over = [a / b * read[1] / read[0] for a, b in zip(one, few, strict=True)]
-            rows.append(row(f"{shape}.{name}.{where}_over_bytes", over, "ratio", f"step over its bytes' time; {note}"))
-            ratio = [b / a for a, b in zip(one, six, strict=True)]
-            rows.append(row(f"{shape}.{name}.{where}.verify6_over_1", ratio, "ratio", note))
-        ratio = [a[0] / b[0] for a, b in zip(found["model", filled], found["int8", filled], strict=True)]
-        rows.append(row(f"{shape}.kv_int8.{where}.speedup", ratio, "ratio", f"over a bf16 cache, {filled} filled"))
-        ratio = [a[1] / b[1] for a, b in zip(found["model", filled], found["int8", filled], strict=True)]
-        rows.append(row(f"{shape}.kv_int8.{where}.verify6_speedup", ratio, "ratio", "the same of six queries"))
+                    one.append(costs.decode_s)
+                    six.append(costs.verify_s[K])
+        for filled in LENGTHS[1:]:
+            rows += context_rows(model, seconds, shape, filled)
     return rows
 
 
-def prefill(args) -> list[dict]:
+def context_rows(model: Transformer, seconds: dict, shape: str, filled: int) -> list[dict]:
+    rows, context = [], f"ctx{filled // 1000}k"
+    for kind, name in CACHE_NAMES.items():
+        (one, six), (short, _) = seconds[kind, filled], seconds[kind, LENGTHS[0]]
+        per_position = position_bytes(model, KINDS[kind])
+        read, short_read = (weight_bytes(model) + attended_bytes(per_position, n) for n in (filled, LENGTHS[0]))
+        medians = [f"{statistics.median(values) * 1e3:.1f}" for values in (one, six)]
+        note = f"{filled} tokens filled; medians {medians[0]} and {medians[1]} ms for one query and six"
+        over = [ratio * short_read / read for ratio in ratios(one, short)]
+        rows.append(row(f"{shape}.{name}.{context}_over_bytes", over, "ratio", f"step over its bytes' time; {note}"))
+        rows.append(row(f"{shape}.{name}.{context}.verify6_over_1", ratios(six, one), "ratio", note))
+    speedup, verify_speedup = map(ratios, seconds["model", filled], seconds["int8", filled])
+    id, note = f"{shape}.kv_int8.{context}", f"over a bf16 cache, {filled} filled"
+    return [
+        *rows,
+        row(f"{id}.speedup", speedup, "ratio", note),
+        row(f"{id}.verify6_speedup", verify_speedup, "ratio", "the same of six queries"),
+    ]
+
+
+def measure_prefill8k(args) -> list[dict]:
     hf = TINYLLAMA | {"max_position_embeddings": PROMPT + 8}
     shape = json.dumps(hf)
     workers = {
-        "ours": ours(hf=hf, cache=PROMPT + 8),
+        "ours": quickdraft(hf=hf, cache=PROMPT + 8),
         "transformers": Worker("benchmarks.peers", "transformers", shape),
         "llamacpp": Worker("benchmarks.peers", "llamacpp", shape, "BF16", str(PROMPT + 8)),
     }
-    answers, _ = interleave(workers, min(args.rounds, 3), {"what": "prefill", "length": PROMPT})
+    answers, _ = interleave(workers, min(args.rounds, 3), {"method": "prefill", "length": PROMPT})
     close(workers)
-    times = {name: seconds_of(found) for name, found in answers.items()}
-    rows = [
-        row(f"1b.bf16.prefill8k.{name}_tok_s", [PROMPT / s for s in found], "tok/s") for name, found in times.items()
-    ]
+    seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
+    rows = [row(f"1b.bf16.prefill8k.{name}_tok_s", [PROMPT / s for s in seconds[name]], "tok/s") for name in workers]
+    note = f"bf16, {PROMPT} tokens of the 1.1B shape, eager"
     for peer in ("transformers", "llamacpp"):
-        ratio = [b / a for a, b in zip(times["ours"], times[peer], strict=True)]
-        rows.append(row(f"prefill8k.vs_{peer}", ratio, "ratio", f"bf16, {PROMPT} tokens of the 1.1B shape, eager"))
+        rows.append(row(f"prefill8k.vs_{peer}", ratios(seconds[peer], seconds["ours"]), "ratio", note))
     return rows
 
 
-@torch.inference_mode()
-def quality(args) -> list[dict]:
-    """Divergence of a model on 8-bit caches from the same model on whole ones, in float32, and in bfloat16, 16 queries
-    a pass, where the latter's own distance from float32 stands beside."""
-    ids, found, rows = load_tokenizer(args.checkpoint).encode(Path(args.text).read_text())[: args.context], {}, []
-    for dtype, chunk in (("float32", 512), ("bfloat16", 16)):
-        model = pack_model(load_model(args.checkpoint, dtype=getattr(torch, dtype)))
-        for kind in KINDS:
-            found[dtype, kind] = log_probabilities(model, ids, kind, chunk)
-    for dtype in ("float32", "bfloat16"):
-        for kind in KINDS:
-            if (dtype, kind) == ("float32", "model"):
-                continue
-            want, got = found["float32", "model"], found[dtype, kind]
-            divergence = (want.exp() * (want - got)).sum(-1).mean().item()
-            nll = -got[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean().item()
-            note = f"nats from float32 with float32 caches, {len(ids)} tokens of held-out text; nll {nll:.4f}"
-            rows.append(row(f"{args.name}.kv_{kind}.{dtype}.kl", [divergence], "nats", note))
+# ---------------------------------------------------------------------------------------------- identical
+
+
+@contextlib.contextmanager
+def without_measures(model: Transformer, engine: Engine) -> Iterator[None]:
+    """Plain products and attention, without decoding/exactness.py's measures: products of the exact number of rows, but
+    for the padding that makes large ones faster; attention over the exact length, for the exact number of query
+    rows."""
+
+    def exact_length(self: ModelRunner, length: int) -> int:
+        return min(length, self.S)
+
+    target = engine.rows(0, 1).target
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ModelRunner, "bucket_length", exact_length))
+        stack.enter_context(mock.patch.object(target, "caches", target.caches._replace(row_multiple=1)))
+        for module in model.modules():
+            if type(module) is cpu.PackedWeights:
+                for name, value in (("row_counts", (min(module.row_counts[0], cpu.ROWS),)), ("max_split", 0)):
+                    stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def measure_identical(args) -> list[dict]:
+    """Seconds of a step as it is, over one without the measures."""
+    rows = []
+    for format in ("bf16", "int8", "int4-g32"):
+        length = LENGTHS[-1] + args.steps + 1
+        model = long_model(format, length)
+        engine = Engine(model, 1, length)
+        for filled in (LENGTHS[0], LENGTHS[-1]):
+            price = []
+            for number in range(args.rounds + 1):
+                seconds = {}
+                for is_plain in (False, True) if number % 2 else (True, False):
+                    with without_measures(model, engine) if is_plain else contextlib.nullcontext():
+                        seconds[is_plain] = median_step(engine, filled, args.steps)
+                if number:  # the first round warms up
+                    price.append(seconds[False] / seconds[True])
+            id = f"1b.{format}{f'.ctx{filled // 1000}k' * (filled >= 1000)}.identical_price"
+            note = f"time of a step over one without the measures, {filled} tokens filled"
+            rows.append(row(id, price, "ratio", note))
     return rows
-
-
-def log_probabilities(model: Transformer, ids: list[int], kind: str, chunk: int) -> torch.Tensor:
-    """(T, V) after each token, read in chunks through caches of a kind."""
-    held, parts = model.make_caches(1, len(ids) + chunk, KINDS[kind]), []
-    for begin in range(0, len(ids), chunk):
-        tokens = torch.tensor([ids[begin : begin + chunk]])
-        pos = torch.arange(begin, begin + tokens.size(1))
-        parts.append(model(tokens, pos, held.slice_to(begin + chunk))[0].log_softmax(-1))
-    return torch.cat(parts)
-
-
-MEASUREMENTS = {"steps": steps, "prefill": prefill, "quality": quality}
-
-
-def main() -> None:
-    parser = Parser(description="What long contexts cost on a CPU.")
-    add = parser.add_argument
-    add("what", nargs="+", choices=MEASUREMENTS)
-    add("--rounds", type=positive, default=7, metavar="N", help="in turn; default: 7, prefill at most 3")
-    add("--checkpoint", metavar="DIR", help="for quality")
-    add("--text", metavar="FILE", help="for quality, held-out")
-    add("--context", type=positive, default=4096, metavar="N", help="tokens of it; default: 4096")
-    add("--name", default="smollm2", help="of the checkpoint, in results; default: smollm2")
-    add("--write", metavar="FILE", help="merge the rows into this results file")
-    args = parser.parse_args()
-    with ending_plainly():
-        if "quality" in args.what and not (args.checkpoint and args.text):
-            raise ValueError("quality needs --checkpoint and --text")
-        rows = [found for what in args.what for found in MEASUREMENTS[what](args)]
-        if args.write:
-            write_results(Path(args.write), rows, " ".join(["python -m benchmarks.context", *sys.argv[1:]]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,18 @@
-"""Other programs on the same shape, for bench and bench_gpu, or the same file, for real: `python -m benchmarks.peers`.
-
-Each class builds one program with random weights in bfloat16, or quantized, and answers like benchmarks.bench's own
-contender: `decode(steps, filled)` and, where compared, `prefill(length)`, in seconds. Everything about a peer is here;
-none of its code is. gpt-fast is imported from a checkout given by path. torch is imported by those that need it:
-llama.cpp and torch in one process may crash.
+"""Other programs: `python -m benchmarks.peers NAME SHAPE_OR_FILE [OPTION …]`, a worker that answers lines of JSON.
 
     transformers [DEVICE]                   eager with a dynamic cache
     transformers_compiled [DEVICE]          compiled with a static one
-    llamacpp [KIND]                         llama-cpp-python on a GGUF with random weights that `gguf` writes
-    llamacpp_file                           the same on a file, which is named in place of a shape: `generate`
+    llamacpp [KIND [CONTEXT]]               llama.cpp through its binding, on a GGUF file of the shape, random weights
+    llamacpp_file [LOOKUP [CONTEXT]]        the same on a file: `generate`
+    llamacpp_clients [SLOTS [CONTEXT]]      the same for several clients at a time: `serve`, `join`
     gptfast CHECKOUT [FORMAT [DEVICE]]      its decode_one_token, compiled as its own main() does; int4 on CUDA only
+
+A class for each builds random weights in bfloat16, or quantized, and measures seconds: `decode(steps, filled)`, and
+`prefill(length)` where it is compared. gpt-fast is imported from a checkout. torch is imported only by those that need
+it: llama.cpp and torch in one process may crash.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,24 +25,26 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-os.environ.pop("GOMP_SPINCOUNT", None)  # cli/ sets it for this project alone: others wait as they always do
+from benchmarks.pipes import answer_lines
+
+os.environ.pop("GOMP_SPINCOUNT", None)  # cli/ sets it for this project alone
 
 
 def inference(method: Callable) -> Callable:
-    """The method under torch.inference_mode()."""
+    """`method` under torch.inference_mode(), without torch at import."""
 
     @functools.wraps(method)
-    def inside(*args, **named):
+    def wrapped(*args, **kwargs):
         import torch
 
         with torch.inference_mode():
-            return method(*args, **named)
+            return method(*args, **kwargs)
 
-    return inside
+    return wrapped
 
 
 def median_seconds(step: Callable[[], object], steps: int, device: str = "cpu") -> dict:
-    """Of each step; on a GPU they run back to back, with an event between them."""
+    """Median seconds of a step. On a GPU steps run back to back, with an event between them."""
     if device == "cpu":
         marks = [time.perf_counter()]
         for _ in range(steps):
@@ -71,7 +74,7 @@ class Transformers:
         self.model.to_empty(device=device).eval()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        # to_empty leaves RoPE's frequencies uninitialised; their values do not change what a step costs
+        # to_empty leaves RoPE's frequencies uninitialised. Any values cost the same.
         for name, buffer in self.model.named_buffers():
             if "inv_freq" in name:
                 buffer.fill_(0.01)
@@ -134,31 +137,35 @@ class TransformersCompiled(Transformers):
         return median_seconds(step, steps, self.device)
 
 
-def load_llama(file: str | Path, repacks: bool | None = None, **options) -> tuple[object, bool]:
-    """(llama.cpp on a file, does it repack weights into buffers of its own?). Some builds crash in the AMX code that
-    these buffers are for, so unless `repacks` says it, another process tries first."""
+def load_llama(file: str | Path, repacks: bool | None = None, context: dict | None = None, **options) -> tuple:
+    """(llama_cpp.Llama of a file, whether it repacks weights into extra buffers). Some builds crash in the AMX code of
+    these buffers, so without `repacks` another process tries first. `context` sets fields of llama.cpp's context that
+    the binding has no argument for."""
     import llama_cpp
 
     if repacks is None:
         probe = [sys.executable, "-m", "benchmarks.peers", "llamacpp_probe", json.dumps(str(file))]
-        found = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True)
-        repacks = found.returncode == 0
-    usual = llama_cpp.llama_model_default_params
-
-    def chosen():
-        params = usual()
-        params.use_extra_bufts = repacks
-        return params
-
-    for module in (llama_cpp, llama_cpp.llama_cpp):
-        module.llama_model_default_params = chosen
+        repacks = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+    fields = {"model": {"use_extra_bufts": repacks}, "context": context or {}}
+    for kind, values in fields.items():
+        name = f"llama_{kind}_default_params"
+        with_fields = functools.partial(changed_params, getattr(llama_cpp, name, None), values)
+        for module in (llama_cpp, llama_cpp.llama_cpp) if values else ():
+            setattr(module, name, with_fields)
     threads = len(os.sched_getaffinity(0))
     options = {"n_batch": 512, "n_threads": threads, "n_threads_batch": threads, "verbose": False} | options
     return llama_cpp.Llama(str(file), **options), repacks
 
 
+def changed_params(default_params: Callable, values: dict):
+    params = default_params()
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
+
+
 def llama_probe(file: str) -> None:
-    """A prompt and a step with repacked weights: ends well, or with the process."""
+    """Run a prompt and a step with repacked weights. The exit status tells whether the process survives them."""
     llm, _ = load_llama(file, repacks=True, n_ctx=256)
     llm.eval([7] * 64)
     llm.eval([7])
@@ -166,7 +173,7 @@ def llama_probe(file: str) -> None:
 
 
 class LlamaCppFile:
-    """Greedy text of a file's model; with `lookup`, after the binding's own prompt lookup of so many tokens."""
+    """Greedy text of a file's model, with the binding's own prompt lookup of `lookup` tokens if that is not 0."""
 
     def __init__(self, file: str, lookup: str = "0", context: str = "1024"):
         draft = None
@@ -179,20 +186,133 @@ class LlamaCppFile:
     def generate(self, ids: list[int], new: int, stop_ids: Iterable[int] = ()) -> dict:
         """Tokens a second after the first one, as in generate.py's JSON."""
         self.llm.reset()
-        begun, marks, tokens = time.perf_counter(), [], []
+        start, marks, tokens = time.perf_counter(), [], []
         for token in self.llm.generate(ids, temp=0.0):
             marks.append(time.perf_counter())
             tokens.append(int(token))
             if len(tokens) == new or tokens[-1] in stop_ids:
                 break
-        spent = marks[-1] - marks[0]
-        rate = (len(tokens) - 1) / spent if spent else 0.0
-        return {"decode_tok_s": rate, "ttft_s": marks[0] - begun, "tokens": tokens, "repacks": self.repacks}
+        seconds = marks[-1] - marks[0]
+        rate = (len(tokens) - 1) / seconds if seconds else 0.0
+        return {"decode_tok_s": rate, "ttft_s": marks[0] - start, "tokens": tokens, "repacks": self.repacks}
+
+
+class Clients:
+    """Several clients of a program with `add(prompt, new) -> id`, and `step() -> [(id, token), …]` of greedy tokens. A
+    request ends with its last new token. All slots are free before and after each method."""
+
+    def serve(self, prompts: list[list[list[int]]], new: int) -> dict:
+        """Seconds until all clients have their answers. Each client sends its prompts one by one, the next as soon as
+        the last answer is complete."""
+        queues, client_by_id, remaining = [iter(client) for client in prompts], {}, {}
+
+        def send(client: int) -> None:
+            if (prompt := next(queues[client], None)) is not None:
+                id = self.add(prompt, new)
+                client_by_id[id], remaining[id] = client, new
+
+        self.clear()
+        start = time.perf_counter()
+        for client in range(len(prompts)):
+            send(client)
+        while remaining:
+            for id, _ in self.step():
+                remaining[id] -= 1
+                if not remaining[id]:
+                    del remaining[id]
+                    send(client_by_id[id])
+        return {"seconds": time.perf_counter() - start, "tokens": new * sum(map(len, prompts)), **self.settings()}
+
+    def clear(self) -> None:
+        """Forget earlier prompts, whose beginnings might be reused."""
+
+    def settings(self) -> dict:
+        """Facts for the note of a result."""
+        return {}
+
+    def join(self, prompts: list[list[int]], newcomer: list[int], new: int) -> dict:
+        """Seconds to the first token of a newcomer, from its request on, while answers to `prompts` are decoded."""
+        self.clear()
+        remaining = {self.add(prompt, new): new for prompt in prompts}
+        while max(remaining.values()) > new - 8:
+            for id, _ in self.step():
+                remaining[id] -= 1
+        start, last = time.perf_counter(), self.add(newcomer, 1)
+        remaining[last], ttft_s = 1, 0.0
+        while any(remaining.values()):
+            for id, _ in self.step():
+                remaining[id] -= 1
+                ttft_s = time.perf_counter() - start if id == last else ttft_s
+        return {"ttft_s": ttft_s}
+
+
+@dataclasses.dataclass
+class Sequence:
+    """A request in llama.cpp's batches."""
+
+    slot: int
+    tokens: list[int]  # that no pass has read
+    num_new: int  # tokens that are still to come
+    position: int = 0
+
+
+class LlamaCppClients(Clients):
+    """Batched decoding as llama.cpp's server does it: a pass takes one token of each decoding sequence, and as many
+    tokens of prompts as fit. Flash attention and one cache for all sequences were the fastest settings."""
+
+    def __init__(self, file: str, slots: str = "8", context: str = "512"):
+        fields = {"n_seq_max": int(slots), "kv_unified": True}
+        self.llm, self.repacks = load_llama(file, context=fields, n_ctx=int(slots) * int(context), flash_attn=True)
+        import llama_cpp.llama_cpp as api
+
+        self.api, self.limit = api, 512  # tokens of a pass
+        self.batch = api.llama_batch_init(self.limit, 0, 1)
+        self.free_slots, self.ids = list(range(int(slots))), itertools.count()
+        self.sequences: dict[int, Sequence] = {}
+
+    def add(self, prompt: list[int], new: int) -> int:
+        id = next(self.ids)
+        self.sequences[id] = Sequence(self.free_slots.pop(0), list(prompt), new)
+        return id
+
+    def step(self) -> list[tuple[int, int]]:
+        import numpy as np
+
+        batch, n, outputs = self.batch, 0, {}  # outputs: id -> row of the batch that decides its next token
+        for id, sequence in sorted(self.sequences.items(), key=lambda item: len(item[1].tokens)):
+            num_tokens = min(len(sequence.tokens), self.limit - n)
+            for token in sequence.tokens[:num_tokens]:
+                batch.token[n], batch.pos[n], batch.n_seq_id[n] = token, sequence.position, 1
+                batch.seq_id[n][0], batch.logits[n] = sequence.slot, False
+                sequence.position, n = sequence.position + 1, n + 1
+            del sequence.tokens[:num_tokens]
+            if num_tokens and not sequence.tokens:
+                batch.logits[n - 1], outputs[id] = True, n - 1
+        batch.n_tokens = n
+        if self.api.llama_decode(self.llm.ctx, batch):
+            raise ValueError(f"llama.cpp could not decode a batch of {n} tokens")
+        events = []
+        for id, row in outputs.items():
+            logits = np.ctypeslib.as_array(self.api.llama_get_logits_ith(self.llm.ctx, row), (self.llm.n_vocab(),))
+            token, sequence = int(logits.argmax()), self.sequences[id]
+            sequence.tokens, sequence.num_new = [token], sequence.num_new - 1
+            events.append((id, token))
+            if not sequence.num_new:
+                self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.llm.ctx), sequence.slot, -1, -1)
+                self.free_slots.append(self.sequences.pop(id).slot)
+        return events
+
+    def settings(self) -> dict:
+        features = self.api.llama_print_system_info().decode().split("|")
+        system = " ".join(feature.split("=")[0].strip() for feature in features if feature.strip().endswith("= 1"))
+        return {"repacks": self.repacks, "system": system.removeprefix("CPU : ")}
 
 
 class LlamaCpp:
     def __init__(self, hf: dict, kind: str = "BF16", context: str = "1024"):
-        self.folder = tempfile.TemporaryDirectory()  # gone when the worker is
+        from benchmarks.gguf_files import write_gguf
+
+        self.folder = tempfile.TemporaryDirectory()  # removed with the worker
         self.file = Path(self.folder.name) / "model.gguf"
         write_gguf(hf, self.file, kind)
         self.llm, _ = load_llama(self.file, n_ctx=int(context))
@@ -203,88 +323,8 @@ class LlamaCpp:
         return median_seconds(lambda: self.llm.eval([7]), steps)
 
     def prefill(self, length: int) -> dict:
-        def run() -> None:
-            self.llm.reset()
-            self.llm.eval([7] * length)
-
-        return median_seconds(run, 1)
-
-
-def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
-    """Random matrices of one kind (BF16, Q8_0, Q4_0), float32 norms, and a vocabulary of numbered tokens."""
-    import gguf
-    import numpy as np
-
-    D, F, V, L = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"], hf["num_hidden_layers"]
-    H, G = hf["num_attention_heads"], hf["num_key_value_heads"]
-    kv = G * D // H
-    writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(0)
-    quantization = getattr(gguf.GGMLQuantizationType, kind)
-    writer.add_context_length(hf["max_position_embeddings"])
-    writer.add_embedding_length(D)
-    writer.add_block_count(L)
-    writer.add_feed_forward_length(F)
-    writer.add_head_count(H)
-    writer.add_head_count_kv(G)
-    writer.add_rope_dimension_count(D // H)
-    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
-    E = hf.get("num_local_experts", 0)  # Mixtral is an architecture of this name too
-    if E:
-        writer.add_expert_count(E)
-        writer.add_expert_used_count(hf["num_experts_per_tok"])
-    writer.add_vocab_size(V)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([b"<unk>", b"<s>", b"</s>"] + [f"t{i}".encode() for i in range(3, V)])
-    writer.add_token_scores([0.0] * V)
-    writer.add_token_types([2, 3, 3] + [1] * (V - 3))
-
-    def matrix(name: str, *shape: int) -> None:
-        weight = (rng.standard_normal(shape, dtype=np.float32) * 0.02).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, quantization), raw_dtype=quantization)
-
-    matrix("token_embd", V, D)
-    writer.add_tensor("output_norm.weight", np.ones(D, dtype=np.float32))
-    matrix("output", V, D)
-    for i in range(L):
-        dense = [("ffn_gate", F, D), ("ffn_up", F, D), ("ffn_down", D, F)]
-        for name, *shape in (
-            ("attn_q", D, D), ("attn_k", kv, D), ("attn_v", kv, D), ("attn_output", D, D),
-            *([(f"{name}_exps", E, *shape) for name, *shape in dense] if E else dense),
-        ):  # fmt: skip
-            matrix(f"blk.{i}.{name}", *shape)
-        if E:
-            router = rng.standard_normal((E, D), dtype=np.float32) * np.float32(0.02)
-            writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
-        for name in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{i}.{name}.weight", np.ones(D, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write_bf16(source: str | Path, file: str | Path) -> None:
-    """A GGUF file with the same keys and all matrices in bfloat16."""
-    import gguf
-    import numpy as np
-
-    reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType.BF16
-    writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value = gguf.LlamaFileType.MOSTLY_BF16 if name == "general.file_type" else field.contents()
-        writer.add_key_value(name, value, *field.types[:2])
-    for tensor in reader.tensors:
-        weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if weight.ndim == 1:
-            writer.add_tensor(tensor.name, weight)
-        else:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        self.llm.reset()
+        return median_seconds(lambda: self.llm.eval([7] * length), 1)
 
 
 class GptFast:
@@ -347,6 +387,7 @@ NAMES = {
     "transformers_compiled": TransformersCompiled,
     "llamacpp": LlamaCpp,
     "llamacpp_file": LlamaCppFile,
+    "llamacpp_clients": LlamaCppClients,
     "llamacpp_probe": llama_probe,
     "gptfast": GptFast,
 }
@@ -354,12 +395,8 @@ NAMES = {
 
 def main() -> None:
     if len(sys.argv) < 3 or sys.argv[1] not in NAMES:
-        sys.exit(f"usage: python -m benchmarks.peers {'|'.join(NAMES)} SHAPE_JSON [OPTIONS]")
-    peer = NAMES[sys.argv[1]](json.loads(sys.argv[2]), *sys.argv[3:])
-    for line in sys.stdin:
-        request = json.loads(line)
-        what = request.pop("what")
-        print(json.dumps(getattr(peer, what)(**request)), flush=True)
+        sys.exit(f"usage: python -m benchmarks.peers {'|'.join(NAMES)} SHAPE_OR_FILE [OPTION …]")
+    answer_lines(NAMES[sys.argv[1]](json.loads(sys.argv[2]), *sys.argv[3:]))
 
 
 if __name__ == "__main__":

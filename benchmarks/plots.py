@@ -3,7 +3,7 @@ against bits.
 
     draw        rows of a results file -> a picture in the format that the file's name says
 
-What was not measured is left out. `python -m benchmarks.bench --plot` calls it; matplotlib is needed only here.
+Figures that were not measured are left out. Only `python -m benchmarks.bench --plot`, which calls it, needs matplotlib.
 """
 
 from pathlib import Path
@@ -21,55 +21,55 @@ def draw(rows: list[dict], file: Path, title: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install -r requirements-dev.txt") from None
-    found = {row["id"]: row for row in rows}
+    row_by_id = {row["id"]: row for row in rows}
     panels = []
     for panel in (draw_rates, draw_context, draw_drafts, draw_quality):
         trial = Figure().subplots()
-        panel(trial, found)
+        panel(trial, row_by_id)
         panels += [panel] * trial.has_data()
     if not panels:
-        raise ValueError(f"{file}: nothing among {len(found)} rows that --plot knows how to draw")
+        raise ValueError(f"{file}: nothing among {len(row_by_id)} rows that --plot knows how to draw")
     figure = Figure(figsize=(0.7 + 4.5 * len(panels), 4.2), layout="constrained", dpi=110)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        panel(axes, found)
+        panel(axes, row_by_id)
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, metadata={"Software": None} if file.suffix == ".png" else None)
 
 
-def draw_rates(axes, found: dict[str, dict]) -> None:
+def draw_rates(axes, row_by_id: dict[str, dict]) -> None:
     """Tokens/s by format and program, under what the read bandwidth of the same run allows."""
-    for place, format in enumerate(RATED):
-        own = [found[id] for id in (f"1b.{format}.tok_s", f"1b.{format}.compiled.tok_s") if id in found]
-        if not own:
+    for column, format in enumerate(RATED):
+        ours = [row_by_id[id] for id in (f"1b.{format}.tok_s", f"1b.{format}.compiled.tok_s") if id in row_by_id]
+        if not ours:
             continue
-        best = max(own, key=lambda row: row["value"])
+        best = max(ours, key=lambda row: row["value"])
         programs = {"quickdraft": best}
         for name in ("llama.cpp", "gpt-fast", "transformers"):
             id = f"1b.{format}.{name.replace('.', '').replace('-', '')}.tok_s"
-            programs |= {name: found[id]} if id in found else {}
+            programs |= {name: row_by_id[id]} if id in row_by_id else {}
         for number, (name, row) in enumerate(programs.items()):
             error = [[row["value"] - row["min"]], [row["max"] - row["value"]]]
-            label = name if place == 0 else None
-            x = place + 0.2 * number
+            label = name if column == 0 else None
+            x = column + 0.2 * number
             axes.bar(x, row["value"], 0.18, yerr=error, color=COLOURS[name], label=label, error_kw={"lw": 0.8})
-        share = found.get(best["id"].replace("tok_s", "of_read_bandwidth"))
+        share = row_by_id.get(best["id"].replace("tok_s", "of_read_bandwidth"))
         if share:
             limit = best["value"] / share["value"]
-            label = None if place else "read bandwidth"
-            axes.plot([place - 0.1, place + 0.7], [limit, limit], "k--", lw=1, label=label)
+            label = None if column else "read bandwidth"
+            axes.plot([column - 0.1, column + 0.7], [limit, limit], "k--", lw=1, label=label)
     if not axes.has_data():
         return
-    axes.set_xticks([place + 0.2 for place in range(len(RATED))], RATED)
+    axes.set_xticks([column + 0.2 for column in range(len(RATED))], RATED)
     axes.set(title="1.1B, one row, 100 tokens filled", ylabel="tokens/s")
     axes.legend(fontsize=8)
 
 
-def draw_context(axes, found: dict[str, dict]) -> None:
+def draw_context(axes, row_by_id: dict[str, dict]) -> None:
     """Milliseconds a step by positions filled, and what they would be if they followed the bytes read."""
     for kind, colour in (("full", "#1b6ca8"), ("window1024", "#d1793b")):
         points = []
         for filled in (100, 1000, 4000, 16_000):
-            ms, gb = (found.get(f"1b.bf16.compiled.{kind}.filled{filled}.{unit}") for unit in ("ms", "gb"))
+            ms, gb = (row_by_id.get(f"1b.bf16.compiled.{kind}.filled{filled}.{unit}") for unit in ("ms", "gb"))
             if ms and gb:
                 points.append((filled, ms["value"], gb["value"]))
         if points:
@@ -81,11 +81,11 @@ def draw_context(axes, found: dict[str, dict]) -> None:
         axes.legend(fontsize=8)
 
 
-def draw_drafts(axes, found: dict[str, dict]) -> None:
+def draw_drafts(axes, row_by_id: dict[str, dict]) -> None:
     """Speed-up of the memory-bound pair by draft length, measured and predicted."""
     points = []
     for k in range(1, 17):
-        gain, ratio = (found.get(f"spec.1b.alpha80.k{k}.{what}") for what in ("speedup", "measured_over_predicted"))
+        gain, ratio = (row_by_id.get(f"spec.1b.alpha80.k{k}.{name}") for name in ("speedup", "measured_over_predicted"))
         if gain and ratio:
             points.append((k, gain["value"], gain["value"] / ratio["value"]))
     if not points:
@@ -98,13 +98,13 @@ def draw_drafts(axes, found: dict[str, dict]) -> None:
     axes.set(title="speculation, 1.1B with 0.1B, alpha 0.8", xlabel="tokens drafted a round", ylabel="speed-up")
 
 
-def draw_quality(axes, found: dict[str, dict]) -> None:
+def draw_quality(axes, row_by_id: dict[str, dict]) -> None:
     """How far the demo model is from itself in bf16, by bits a weight: by rounding, and int4 with better codes."""
     names = {name: name for name in SCHEMES}
     names |= {f"int4-g128.{method}": "int4-g128" for method in ("search", "gptq")}
-    points = {name: FORMATS[scheme].bits_per_weight for name, scheme in names.items() if f"demo.{name}.kl" in found}
+    points = {name: FORMATS[scheme].bits_per_weight for name, scheme in names.items() if f"demo.{name}.kl" in row_by_id}
     for name, bits in points.items():
-        row = found[f"demo.{name}.kl"]
+        row = row_by_id[f"demo.{name}.kl"]
         axes.errorbar(bits, row["value"], row["max"] - row["value"], fmt="o", color=COLOURS["quickdraft"])
         crowded = any(0.01 < other - bits < 0.4 for other in points.values())  # on its right
         options = {"xytext": (-6 if crowded else 6, -3), "ha": "right" if crowded else "left"}

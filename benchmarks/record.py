@@ -1,30 +1,125 @@
-"""The results of a script as a JSON file that says where they come from: `record`. Knows nothing of any result."""
+"""Results as JSON that says where they come from: rows with a median and a range, merged by id into one file.
 
+row, ratios         one result; quotients of two series, round by round
+publish             print rows, and merge them into a results file
+write_results       the merge
+record              a script's other results as a file of their own
+one_of, list_of     names on a command line that stand for measurements, shapes or formats
+"""
+
+import argparse
 import datetime
 import json
+import os
+import platform
 import shlex
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
 
+from benchmarks.pipes import ROOT
 from loading.checkpoint import write_atomically
 
-ROOT = Path(__file__).parent.parent
+
+def row(id: str, values: Iterable[float], unit: str, note: str = "") -> dict:
+    """One result: the median of `values` with their range."""
+    values = list(values)
+    value, low, high = (float(f"{f(values):.4g}") for f in (statistics.median, min, max))
+    return {"id": id, "value": value, "min": low, "max": high, "unit": unit, "note": note}
 
 
-def commit() -> str:
-    """Of the checkout, with "-dirty" for one that was changed."""
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
+    """Quotients, round by round."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def publish(rows: list[dict], file: Path | None, machine: str | None = None, commit: str | None = None) -> list[dict]:
+    """Print rows on stderr, and merge them into `file` if there is one. Returns the rows."""
+    for r in rows:
+        print(f"{r['id']:42} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}", file=sys.stderr)
+    if file is not None:
+        write_results(file, rows, command_line(), machine, commit)
+    return rows
+
+
+def write_results(
+    file: Path, rows: list[dict], command: str, machine: str | None = None, commit: str | None = None
+) -> None:
+    """Merge rows into a results file by id. `machine`: where they were measured, by default this CPU; `commit`: for
+    checkouts that git does not know."""
+    machine, commit, date = machine or hardware(), commit or commit_of_checkout(), str(datetime.date.today())
+    old = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    # Rows of one file may come from several runs and machines. Old rows without a source have the file's.
+    old_source = {"hardware": old.get("hardware"), "date": old.get("date")}
+    source = {"commit": commit, "command": command, "hardware": machine, "date": date}
+    merged = {r["id"]: old_source | r for r in old["rows"]} | {r["id"]: r | source for r in rows}
+    result = {
+        "commit": commit, "date": date, "hardware": machine, "torch": torch.__version__, "command": command,
+        "rows": sorted(merged.values(), key=lambda r: r["id"]),
+    }  # fmt: skip
+    write_json(file, result)
+
+
+def record(file: Path, results: dict) -> None:
+    """`results` after the command, the commit, the date and torch's version. The file is complete or unchanged."""
+    source = {
+        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
+        "commit": commit_of_checkout(), "date": str(datetime.date.today()), "torch": torch.__version__,
+    }  # fmt: skip
+    write_json(file, source | results)
+
+
+def write_json(file: Path, value: dict) -> None:
+    """A full disk leaves the old file as it was."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def hardware() -> str:
+    """The processor's name and number of cores."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores"
+
+
+def commit_of_checkout() -> str:
+    """The commit, with "-dirty" if the checkout was changed."""
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
-def record(file: Path, found: dict) -> None:
-    """`found` after the command that runs, the commit, the date and torch's version; whole or not at all."""
-    about = {
-        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
-        "commit": commit(), "date": str(datetime.date.today()), "torch": torch.__version__,
-    }  # fmt: skip
-    text = json.dumps(about | found, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+# ------------------------------------------------------------------------------------------- command line
+
+
+def command_line() -> str:
+    """The command that runs, without this machine's paths: FILE and DIR stand for them."""
+    words = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}"]
+    for previous, word in zip(sys.argv, sys.argv[1:]):
+        if previous == "--write":
+            word = f"benchmarks/{Path(word).name}"
+        elif os.sep in word:
+            word = "DIR" if Path(word).is_dir() else "FILE"
+        words.append(word)
+    return " ".join(words)
+
+
+def one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
+    """A type for argparse: one of these names."""
+
+    def check(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{kind} {text} does not exist; there are {', '.join(names)}")
+        return text
+
+    return check
+
+
+def list_of(kind: str, names: Collection[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: some of these names, separated by commas."""
+    check = one_of(kind, names)
+    return lambda text: [check(name) for name in text.split(",")]

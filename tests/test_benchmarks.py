@@ -1,4 +1,4 @@
-"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the pages show."""
+"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the READMEs show."""
 
 import json
 import re
@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import bench_gpu, peers, real
-from benchmarks.bench import Contender, row, write_results
+from benchmarks import bench_gpu, gpu_step, peers, real
+from benchmarks.record import row, write_results
 from benchmarks.tables import PAGES, TABLES, fill
+from benchmarks.workers import Contender
 from decoding.sampling import Sampling
 from generate import Timing, generate
 from loading.checkpoint import load_model
@@ -88,15 +89,15 @@ def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
         for what in ("of_read_bandwidth", "tok_s", "vs_bf16", "verify6_over_1", "correct"):
             assert rows[f"8b.{format}.{what}"]["value"] > 0, (format, what, rows)
     assert rows["spec.8b_int4_1b_int4.alpha80.correct"]["value"] == 1
-    subject = bench_gpu.Subject(bench_gpu.parse_args(DRY), "8b", "bf16")
-    wrong = bench_gpu.Variant("wrong", product=lambda linear, x: bench_gpu.by_rows(linear, x).flip(-1))
+    subject = gpu_step.Subject(bench_gpu.parse_args(["decode", *DRY]), "8b", "bf16")
+    subject.model.layers[0].ffn.down.weight.mul_(-1)  # after float32 has said what is right
     with pytest.raises(ValueError, match="wrong: logits are off by"):
-        bench_gpu.Contender(subject, wrong)
+        gpu_step.Contender(subject)
 
 
 @pytest.mark.parametrize(
     "arguments, words",
-    [(["decode", "--device", "cpu"], "CUDA device"), (["foo", *DRY], "measurement foo"), (DRY, "name what")],
+    [(["decode", "--device", "cpu"], "CUDA device"), (["foo", *DRY], "measurement foo"), (DRY, "name a measurement")],
 )
 def test_the_gpu_s_benchmark_refuses_in_one_line(monkeypatch, capsys, arguments, words):
     """No CUDA device: nothing of a real shape is begun on a CPU."""
@@ -111,11 +112,12 @@ class Scripted:
     """A worker whose rates are known: `first`, which is not counted, then these; and once more."""
 
     def __init__(self, rates: list[float], first: float = 1e9, **answer):
-        self.rates, self.answer, self.asked, self.closed = [first, *rates], answer, [], False
+        self.rates, self.answer, self.requests, self.closed = [first, *rates], answer, [], False
 
-    def ask(self, **request) -> dict:
-        self.asked.append(request)
-        return {"decode_tok_s": self.rates[(len(self.asked) - 1) % len(self.rates)], "tokens": [1, 2], **self.answer}
+    def call(self, **request) -> dict:
+        self.requests.append(request)
+        rate = self.rates[(len(self.requests) - 1) % len(self.rates)]
+        return {"decode_tok_s": rate, "tokens": [1, 2], **self.answer}
 
     def close(self) -> None:
         self.closed = True
@@ -138,9 +140,9 @@ def workers(monkeypatch):
         "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
     }  # fmt: skip
     named = {"ngram": "ngram", str(DEMO.with_name("demo-draft")): "demo-draft"}
-    monkeypatch.setattr(real, "ours", lambda file, flag, *more: found[named.get(more[1] if more else None, flag)])
-    monkeypatch.setattr(real, "llama", lambda file, lookup=0: found[lookup])
-    monkeypatch.setattr(real, "run_program", lambda args: found["program"].ask())
+    monkeypatch.setattr(real, "quickdraft", lambda file, flag, *more: found[named.get(more[1] if more else None, flag)])
+    monkeypatch.setattr(real, "llamacpp", lambda file, lookup=0: found[lookup])
+    monkeypatch.setattr(real, "run_program", lambda args: found["program"].call())
     return found
 
 
@@ -195,12 +197,13 @@ def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypat
         " plain ones"
     )
     assert "of 5 tokens, the best of (2, 5, 10)" in rows["smollm2.spec.ngram.llamacpp.speedup"]["note"]
-    asked = workers["ngram"].asked
-    assert len(asked) == 4 and asked[0] == asked[1] and len({tuple(request["ids"]) for request in asked}) == 3
+    requests = workers["ngram"].requests
+    assert len(requests) == 4 and requests[0] == requests[1]
+    assert len({tuple(request["ids"]) for request in requests}) == 3
     assert all(worker.closed for name, worker in workers.items() if name in ("--compile", "ngram", 0, 2, 5, 10))
 
     for name in ("--compile", "demo-draft"):
-        workers[name].asked.clear()
+        workers[name].requests.clear()
     workers["demo-draft"].answer["speculative"] = report(alpha=None, predicted_speedup=None)
     draft = str(DEMO.with_name("demo-draft"))
     rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "distilled", "--distilled", draft)
@@ -227,10 +230,10 @@ def test_requests_from_a_pipe_are_answered_as_the_program_answers():
     model, tokenizer = load_model(DEMO, dtype=torch.float32), load_tokenizer(DEMO)
     ids = tokenizer.encode("Once upon a time")
     (*_, stop) = wanted = [id for _, id in generate(model, [ids], sampling=Sampling(0), max_new_tokens=12)]
-    worker = real.ours(DEMO, "--no-compile", "--dtype", "float32", "--draft", "ngram", "--device", "cpu")
+    worker = real.quickdraft(DEMO, "--no-compile", "--dtype", "float32", "--draft", "ngram", "--device", "cpu")
     try:
-        whole = worker.ask(ids=ids, new=12)
-        short = worker.ask(ids=ids, new=12, stop_ids=[wanted[5], stop])
+        whole = worker.call(method="generate", ids=ids, new=12)
+        short = worker.call(method="generate", ids=ids, new=12, stop_ids=[wanted[5], stop])
     finally:
         worker.close()
     assert whole["tokens"] == wanted and short["tokens"] == wanted[: wanted.index(wanted[5]) + 1]
@@ -279,7 +282,9 @@ def test_a_file_in_bfloat16_says_the_same(tmp_path):
 
     file = write(tmp_path / "a.gguf", "llama-3.2", "Q4_1", keys=lambda writer: writer.add_array("x", [1.5, 2.5]))
     other = tmp_path / "b.gguf"
-    peers.write_bf16(file, other)
+    from benchmarks.gguf_files import write_bf16
+
+    write_bf16(file, other)
     a, b = gguf.GGUFReader(file), gguf.GGUFReader(other)
     keys, others = ({name: (field.types, field.contents()) for name, field in x.fields.items()} for x in (a, b))
     for name in ("GGUF.kv_count", "general.file_type"):  # of the file itself
@@ -295,9 +300,6 @@ def test_a_file_in_bfloat16_says_the_same(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4-g32", "fp8", "mxfp6"])
 def test_compiled_steps_on_a_gpu(format):
-    """The decoder's own step, and other products, at a tiny shape: wrong ones raise."""
-    args = bench_gpu.parse_args(["--tiny", "--rounds", "1", "--steps", "4"])
-    subject = bench_gpu.Subject(args, "8b", format)
-    fit = [v for v in bench_gpu.VARIANTS if v.name in ("words", "rows", "library") and format.startswith(v.formats)]
-    for variant in (bench_gpu.PLAIN, *fit):
-        assert min(bench_gpu.Contender(subject, variant).run(4)) > 0
+    """At a tiny shape: wrong logits raise."""
+    args = bench_gpu.parse_args(["decode", "--tiny", "--rounds", "1", "--steps", "4"])
+    assert min(gpu_step.Contender(gpu_step.Subject(args, "8b", format)).run(4)) > 0

@@ -17,7 +17,7 @@ from cli.flags import parse_args
 
 FOLDERS = ("decoding", "drafts", "loading", "loading/quantized", "weights", "cli")
 FILES = sorted([*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("*.py"))])
-PROGRAMS = ("scripts", "benchmarks", "checkpoints", "tests")
+PROGRAMS = ("scripts", "benchmarks", "tests")
 
 # What a file may know of the project, besides what these know themselves. What is not listed here is free to know what
 # it likes, as long as imports form a DAG.

@@ -608,7 +608,7 @@ def test_plan_reads_windows_and_not_beyond_the_model(capsys):
 @pytest.mark.ranks
 def test_a_rank_reads_and_holds_its_share(wide):
     """What `benchmarks.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
-    code = f"from benchmarks.bench import *; tp_rank({str(wide['untied'])!r}, 1)"
+    code = f"from benchmarks.memory import *; tp_rank({str(wide['untied'])!r}, 1)"
     done = launch("--no-python", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     parts = [json.loads(line) for line in done.stdout.splitlines()]

@@ -114,7 +114,7 @@ PROGRAMS = [
     Program("distill_draft", ("-m", "scripts.distill_draft", "--target", "IN/demo", "--text", "IN/text.txt", "--layers",
             "1", "--dim", "64", "--batch", "4", "--heldout", "500", "--steps", "24", "--eval_every", "4", "--patience",
             "99", *TRAINING), "made", without_times, state="work/state.pt"),
-    Program("train_demo", ("-m", "checkpoints.train_demo", "--text", "IN/stories.txt", "--heldout", "IN/text.txt",
+    Program("train_demo", ("-m", "benchmarks.train_demo", "--text", "IN/stories.txt", "--heldout", "IN/text.txt",
             "--steps", "12", "--save_every", "3", "--batch", "2", "--eval_rows", "2", *TRAINING), "made/demo",
             state="work/demo.pt", in_place=True, share=0.4),
     Program("bench", ("-m", "benchmarks.bench", "first_token", "--rounds", "1", "--write", "OUT/made.json"),

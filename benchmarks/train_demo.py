@@ -1,15 +1,13 @@
 """Train the demo target that ships with the repository, checkpoints/demo; scripts/distill_draft.py makes its draft.
 
-    python -m checkpoints.train_demo --text tinystories_train.txt --heldout tinystories_heldout.txt
+    python -m benchmarks.train_demo --text tinystories_train.txt --heldout tinystories_heldout.txt
 
-    train_tokenizer   a sentencepiece vocabulary (BPE, byte fallback)
-    Windows           random windows of the text, the same ones for the same seed and step
-    train             next-token loss, with dropout
-    evaluate          held-out loss
+    train_tokenizer     a sentencepiece vocabulary (BPE, byte fallback)
+    Windows             random windows of the text, the same ones for the same seed and step
+    train, evaluate     next-token loss, with dropout and without
 
-Stories in the text are separated by lines that hold only `<|endoftext|>`. Every --save_every steps the whole
-training state goes to --work, so that an interrupted run continues from there; a finished run only evaluates and
-exports. It knows nothing of decoding.
+Lines that hold only `<|endoftext|>` separate the stories of a text. Every --save_every steps the training state goes to
+--work, and an interrupted run continues from there. A finished run only evaluates and exports.
 """
 
 import argparse
@@ -26,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.shapes import config_json
 from cli.errors import ending_plainly
 from cli.flags import Parser
 from loading.checkpoint import save_model, write_atomically
@@ -34,25 +33,16 @@ from model import Transformer
 from scripts.distill_draft import adamw, init_weights, learning_rate, update
 
 BOS, EOS, END_OF_STORY = 1, 2, "<|endoftext|>"
-VOCAB_SIZE = 2048
-
-# Every input dimension divides by 32 after a split over 4 ranks, so that each quantization group stays whole.
-TARGET = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": BOS,
-    "eos_token_id": EOS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "bfloat16",
-    "attention_bias": False, "mlp_bias": False,
-    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 32,
-}  # fmt: skip
+# Every input dimension divides by 32 after a split over 4 ranks, so that no quantization group is split.
+TARGET = config_json("demo")
 
 
 def train_tokenizer(text: Path, output: Path) -> None:
     """Write output/tokenizer.model. The story separator is one piece, which is also the end-of-sequence token."""
-    model = io.BytesIO()  # fed and written through memory, so that no path of this machine ends up in the model
+    model = io.BytesIO()  # in memory: the model would hold the paths of files
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text.read_text().splitlines()), model_writer=model,
-        vocab_size=VOCAB_SIZE, model_type="bpe",
+        vocab_size=TARGET["vocab_size"], model_type="bpe",
         byte_fallback=True, split_digits=True, character_coverage=0.9999, normalization_rule_name="identity",
         remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, max_sentence_length=100_000,
         unk_id=0, bos_id=BOS, eos_id=EOS, eos_piece=END_OF_STORY, user_defined_symbols=[END_OF_STORY],
@@ -62,7 +52,7 @@ def train_tokenizer(text: Path, output: Path) -> None:
 
 
 class Windows:
-    """Random windows of a text, each led by BOS. Half of them start a story, the others after some space."""
+    """Random windows of a text, each with BOS in front. Half of them start a story, the others after some space."""
 
     def __init__(self, text: str, tokenizer, context: int, seed: int):
         self.text, self.tokenizer, self.context, self.seed = text, tokenizer, context, seed
@@ -73,26 +63,26 @@ class Windows:
     def batch(self, step: int, rows: int) -> Tensor:
         """(rows, context + 1) ids, a function of seed and step alone, so that a resumed run sees the same data."""
         rng = random.Random(f"{self.seed} {step}")
-        return torch.tensor([self._row(rng) for _ in range(rows)])
+        return torch.tensor([self.row(rng) for _ in range(rows)])
 
-    def _row(self, rng: random.Random) -> list[int]:
+    def row(self, rng: random.Random) -> list[int]:
         while True:
             start = rng.choice(self.stories)
             if rng.random() < 0.5:
                 start = self.text.find(" ", rng.randrange(len(self.text))) + 1
-            # Two characters a token is a lower bound that English keeps; a text that breaks it is drawn again.
+            # English has more than two characters a token. A text with fewer is drawn again.
             ids = [BOS, *self.tokenizer.encode(self.text[start : start + 6 * self.context])]
             if len(ids) > self.context:
                 return ids[: self.context + 1]
 
 
 def add_dropout(model: Transformer, p: float) -> None:
-    """Dropout on what the embedding and each half block write to the residual stream; model.py has none."""
+    """Dropout on the outputs of the embedding, attention and feed-forward; model.py has none."""
 
     def drop(module, args, output):
         return F.dropout(output, p, training=model.training)
 
-    for module in [model.embed, *(half for layer in model.layers for half in (layer.attention, layer.ffn))]:
+    for module in [model.embed, *(part for layer in model.layers for part in (layer.attention, layer.ffn))]:
         module.register_forward_hook(drop)
 
 
@@ -117,14 +107,14 @@ def evaluate(model: Transformer, rows: Tensor) -> float:
 
 
 def heldout_rows(text: str, tokenizer, context: int) -> Tensor:
-    """The held-out text, encoded once, in consecutive windows led by BOS: (N, context + 1)."""
+    """The held-out text, encoded once, in consecutive windows with BOS in front: (N, context + 1)."""
     ids = tokenizer.encode(text)
     starts = range(0, len(ids) - context + 1, context)
     return torch.tensor([[BOS, *ids[i : i + context]] for i in starts])
 
 
 def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transformer:
-    """The target, trained, or continued from --work. In eval mode."""
+    """The target, trained from the start or from the state in --work, in eval mode."""
     model = Transformer(config_from_hf(TARGET))
     init_weights(model, args.seed)
     model.to(args.device)
@@ -138,7 +128,7 @@ def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transf
     loss_of = torch.compile(next_token_loss) if args.compile else next_token_loss
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, desc="demo", unit="step", mininterval=5)
     for step in bar:
-        torch.manual_seed(args.seed * 1_000_003 + step)  # dropout, also the same after a resume
+        torch.manual_seed(args.seed * 1_000_003 + step)  # the same dropout after a resume
         with autocast(args.device):
             loss = loss_of(model, windows.batch(step, args.batch).to(args.device))
         loss.backward()
@@ -152,9 +142,9 @@ def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transf
 
 
 def export(model: Transformer, tokenizer_file: Path, output: Path) -> None:
-    """A normal Hugging Face folder in bfloat16, in place of one that is there."""
+    """Write a Hugging Face folder in bfloat16, over an old one."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "config.json").unlink(missing_ok=True)  # until save_model writes it, last, the folder does not load
+    (output / "config.json").unlink(missing_ok=True)  # save_model writes it last; until then the folder does not load
     (output / "tokenizer.model").write_bytes(tokenizer_file.read_bytes())
     settings = {
         "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False,
@@ -168,25 +158,26 @@ def export(model: Transformer, tokenizer_file: Path, output: Path) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train the demo target.")
-    parser.add_argument("--text", type=Path, required=True, help="training stories")
-    parser.add_argument("--heldout", type=Path, required=True, help="stories kept apart for the figures")
-    parser.add_argument("--output", type=Path, default=Path("checkpoints"), help="gets demo/")
-    parser.add_argument("--work", type=Path, default=Path("build/train_demo"), help="training state, to resume from")
-    parser.add_argument("--steps", type=int, default=4500)
-    parser.add_argument("--batch", type=int, default=8, help="rows of --context tokens")
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--save_every", type=int, default=250)
-    parser.add_argument("--eval_rows", type=int, default=16, help="held-out rows for the progress line")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="compile the training step: a quarter faster on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add = parser.add_argument
+    add("--text", type=Path, required=True, help="training stories")
+    add("--heldout", type=Path, required=True, help="other stories, for the figures")
+    add("--output", type=Path, default=Path("checkpoints"), help="gets demo/")
+    add("--work", type=Path, default=Path("build/train_demo"), help="training state, to resume from")
+    add("--steps", type=int, default=4500)
+    add("--batch", type=int, default=8, help="rows of --context tokens")
+    add("--context", type=int, default=512)
+    add("--lr", type=float, default=2e-3)
+    add("--dropout", type=float, default=0.1)
+    add("--save_every", type=int, default=250)
+    add("--eval_rows", type=int, default=16, help="held-out rows for the progress line")
+    add("--seed", type=int, default=0)
+    add("--compile", action="store_true", help="compile the training step: a quarter faster on a CPU")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Train, or continue, and write the folder; its figures."""
+    """Train and write the folder; returns its figures."""
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer_file = args.work / "tokenizer.model"
     if not tokenizer_file.exists():

@@ -1,0 +1,160 @@
+"""What loading takes: memory and bytes, in one process and over two ranks. For `python -m benchmarks.bench load tp`.
+
+    measure_load    peak of anonymous memory over the weights, and seconds
+    measure_tp      bytes and memory of each of two gloo ranks, time per step
+    tp_rank         one rank of a launch
+
+Every run is a fresh process, so none inherits another's heap. Files lie in the page cache. Linux only.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import quantize
+import tp
+from benchmarks.pipes import ROOT
+from benchmarks.record import ratios, row
+from benchmarks.shapes import TINYLLAMA
+from benchmarks.workers import read_bandwidth
+from cli.errors import silent
+from decoding.sampling import Sampling
+from generate import Engine
+from loading.checkpoint import load_model, random_model, save_model
+from loading.config import config_from_hf
+from model import Transformer
+
+
+class PeakMemory:
+    """Samples anonymous memory every millisecond while a block runs; `bytes` is the peak minus the start. Mapped pages
+    of files do not count."""
+
+    def __enter__(self):
+        self.start = self.peak = anonymous_bytes()
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.sample)
+        self.thread.start()
+        return self
+
+    def sample(self) -> None:
+        while not self.stopped.wait(0.001):
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def __exit__(self, *_) -> None:
+        self.stopped.set()
+        self.thread.join()
+        self.bytes = max(self.peak, anonymous_bytes()) - self.start
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process without pages of files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/self/status has no RssAnon: this measurement needs Linux")
+
+
+def stored_bytes(model: Transformer) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def run_here(call: str, num_ranks: int = 1) -> list:
+    """The JSON lines that fresh processes print when they evaluate `call` of this module."""
+    ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", "--no-python", sys.executable]
+    command = [sys.executable, *(ranks if num_ranks > 1 else []), "-c", f"from benchmarks.memory import *; {call}"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# --------------------------------------------------------------------------------------------------- load
+
+
+def load_once(folder: str, **options) -> None:
+    """Print (peak over the loaded weights, seconds) of one load."""
+    start = time.perf_counter()
+    with PeakMemory() as peak:
+        model = load_model(folder, **options)
+    print(json.dumps([peak.bytes / stored_bytes(model), time.perf_counter() - start]))
+
+
+def measure_load(args) -> list[dict]:
+    """A folder of the 1.1B shape in bfloat16: as it is, quantized while loading, and stored quantized."""
+    note, rows = "1.1B shape, files in the page cache", []
+    with tempfile.TemporaryDirectory() as folder:
+        original, quantized = f"{folder}/original", f"{folder}/quantized"
+        save_model(random_model(config_from_hf(TINYLLAMA)), original, TINYLLAMA)
+        with silent(True):
+            quantize.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
+        for name, call in (
+            ("load", f"load_once({original!r})"),
+            ("load.int8", f"load_once({original!r}, quantize='int8')"),
+            ("load.int4-g32", f"load_once({original!r}, quantize='int4-g32')"),
+            ("load.stored-int4-g32", f"load_once({quantized!r})"),
+        ):
+            peaks, seconds = zip(*(run_here(call)[-1] for _ in range(args.rounds)))
+            rows.append(row(f"{name}.peak_over_weights", peaks, "ratio", note))
+            rows.append(row(f"{name}.1b_s", seconds, "s", note))
+    return rows
+
+
+# ---------------------------------------------------------------------------------------- tensor parallelism
+
+
+def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
+    """One rank of a launch, or a process alone: load its part, run steps with 100 tokens filled. Rank 0 prints a line
+    of JSON for each rank: lines of two processes can run into each other."""
+    ranks, copied, shard = tp.join(torch.device("cpu"), 300), [], tp.shard
+    torch.set_num_threads(threads)
+
+    def counted(*args, **kwargs) -> torch.Tensor:
+        copied.append(shard(*args, **kwargs))
+        return copied[-1]
+
+    tp.shard = counted
+    with PeakMemory() as peak:
+        model = load_model(folder, tp=ranks)
+    facts = {"rank": ranks.rank, "peak": peak.bytes}
+    facts["copied"] = sum(part.nbytes for part in copied)
+    copied.clear()
+    engine = Engine(model, 1, 256)
+    engine.calibrate(Sampling(0), 100, rounds=2)
+    facts["step_s"] = engine.calibrate(Sampling(0), 100, rounds=steps).decode_s
+    gathered = [facts | {"weights": stored_bytes(model)}] * ranks.world
+    if ranks.world > 1:
+        torch.distributed.all_gather_object(gathered, gathered[0])
+    for part in gathered if ranks.rank == 0 else ():
+        print(json.dumps(part), flush=True)
+    tp.leave()
+
+
+def measure_tp(args) -> list[dict]:
+    """1.1B in bfloat16 over 1 and 2 gloo ranks, eager. Two cores share one memory bus: two ranks have no more bandwidth
+    than one process with two threads, so one thread alone is measured too."""
+    buffer, bandwidths, note = torch.ones(2**28), [], "1.1B shape in bf16, gloo, eager"
+    launches = {"1thread": (1, 1), "1rank": (1, 2), "2ranks": (2, 1)}  # name -> (ranks, threads of each)
+    rounds: dict[str, list[list[dict]]] = {name: [] for name in launches}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(random_model(config_from_hf(TINYLLAMA)), folder, TINYLLAMA)
+        for _ in range(args.rounds):
+            bandwidths.append(read_bandwidth(buffer) / 1e9)
+            for name, (num_ranks, threads) in launches.items():
+                rounds[name].append(run_here(f"tp_rank({folder!r}, {args.steps}, {threads})", num_ranks))
+    rows = [row("tp.1b.read_bandwidth", bandwidths, "GB/s", "plain read, two threads, in the same rounds")]
+    weights = rounds["1rank"][0][0]["weights"]
+    meanings = {"peak": "peak of anonymous memory while loading", "copied": "bytes taken from the files"}
+    step_s = {name: [parts[0]["step_s"] for parts in launched] for name, launched in rounds.items()}
+    for name, (n, _) in launches.items():
+        rows.append(row(f"tp.1b.step_ms.{name}", [1e3 * s for s in step_s[name]], "ms", note))
+        for key, meaning in meanings.items():
+            shares = [part[key] / (weights / n) for parts in rounds[name] for part in parts]
+            rows.append(
+                row(f"tp.1b.{key}_over_share.{name}", shares, "ratio", f"{meaning}, over weights / {n}; {note}")
+            )
+    note = "time per step: one process with two threads, over two ranks with one each"
+    return [*rows, row("tp.1b.2ranks_over_1", ratios(step_s["1rank"], step_s["2ranks"]), "ratio", note)]
