@@ -99,7 +99,7 @@ class Output:
     ):  # fmt: skip
         self.session, self.engine, self.replicas, self.file = session, session.engine, replicas, file
         self.as_json, self.in_order = args.json, args.ordered or not args.json
-        self.streaming = len(rows) == 1 and not args.json
+        self.streaming = len(rows) == replicas.count == 1 and not args.json
         if self.streaming:
             # On a terminal the answer continues the prompt's line; in a log each has its own.
             print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ from cli.errors import free_memory
 from cli.flags import check_options, parse_args
 from cli.main import run as run_args
 from generate import Engine
+<<<<<<< ours
+=======
+from program.edge import free_memory
+from program.flags import check_options, parse_args
+from program.main import run as run_args
+from cli.output import POLL_S
+>>>>>>> theirs
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
 SHORT = ("--max_new_tokens", 6, "--temperature", 0, "--dtype", "float32", "--ignore_eos", "--device", "cpu")
@@ -119,6 +127,7 @@ def test_a_pipes_line_is_answered_before_the_next_is_written(text_folder, capsys
             process.stdin.write(json.dumps({"prompt": TEXTS[number], "id": number}) + "\n")
             answer = json.loads(process.stdout.readline())
             assert answer["tokens"] == row["tokens"] and answer["id"] == number
+            time.sleep(3 * POLL_S)  # idle for a while
             if number == 0:
                 process.stdin.write("\n" + json.dumps({"prompt": "cat " * 99, "id": "long"}) + '\n{"text": 1}\n')
         rest, err = process.communicate(timeout=60)
@@ -294,6 +303,8 @@ def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
     assert "answers 7 rows already" in done.stderr
     assert sorted(json.loads(line)["id"] for line in out.read_text().splitlines()) == list(range(10))
     if tp == 1:
+        jsonl(file, lines[0])
+        assert launch(*program, nproc=nproc).stdout == expected[0]["text"] + "\n"
         jsonl(file, *lines)
         done = launch(*program, nproc=nproc)  # texts, in the file's order
         assert done.stdout == "".join(row["text"] + "\n" for row in expected)
