@@ -23,14 +23,8 @@ import cli.main
 from cli.errors import free_memory
 from cli.flags import check_options, parse_args
 from cli.main import run as run_args
-from generate import Engine
-<<<<<<< ours
-=======
-from program.edge import free_memory
-from program.flags import check_options, parse_args
-from program.main import run as run_args
 from cli.output import POLL_S
->>>>>>> theirs
+from generate import Engine
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
 SHORT = ("--max_new_tokens", 6, "--temperature", 0, "--dtype", "float32", "--ignore_eos", "--device", "cpu")
