@@ -44,6 +44,7 @@ from loading.tokenizer import Tokenizer
 from tp import ALONE
 from weights.walker import pack_model
 
+# Flags that have no meaning in --a and --b.
 REFUSED = ("interactive", "system", "json", "prompt", "prompt_file", "num_samples", "profile", "show_drafts",
            "prompt_cache")  # fmt: skip
 TARGET_FLAGS = ("checkpoint", "random_weights", "quantize", "quantize_head", "dtype", "device")
@@ -53,7 +54,7 @@ CONTEXT_TOKENS = 8  # printed before a difference, and half as many behind it
 
 @dataclass
 class Side:
-    """One configuration with its rows: the encoded prompts, and the settings that its flags give them."""
+    """One configuration with its rows: the encoded prompts and their settings."""
 
     args: argparse.Namespace
     session: Session
@@ -111,8 +112,8 @@ def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Reque
         drafts = [drafter.model for model, _, drafter in parts if model is target and drafter is not None]
         pack_model(target, *[draft for draft in drafts if draft is not None])
     num_threads = min(torch.get_num_threads(), cpu_share())
-    left, right = (load_side(args, *part, prompts, min(contexts), num_threads) for args, part in zip((a, b), parts))
-    return left, right
+    side_a, side_b = (load_side(args, *part, prompts, min(contexts), num_threads) for args, part in zip((a, b), parts))
+    return side_a, side_b
 
 
 def load_side(args, model, tokenizer, drafter, prompts: list[Request], limit: int, num_threads: int) -> Side:
@@ -139,8 +140,8 @@ def load_side(args, model, tokenizer, drafter, prompts: list[Request], limit: in
 
 
 def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], list[list[tuple[str, list[int]]]]]:
-    """Decode all rows by a, b, b, a, as many at a time as fill both sides' batches: tok/s of (a, b) for each group and
-    round, and for each row the (side, new ids) of all its runs."""
+    """Decode all rows by a, b, b, a, as many at a time as fill both sides' batches. Returns the tok/s of (a, b) of each
+    group and round, and by row the (side, new ids) of its runs."""
     rates, runs, size = [], [[] for _ in a.rows], math.lcm(a.args.batch_size, b.args.batch_size)
     for begin in range(0, len(a.rows), size):
         for _ in range(rounds):
@@ -157,7 +158,8 @@ def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], l
 
 
 def describe(number: int, text: str, runs: list[tuple[str, list[int]]], a: Side, greedy: bool) -> dict:
-    """One prompt of the report: equal, or the first difference from a's first run: b's if there is one, or else a's."""
+    """One prompt of the report: equal, or the first token at which another run parts from a's first run. Differences of
+    b go before those of a's later runs."""
     (_, first), *others = runs
     name, ids = min(others, key=lambda run: (run[1] == first, run[0] == "a"))
     report = {"row": number, "prompt": text, "tokens": len(first), "equal": ids == first, "difference": None}
@@ -172,11 +174,8 @@ def describe(number: int, text: str, runs: list[tuple[str, list[int]]], a: Side,
     for side, row in (("a", first), ("b", ids)):
         id = row[position] if position < len(row) else None  # None: the row has ended
         id_text = None if id is None else continuation(tokenizer, [id])
-        report["difference"] |= {
-            side: id,
-            f"{side}_text": id_text,
-            f"{side}_around": continuation(tokenizer, row[around]),
-        }
+        texts = {f"{side}_text": id_text, f"{side}_around": continuation(tokenizer, row[around])}
+        report["difference"] |= {side: id, **texts}
     return report
 
 
@@ -220,7 +219,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def totals(rates: list[tuple[float, float]]) -> dict:
-    """Median, min and max of the rates and of b over a, without pairs in which a side decoded no second token."""
+    """Median, min and max of the rates and of b over a. Pairs in which a side decoded no second token do not count."""
     rates = [(a, b) for a, b in rates if a and b]
     values = {"a_tok_s": [a for a, _ in rates], "b_tok_s": [b for _, b in rates], "ratio": [b / a for a, b in rates]}
     spreads = {

@@ -1,15 +1,17 @@
-"""What scripts.distill_draft teaches besides a plain model: PARD and EAGLE-3 drafts, and how their folders are written.
+"""The kinds of drafts that scripts.distill_draft trains.
 
-    Model, Pard, Eagle3     a kind: its config.json, its model, what it learns from a row, its drafter, its folder
-    Drafted                 states of a draft, and which of the target's distributions each should have
+    Model, Pard, Eagle3     a kind: its config.json, its model, its states over a row, its drafter, its folder
+    Drafted                 states of a draft, and the positions whose next-token distributions they learn
 
-Where a kind learns a later position of a draft, the text's own tokens stand for those drafted before. PARD learns masks
-behind positions drawn at random, about as many masks as tokens (COD, arXiv:2504.18583); EAGLE-3 learns steps that
-follow its own states (training-time test, arXiv:2503.01840). This file knows no flags' text and no loop.
+Tokens of the text take the place of a round's earlier drafted tokens. PARD learns masks behind random positions, about
+as many masks as tokens (COD, arXiv:2504.18583). EAGLE-3 learns steps that continue its own states (training-time test,
+arXiv:2503.01840).
 """
 
 import contextlib
+import itertools
 import json
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +31,10 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Drafted(NamedTuple):
-    """What a draft computes for rows (B, T) while it learns."""
+    """The draft's states for rows (B, T)."""
 
     states: Tensor  # (B, N, D)
-    at: Tensor  # (N,) of the T states of the target, the one whose next-token distribution each should have
+    at: Tensor  # (N,) positions in the row; a state learns the target's next-token distribution at its position
     position: Tensor  # (N,) in a draft, from 0
 
     @staticmethod
@@ -43,13 +45,13 @@ class Drafted(NamedTuple):
 
 
 def learning(model: Transformer) -> contextlib.AbstractContextManager:
-    """bfloat16 products in a model that learns; one that is deployed computes as it is."""
+    """bfloat16 products for a model in training; a deployed one computes in its own dtype."""
     weight = model.norm.weight
     return torch.autocast(weight.device.type, torch.bfloat16) if weight.requires_grad else contextlib.nullcontext()
 
 
 class Model:
-    """A plain model, whose distribution after a token is the same at every position of a draft."""
+    """A plain model. Its distribution after a token is the same at every position of a draft."""
 
     def __init__(self, hf: dict, target: Config, depth: int):
         self.hf, self.target, self.depth, self.positions = hf, target, depth, 1
@@ -58,39 +60,39 @@ class Model:
         return empty_model(config_from_hf(self.hf), dtype)
 
     def trained(self) -> Transformer:
-        """A model in float32 to be learned, its weights not yet drawn."""
+        """A model in float32 for training, its weights not yet drawn."""
         return Transformer(config_from_hf(self.hf))
 
     def bind(self, draft: Transformer, target: Transformer) -> None:
-        """What the draft takes from its target."""
+        """Give the draft the modules and ids that it takes from its target."""
 
     def drafter(self, model: Transformer) -> Drafter:
         return ModelDraft(model)
 
     def states(self, draft: Transformer, target: Transformer, rows: Tensor, seed: int | None) -> tuple[Tensor, Drafted]:
-        """rows (B, T) -> the target's states (B, T, D), and the draft's. `seed` draws what is learned of the rows, None
-        takes what is evaluated."""
+        """rows (B, T) -> the target's states (B, T, D), and the draft's. `seed` draws the positions that are learned;
+        None takes those that are evaluated."""
         with torch.no_grad():
-            h, known = self.of_target(target, rows)
+            h, streams = self.target_states(target, rows)
         with learning(draft):
-            return h, Drafted.of(self.pairs(draft, rows, known, seed))
+            return h, Drafted.of(self.pairs(draft, rows, streams, seed))
 
-    def of_target(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The target's states (B, T, D), and what else of the target the draft sees."""
+    def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The target's states (B, T, D), and the residual streams (B, T, D) of it that the draft reads."""
         return target.hidden(rows, torch.arange(rows.size(1), device=rows.device)), []
 
-    def pairs(self, draft: Transformer, rows: Tensor, known: list[Tensor], seed: int | None) -> Pairs:
-        """For each position of a draft, (at, states) of `Drafted`."""
+    def pairs(self, draft: Transformer, rows: Tensor, streams: list[Tensor], seed: int | None) -> Pairs:
+        """(at, states) of `Drafted` for each position of a draft."""
         pos = torch.arange(rows.size(1), device=rows.device)
         return [(pos, draft.hidden(rows, pos))]
 
     def logits(self, draft: Transformer, states: Tensor) -> Tensor:
-        """states (..., D) -> logits (..., n) of the tokens that this kind drafts."""
+        """states (..., D) -> logits (..., n) of the n tokens that this kind drafts."""
         with learning(draft):
             return draft.head(states)[..., : self.target.vocab_size]
 
     def drafts(self, x: Tensor) -> Tensor:
-        """x (..., V of the target) -> (..., n), of the tokens that this kind drafts."""
+        """x (..., V of the target) -> (..., n)."""
         return x
 
     def save(self, model: Transformer, folder: Path) -> None:
@@ -98,7 +100,7 @@ class Model:
 
 
 class Masked(Transformer):
-    """A model whose next call without caches attends by `mask` (N, N), which positions alone do not say."""
+    """A model that attends by `mask` (N, N) where it has no caches."""
 
     mask: Tensor
 
@@ -111,12 +113,12 @@ class Masked(Transformer):
 
 
 class Pard(Model):
-    """A model with one token more, the mask."""
+    """A model with one more token, the mask."""
 
     def __init__(self, hf: dict, target: Config, depth: int):
-        mask = hf["vocab_size"]
-        super().__init__(hf | {"vocab_size": mask + 1, "pard_token": mask}, target, depth)
-        self.mask, self.positions = mask, depth
+        self.mask_id = hf["vocab_size"]
+        super().__init__(hf | {"vocab_size": self.mask_id + 1, "pard_token": self.mask_id}, target, depth)
+        self.positions = depth
 
     def empty(self, dtype: torch.dtype) -> Transformer:
         with torch.device("meta"):
@@ -126,54 +128,47 @@ class Pard(Model):
         return Masked(config_from_hf(self.hf))
 
     def drafter(self, model: Transformer) -> Drafter:
-        return PardDraft(model, self.mask)
+        return PardDraft(model, self.mask_id)
 
-    def pairs(self, draft: Masked, rows: Tensor, known: list[Tensor], seed: int | None) -> Pairs:
-        """Chains of masks stand behind T / (depth - 1) positions, drawn by the seed, or evenly apart without one."""
+    def pairs(self, draft: Masked, rows: Tensor, streams: list[Tensor], seed: int | None) -> Pairs:
+        """The rows, and chains of K - 1 masks behind T / (K - 1) of their positions: drawn by the seed, or evenly apart
+        without one. A token sees the tokens before it. A mask sees those before its chain, and its chain."""
         (B, T), device, K = rows.shape, rows.device, self.depth
         n = max(1, T // max(1, K - 1))
         generator = torch.Generator().manual_seed(seed or 0)
         at = torch.linspace(0, T - K, n).long() if seed is None else torch.randperm(T - K + 1, generator=generator)[:n]
         at, ahead = at.to(device), torch.arange(1, K, device=device)
-        anchor = torch.cat((torch.full((T,), -1, device=device), at.repeat_interleave(K - 1)))  # (N,) -1: a token
         pos = torch.cat((torch.arange(T, device=device), (at[:, None] + ahead).flatten()))  # (N,)
-        real, chain = anchor < 0, torch.arange(len(pos), device=device).sub(T).div(max(1, K - 1), rounding_mode="floor")
-        reach = torch.where(real, pos, anchor)  # the last token that each may see
-        same = (chain[:, None] == chain) & ~real & ~real[:, None] & (pos[:, None] >= pos)
-        draft.mask = (real & (pos <= reach[:, None])) | same  # (N, N)
-        tokens = torch.cat((rows, rows.new_full((B, len(pos) - T), self.mask)), dim=1)  # (B, N)
-        out = draft.hidden(tokens, pos)  # (B, N, D)
-        later = out[:, T:].unflatten(1, (len(at), K - 1))  # (B, n, K - 1, D)
-        return [(pos[:T], out[:, :T])] + [(at + i, later[:, :, i - 1]) for i in range(1, K)]
+        last_token = torch.cat((pos[:T], at.repeat_interleave(K - 1)))  # (N,) the last one that each may see
+        index = torch.arange(len(pos), device=device)
+        is_token, chain = index < T, (index - T).div(max(1, K - 1), rounding_mode="floor")
+        same_chain = (chain[:, None] == chain) & ~is_token & ~is_token[:, None] & (pos[:, None] >= pos)
+        draft.mask = (is_token & (pos <= last_token[:, None])) | same_chain  # (N, N)
+        tokens = torch.cat((rows, rows.new_full((B, len(pos) - T), self.mask_id)), dim=1)  # (B, N)
+        states = draft.hidden(tokens, pos)  # (B, N, D)
+        masked = states[:, T:].unflatten(1, (len(at), K - 1))  # (B, n, K - 1, D)
+        return [(pos[:T], states[:, :T])] + [(at + i, masked[:, :, i - 1]) for i in range(1, K)]
 
 
-class Grown:
-    """Keys and values of one layer that every call adds to, with their gradients."""
+class GrowingCache:
+    """Keys and values of the one layer of a draft. Every call adds to them, gradients included."""
 
     def __init__(self):
-        self.k = self.v = None
+        self.layers, self.k, self.v = (self,), None, None
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        old = self.k is not None
-        self.k, self.v = (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)) if old else (k, v)
+        self.k, self.v = (k, v) if self.k is None else (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2))
 
     def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
         return attend(q, self.k.to(q.dtype), self.v.to(q.dtype), visible.mask.to(q.dtype), sinks)
 
 
-class Steps:
-    """What `stream` takes for caches while steps are learned."""
-
-    def __init__(self):
-        self.layers = (Grown(),)
-
-
 class LearnedEagle(EagleModel):
-    """An EAGLE-3 draft that attends by `mask` (T, S), and whose embedding is the target's and no parameter."""
+    """An EAGLE-3 draft that attends by `mask` (T, S). Its embedding is the target's and no parameter."""
 
     mask: Tensor
-    table: list
-    embed = property(lambda self: lambda tokens: self.table[0](tokens).to(self.norm.weight.dtype))
+    embeddings: list  # the target's: a module in a list has no parameters here
+    embed = property(lambda self: lambda tokens: self.embeddings[0](tokens).to(self.norm.weight.dtype))
 
     def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
         H, G = self.layers[0].attention.heads()
@@ -182,18 +177,20 @@ class LearnedEagle(EagleModel):
 
 
 class Eagle3(Model):
-    """One layer in SafeAILab's layout, and a head for some of the target's tokens, which is most of its cost."""
+    """One layer in SafeAILab's layout, with a head for `vocab` of the target's tokens (default: all)."""
 
     def __init__(self, hf: dict, target: Config, depth: int, vocab: int | None = None):
-        changed = {
+        eagle_keys = {
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
             "draft_vocab_size": vocab or target.vocab_size, "tie_word_embeddings": False,
             "target_hidden_size": target.dim,
         }  # fmt: skip
-        super().__init__(hf | changed, target, depth)
-        self.positions, self.ids = depth, torch.arange(vocab or target.vocab_size)  # the target's, of what it drafts
+        super().__init__(hf | eagle_keys, target, depth)
+        self.positions, self.ids = (
+            depth,
+            torch.arange(vocab or target.vocab_size),
+        )  # the target's ids of the head's rows
         self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
-        self.aux_layer_ids = list(self.eagle.aux_layer_ids)
 
     def trained(self) -> EagleModel:
         return LearnedEagle(config_from_hf(self.eagle.layer), self.eagle, False)
@@ -203,31 +200,28 @@ class Eagle3(Model):
             return self.trained().to(dtype)
 
     def bind(self, draft: LearnedEagle, target: Transformer) -> None:
-        draft.table = [target.embed]
-        own = torch.full((self.target.vocab_size,), -1)  # the draft's id of each of the target's
-        own[self.ids] = torch.arange(len(self.ids))
-        draft.register_buffer("ids", own.to(target.norm.weight.device), persistent=False)
+        draft.embeddings = [target.embed]
+        draft_ids = torch.full((self.target.vocab_size,), -1)  # by the target's id
+        draft_ids[self.ids] = torch.arange(len(self.ids))
+        draft.register_buffer("ids", draft_ids.to(target.norm.weight.device), persistent=False)
 
     def choose(self, tokens: Tensor) -> None:
-        """Draft the tokens that stand most often in `tokens` (n,); of those as rare as each other, the first ids."""
-        V = self.target.vocab_size
-        often = torch.bincount(tokens.long(), minlength=V).sort(descending=True, stable=True).indices
-        self.ids = often[: self.eagle.vocab_size].sort().values
+        """Draft the most frequent of `tokens` (n,); between equal counts, the smaller ids."""
+        counts = torch.bincount(tokens.long(), minlength=self.target.vocab_size)
+        self.ids = counts.sort(descending=True, stable=True).indices[: self.eagle.vocab_size].sort().values
 
     def drafter(self, model: EagleModel) -> Drafter:
-        other = EagleModel(config_from_hf(self.eagle.layer), self.eagle, False).to(model.norm.weight.dtype)
-        other.load_state_dict(model.state_dict())
-        other.register_buffer("ids", model.ids, persistent=False)
-        return EagleDraft(other.requires_grad_(False).eval())
+        draft = EagleModel(config_from_hf(self.eagle.layer), self.eagle, False).to(model.norm.weight.dtype)
+        draft.load_state_dict(model.state_dict())
+        draft.register_buffer("ids", model.ids, persistent=False)
+        return EagleDraft(draft.requires_grad_(False).eval())
 
-    def of_target(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The target's states (B, T, D), and what enters its tapped layers."""
-        (B, T), like = rows.shape, target.norm.weight
-        streams = {i: AuxHiddenStates(B, T, target.config.dim, like.dtype, like.device) for i in self.aux_layer_ids}
+    def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+        (B, T), D, like = rows.shape, target.config.dim, target.norm.weight
+        streams = {i: AuxHiddenStates(B, T, D, like.dtype, like.device) for i in self.eagle.aux_layer_ids}
         caches = target.make_caches(B, T)._replace(aux_hidden_states=streams)
-        return target.hidden(rows, torch.arange(T, device=rows.device), caches), [
-            streams[i].x for i in self.aux_layer_ids
-        ]
+        h = target.hidden(rows, torch.arange(T, device=rows.device), caches)  # (B, T, D)
+        return h, [streams[i].x for i in self.eagle.aux_layer_ids]  # a small target's layers repeat
 
     def logits(self, draft: LearnedEagle, states: Tensor) -> Tensor:
         with learning(draft):
@@ -236,29 +230,29 @@ class Eagle3(Model):
     def drafts(self, x: Tensor) -> Tensor:
         return x if len(self.ids) == x.size(-1) else x[..., self.ids.to(x.device)]
 
-    def pairs(self, draft: LearnedEagle, rows: Tensor, known: list[Tensor], seed: int | None) -> Pairs:
-        """`depth` steps over all positions at once, each after the last one's states. The first token of a row has no
-        state before it, and in step j the first j + 1 have not."""
-        (_, T), device = rows.shape, rows.device
-        pos, caches, found = torch.arange(T, device=device), Steps(), []
-        dtype = draft.norm.weight.dtype
-        fused = draft.fuse(*(x.to(dtype) for x in known)).to(dtype)  # (B, T, D)
-        state, ago = fused.roll(1, dims=1), pos[:, None] - pos
+    def pairs(self, draft: LearnedEagle, rows: Tensor, streams: list[Tensor], seed: int | None) -> Pairs:
+        """`depth` steps over all positions at once, each from the previous step's states. A state enters at its next
+        token, so in step j the first j + 1 tokens of a row have none."""
+        (_, T), device, dtype = rows.shape, rows.device, draft.norm.weight.dtype
+        pos, caches, pairs = torch.arange(T, device=device), GrowingCache(), []
+        state = draft.fuse(*(x.to(dtype) for x in streams)).to(dtype).roll(1, dims=1)  # (B, T, D)
+        distance = pos[:, None] - pos  # (T, T)
         for step in range(self.depth):
-            # A row of step j sees the target's states up to its round's beginning, then one of each later step.
-            masks = [(ago >= step) & (pos > 0), *((ago == step - i) & (pos > i) for i in range(1, step + 1))]
+            # A token of step j sees the target's states up to its round's begin, then one state of each later step.
+            masks = [(distance >= step) & (pos > 0)]
+            masks += [(distance == step - i) & (pos > i) for i in range(1, step + 1)]
             draft.mask = torch.cat(masks, dim=1)  # (T, (step + 1) T)
-            draft.mask[:, step * T :] |= torch.eye(T, dtype=torch.bool, device=device)  # no row sees nothing
+            draft.mask[:, step * T :] |= torch.eye(T, dtype=torch.bool, device=device)  # a row without keys gives NaN
             x = draft.stream(rows, pos.expand(rows.shape), caches, state)
-            found.append((pos[step + 1 :], draft.norm(x)[:, step + 1 :]))
+            pairs.append((pos[step + 1 :], draft.norm(x)[:, step + 1 :]))
             state = x.roll(1, dims=1)
-        return found
+        return pairs
 
     def save(self, model: EagleModel, folder: Path) -> None:
         tensors = {name: part.detach().contiguous().clone() for name, part in places_of(model, "midlayer")}
-        known = torch.zeros(self.target.vocab_size, dtype=torch.bool)
-        known[self.ids] = True
-        maps = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": known}
+        has_id = torch.zeros(self.target.vocab_size, dtype=torch.bool)
+        has_id[self.ids] = True
+        maps = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": has_id}
         save_tensors(folder / "model.safetensors", tensors | maps)
         text = json.dumps(self.hf, indent=2) + "\n"
         write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
@@ -268,15 +262,12 @@ KINDS = {"model": Model, "pard": Pard, "eagle3": Eagle3}
 
 
 def deployed(kind: Model, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """The kind's model as it will be loaded."""
+    """The kind's model, in the form that loading gives it."""
     return allocate(kind.empty(dtype), device)
 
 
 def by_position(alphas: Sequence[float], k: int) -> float:
-    """Tokens that a round of k drafted ones yields where the i-th is accepted with probability alphas[i] if all before
-    it are; the last number stands for all further ones."""
-    reached = total = 1.0
-    for i in range(k):
-        reached *= alphas[min(i, len(alphas) - 1)]
-        total += reached
-    return total
+    """Tokens that a round of k drafted tokens yields. The i-th is accepted with probability alphas[i] if all before it
+    are; positions beyond the list have its last probability."""
+    probs = [*alphas[:k], *[alphas[-1]] * (k - len(alphas))]
+    return 1 + sum(itertools.accumulate(probs, operator.mul))

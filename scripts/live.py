@@ -13,8 +13,8 @@ import time
 
 import torch
 
+from cli.answers import Answer
 from cli.errors import interrupts_held
-from cli.output import Answer
 from cli.report import ACCEPTED, CORRECTED, RowStatistics, origin, rate
 from decoding.timing import synchronize
 
@@ -28,7 +28,7 @@ except ImportError:
     raise ValueError("--live draws with rich: pip install rich==15.0.0") from None
 
 FRAME_S = 1 / 12
-STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.output.COLOURS, in rich's words
+STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.answers.COLOURS, in rich's words
 CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if code != ord("\n")}  # would move the cursor
 
 
@@ -68,9 +68,9 @@ class Column:
 
     def rates(self) -> str:
         drafts = RowStatistics(self.answer.request.token_records)
-        num_judged, num_accepted = sum(drafts.reached.values()), sum(drafts.accepted.values())
+        num_verified, num_accepted = sum(drafts.reached.values()), sum(drafts.accepted.values())
         tok_s = rate(len(self.answer.printer.ids) - 1, self.seconds - self.first_token_s)
-        accepted = f"{num_accepted / num_judged:.0%} of drafts accepted" if num_judged else "nothing drafted"
+        accepted = f"{num_accepted / num_verified:.0%} of drafts accepted" if num_verified else "nothing drafted"
         return f"{tok_s:.1f} tok/s after {self.seconds:.2f} s\n{accepted}"
 
 

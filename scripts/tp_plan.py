@@ -33,14 +33,14 @@ def plan(
     a model that tp.py cannot divide."""
     check_divisible(config, world, checkpoint.max_group(scheme, overrides or {}))
     model = checkpoint.empty_model(config, dtype, scheme, head, Ranks(0, world), overrides or {})
-    shards, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
+    specs, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
     return {
         "ranks": world,
         "weights": held(model), "blocks": held(model.layers),
         "head": held(model.lm_head), "embedding": held(model.embed), "read_per_token": weight_bytes(model),
         "kv_read": attended_bytes(kv_bytes, context), "kv_per_token": kv_bytes.total(),
         "kv_copies": world * model.layers[0].attention.heads()[1] / config.n_kv_heads,  # ranks that hold one KV head
-        "all_reduces": sum(shard is not None and shard.after == SUM for shard in shards) if world > 1 else 0,
+        "all_reduces": sum(spec is not None and spec.after == SUM for spec in specs) if world > 1 else 0,
         "all_reduce_bytes": config.dim * dtype.itemsize,
         "gather_bytes": config.vocab_size * dtype.itemsize,  # the logits of all ranks
     }  # fmt: skip
@@ -55,7 +55,7 @@ def storage(path: Path, config: Config, quantize: str | None) -> checkpoint.Stor
     hf, stored = checkpoint.read_json(file), checkpoint.read_stored_form(file)
     if is_mxfp4(hf):
         names = [name for name, _ in named_linears(checkpoint.empty_model(config, torch.float32))]
-        return checkpoint.StoredForm(given={name: "mxfp4" for name in names if ".experts." in name})
+        return checkpoint.StoredForm(overrides={name: "mxfp4" for name in names if ".experts." in name})
     if stored.scheme is None and quantize is None and find_layout(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         raise ValueError(f"{file}: quant_method = {method!r}: give the folder with its tensors, or a --quantize scheme")

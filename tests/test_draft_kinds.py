@@ -1,5 +1,5 @@
-"""scripts/draft_kinds.py: what a kind is taught is what its drafter will draw from, by the float64 twins; what it
-writes is what the twins, and the program, read."""
+"""scripts/draft_kinds.py: a kind learns the distributions that its drafter draws from, by the float64 twins; the twins
+and the program read the folders that it writes."""
 
 import argparse
 import json
@@ -58,11 +58,11 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     for i in range(DEPTH):
         p, q = p_all[learned.at[learned.position == i]], q_all[learned.position == i]
         if name == "pard":
-            known = range(T) if i == 0 else at  # the last decided token of each state
+            last_tokens = range(T) if i == 0 else at  # the last decided token of each state
         else:
-            known = range(1, T - i)
-        assert len(known) == len(q)
-        for number, last in enumerate(known):
+            last_tokens = range(1, T - i)
+        assert len(last_tokens) == len(q)
+        for number, last in enumerate(last_tokens):
             assert (p[number] - want_p[last + i]).abs().max() < 1e-4
             drafted = [*row[last + 1 : last + 1 + i], 0]
             want = twin(tmp_path / "draft", row[: last + 1], drafted, Sampling(1))[i]
@@ -74,13 +74,11 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
     flags = ["--kind", name, "--target", ROOT / "checkpoints" / "demo", "--sampled", 600, "--context", 32]
     flags += ["--heldout", 64, "--steps", 2, "--eval_every", 1, "--batch", 2, "--depth", 3, "--device", "cpu"]
-    flags += ["--output", tmp_path / "d"]
-    flags += ["--work", tmp_path / "work"] + (
-        ["--layers", 1, "--dim", 64] if name == "pard" else ["--draft_vocab", 300]
-    )
-    found = distill(distill_args([str(flag) for flag in flags]))
-    made = read_json(tmp_path / "d" / "distill.json")
-    assert found["steps"] == 2 and all(len(each["alpha_by_position"]) == 3 for each in made["evaluations"])
+    flags += ["--output", tmp_path / "d", "--work", tmp_path / "work"]
+    flags += ["--layers", 1, "--dim", 64] if name == "pard" else ["--draft_vocab", 300]
+    result = distill(distill_args([str(flag) for flag in flags]))
+    evaluations = read_json(tmp_path / "d" / "distill.json")["evaluations"]
+    assert result["steps"] == 2 and all(len(point["alpha_by_position"]) == 3 for point in evaluations)
     common = ["--max_new_tokens", "30", "--temperature", "0", "--json", "--device", "cpu", "--dtype", "float32"]
     rows = []
     for draft in ([], ["--draft_checkpoint", str(tmp_path / "d"), "--speculate_k", "3"]):
@@ -104,9 +102,9 @@ def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, m
     first = read_json(tmp_path / "d" / "distill.json")["evaluations"][0]
     assert first["step"] == 0 and first.get("alpha_by_position", [first["alpha"]])[0] > 0.95
     other = [*flags[:-3], tmp_path / "d2", "--work", tmp_path / "w2", "--from_layers"]
-    for wrong, named in (("0-6", "0 to 5"), ("0-5", "--from_layers takes")):
+    for wrong, message in (("0-6", "0 to 5"), ("0-5", "--from_layers takes")):
         extra = [] if wrong == "0-6" else ["--dim", "64"]
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError, match=message):
             distill(distill_args([str(flag) for flag in (*other, wrong, *extra)]))
 
 

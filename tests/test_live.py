@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from cli.answers import COLOURS
 from cli.flags import parse_args
 from cli.main import run
-from cli.output import COLOURS
 from cli.prompts import Request
 from cli.report import ACCEPTED, CORRECTED, origin
 from scripts import compare
@@ -56,13 +56,11 @@ def test_each_column_says_what_its_side_says_alone(a, b, capsys):
 class TimedColumn:
     """A column whose steps take these seconds."""
 
-    name, is_finished, seconds = "a", False, 0.0
-
-    def __init__(self, step_s: list[float], log: list):
-        self.step_s, self.log = step_s, log
+    def __init__(self, name: str, step_s: list[float], log: list):
+        self.name, self.step_s, self.log, self.seconds, self.is_finished = name, step_s, log, 0.0, False
 
     def step(self):
-        self.log.append(self)
+        self.log.append(self.name)
         self.seconds += self.step_s.pop(0)
         self.is_finished = not self.step_s
 
@@ -71,17 +69,14 @@ class TimedColumn:
 
 def test_the_column_behind_decodes():
     log: list = []
-    fast, slow = TimedColumn([1.0] * 9, log), TimedColumn([0.5, 4.0, 1.0], log)
-    watch([fast, slow])
-    assert "".join("fs"[column is slow] for column in log) == "fssffffsffff"
+    watch([TimedColumn("f", [1.0] * 9, log), TimedColumn("s", [0.5, 4.0, 1.0], log)])
+    assert "".join(log) == "fssffffsffff"
 
 
 def num_cells(text: str) -> int:
     """Width on a terminal, without rich: wide and full-width characters take two cells, marks none."""
-    marks = ("Mn", "Me", "Cf")
-    return sum(
-        0 if unicodedata.category(c) in marks else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+    marks = [c for c in text if unicodedata.category(c) in ("Mn", "Me", "Cf")]
+    return len(text) - len(marks) + sum(unicodedata.east_asian_width(c) in "WF" for c in text)
 
 
 TEXTS = {
@@ -94,14 +89,14 @@ TEXTS = {
 }
 
 
-def column_with(text: str, records=()) -> Column:
-    """A column with this text and these token records, one piece each."""
+def column_with(text: str) -> Column:
+    """A column with this text in three seconds, the first token after one."""
     column = object.__new__(Column)
     column.name, column.seconds, column.first_token_s = "a: --temperature 0 --quantize int8", 3.0, 1.0
     pieces = re.findall(r"\S+\s*|\s+", text)
     column.answer = SimpleNamespace(
         row=Request("P! "), printer=SimpleNamespace(pieces=pieces, ids=pieces),
-        request=SimpleNamespace(token_records=list(records)),
+        request=SimpleNamespace(token_records=[]),
     )  # fmt: skip
     return column
 

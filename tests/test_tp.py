@@ -303,7 +303,7 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
 def test_a_format_of_matrices_sees_all_rows(monkeypatch):
     """A codebook for every chunk of rows would be another format."""
     monkeypatch.setitem(FORMATS, "codebook", FORKS["codebook"])
-    monkeypatch.setattr(quantize.formats, "CHUNK", 256)
+    monkeypatch.setattr(quantize.formats, "CHUNK_WEIGHTS", 256)
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 65)[:, None]
     parts, expected = quantize.quantize_tensor(weight, "codebook"), FORKS["codebook"].quantize(weight)
     assert all(torch.equal(parts[name], expected[name]) for name in expected)
