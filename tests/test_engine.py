@@ -72,11 +72,12 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
 def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
-    """Prompts of more and fewer rows than the kernels take at once. cli/threads.py changes the number of threads
-    while tokens are decoded."""
-    engine = Engine(load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), 1, 60, compile=True)
+    """Prompts of more and fewer rows than the kernels take at once, embedded by a quantized head. cli/threads.py
+    changes the number of threads while tokens are decoded."""
+    options = {"dtype": torch.float32, "quantize": scheme, "head": scheme}
+    engine = Engine(load_model(folder_of("llama-3.2"), **options), 1, 60, compile=True)
     engine.warm_up(GREEDY)
-    eager, usual = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme), torch.get_num_threads()
+    eager, usual = load_model(folder_of("llama-3.2"), **options), torch.get_num_threads()
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
             for n, threads in ((2, 1), (15, 2), (16, 1), (17, 2), (40, 1)):

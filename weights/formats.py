@@ -355,7 +355,8 @@ CHUNK_WEIGHTS = 2**20  # weights per chunk: temporaries are several times their 
 def row_chunks(rows: int, columns: int) -> Iterator[slice]:
     """Slices of rows with about CHUNK_WEIGHTS weights each."""
     size = max(1, CHUNK_WEIGHTS // columns)
-    return (slice(begin, begin + size) for begin in range(0, rows, size))
+    for begin in range(0, rows, size):  # a generator: unused, it does not fix `rows` in compiled code
+        yield slice(begin, begin + size)
 
 
 def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) -> dict[str, Tensor]:
