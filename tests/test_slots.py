@@ -9,12 +9,15 @@ import random
 
 import pytest
 import torch
+from test_drafts import eagle_folder, pard_folder
 
 import decoding.scheduler as scheduler
 import generate as program
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
+from drafts.eagle import EagleDraft, load_eagle
 from drafts.ngram import NgramDraft
+from drafts.pard import PardDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from model import KVCache
@@ -42,9 +45,23 @@ def model_of(folder_of):
     return make
 
 
+DRAFT_FOLDERS = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def draft_folders(folder_of, tmp_path_factory):
+    root = tmp_path_factory.mktemp("drafts")
+    DRAFT_FOLDERS["pard"] = pard_folder(folder_of("llama-3"), root / "pard")
+    DRAFT_FOLDERS["eagle3"] = eagle_folder("speculators", root / "eagle3")
+
+
 def drafter_of(kind: str, model):
     if kind == "model":
         return ModelDraft(layer_subset(model, [0, 2]))
+    if kind == "pard":
+        return PardDraft(load_model(DRAFT_FOLDERS["pard"], dtype=model.norm.weight.dtype), V - 1)
+    if kind == "eagle3":
+        return EagleDraft(load_eagle(DRAFT_FOLDERS["eagle3"], model))
     return {"none": None, "ngram": NgramDraft(2), "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2])}[kind]
 
 
@@ -111,7 +128,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers", "pard", "eagle3"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
     assert not parted(model, drafter, num_slots, seed=num_slots)
