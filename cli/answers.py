@@ -81,7 +81,7 @@ class Answer:
             printer.feed(request.tokens[number], origin(record) if record else PLAIN_TOKEN)
         return printer.at_stop_string or request.finish_reason is not None
 
-    def cut(self) -> None:
+    def discard_extra_tokens(self) -> None:
         """Forget the tokens that a round decided behind a stop string."""
         request, num_tokens = self.request, len(self.printer.ids)
         del request.tokens[num_tokens:], request.token_records[num_tokens:]

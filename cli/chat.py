@@ -52,7 +52,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     messages = list(opening)
     print(f"context of {limit} positions; /help lists the commands, end of file ends", file=sys.stderr)
     unsent = None  # a message that the context had no room for
-    for turn in itertools.count():
+    for turn_number in itertools.count():
         text = ranks.broadcast_object(read_line() if ranks.rank == 0 else None)
         if text is None or text.strip() == "/exit":
             return
@@ -68,15 +68,15 @@ def chat(session: Session, args: argparse.Namespace) -> None:
                 continue
             room, text, num_dropped = args.max_new_tokens or min(DEFAULT_NEW_TOKENS, limit // 4), unsent, 0
             while len(messages) > len(opening):
-                turns = [*messages, {"role": "user", "content": text}]
-                ids = ranks.broadcast_object(conversation_ids(tokenizer, turns, **template_names(args)))
+                conversation = [*messages, {"role": "user", "content": text}]
+                ids = ranks.broadcast_object(conversation_ids(tokenizer, conversation, **template_names(args)))
                 if len(ids) + room <= limit:
                     break
                 del messages[len(opening) : len(opening) + 2]  # a question and its answer
                 num_dropped += 1
             print(f"[{num_dropped} turns dropped]", file=sys.stderr)
-        turns = [*messages, {"role": "user", "content": text}]
-        prompt = ranks.broadcast_object(conversation_ids(tokenizer, turns, **template_names(args)))
+        conversation = [*messages, {"role": "user", "content": text}]
+        prompt = ranks.broadcast_object(conversation_ids(tokenizer, conversation, **template_names(args)))
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; "
@@ -85,7 +85,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
             continue
         unsent = None
         budget = limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
-        request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn)
+        request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn_number)
         answer = Answer(request, session.printer(args.stop, streaming=True))
         try:
             list(session.decode([answer]))

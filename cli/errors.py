@@ -93,20 +93,20 @@ def interrupts_held() -> Iterator[list]:
 
     Inside a guard of compiled code the exception would be lost: torch takes it for a guard that fails, and recompiles.
     """
-    usual, noted = signal.getsignal(signal.SIGINT), []
+    usual, interrupts = signal.getsignal(signal.SIGINT), []
 
-    def note(*which) -> None:
-        noted.append(which)
+    def remember(*signal_args) -> None:
+        interrupts.append(signal_args)
         signal.signal(signal.SIGINT, usual)
 
     if callable(usual):  # not where it is ignored
-        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGINT, remember)
     try:
-        yield noted
+        yield interrupts
     finally:
         if callable(usual):
             signal.signal(signal.SIGINT, usual)
-        if noted:
+        if interrupts:
             raise KeyboardInterrupt
 
 
@@ -138,13 +138,13 @@ def leave_ranks() -> None:
     leave()
 
 
-def use_threads(asked: int | None) -> int:
+def use_threads(num_threads: int | None) -> int:
     """Use --threads, or torch's number within the share of this process; a rank takes its part of that. How many."""
     share, usual = cpu_share(), torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable
     if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, if the user says nothing
         share = usual = max(1, share // int(num_local))
-    torch.set_num_threads(asked or min(usual, share))
+    torch.set_num_threads(num_threads or min(usual, share))
     return torch.get_num_threads()
 
 

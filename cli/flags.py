@@ -36,9 +36,9 @@ def positive(text: str) -> int:
 
 def thread_count(text: str) -> int:
     """A number of threads that the machine has processors for: thousands would freeze it."""
-    count, most = positive(text), os.cpu_count() or 1
-    if count > most:
-        raise argparse.ArgumentTypeError(f"{count} threads are more than this machine's processors, {most}")
+    count, max_threads = positive(text), os.cpu_count() or 1
+    if count > max_threads:
+        raise argparse.ArgumentTypeError(f"{count} threads are more than this machine's processors, {max_threads}")
     return count
 
 
@@ -53,14 +53,14 @@ def a_list(text: str) -> list:
     return checked_json(text, list, "a list, or a file that holds one")
 
 
-def checked_json(text: str, kind: type, what: str) -> object:
+def checked_json(text: str, kind: type, kind_name: str) -> object:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
-        raise argparse.ArgumentTypeError(f"{text!r:.99} is not {what} in JSON")
-    return found
+        value = None
+    if not isinstance(value, kind):
+        raise argparse.ArgumentTypeError(f"{text!r:.99} is not {kind_name} in JSON")
+    return value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -55,9 +55,9 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def compiles(asked: bool | None, device: torch.device) -> bool:
+def compiles(requested: bool | None, device: torch.device) -> bool:
     """--compile or --no-compile, or by device: on a GPU launching kernels one by one costs more than they do."""
-    return device.type == "cuda" if asked is None else asked
+    return device.type == "cuda" if requested is None else requested
 
 
 def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer, Drafter | None]:
@@ -69,10 +69,10 @@ def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[
 
 
 def unused_settings(args: argparse.Namespace) -> None:
-    """Say what generation_config.json asks for that these flags do not do. What is false or 0 asks for nothing."""
-    asked = {} if args.random_weights else read_json(Path(args.checkpoint) / "generation_config.json")
-    given = {**vars(args), "do_sample": args.temperature > 0}
-    other = {key: x for key, x in asked.items() if x and x != given.get(key) and key not in NO_SETTINGS}
+    """Print the settings of generation_config.json that differ from the flags. A false value or 0 is no setting."""
+    settings = {} if args.random_weights else read_json(Path(args.checkpoint) / "generation_config.json")
+    flags = {**vars(args), "do_sample": args.temperature > 0}
+    other = {key: x for key, x in settings.items() if x and x != flags.get(key) and key not in NO_SETTINGS}
     if other:
         print(f"not used of generation_config.json: {json.dumps(other):.400}", file=sys.stderr)
 

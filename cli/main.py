@@ -102,9 +102,9 @@ run = main.__wrapped__
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """What all ranks must have been told alike. Folders and files may lie elsewhere on another machine."""
     files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "output", "profile", "tools")
-    given = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
+    flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
-    return {"its torch": torch.__version__, "the file of --random_weights": shape, **given}
+    return {"its torch": torch.__version__, "the file of --random_weights": shape, **flag_values}
 
 
 def skip(broken: list[str], rest: list) -> None:
@@ -139,8 +139,8 @@ def open_session(
     rows = unanswered(samples, answered or {})
     print_skipped(args.output, len(samples) - len(rows))
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
-    prompted = sum(len(row.ids) for row in rows)
-    prompted -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
+    num_prompt_tokens = sum(len(row.ids) for row in rows)
+    num_prompt_tokens -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
     length = limit if args.max_seq_length else length
     has_known_rows = num_slots is None and not piped
     if num_slots is None and args.batch_size is None:
@@ -152,7 +152,7 @@ def open_session(
     engine = Engine(
         model, num_slots, length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
-        compile_prompts=None if device.type == "cuda" or prompted >= COMPILED_PROMPTS else False,
+        compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
         one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
     sampling, stop_ids = (

@@ -36,13 +36,14 @@ class PromptCache:
 
     def __init__(self, args: argparse.Namespace):
         self.file = None if args.prompt_cache is None else Path(args.prompt_cache)
-        self.said, self.tensors, self.held = {}, {}, ([], [])  # held: ids, and whether as a long text's
+        self.metadata, self.tensors = {}, {}
+        self.stored_prefix = [], []  # ids, and whether longrope took the text for long
         self.origin = {} if self.file is None else origin(args)
         if self.file and self.file.exists():
             with self.refusing():
                 readers = open_shards([plain_file(self.file, sys.maxsize)])
                 reader = next((reader for _, reader in readers.values() if hasattr(reader, "metadata")), None)
-                self.said = (reader and reader.metadata()) or {}
+                self.metadata = (reader and reader.metadata()) or {}
                 self.check(self.origin)
                 self.tensors = {name: reader.get_tensor(name) for name in readers}  # mapped, not read
 
@@ -55,7 +56,7 @@ class PromptCache:
             raise ValueError(f"--prompt_cache {self.file}: {reason}; delete it, or name another file") from None
 
     def check(self, ours: dict[str, str]) -> None:
-        compare({name: self.said.get(name) for name in ours}, ours)
+        compare({name: self.metadata.get(name) for name in ours}, ours)
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
@@ -76,26 +77,27 @@ class PromptCache:
             # A draft's own caches may lack the positions that a round or plain steps decided.
             limit = slot.num_draft if len(engine.runners) > 1 else len(slot.ids)
             n = min(common_prefix(slot.ids, *prompts), limit)
-            if n > len(self.held[0]) or (n and list(slot.is_long) != self.held[1]):
+            if n > len(self.stored_prefix[0]) or (n and list(slot.is_long) != self.stored_prefix[1]):
                 self.save(engine, slot.index, slot.ids[:n], slot.is_long)
 
     def load(self, engine: Engine) -> None:
         """Into slot 0, all of the file or as much as there is room for."""
-        begun, empty = time.perf_counter(), contents(engine, 0, [], ())
+        start, empty = time.perf_counter(), contents(engine, 0, [], ())
         with self.refusing():
             self.check(dtypes(engine))
             N = self.tensors.get("ids", torch.empty(0)).numel()
             shapes = {name: (x.dtype, [size or N for size in x.shape]) for name, x in empty.items()}  # 0: of positions
             compare({name: (x.dtype, list(x.shape)) for name, x in self.tensors.items()}, shapes)
             self.check(checksum(self.tensors))
-        self.held, n = (self.tensors.pop("ids").tolist(), self.tensors.pop("long").tolist()), engine.max_seq_length
+        self.stored_prefix = self.tensors.pop("ids").tolist(), self.tensors.pop("long").tolist()
+        n = engine.max_seq_length
         slot = engine.scheduler.slots[0]
-        slot.ids, slot.is_long, slot.num_draft = self.held[0][:n], tuple(self.held[1]), min(n, N)
+        slot.ids, slot.is_long, slot.num_draft = self.stored_prefix[0][:n], tuple(self.stored_prefix[1]), min(n, N)
         rows = contents(engine, 0, slot.ids, slot.is_long)
         for name, x in self.tensors.items():
             rows[name].copy_(x.narrow(list(empty[name].shape).index(0), 0, min(n, N)))
         self.tensors = {}
-        print(f"{self.file}: {min(n, N)} tokens read in {time.perf_counter() - begun:.2f} s", file=sys.stderr)
+        print(f"{self.file}: {min(n, N)} tokens read in {time.perf_counter() - start:.2f} s", file=sys.stderr)
 
     def save(self, engine: Engine, slot: int, ids: list[int], is_long: tuple[bool, ...]) -> None:
         tensors = contents(engine, slot, ids, is_long)
@@ -110,18 +112,19 @@ def compare(theirs: dict, ours: dict) -> None:
     for name in ours | theirs:
         there, here = theirs.get(name), ours.get(name)
         if there != here:
-            both = f"{there} there, {here} here"
-            raise ValueError(f"{name}: {both if len(both) < 120 else 'another one there than here'}")
+            difference = f"{there} there, {here} here"
+            raise ValueError(f"{name}: {difference if len(difference) < 120 else 'another one there than here'}")
 
 
 def origin(args: argparse.Namespace) -> dict[str, str]:
     """What keys and values follow from, as far as flags and files tell: not where the files are."""
     read_config(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
-    found, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
+    identity, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
-        found[flag] = json.dumps(path and checkpoint_identity(Path(path)))
+        identity[flag] = json.dumps(path and checkpoint_identity(Path(path)))
     shape = args.random_weights and hashlib.sha256(Path(args.random_weights).read_bytes()).hexdigest()
-    return found | {"--random_weights": str(shape)} | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}
+    identity["--random_weights"] = str(shape)
+    return identity | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}
 
 
 def checkpoint_identity(folder: Path) -> dict[str, object]:

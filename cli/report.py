@@ -29,7 +29,8 @@ def weight_bytes(model: Transformer, rows: int = 1) -> int:
     experts that no row chose. A tied head reads all of the embedding."""
     weights = model.named_parameters(remove_duplicate=False)
     stored = sum(weight.nbytes for name, weight in weights if not name.startswith("embed."))
-    return stored + expanded(model) - int(sum(unread(layer, rows) * held(layer.experts) for layer in sparse(model)))
+    unread_bytes = sum(unread(layer, rows) * stored_bytes(layer.experts) for layer in sparse(model))
+    return stored + expanded(model) - int(unread_bytes)
 
 
 def sparse(model: Transformer) -> list[Experts]:
@@ -43,7 +44,7 @@ def unread(layer: Experts, rows: int) -> float:
     return (1 - layer.n_chosen / layer.n_experts) ** rows
 
 
-def held(module: torch.nn.Module) -> int:
+def stored_bytes(module: torch.nn.Module) -> int:
     """Bytes of weights, as a product reads them."""
     return sum(parameter.nbytes for parameter in module.parameters()) + expanded(module)
 
@@ -70,10 +71,11 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
-        for own, own_per in draft:
+        for draft_model, draft_per in draft:
             passes = range(engine.drafter.passes(step.k))
             read += sum(
-                weights(own, rows) + sum(attended_bytes(own_per, n + i) for n in step.positions) for i in passes
+                weights(draft_model, rows) + sum(attended_bytes(draft_per, n + i) for n in step.positions)
+                for i in passes
             )
     return read
 
@@ -100,13 +102,13 @@ class RowStatistics:
 
     def __init__(self, tokens: Iterable[TokenRecord]):
         decided = [token for token in tokens if not token.first]
-        judged = [token for token in decided if token.index < token.k and math.isfinite(token.overlap)]
+        verified = [token for token in decided if token.index < token.k and math.isfinite(token.overlap)]
         self.tokens = len(decided)
         self.rounds = Counter(token.k for token in decided if token.index == 0)  # by K; K = 0 is a plain step
-        self.reached = Counter(token.index for token in judged)  # by position in the draft
-        self.accepted = Counter(token.index for token in judged if token.index < token.accepted)
+        self.reached = Counter(token.index for token in verified)  # by position in the draft
+        self.accepted = Counter(token.index for token in verified if token.index < token.accepted)
         # Mean of sum min(p, q) over the positions reached: the acceptance rate (L corollary 3.6).
-        self.alpha = sum(token.overlap for token in judged) / len(judged) if judged else None
+        self.alpha = sum(token.overlap for token in verified) / len(verified) if verified else None
 
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
@@ -171,12 +173,12 @@ def speculation(
     costs, or a drafted token, is None without."""
     rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
     usual = max((k for k in row.rounds if k), key=row.rounds.get, default=0)  # the K that most rounds had
-    known = costs is not None and steps.keys() <= {0, *costs.verify_s}
-    modelled = known and alpha is not None
+    has_costs = costs is not None and steps.keys() <= {0, *costs.verify_s}
+    modelled = has_costs and alpha is not None
     drafted, paid = (1 - n[0] / rounds if rounds else 0 for n in (row.rounds, steps))  # shares, as in Costs.speedup
     best_k, best_speedup = costs.best(alpha, drafted, paid) if modelled else (None, None)
     plain_s, cost = in_plain_steps or (
-        (row.tokens * costs.decode_s, sum(n * costs.round(k) for k, n in steps.items())) if known else (0, 0)
+        (row.tokens * costs.decode_s, sum(n * costs.round(k) for k, n in steps.items())) if has_costs else (0, 0)
     )
     return {
         "k": k, "rounds": rounds, "rounds_by_k": dict(sorted(row.rounds.items())),
@@ -197,12 +199,12 @@ def speculation(
     }  # fmt: skip
 
 
-def summary(found: dict) -> list[str]:
+def summary(facts: dict) -> list[str]:
     """What `speculation` found, as lines for people."""
-    pairs = zip(found["accepted_by_position"], found["reached_by_position"], strict=True)
+    pairs = zip(facts["accepted_by_position"], facts["reached_by_position"], strict=True)
     by_position = " ".join(f"{accepted / reached:.2f}" for accepted, reached in pairs if reached) or "–"
-    shown = {name: "–" if x is None else f"{x:.2f}" if isinstance(x, float) else x for name, x in found.items()}
-    of = ", ".join(map(str, found["best_of"])) or "–"
+    formatted = {name: "–" if x is None else f"{x:.2f}" if isinstance(x, float) else x for name, x in facts.items()}
+    of = ", ".join(map(str, facts["best_of"])) or "–"
     lines = (
         "speculation, K = {k}: {rounds} rounds, {tokens_per_round} tokens a round (i.i.d. {tokens_per_round_iid}),"
         " accepted {accepted} of {drafted} drafted, by position {by_position}",
@@ -211,7 +213,7 @@ def summary(found: dict) -> list[str]:
         "  speed-up {measured_speedup} measured, {predicted_speedup} predicted (i.i.d. {predicted_speedup_iid}); best"
         " of K = {of} would have been {best_k} with {best_k_speedup}",
     )
-    return [line.format(**shown, by_position=by_position, of=of) for line in lines]
+    return [line.format(**formatted, by_position=by_position, of=of) for line in lines]
 
 
 def report(timings: Sequence[Timing], engine: Engine) -> None:
@@ -223,14 +225,15 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
 
     ttft = spread([1e3 * request.ttft_s for timing in timings for request in timing.requests])
     prefill = spread([rate(timing.prompt_tokens, timing.prefill_s) for timing in timings])
-    kept = sum(sum(timing.cached) for timing in timings)
-    kept = f", {kept} of {kept + sum(timing.prompt_tokens for timing in timings)} tokens kept" if kept else ""
-    lines = [f"prefill {prefill} tok/s, first token after {ttft} ms{kept}"]
+    num_reused = sum(sum(timing.cached) for timing in timings)
+    num_prompt_tokens = num_reused + sum(timing.prompt_tokens for timing in timings)
+    reused = f", {num_reused} of {num_prompt_tokens} tokens kept" if num_reused else ""
+    lines = [f"prefill {prefill} tok/s, first token after {ttft} ms{reused}"]
     if stepped := [timing for timing in timings if timing.steps]:
         tokens = spread([rate(sum(timing.decoded) - len(timing.decoded), timing.decode_s) for timing in stepped])
         bandwidth = spread([rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in stepped])
-        each = " by each rank" if engine.ranks.world > 1 else ""
-        lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{each}")
+        per_rank = " by each rank" if engine.ranks.world > 1 else ""
+        lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}")
         if engine.drafts:
             lines += [
                 *summary(speculative(engine, stepped)),

@@ -52,7 +52,7 @@ class Session:
                     self.after_step()
                     for id in [id for id, answer in running.items() if answer.feed()]:
                         answer = running.pop(id)
-                        answer.cut()
+                        answer.discard_extra_tokens()
                         engine.abort(id)  # a stop string has ended it, if it runs still
                         answer.printer.close()
                         yield answer

@@ -18,11 +18,11 @@ PATIENCE, MOST_PATIENCE = 32, 128  # steps with one thread before all are tried 
 
 
 class Threads:
-    """Chooses between `most` threads and one. Steps that draft different numbers of tokens are told apart."""
+    """Chooses between `max_threads` threads and one. Steps that draft different numbers of tokens are told apart."""
 
-    def __init__(self, most: int, use: Callable[[int], object] = torch.set_num_threads):
-        self.most, self.use = most, use
-        self.chosen = self.number = most  # the other number is tried while they differ
+    def __init__(self, max_threads: int, use: Callable[[int], object] = torch.set_num_threads):
+        self.max_threads, self.use = max_threads, use
+        self.chosen = self.number = max_threads  # the other number is tried while they differ
         self.steps, self.patience = 0, PATIENCE  # steps since the number was set
         self.recent: dict[tuple[int, Hashable], deque[float]] = defaultdict(lambda: deque(maxlen=TRY))  # (number, k) ->
         self.fastest: dict[Hashable, float] = {}  # k -> seconds of a step with all threads when nobody disturbs them
@@ -32,7 +32,7 @@ class Threads:
         recent, usual = self.recent[self.number, k], self.recent[self.chosen, k]
         recent.append(seconds)
         self.steps += 1
-        if self.most == 1 or len(recent) < TRY:
+        if self.max_threads == 1 or len(recent) < TRY:
             return
         typical = statistics.median(recent)  # one step that the system interrupted is no neighbour
         if self.number != self.chosen:
@@ -40,11 +40,11 @@ class Threads:
                 self.chosen, self.patience = self.number, PATIENCE
             else:
                 self.patience = min(2 * self.patience, MOST_PATIENCE)
-                if usual and self.chosen == self.most:  # not for want of a processor: steps have become longer
+                if usual and self.chosen == self.max_threads:  # not for want of a processor: steps have become longer
                     self.fastest[k] = statistics.median(usual)
             self.set(self.chosen)
         elif self.due(k, typical):
-            self.set(1 if self.number == self.most else self.most)
+            self.set(1 if self.number == self.max_threads else self.max_threads)
             for key in [key for key in self.recent if key[0] == self.number]:
                 del self.recent[key]
 

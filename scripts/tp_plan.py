@@ -13,7 +13,7 @@ import torch
 
 from cli.errors import ending_plainly
 from cli.flags import DTYPES, Parser
-from cli.report import attended_bytes, held, position_bytes, weight_bytes
+from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading import checkpoint
 from loading.gguf import is_gguf
 from loading.quantized.merged_experts import is_mxfp4
@@ -36,8 +36,9 @@ def plan(
     specs, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
     return {
         "ranks": world,
-        "weights": held(model), "blocks": held(model.layers),
-        "head": held(model.lm_head), "embedding": held(model.embed), "read_per_token": weight_bytes(model),
+        "weights": stored_bytes(model), "blocks": stored_bytes(model.layers),
+        "head": stored_bytes(model.lm_head), "embedding": stored_bytes(model.embed),
+        "read_per_token": weight_bytes(model),
         "kv_read": attended_bytes(kv_bytes, context), "kv_per_token": kv_bytes.total(),
         "kv_copies": world * model.layers[0].attention.heads()[1] / config.n_kv_heads,  # ranks that hold one KV head
         "all_reduces": sum(spec is not None and spec.after == SUM for spec in specs) if world > 1 else 0,

@@ -281,8 +281,10 @@ def test_a_client_that_leaves_frees_its_row(server, plain_answer, tokenizer):
 
 
 REFUSED = {
-    "a sampling setting": ({"presence_penalty": 0.5}, 400, "presence_penalty"),
-    "a bias": ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    "an impossible penalty": ({"presence_penalty": 2.5}, 400, "presence_penalty"),
+    "a bias of no token": ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    "too large a bias": ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
+    "a bias that is no number": ({"extra_body": {"logit_bias": {"5": "1"}}}, 400, "logit_bias"),
     "no whole number": ({"n": 1.5}, 400, "n"),
     "an impossible temperature": ({"temperature": -1}, 400, "temperature"),
     "an impossible mass": ({"top_p": 1.5}, 400, "top_p"),
