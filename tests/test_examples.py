@@ -167,6 +167,7 @@ assert len({tuple(p.tolist()) for p in together}) == len(samplings)
 """
 
 
+@pytest.mark.readme
 def test_a_filter_is_one_function_and_one_field(tmp_path):
     """A fork's filter has a flag, a key of JSONL and one of requests; rows without it keep their bits."""
     folder = copied(tmp_path / "quickdraft")

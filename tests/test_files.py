@@ -112,6 +112,7 @@ def pipe(*arguments) -> subprocess.Popen:
     return subprocess.Popen(command(*arguments, "--prompt_file", "-"), text=True, bufsize=1, **pipes)
 
 
+@pytest.mark.attack
 def test_a_pipes_line_is_answered_before_the_next_is_written(text_folder, capsys, tmp_path):
     """JSONL and text; what does not fit is named with its line, and the status is 2."""
     flags = ("--checkpoint", text_folder, *SHORT, "--max_seq_length", 60)
@@ -139,6 +140,7 @@ def test_a_pipes_line_is_answered_before_the_next_is_written(text_folder, capsys
     assert len((tmp_path / "out").read_text().splitlines()) == 4 and "answers 3 rows already: skipped" in err
 
 
+@pytest.mark.attack
 def test_slots_stay_busy_while_no_line_comes(tmp_path):
     """A short row that comes later than a long one ends before it. Ctrl-C ends both, and a wait for lines."""
     flags = (*shape(tmp_path), "--max_new_tokens", 90_000, "--max_seq_length", 100_000, "--batch_size", 2, "--json")
@@ -208,6 +210,7 @@ def test_free_memory_is_that_of_the_container(tmp_path):
 # ---------------------------------------------------------------------------------------------- bar, Ctrl-C
 
 
+@pytest.mark.attack
 def test_a_terminal_sees_how_many_rows_are_done(text_folder, prompts):
     flags = ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT, "--json")
     ours, theirs = pty.openpty()
@@ -237,6 +240,7 @@ def shape(tmp_path) -> tuple:
     return "--random_weights", config, "--device", "cpu"
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("options", [[], ["--json"], ["--json", "--ordered"]], ids=["text", "json", "ordered"])
 def test_ctrl_c_keeps_the_lines_that_have_ended(options, tmp_path):
     """The last line has ended long before the first; the one between them would take minutes."""

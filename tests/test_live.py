@@ -144,6 +144,7 @@ def program(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "scripts.compare", f"--a={COMMON}", f"--b={COMMON} {DRAFT}", "--live", *arguments]
 
 
+@pytest.mark.attack
 def test_without_a_terminal_it_prints_the_picture_once():
     done = subprocess.run([*program("--json")], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and json.loads(done.stdout)["pairs"] == 1
@@ -159,6 +160,7 @@ def test_without_rich_one_line_names_the_command():
     assert "rich==15.0.0" in (ROOT / "requirements-dev.txt").read_text().splitlines()
 
 
+@pytest.mark.attack
 def test_on_a_terminal_it_moves_and_ctrl_c_ends_it():
     """A pseudo-terminal of 100 by 30: frames are drawn over each other and never scroll, Ctrl-C leaves the last one."""
     master, slave = pty.openpty()
