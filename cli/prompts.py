@@ -102,37 +102,37 @@ def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
     settings of its own in place of the flags', and for the template "chat_template_kwargs", "tools" and "prefill".
     ValueError for anything else."""
     try:
-        found = json.loads(line)
-        messages, id, new, seed = (found.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
+        fields = json.loads(line)
+        messages, id, new, seed = (fields.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
         contents = [content_of(message) for message in messages or ()]
-        text = found["prompt"] if messages is None else contents[-1]
+        text = fields["prompt"] if messages is None else contents[-1]
         parts = [text, *contents, *(message["role"] for message in messages or ())]
-        both = "prompt" in found and "messages" in found
-        valid = not both and all(isinstance(part, str) for part in parts)
+        has_both = "prompt" in fields and "messages" in fields
+        valid = not has_both and all(isinstance(part, str) for part in parts)
     except ContentError:
         raise
     except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
         valid = False
     if not valid:
         raise ValueError(WANTED)
-    check_finite(found)
+    check_finite(fields)
     if not text and messages is None:
         raise ValueError('"prompt" is empty: give it at least one character')
     for key, n in (("max_new_tokens", new), ("seed", seed)):
         if n is not None and not (type(n) is int and 0 <= n < LARGEST_SEED):
             raise ValueError(f'"{key}": {n!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}')
-    if unknown := sorted(found.keys() - KEYS):
+    if unknown := sorted(fields.keys() - KEYS):
         raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
-    settings = {key: found[key] for key in SETTINGS if found.get(key) is not None}
+    settings = {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in settings.values()):
         raise ValueError(f"{settings}: settings of sampling are numbers")
     sampling = dataclasses.replace(sampling_of(args), **settings) if settings else None
-    stop = [found["stop"]] if isinstance(found.get("stop"), str) else found.get("stop")
-    if stop is not None and not (isinstance(stop, list) and all(isinstance(each, str) and each for each in stop)):
+    stop = [fields["stop"]] if isinstance(fields.get("stop"), str) else fields.get("stop")
+    if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
     return Request(
         text, messages, id, place if id is None else f"{place}, id {id!s:.99}", new, seed, sampling=sampling,
-        stop=stop, names=own_names(found, args) if found.keys() & set(NAMES) else None,
+        stop=stop, names=template_settings(fields, args) if fields.keys() & set(NAMES) else None,
     )  # fmt: skip
 
 
@@ -151,18 +151,18 @@ def check_finite(line: dict) -> None:
         raise ValueError("it holds NaN or Infinity, or a number as large, which JSON cannot hold") from None
 
 
-def own_names(found: dict, args: argparse.Namespace) -> dict:
+def template_settings(fields: dict, args: argparse.Namespace) -> dict:
     """What a line asks of the template, in place of the flags'."""
-    if "messages" not in found:
-        raise ValueError(f"{', '.join(key for key in NAMES if key in found)}: only conversations have a template")
+    if "messages" not in fields:
+        raise ValueError(f"{', '.join(key for key in NAMES if key in fields)}: only conversations have a template")
     kinds = {"chat_template_kwargs": dict, "tools": list, "prefill": str}
-    said = {dict: "objects", list: "lists", str: "strings"}
+    type_names = {dict: "objects", list: "lists", str: "strings"}
     for key, kind in kinds.items():
-        if found.get(key) is not None and not isinstance(found[key], kind):
-            raise ValueError(f'"{key}": {found[key]!r:.99} must be of JSON\'s {said[kind]}')
-    given = {key: found[key] if found.get(key) is not None else getattr(args, key, None) for key in NAMES}
-    check_names(given["chat_template_kwargs"] or {})
-    return template_names(argparse.Namespace(**given))
+        if fields.get(key) is not None and not isinstance(fields[key], kind):
+            raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_names[kind]}')
+    settings = {key: fields[key] if fields.get(key) is not None else getattr(args, key, None) for key in NAMES}
+    check_names(settings["chat_template_kwargs"] or {})
+    return template_names(argparse.Namespace(**settings))
 
 
 def template_names(args: argparse.Namespace) -> dict:
@@ -192,9 +192,9 @@ def conversation_ids(
     )
 
 
-def new_tokens(asked: int | None, prompt: list[int], limit: int) -> int:
+def new_tokens(requested: int | None, prompt: list[int], limit: int) -> int:
     """--max_new_tokens as it stands (whether it fits is checked later), or as many as fit up to DEFAULT_NEW_TOKENS."""
-    return asked if asked is not None else max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
+    return requested if requested is not None else max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
@@ -202,21 +202,21 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def encoded(
-    asked: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable,
+    requested: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable,
     warns: bool = True,
 ) -> tuple[list[Request], list[str]]:  # fmt: skip
     """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
     check([ids], [new]) raises ValueError for what does not fit. `warns`: where roles are lost."""
     rows, refused = [], []
-    if warns and tokenizer.template is None and any(request.messages for request in asked):
+    if warns and tokenizer.template is None and any(request.messages for request in requested):
         print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
-    for request in asked:
+    for request in requested:
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
         try:
             ids = request.encode(tokenizer, template_names(args))
-            own = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
-            row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **own)
+            overrides = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
+            row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **overrides)
             check([ids], [row.max_new_tokens])
             row = row._replace(line=row.line if args.output else None)
             rows += [row._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]

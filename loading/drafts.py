@@ -143,10 +143,10 @@ def load_translated(
     return draft
 
 
-def pick_dtype(asked: str | None, stored: str | None, device: torch.device) -> torch.dtype:
+def pick_dtype(requested: str | None, stored: str | None, device: torch.device) -> torch.dtype:
     """--dtype, or the checkpoint's own where it is one that we compute in, else bfloat16. ValueError where the device
     cannot multiply in it."""
-    name = asked or (stored if stored in ("bfloat16", "float16", "float32") else "bfloat16")
+    name = requested or (stored if stored in ("bfloat16", "float16", "float32") else "bfloat16")
     dtype = getattr(torch, name)
     try:
         torch.mm(*torch.ones(2, 1, 1, dtype=dtype, device=device))
