@@ -17,7 +17,7 @@ from cli.errors import interrupts_held
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import load_config, load_model, random_model, read_config
-from loading.drafts import check_draft, load_drafter, pick_dtype
+from loading.drafts import check_draft, is_folder, load_drafter, pick_dtype
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.vocabularies import read_json
 from model import Config, Transformer
@@ -86,6 +86,8 @@ def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) ->
     options = {"device": device, "quantize": args.quantize, "head": args.quantize_head, "tp": ranks, "pack": False}
     config = target_config(args)
     if args.draft_checkpoint or args.draft:
+        if args.draft and is_folder(args.draft):
+            raise ValueError(f"--draft {args.draft}: a folder belongs to --draft_checkpoint")
         check_draft(Path(args.draft_checkpoint) if args.draft_checkpoint else args.draft, config)
     if args.random_weights:
         model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)

@@ -38,9 +38,7 @@ from speculative import AUTO_K, Drafter
 from tp import Ranks, join, launched, local_device
 from weights.walker import batch_invariant_rows
 
-COMPILED_PROMPTS = (
-    8192  # tokens of prompts from which on compiling saves a CPU more than it takes (benchmarks/NOTES.md)
-)
+COMPILED_PROMPTS = 8192  # tokens of prompts that repay a CPU the compilation of prompts (benchmarks/NOTES.md)
 CHAT_LENGTH = 4096  # positions of an interactive session or a pipe, where --max_seq_length does not say
 MAX_ROWS, MAX_PIPED_ROWS = 32, 8  # of a file and of a pipe at a time, where --batch_size does not say
 
@@ -90,9 +88,8 @@ def main(args: argparse.Namespace | None = None) -> None:
             seconds = time.perf_counter() - output.start
             rate = f"{output.num_tokens} tokens in {seconds:.1f} s, {output.num_tokens / seconds:.1f} tok/s"
             print(f"these are the first replica's; all {replicas.count} together: {rate}", file=sys.stderr)
-        if everyone.broadcast_object(
-            bool(broken or refused or output.has_errors)
-        ):  # until then no rank ends another by its status
+        has_errors = bool(broken or refused or output.has_errors)
+        if everyone.broadcast_object(has_errors):  # no rank may end before the others by its exit status
             sys.exit(2)
 
 
@@ -155,10 +152,8 @@ def open_session(
         compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
         one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
     )  # fmt: skip
-    sampling, stop_ids = (
-        sampling_of(args),
-        ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids),
-    )
+    sampling = sampling_of(args)
+    stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)
     kinds, costs = kinds_of(rows) if has_known_rows else KINDS_OF_SAMPLING, {}
     if rows or not samples:  # else all is answered
         warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)

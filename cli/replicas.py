@@ -27,10 +27,12 @@ class Replicas:
         if self.count == 1:
             yield from range(num_rows)
             return
-        while (
-            number := self.ranks.broadcast_object(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)
-        ) < num_rows:
+        while (number := self.next_number()) < num_rows:
             yield number
+
+    def next_number(self) -> int:
+        """One more of the counter, for all ranks of this replica."""
+        return self.ranks.broadcast_object(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)
 
     def send(self, result: tuple) -> None:
         if self.ranks.rank == 0:

@@ -40,8 +40,8 @@ def load_drafter(
     folder_or_spec: str | Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str | None = None,
     quantize: str | None = None, sharded: bool = False, pack: bool = True, progress: bool = False,
 ):  # fmt: skip
-    """The Drafter for this target. A Path, or the name of an existing one, is a folder of any kind in FOLDERS;
-    other text is a spec: ngram[:N], layers:0-7,24-31 or quantized:SCHEME.
+    """The Drafter for this target. A Path is a folder of any kind in FOLDERS. Text is a spec, ngram[:N],
+    layers:0-7,24-31 or quantized:SCHEME, or else the name of a folder.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With `pack` the target and
     the draft are packed for their kernels; a target that is packed already has no quantized draft. ValueError names
@@ -71,7 +71,10 @@ def check_draft(folder_or_spec: str | Path, config: Config) -> None:
 
 
 def is_folder(folder_or_spec: str | Path) -> bool:
-    return isinstance(folder_or_spec, Path) or Path(folder_or_spec).exists()
+    """A spec stays a spec, even beside a folder of its name."""
+    if isinstance(folder_or_spec, Path):
+        return True
+    return folder_or_spec.partition(":")[0] not in SPECS and Path(folder_or_spec).exists()
 
 
 def parse_spec(spec: str, config: Config) -> Callable:

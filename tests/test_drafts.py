@@ -21,11 +21,12 @@ from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
+from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.drafts import SAMPLE_TEXT, kind_of
+from loading.drafts import SAMPLE_TEXT, kind_of, load_drafter
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from speculative import ModelDraft
@@ -547,4 +548,16 @@ def test_the_command_line_takes_every_kind(kind, options, text_folder, shorter_t
 def test_tokenizers_that_share_too_little_are_refused_with_the_share(text_folder):
     args = parse_args(["--draft_checkpoint", str(text_folder), "--device", "cpu"])  # the demo's has 2048 tokens
     with pytest.raises(ValueError, match=r"its tokenizer has 3\d\d of the target's 2048 tokens, 3\d\.\d% of .* 50%"):
+        run_args(args)
+
+
+def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(target, target_folder, tmp_path, monkeypatch):
+    """Text names a folder only where no spec has this name; generate.py's --draft takes specs alone."""
+    (tmp_path / "ngram").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(load_drafter("ngram", target, None, pack=False), NgramDraft)
+    with pytest.raises(ValueError, match="expected ngram"):
+        load_drafter("nowhere", target, None)
+    args = parse_args(["--checkpoint", str(target_folder), "--draft", str(target_folder), "--device", "cpu"])
+    with pytest.raises(ValueError, match="a folder belongs to --draft_checkpoint"):
         run_args(args)
