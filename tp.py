@@ -210,9 +210,9 @@ class Ranks:
         for begin in range(0, self.world if 1 < size < self.world else 0, size):
             members = range(begin, begin + size)
             options = {"ranks": list(members), "timeout": datetime.timedelta(seconds=self.timeout_s)}
-            both = dist.new_group(**options), dist.new_group(**options | {"backend": "gloo", "timeout": HOST_TIMEOUT})
+            groups = dist.new_group(**options), dist.new_group(**options | {"backend": "gloo", "timeout": HOST_TIMEOUT})
             if self.rank in members:
-                mine = Ranks(self.rank - begin, size, *(group.group_name for group in both), self.timeout_s)
+                mine = Ranks(self.rank - begin, size, *(group.group_name for group in groups), self.timeout_s)
         return ALONE if size == 1 else mine
 
     def sum(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Printer:
 
 @dataclass(eq=False)
 class Answer:
-    """A request with what becomes of it. `request` is the engine's, once it has been added."""
+    """A request and its answer. `request` is the engine's, once it has been added."""
 
     row: Request
     printer: Printer

@@ -43,8 +43,8 @@ def read_line() -> str | None:
 
 
 def chat(session: Session, args: argparse.Namespace) -> None:
-    """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. What the caches hold of the
-    conversation is not computed again, as far as ids agree: templates rewrite history."""
+    """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. Cached positions are reused as
+    far as ids agree, because templates rewrite history."""
     tokenizer, limit, ranks = session.tokenizer, session.engine.max_seq_length, session.engine.ranks
     if tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)

@@ -82,7 +82,7 @@ def print_error(error: Exception | str) -> None:
 
 
 def close_stdout() -> None:
-    """Send nowhere what is still buffered: Python writes it at exit, and would fail again."""
+    """Discard buffered output: Python writes it at exit, and would fail again."""
     if sys.stdout is sys.__stdout__ is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""The flags of generate.py, and what is refused before anything is loaded.
+"""The flags of generate.py, and the refusals that need no model.
 
 This file knows no device, file or model. Other programs take `Parser` and `positive` from it.
 """
@@ -92,12 +92,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ' \'{"enable_thinking": false}\'')  # fmt: skip
     add("--tools", type=a_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
     add("--prefill", default="", metavar="TEXT", help="how each answer begins")
-    add("--prompt_cache", metavar="FILE", help="what was computed of a prompt, read from and written to this file")
+    add("--prompt_cache", metavar="FILE", help="read and write the computed positions of a prompt")
     add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of"
         " --prompt; of a file, up to 32 that fit in memory; of a pipe, up to 8")  # fmt: skip
     add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
 
-    add = parser.add_argument_group("what is drawn").add_argument
+    add = parser.add_argument_group("sampling").add_argument
     for name, setting in SETTINGS.items():
         default = 0.8 if name == "temperature" else getattr(Sampling(), name)
         usual = "" if default is None else f"; default: {default:g}"
@@ -115,7 +115,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     draft, add = group.add_mutually_exclusive_group(), group.add_argument
     draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model, a PARD or an EAGLE-3 draft")
     draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
-    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: what pays best; default: {DEFAULT_K}")
+    add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}")
     add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
     add(
         "--one_width",
@@ -139,7 +139,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         " share the lines of --prompt_file; default: all ranks")  # fmt: skip
     add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for another rank; default: 600")
 
-    add = parser.add_argument_group("what is reported").add_argument
+    add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
     add("--output", metavar="FILE", help="append --json's lines to this file instead; what it answers already is not"
         " decoded again")  # fmt: skip
@@ -155,7 +155,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """ValueError for what would only fail later, or would be ignored without a word."""
+    """ValueError for flags that would fail later, or have no effect."""
     drafts = args.draft or args.draft_checkpoint
     sampling_of(args)
     StopStrings(args.stop)

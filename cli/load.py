@@ -111,7 +111,7 @@ def drafter_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 
 
 def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Iterable[str] = ()) -> None:
-    """Compile, where asked for; with a drafter, measure what steps cost when so many positions are filled."""
+    """Compile if the engine compiles; with a drafter, measure the cost of steps with so many positions filled."""
     if engine.compile:
         for kind in kinds or [sampling.kind]:
             seconds, rows = engine.warm_up(kind), engine.state.pos.size(0)

@@ -1,4 +1,4 @@
-"""`python generate.py`: parse, check, load, warm up, decode, report. What each step does stands in the other files.
+"""`python generate.py`: parse, check, load, warm up, decode, report. The other files are named after these steps.
 
 `run` is `main` without its edge: errors are exceptions.
 """
@@ -97,7 +97,7 @@ run = main.__wrapped__
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """What all ranks must have been told alike. Folders and files may lie elsewhere on another machine."""
+    """Settings that must be equal on all ranks. Paths may differ between machines."""
     files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "output", "profile", "tools")
     flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
@@ -105,7 +105,7 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def skip(broken: list[str], rest: list) -> None:
-    """Name what cannot be decoded. Without anything else to decode, end."""
+    """Print the errors of lines that cannot be decoded. End if no other line is left."""
     for message in broken:
         print_error(message)
     if broken and not rest:
@@ -186,7 +186,7 @@ def kinds_of(rows: list[Request]) -> list[str]:
 
 @contextlib.contextmanager
 def profiled(file: str | None) -> Iterator[None]:
-    """Write a Chrome trace of what runs inside to `file`, if there is one."""
+    """Write a Chrome trace of the block to `file`, if there is one."""
     with torch.profiler.profile() if file else contextlib.nullcontext() as trace:
         yield
     if file:

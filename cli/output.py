@@ -2,7 +2,7 @@
 
     Result          an ended answer, as it is shown and as it travels between replicas
     Output          results of all replicas, in the order in which they end or that of the rows
-    ResultFile      the JSON lines of --output: what an earlier run has answered, and what this one adds
+    ResultFile      the JSON lines of --output, of an earlier run and of this one
     unanswered      the rows that no earlier run has answered
 
 This file decodes nothing and knows no prompt format.
@@ -90,8 +90,8 @@ def print_skipped(file: str | None, num_rows: int) -> None:
 
 class Output:
     """Shows results on rank 0. A single text streams. With --json a line appears as soon as its row ends, or with
-    --ordered in the rows' order; texts appear in that order, each under its prompt. At Ctrl-C, what has ended and waits
-    for its turn is shown too. A bar on a terminal's stderr counts rows."""
+    --ordered in the rows' order; texts appear in that order, each under its prompt. Ctrl-C also shows finished
+    results that wait for their turn. A bar on a terminal's stderr counts rows."""
 
     def __init__(
         self, session: Session, rows: list[Request], args: argparse.Namespace, replicas: Replicas,
@@ -132,9 +132,9 @@ class Output:
         if error := answer.request.error:
             if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
                 error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
-            if answer.row.place is None:
+            if answer.row.location is None:
                 raise error
-            result = Result(answer.number, error=f"{answer.row.place}: {error}")
+            result = Result(answer.number, error=f"{answer.row.location}: {error}")
         elif answer.printer.streaming:
             result = Result(answer.number)
         elif self.as_json:
@@ -148,7 +148,7 @@ class Output:
             self.replicas.send(result)
 
     def poll(self, every_s: float = POLL_S) -> None:
-        """Show what other replicas have sent, if it is so long ago that this was done last."""
+        """Show the results of other replicas, at most once in `every_s`."""
         if (now := time.perf_counter()) - self.polled >= every_s:
             self.polled = now
             for result in self.replicas.received():

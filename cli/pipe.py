@@ -54,8 +54,8 @@ def piped_lines(is_busy: Callable[[], bool]) -> Iterator[bytes | None]:
 def piped_answers(
     session: Session, args: argparse.Namespace, output: Output, answered: dict, prompts: list[list[int]]
 ) -> Iterator[Answer | None]:
-    """Answers to come to the lines of an open pipe, as they are written; None where there is no line yet. `prompts` is
-    left with what all of them have in common."""
+    """Answers to come to the lines of an open pipe, as they are written; None where there is no line yet. `prompts`
+    ends as their common prefix."""
     engine, num_skipped, warns = session.engine, 0, True
     check = functools.partial(check_lengths, engine.model, limit=engine.max_seq_length, drafter=engine.drafter)
     for item in parsed_lines(piped_lines(engine.has_unfinished), "stdin", args):

@@ -1,4 +1,4 @@
-"""--prompt_cache FILE: what an engine's caches hold of a prompt, from one run to the next, as safetensors.
+"""--prompt_cache FILE: the cached positions of a prompt, kept between runs as safetensors.
 
 The file is a slot: its ids and, by the names of runner.caches_by_name, their keys and values; as metadata, the settings
 that computed them, and a checksum, which safetensors lacks. What another model left, or what is not as it was written,
@@ -108,7 +108,7 @@ class PromptCache:
 
 
 def compare(theirs: dict, ours: dict) -> None:
-    """ValueError names what is another thing in the file."""
+    """ValueError names the first entry that differs."""
     for name in ours | theirs:
         there, here = theirs.get(name), ours.get(name)
         if there != here:
@@ -117,8 +117,8 @@ def compare(theirs: dict, ours: dict) -> None:
 
 
 def origin(args: argparse.Namespace) -> dict[str, str]:
-    """What keys and values follow from, as far as flags and files tell: not where the files are."""
-    read_config(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # names what is not there
+    """The flags and files that determine keys and values. Paths do not enter."""
+    read_config(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # an error names a missing file
     identity, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
         identity[flag] = json.dumps(path and checkpoint_identity(Path(path)))

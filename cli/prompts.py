@@ -16,7 +16,7 @@ from loading.tokenizer import ContentError, Tokenizer, join_parts
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
-NAMES = ("chat_template_kwargs", "tools", "prefill")  # what a conversation's line may have of its own
+NAMES = ("chat_template_kwargs", "tools", "prefill")  # keys of a conversation's line that replace flags
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *NAMES}
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
 WANTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
@@ -28,7 +28,7 @@ class Request(NamedTuple):
     text: str
     messages: list[dict] | None = None
     id: object = None
-    place: str | None = None  # the line of a file that it stands in
+    location: str | None = None  # file and line
     max_new_tokens: int | None = None  # None: as the flags say
     seed: int | None = None
     sample: int = 0
@@ -44,7 +44,7 @@ class Request(NamedTuple):
         return conversation_ids(tokenizer, self.messages, **(self.names or names or {}))
 
     def labels(self) -> dict:
-        """What tells results apart."""
+        """Keys that identify a result."""
         line = {} if self.line is None else {"line": self.line}
         return ({} if self.id is None else {"id": self.id}) | line | {"seed": self.seed, "sample": self.sample}
 
@@ -79,16 +79,16 @@ def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.
             yield None
             continue
         number += 1
-        place = f"{name}, line {number}"
+        location = f"{name}, line {number}"
         try:
             line = line.decode() if isinstance(line, bytes) else line
             line = line.removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")  # a byte order mark
             if not line.strip():
                 continue
             jsonl = line.lstrip().startswith("{") if jsonl is None else jsonl
-            request = jsonl_request(line, place, args) if jsonl else Request(line, place=place)
+            request = jsonl_request(line, location, args) if jsonl else Request(line, location=location)
         except ValueError as error:
-            yield f"{place}: {error}"
+            yield f"{location}: {error}"
             continue
         id = None if request.id is None else json.dumps(request.id)
         yield request._replace(line=number if id is None or id in ids else None)
@@ -97,7 +97,7 @@ def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.
         raise ValueError(f"{name}: holds no prompt")
 
 
-def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
+def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request:
     """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}, with or without "id", "max_new_tokens" and "seed",
     settings of its own in place of the flags', and for the template "chat_template_kwargs", "tools" and "prefill".
     ValueError for anything else."""
@@ -131,7 +131,7 @@ def jsonl_request(line: str, place: str, args: argparse.Namespace) -> Request:
     if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
     return Request(
-        text, messages, id, place if id is None else f"{place}, id {id!s:.99}", new, seed, sampling=sampling,
+        text, messages, id, location if id is None else f"{location}, id {id!s:.99}", new, seed, sampling=sampling,
         stop=stop, names=template_settings(fields, args) if fields.keys() & set(NAMES) else None,
     )  # fmt: skip
 
@@ -152,7 +152,7 @@ def check_finite(line: dict) -> None:
 
 
 def template_settings(fields: dict, args: argparse.Namespace) -> dict:
-    """What a line asks of the template, in place of the flags'."""
+    """The template's settings of a line, in place of the flags'."""
     if "messages" not in fields:
         raise ValueError(f"{', '.join(key for key in NAMES if key in fields)}: only conversations have a template")
     kinds = {"chat_template_kwargs": dict, "tools": list, "prefill": str}
@@ -206,7 +206,7 @@ def encoded(
     warns: bool = True,
 ) -> tuple[list[Request], list[str]]:  # fmt: skip
     """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
-    check([ids], [new]) raises ValueError for what does not fit. `warns`: where roles are lost."""
+    check([ids], [new]) raises ValueError for a prompt that does not fit. `warns`: where roles are lost."""
     rows, refused = [], []
     if warns and tokenizer.template is None and any(request.messages for request in requested):
         print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
@@ -221,7 +221,7 @@ def encoded(
             row = row._replace(line=row.line if args.output else None)
             rows += [row._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]
         except ValueError as error:
-            if request.place is None:
+            if request.location is None:
                 raise
-            refused.append(f"{request.place}: {str(error).removeprefix('prompt 0 ')}")
+            refused.append(f"{request.location}: {str(error).removeprefix('prompt 0 ')}")
     return rows, refused

@@ -39,6 +39,6 @@ class Replicas:
             self.store.queue_push(QUEUE, json.dumps(result))
 
     def received(self) -> Iterator[list]:
-        """What other replicas have sent to rank 0."""
+        """Results of other replicas, on rank 0."""
         while self.is_root and self.count > 1 and self.store.queue_len(QUEUE):
             yield json.loads(self.store.queue_pop(QUEUE, False))

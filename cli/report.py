@@ -1,4 +1,4 @@
-"""What a run cost, from decoding/timing.py's records: rates, bytes, and whether speculation explains the speed.
+"""Rates, bytes and the gain of speculation, from decoding/timing.py's records.
 
 The formulas are speculative.py's. This file decodes nothing.
 """
@@ -98,7 +98,7 @@ def origin(token: TokenRecord) -> int:
 
 
 class RowStatistics:
-    """What speculation did for these tokens, of one row or of several."""
+    """Counts of speculation over the tokens of one row or of several."""
 
     def __init__(self, tokens: Iterable[TokenRecord]):
         decided = [token for token in tokens if not token.first]
@@ -200,7 +200,7 @@ def speculation(
 
 
 def summary(facts: dict) -> list[str]:
-    """What `speculation` found, as lines for people."""
+    """The "speculative" object as lines of text."""
     pairs = zip(facts["accepted_by_position"], facts["reached_by_position"], strict=True)
     by_position = " ".join(f"{accepted / reached:.2f}" for accepted, reached in pairs if reached) or "–"
     formatted = {name: "–" if x is None else f"{x:.2f}" if isinstance(x, float) else x for name, x in facts.items()}
@@ -217,7 +217,7 @@ def summary(facts: dict) -> list[str]:
 
 
 def report(timings: Sequence[Timing], engine: Engine) -> None:
-    """Print rates on stderr, medians over batches with min and max, then what speculation did."""
+    """Print rates on stderr, medians over batches with min and max, then speculation."""
 
     def spread(values: list[float]) -> str:
         text = f"{statistics.median(values):.1f}"

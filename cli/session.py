@@ -35,7 +35,7 @@ class Session:
     def decode(self, answers: Iterable[Answer | None]) -> Iterator[Answer]:
         """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
         request failed has an `error`. Where `answers` has None, the next one has not come yet: busy slots go on. Ctrl-C
-        ends all between two tokens; what was printed stays."""
+        ends all between two tokens; printed text stays."""
         engine, answers, running = self.engine, iter(answers), {}
         try:
             with interrupts_held() as interrupts:

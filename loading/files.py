@@ -186,7 +186,7 @@ def has_separate_head(readers: dict, shape: list[int]) -> bool:
 
 def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied: bool) -> None:
     """ValueError that lists missing and unexpected tensors, and those of another shape or type than expected."""
-    missing = [name for name in expected if name not in readers]
+    absent = [name for name in expected if name not in readers]
     # Old checkpoints store RoPE's frequencies, and some store a tied head.
     extra = [
         name
@@ -201,14 +201,14 @@ def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied:
             wrong.append(f"{name} is {header.get_shape()} instead of {list(shape)}")
         elif header.get_dtype() not in types:
             wrong.append(f"{name} is of type {header.get_dtype()}; {', '.join(types)} can be read")
-    problems = [("missing", missing), ("unexpected", extra), ("misshapen", wrong)]
+    problems = [("missing", absent), ("unexpected", extra), ("misshapen", wrong)]
     messages = [f"{problem}: {_list_names(names)}" for problem, names in problems if names]
-    if missing == ["lm_head.weight"]:
+    if absent == ["lm_head.weight"]:
         messages.append(
             "if the head shares the embedding's weights, config.json should say tie_word_embeddings: true"
             " (at its top, where it has a text_config)"
         )
-    bare = {name.removeprefix("model.") for name in missing} - {"lm_head.weight"}
+    bare = {name.removeprefix("model.") for name in absent} - {"lm_head.weight"}
     if bare and bare <= {*extra}:
         messages.append(
             "names without 'model.' are a bare model's, saved without its head: save its AutoModelForCausalLM"

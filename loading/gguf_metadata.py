@@ -53,10 +53,10 @@ def config_json(path: Path) -> dict:
     for key, neutral in NEUTRAL.items():
         if get(key) not in (None, *neutral):
             raise ValueError(f"{architecture}.{key} = {get(key)!r:.60} is not supported; supported: {neutral[0]}")
-    missing = [f"{architecture}.{key}" for key in COPIED.values() if get(key) is None]
-    missing += [] if "token_embd.weight" in tensors else ["token_embd.weight"]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
+    absent = [f"{architecture}.{key}" for key in COPIED.values() if get(key) is None]
+    absent += [] if "token_embd.weight" in tensors else ["token_embd.weight"]
+    if absent:
+        raise ValueError(f"it lacks {', '.join(absent)}")
     rows, tokens = tensors["token_embd.weight"].shape[0], keys.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and tokens.count > rows:
         raise ValueError(f"tokenizer.ggml.tokens are {tokens.count:,}, the rows of token_embd.weight {rows:,}")
@@ -98,9 +98,9 @@ def expert_keys(get: Callable, family: Family) -> dict:
     sizes |= (
         {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family.experts.shared_dim else {}
     )
-    missing = [f"{architecture}.{key}" for key in sizes.values() if get(key) is None]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
+    absent = [f"{architecture}.{key}" for key in sizes.values() if get(key) is None]
+    if absent:
+        raise ValueError(f"it lacks {', '.join(absent)}")
     sizes |= {} if family.experts.dim else {"intermediate_size": "expert_feed_forward_length"}
     counts = {"num_local_experts": count, "num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": norm}
     return counts | {name: get(key) for name, key in sizes.items() if get(key) is not None}

@@ -268,6 +268,7 @@ def test_penalised_sequences_have_the_targets_joint_law(kind):
     assert p_value(sequences(model, drafter_of(kind, model), PENALTIES, 3, runs=1), law) > 1e-6
 
 
+@pytest.mark.attack
 def test_penalties_blind_to_drafted_tokens_are_caught(monkeypatch):
     """All positions of a round see the tokens that were decided before it."""
     model, penalize = tiny(3), State.penalize
