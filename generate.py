@@ -162,10 +162,8 @@ class Engine:
         validation.check_settings(self.model, sampling, seed, stop_ids, STOP_SLOTS)
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
-        request = Request(
-            next(self.request_ids), prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long,
-            arrived=time.perf_counter(),
-        )  # fmt: skip
+        id = next(self.request_ids)
+        request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long)
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
@@ -248,10 +246,15 @@ class Engine:
 
     def prefill(self, request: Request) -> int:
         """Run the next chunk of a prompt through all models; returns its length. The last chunk decides the first
-        token."""
-        begin = mark(self.device)
-        slot, end = request.slot, min(request.num_computed + self.chunk, len(request.prompt))
-        num_tokens = end - request.num_computed
+        token. A last token alone runs in the next step, beside other requests; but a round would draw it otherwise."""
+        begin, slot = mark(self.device), request.slot
+        num_tokens = min(self.chunk, len(request.prompt) - request.num_computed)
+        end = request.num_computed + num_tokens
+        request.is_active = end == len(request.prompt)
+        if request.is_active:
+            self.state.activate(slot.index, end)
+            if 0 < request.num_computed == end - 1 and len(self.requests) > 1 and self.drafter is None:
+                return 0
         state, target, drafter = self.rows(slot.index, slot.index + 1)
         try:
             h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, D)
@@ -259,8 +262,7 @@ class Engine:
                 drafter.runner.prefill(state, slot.num_draft, end, self.chunk)
                 slot.num_draft = end
             request.num_computed = end
-            if end == len(request.prompt):
-                self.state.activate(slot.index, end)
+            if request.is_active:
                 state.kind = request.sampling.kind
                 decide(state, self.model.head(h))
         except (RuntimeError, ValueError) as error:
@@ -269,7 +271,7 @@ class Engine:
             self.finish(request, "error", error)
             return num_tokens
         request.prefill_marks.append((begin, mark(self.device)))
-        if end == len(request.prompt):
+        if request.is_active:
             request.num_launched = 1
             self.readback.send(self.result(state, drafter, 0, ()), Launch([(0, request)]))
         return num_tokens
@@ -336,6 +338,7 @@ class Engine:
             launch, step = self.readback.receive()
             now = time.perf_counter()
             running = [(row, request) for row, request in launch.requests if request.finish_reason is None]
+            record = None
             if step.times:
                 seconds = now - max(launch.at, self.read_at)
                 positions = tuple(request.num_positions for _, request in running)
@@ -344,7 +347,7 @@ class Engine:
                 num_drafted = sum(step.accepted[row] >= 0 for row, _ in running)
                 self.draft_length.drafted(num_drafted, max(1, len(running)))
             for row, request in running:
-                request.record(record) if step.times else request.first_token(now)
+                request.record(record, now)
                 events += [(request.id, id) for id in request.receive(step, row, self.draft_length)]
                 if request.ending is not None:
                     self.finish(request, *request.ending)

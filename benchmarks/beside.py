@@ -21,8 +21,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from loading.config import config_from_hf
-
 HERE = Path(__file__).resolve().parent.parent
 MODELS = ("demo", "demo-draft", "smollm2", "1b", "1b.int8", "1b.int4-g32")
 JOBS = {
@@ -37,11 +35,21 @@ class Checkout:
 
     def __init__(self, root: str, name: str, compile: bool):
         sys.path[0] = root
-        import cli  # noqa: F401, its environment, before torch
+        if Path(root, "cli").is_dir():
+            import cli  # noqa: F401, its environment, before torch
+            from loading.checkpoint import load_model, random_model
+            from loading.config import config_from_hf
+            from weights.walker import pack_model
+        else:  # before the files moved to rooms
+            import program  # noqa: F401
+            from checkpoint import load_model, random_model
+
+            from model import Config
+            from weights.linears import pack_model
+
+            config_from_hf = Config.from_hf
         from benchmarks.bench import TINYLLAMA
         from benchmarks.real import packaged
-        from loading.checkpoint import load_model, random_model
-        from weights.linears import pack_model
 
         self.compile, self.is_small, self.engines, self.compile_s = compile, name.startswith("demo"), {}, 0.0
         folder, self.draft = f"{root}/checkpoints", None
@@ -65,8 +73,7 @@ class Checkout:
 
     def run(self, job: str, number: int) -> dict:
         """Tokens a second of a job. Prompts differ between rounds: an engine may hold those of the last one."""
-        from decoding.sampling import Sampling
-        from generate import Timing, generate
+        from generate import Sampling, Timing, generate
 
         slots = {"single1": 1, "single8": 8, "lines": 8, "equal": 32}[job]
         engine, timing = self.engine(slots), Timing()

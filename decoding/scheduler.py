@@ -10,6 +10,7 @@ This file holds no tensor and knows no model.
 """
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -45,13 +46,14 @@ class Request:
     num_computed: int = 0  # prompt positions that the target's cache holds
     num_reused: int = 0  # of these, positions from another request
     tokens: list[int] = field(default_factory=list)
+    is_active: bool = False  # do steps decide its tokens?
     num_launched: int = 0  # tokens that the launched steps decide at least
     can_draft: bool = True  # did the drafter have a proposal?
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
     ending: tuple | None = None  # (finish_reason, error) due after the last read token
 
-    arrived: float = 0.0  # times of time.perf_counter
+    arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     prefill_marks: list[tuple] = field(default_factory=list)  # (begin, end) of each chunk on the device
     prefill_s: float = 0.0
@@ -69,20 +71,21 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_launched > 0 and self.finish_reason is None
+        return self.is_active and self.finish_reason is None
 
     def cached_ids(self) -> list[int]:
         """The ids whose positions are in the caches: all but the last token."""
         return self.prompt[: self.num_computed] + self.tokens[:-1]
 
-    def first_token(self, now: float) -> None:
-        """Record the times of the prompt, whose first token was read."""
-        self.prefill_s = sum(seconds_between(*marks) for marks in self.prefill_marks)
-        self.ttft_s = now - self.started
-
-    def record(self, step: StepRecord) -> None:
-        self.steps.append(step)
-        self.decode_s += step.seconds
+    def record(self, step: StepRecord | None, now: float) -> None:
+        """Record a step that was read at `now`; None if it ran the end of the prompt alone."""
+        if not self.tokens:
+            self.num_computed = len(self.prompt)
+            self.prefill_s = sum(seconds_between(*marks) for marks in self.prefill_marks)
+            self.ttft_s = now - self.started
+        if step is not None:
+            self.steps.append(step)
+            self.decode_s += step.seconds
 
     def receive(self, step: StepResult, row: int, draft_length) -> list[int]:
         """Append the tokens that a step decided in this row, and set `ending` if the last one ends the text.
@@ -149,7 +152,7 @@ class Scheduler:
     def prefilling(self) -> Request | None:
         """A request whose prompt has started and not finished."""
         running = (slot.request for slot in self.slots if slot.request is not None)
-        return next((request for request in running if not request.num_launched), None)
+        return next((request for request in running if not request.is_active), None)
 
     def admit(self, draft_lag: int) -> tuple[Request, Slot] | None:
         """Give the first waiting request a free slot: (request, the slot with the longest common prefix). None if no

@@ -149,6 +149,20 @@ def test_windows_long_texts_and_sinks(model_of, family):
     assert not parted(model_of(family=family), "model", 4, seed=3)
 
 
+def test_equal_prompts_run_once(model_of, monkeypatch):
+    """All but their last token comes from the first, and that one runs in a step beside others. Until then nobody may
+    copy its position: the longer prompt has two tokens to run."""
+    model, passes = model_of(), []
+    prompt, hidden = [(7 * i) % V for i in range(40)], model.hidden
+    settings = [{"sampling": SAMPLINGS[i], "max_new_tokens": 9 if i else 1, "seed": i} for i in range(5)]
+    plan = [Arrival(2 if i else 0, prompt + [5] * (i == 4), options, None) for i, options in enumerate(settings)]
+    engine = Engine(model, 4, LENGTH)
+    monkeypatch.setattr(engine.runner, "hidden", lambda *inputs: passes.append(1) or hidden(*inputs))
+    for arrival, tokens in zip(plan, run_schedule(engine, plan), strict=True):
+        assert tokens == alone(model, {}, "none", arrival)
+    assert len(passes) == 2
+
+
 @pytest.mark.parametrize("broken", ["prefix", "parking", "mixed kinds"])
 def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
     """The negative control: a newcomer that trusts one position too many, rows that are not parked, and rows that share

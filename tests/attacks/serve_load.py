@@ -33,7 +33,8 @@ GROWTH = 1.05  # of resident memory that passes for none
 
 def decoded(flags: list[str], rows: list[dict], models: list[str] = PAIR) -> list[dict]:
     """What generate.py makes of JSONL rows, one at a time."""
-    command = [sys.executable, "generate.py", *models, "--json", "--prompt_file", "-", *flags]
+    alone = ["--json", "--batch_size", "1", "--prompt_file", "-"]  # more rows would end in another order
+    command = [sys.executable, "generate.py", *models, *alone, *flags]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
