@@ -18,7 +18,7 @@ import torch
 from cli.chat import chat
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
-from cli.load import compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
+from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
 from cli.output import Output, ResultFile, print_skipped, unanswered
 from cli.pipe import is_open_pipe, piped_answers
 from cli.prompt_cache import PromptCache
@@ -26,7 +26,6 @@ from cli.prompts import Request, encoded, requests, sampling_of
 from cli.replicas import Replicas
 from cli.report import position_bytes, report
 from cli.session import Session
-from decoding.kv_8bit import KINDS
 from decoding.sampling import KINDS as KINDS_OF_SAMPLING
 from decoding.scheduler import common_prefix
 from decoding.validation import check_lengths
@@ -150,7 +149,7 @@ def open_session(
         model, num_slots, length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
+        one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args),
     )  # fmt: skip
     sampling = sampling_of(args)
     stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)
@@ -171,7 +170,7 @@ def default_batch_size(
     device, k = model.norm.weight.device, speculate_k(args)
     K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
     models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
-    kind = KINDS[args.kv_cache_dtype]
+    kind = cache_type(args)
     row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() and device.type == "cpu" else 1
     max_fitting = free_memory(device) / 2 / num_sharing // row_bytes

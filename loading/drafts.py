@@ -10,7 +10,6 @@ This file does not know how a drafter drafts.
 """
 
 import functools
-import importlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.vocabularies import error_prefix
 from model import Config, Transformer
 from tp import ranks_of
+from weights.rooms import resolve
 from weights.walker import pack_model
 
 # check(folder, its config.json, config of the target) -> load(target, tokenizer, **options of load_drafter) -> Drafter
@@ -88,17 +88,6 @@ def parse_spec(spec: str, config: Config) -> Callable:
     if kind not in SPECS:
         raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
     return resolve(SPECS[kind])(value, config)
-
-
-def resolve(row: str) -> Callable:
-    """The function behind "module:name". ValueError where a fork has deleted the module."""
-    module, name = row.split(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in (module, module.partition(".")[0]):
-            raise
-        raise ValueError(f"{module.replace('.', '/')}.py is missing: this copy has no such draft") from None
 
 
 def parse_folder(folder: Path, config: Config) -> Callable:

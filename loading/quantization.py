@@ -16,6 +16,10 @@ from typing import NamedTuple
 from loading.files import read_json
 from weights.formats import FORMATS
 
+# For folders that only we read. Without a quant_method other programs refuse them; for an unknown quant_method
+# transformers warns and loads random weights.
+QUICKDRAFT_CONFIG = {"format": "quickdraft"}
+
 
 class StoredForm(NamedTuple):
     """The schemes that a folder's matrices are stored in; None for full precision."""
