@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from decoding.validation import check_lengths
 from generate import Engine
 from loading.checkpoint import fingerprints
 from loading.files import open_shards, shards, write_atomically
-from model import Transformer
+from model import Config, Transformer
 from speculative import AUTO_K, Drafter
 from tp import Ranks, join, launched, local_device
 from weights.walker import batch_invariant_rows
@@ -83,10 +82,7 @@ def main(args: argparse.Namespace | None = None) -> None:
                 output.wait_for_others(len(rows))
         if output.answers:
             report(output.timings(), session.engine)
-        if replicas.count > 1:
-            seconds = time.perf_counter() - output.start
-            rate = f"{output.num_tokens} tokens in {seconds:.1f} s, {output.num_tokens / seconds:.1f} tok/s"
-            print(f"these are the first replica's; all {replicas.count} together: {rate}", file=sys.stderr)
+        output.print_total()
         has_errors = bool(broken or refused or output.has_errors)
         if everyone.broadcast_object(has_errors):  # no rank may end before the others by its exit status
             sys.exit(2)
@@ -118,13 +114,7 @@ def open_session(
     """Load, and make and warm up an engine that these requests fit in, or, of `num_slots` or for a pipe, one for
     requests of all kinds that come later. Also the requests' samples but those that --output's file has `answered`, and
     an error for each line that does not fit."""
-    config = target_config(args)
-    longest = config.max_seq_length
-    limit = longest if args.max_seq_length is None else args.max_seq_length
-    if not 1 <= limit <= longest:
-        raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
-    if (args.logprobs or 0) > config.vocab_size:
-        raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
+    limit = context_limit(args, target_config(args))
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
@@ -160,6 +150,17 @@ def open_session(
             costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2)
     coloured = args.show_drafts and not args.json and sys.stdout.isatty()
     return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
+
+
+def context_limit(args: argparse.Namespace, config: Config) -> int:
+    """Positions of a row. ValueError for flags that this model cannot serve."""
+    longest = config.max_seq_length
+    limit = longest if args.max_seq_length is None else args.max_seq_length
+    if not 1 <= limit <= longest:
+        raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
+    if (args.logprobs or 0) > config.vocab_size:
+        raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
+    return limit
 
 
 def default_batch_size(

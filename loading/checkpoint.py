@@ -199,10 +199,9 @@ def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[StoredFor
     scheme, reason = foreign.choose_scheme(quantized)
     notes = quantized.layout.notes + ((reason,) if reason else ())
     head, overrides = scheme if "lm_head" in quantized.matrices else None, dict.fromkeys(quantized.unquantized)
+    form = StoredForm(scheme, head, overrides, notes=notes)
     if reason:
         form = StoredForm(overrides=overrides, requantize_to=scheme, notes=notes)
-    else:
-        form = StoredForm(scheme, head, overrides, notes=notes)
     return form, foreign.tensor_reader(quantized, scheme, tensor_reader(readers))
 
 

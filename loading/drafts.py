@@ -9,7 +9,6 @@
 This file does not know how a drafter drafts.
 """
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -114,11 +113,8 @@ def kind_of(hf: dict) -> str:
 def check_model(folder: Path, hf: dict, config: Config) -> Callable:
     """A smaller model as a draft."""
     load_config(folder)
-    return functools.partial(load_model_draft, folder)
-
-
-def load_model_draft(folder: Path, target: Transformer, tokenizer: Tokenizer, **options):
-    return resolve("speculative:ModelDraft")(load_translated(folder, target, tokenizer, **options))
+    make = resolve("speculative:ModelDraft")
+    return lambda *target, **options: make(load_translated(folder, *target, **options))
 
 
 def load_translated(

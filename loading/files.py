@@ -188,11 +188,8 @@ def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied:
     """ValueError that lists missing and unexpected tensors, and those of another shape or type than expected."""
     absent = [name for name in expected if name not in readers]
     # Old checkpoints store RoPE's frequencies, and some store a tied head.
-    extra = [
-        name
-        for name in readers
-        if name not in expected and not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
-    ]
+    allowed = {*expected, "lm_head.weight"} if tied else expected
+    extra = [name for name in readers if name not in allowed and not name.endswith("rotary_emb.inv_freq")]
     wrong = []
     for name in expected.keys() & readers.keys():
         header = readers[name][1].get_slice(name)
