@@ -63,7 +63,7 @@ def story() -> str:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_demo_runs_without(room, story, tmp_path):
-    files, flags, named = ROOMS[room]
+    files, flags, file = ROOMS[room]
     copy_without(tmp_path, files)
     (tmp_path / "a.gguf").write_bytes(b"GGUF and no more")
     quantized = tmp_path / "quantized"
@@ -79,5 +79,5 @@ def test_the_demo_runs_without(room, story, tmp_path):
     assert texts[3::2] == ["2"] * len(runs), done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(runs) and "Traceback" not in done.stderr, done.stderr
-    for error, file in zip(errors, (named, "loading/quantized/reader.py")):
-        assert f"{file} is missing" in error
+    for error, missing in zip(errors, (file, "loading/quantized/reader.py")):
+        assert f"{missing} is missing" in error
