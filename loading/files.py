@@ -111,7 +111,7 @@ class RenamedReader:
 
 
 def select_text_model(readers: dict[str, tuple[Path, object]], family: Family | None) -> tuple[dict, tuple[str, ...]]:
-    """`open_shards`' dictionary with the text model's tensors alone, by a text model's names, and what to say of the
+    """`open_shards`' dictionary with the text model's tensors alone, by a text model's names, and a note on the
     others."""
     if family is None or not family.unused:
         return readers, ()
