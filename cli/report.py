@@ -109,7 +109,7 @@ class RowStatistics:
 
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
-    """Statistics of speculation in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
+    """Speculation in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
     are those of all rows, which share every step. All else is the rows' mean: each has the time to itself."""
     if not engine.drafts:
         return None
