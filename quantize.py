@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import loading.checkpoint as checkpoint
-from loading.gguf import is_gguf
+from loading.files import complete_folder
+from loading.quantization import stored_scheme
 from loading.tokenizer import copy_files, load_tokenizer
+from loading.vocabularies import is_gguf
 from model import Block, Config, Transformer, scaled
 from tp import launched
 from weights import formats
@@ -191,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the quantized folder, under another name until it is complete. One layer at a time is in full precision."""
     folder, output = Path(args.checkpoint), Path(args.output)
     config = checkpoint.load_config(folder)
-    check_request(args, config, checkpoint.stored_scheme(folder / "config.json"))
+    check_request(args, config, stored_scheme(folder / "config.json"))
     dtypes = {"bfloat16", "float16", "float32"}
     dtype = getattr(torch, args.dtype or (config.dtype if config.dtype in dtypes else "bfloat16"))
     stored, read = checkpoint.open_folder(folder, config)
@@ -218,7 +220,7 @@ def run(args: argparse.Namespace) -> None:
         check_finite(model.get_submodule(name), f"{folder}: {name}.")
     states = calibration_states(args, model) if args.method == "gptq" else []
     files, desc = {}, f"{args.method} {args.scheme}" if args.scheme else "unpack"
-    with checkpoint.complete_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
+    with complete_folder(output) as partial, tqdm(model.layers, unit="layer", desc=desc) as bar:
 
         def write(number: int) -> None:
             file = partial / checkpoint.shard_name(number + 1, len(names))

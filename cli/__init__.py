@@ -1,7 +1,7 @@
-"""The command line of generate.py, and what other programs share with it. Only programs import this package.
+"""The command line of generate.py, which other programs share. Only programs import this package.
 
-main: parse, check, load, warm up, decode, report. The other files are named after these steps; edge.py holds signals,
-pipes, full disks and launchers.
+main: parse, check, load, warm up, decode, report. The other files are named after these steps; errors.py holds
+signals, pipes, full disks and launchers.
 """
 
 import os

@@ -50,33 +50,34 @@ def chat(session: Session, args: argparse.Namespace) -> None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
+
+    def encode(text: str) -> list[int]:
+        conversation = [*messages, {"role": "user", "content": text}]
+        return ranks.broadcast_object(conversation_ids(tokenizer, conversation, **template_names(args)))
+
     print(f"context of {limit} positions; /help lists the commands, end of file ends", file=sys.stderr)
     unsent = None  # a message that the context had no room for
     for turn_number in itertools.count():
         text = ranks.broadcast_object(read_line() if ranks.rank == 0 else None)
         if text is None or text.strip() == "/exit":
             return
-        if text.strip() == "/reset":
+        command = text.strip()
+        if command == "/reset":
             messages, unsent = list(opening), None
-        if text.strip() == "/help":
+        if command == "/help":
             print(HELP, file=sys.stderr)
-        if text.strip() in ("", "/reset", "/help"):
+        if command in ("", "/reset", "/help"):
             continue
-        if text.strip() == "/drop":
+        if command == "/drop":
             if unsent is None:
                 print("nothing to drop: the context is not full", file=sys.stderr)
                 continue
             room, text, num_dropped = args.max_new_tokens or min(DEFAULT_NEW_TOKENS, limit // 4), unsent, 0
-            while len(messages) > len(opening):
-                conversation = [*messages, {"role": "user", "content": text}]
-                ids = ranks.broadcast_object(conversation_ids(tokenizer, conversation, **template_names(args)))
-                if len(ids) + room <= limit:
-                    break
+            while len(messages) > len(opening) and len(encode(text)) + room > limit:
                 del messages[len(opening) : len(opening) + 2]  # a question and its answer
                 num_dropped += 1
             print(f"[{num_dropped} turns dropped]", file=sys.stderr)
-        conversation = [*messages, {"role": "user", "content": text}]
-        prompt = ranks.broadcast_object(conversation_ids(tokenizer, conversation, **template_names(args)))
+        prompt = encode(text)
         if len(prompt) + (args.max_new_tokens or 1) > limit:
             needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
             print(f"the context is full: {needed} do not fit in {limit} positions; "

@@ -31,7 +31,7 @@ def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) ->
     """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a bug keeps its traceback.
 
     With `reader_may_leave` a closed stdout is no error: `program | head` ends quietly. SIGTERM ends a program at once;
-    what it was writing then lies under NAME.partial. Without `joins_ranks` the program refuses to be one of several
+    an unfinished file then lies under NAME.partial. Without `joins_ranks` the program refuses to be one of several
     processes of torchrun: each would do all of the work, and write to the same files.
     """
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cli.errors import fail
 from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
-from decoding.kv_8bit import KINDS
 from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
 from loading.tokenizer import StopStrings
@@ -20,6 +19,7 @@ from tp import launched
 from weights.formats import SCHEMES, format_of
 
 DTYPES = ("bfloat16", "float16", "float32")
+CACHE_TYPES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,7 +128,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
     add("--threads", type=thread_count, metavar="N", help="of a CPU; default: all it may use or one, as measured")
-    add("--kv_cache_dtype", choices=[*KINDS], default="model", help="of keys and values; int8 and fp8 take half the"
+    add("--kv_cache_dtype", choices=CACHE_TYPES, default="model", help="of keys and values; int8 and fp8 take half the"
         " bytes; default: the model's")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
 

@@ -20,9 +20,10 @@ from loading.checkpoint import load_config, load_model, random_model, read_confi
 from loading.drafts import check_draft, is_folder, load_drafter, pick_dtype
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.vocabularies import read_json
-from model import Config, Transformer
+from model import Config, KVCache, Transformer
 from speculative import Costs, Drafter
 from tp import Ranks
+from weights.rooms import resolve
 from weights.walker import pack_model
 
 # Keys of generation_config.json that change no text, or that the tokenizer reads.
@@ -58,6 +59,11 @@ def pick_device(name: str | None) -> torch.device:
 def compiles(requested: bool | None, device: torch.device) -> bool:
     """--compile or --no-compile, or by device: on a GPU launching kernels one by one costs more than they do."""
     return device.type == "cuda" if requested is None else requested
+
+
+def cache_type(args: argparse.Namespace) -> type[KVCache]:
+    """The caches of --kv_cache_dtype."""
+    return KVCache if args.kv_cache_dtype == "model" else resolve("decoding.kv_8bit:KINDS")[args.kv_cache_dtype]
 
 
 def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer, Drafter | None]:

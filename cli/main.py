@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from cli.chat import chat
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
-from cli.load import compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
+from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
 from cli.output import Output, ResultFile, print_skipped, unanswered
 from cli.pipe import is_open_pipe, piped_answers
 from cli.prompt_cache import PromptCache
@@ -26,14 +25,13 @@ from cli.prompts import Request, encoded, requests, sampling_of
 from cli.replicas import Replicas
 from cli.report import position_bytes, report
 from cli.session import Session
-from decoding.kv_8bit import KINDS
 from decoding.sampling import KINDS as KINDS_OF_SAMPLING
 from decoding.scheduler import common_prefix
 from decoding.validation import check_lengths
 from generate import Engine
 from loading.checkpoint import fingerprints
 from loading.files import open_shards, shards, write_atomically
-from model import Transformer
+from model import Config, Transformer
 from speculative import AUTO_K, Drafter
 from tp import Ranks, join, launched, local_device
 from weights.walker import batch_invariant_rows
@@ -84,10 +82,7 @@ def main(args: argparse.Namespace | None = None) -> None:
                 output.wait_for_others(len(rows))
         if output.answers:
             report(output.timings(), session.engine)
-        if replicas.count > 1:
-            seconds = time.perf_counter() - output.start
-            rate = f"{output.num_tokens} tokens in {seconds:.1f} s, {output.num_tokens / seconds:.1f} tok/s"
-            print(f"these are the first replica's; all {replicas.count} together: {rate}", file=sys.stderr)
+        output.print_total()
         has_errors = bool(broken or refused or output.has_errors)
         if everyone.broadcast_object(has_errors):  # no rank may end before the others by its exit status
             sys.exit(2)
@@ -119,13 +114,7 @@ def open_session(
     """Load, and make and warm up an engine that these requests fit in, or, of `num_slots` or for a pipe, one for
     requests of all kinds that come later. Also the requests' samples but those that --output's file has `answered`, and
     an error for each line that does not fit."""
-    config = target_config(args)
-    longest = config.max_seq_length
-    limit = longest if args.max_seq_length is None else args.max_seq_length
-    if not 1 <= limit <= longest:
-        raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
-    if (args.logprobs or 0) > config.vocab_size:
-        raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
+    limit = context_limit(args, target_config(args))
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
@@ -150,7 +139,7 @@ def open_session(
         model, num_slots, length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, logprobs=args.logprobs, kind=KINDS[args.kv_cache_dtype],
+        one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args),
     )  # fmt: skip
     sampling = sampling_of(args)
     stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)
@@ -163,6 +152,17 @@ def open_session(
     return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
 
 
+def context_limit(args: argparse.Namespace, config: Config) -> int:
+    """Positions of a row. ValueError for flags that this model cannot serve."""
+    longest = config.max_seq_length
+    limit = longest if args.max_seq_length is None else args.max_seq_length
+    if not 1 <= limit <= longest:
+        raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
+    if (args.logprobs or 0) > config.vocab_size:
+        raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
+    return limit
+
+
 def default_batch_size(
     args: argparse.Namespace, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
 ) -> int:
@@ -171,7 +171,7 @@ def default_batch_size(
     device, k = model.norm.weight.device, speculate_k(args)
     K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
     models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
-    kind = KINDS[args.kv_cache_dtype]
+    kind = cache_type(args)
     row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() and device.type == "cpu" else 1
     max_fitting = free_memory(device) / 2 / num_sharing // row_bytes

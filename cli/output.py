@@ -185,6 +185,13 @@ class Output:
                 print(result.prompt, end="", file=sys.stderr, flush=True)
             (self.file.write if self.file else lambda text: print(text, flush=True))(result.text)
 
+    def print_total(self) -> None:
+        """The rate of all replicas, where the report is about the first one's rows."""
+        if self.replicas.count > 1:
+            seconds = time.perf_counter() - self.start
+            rate = f"{self.num_tokens} tokens in {seconds:.1f} s, {self.num_tokens / seconds:.1f} tok/s"
+            print(f"these are the first replica's; all {self.replicas.count} together: {rate}", file=sys.stderr)
+
     def timings(self) -> list[Timing]:
         """Of rows one after the other, or of all that ran together."""
         requests = [answer.request for answer in self.answers]

@@ -1,8 +1,8 @@
 """--prompt_cache FILE: the cached positions of a prompt, kept between runs as safetensors.
 
 The file is a slot: its ids and, by the names of runner.caches_by_name, their keys and values; as metadata, the settings
-that computed them, and a checksum, which safetensors lacks. What another model left, or what is not as it was written,
-is refused. This file does not know what the tensors mean.
+that computed them, and a checksum, which safetensors lacks. A file of another model, or a damaged one, is refused. This
+file does not know the tensors' meaning.
 """
 
 import argparse

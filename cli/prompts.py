@@ -19,7 +19,7 @@ LARGEST_SEED = 2**62
 NAMES = ("chat_template_kwargs", "tools", "prefill")  # keys of a conversation's line that replace flags
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *NAMES}
 RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
-WANTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
+EXPECTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
 
 class Request(NamedTuple):
@@ -114,7 +114,7 @@ def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request
     except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
         valid = False
     if not valid:
-        raise ValueError(WANTED)
+        raise ValueError(EXPECTED)
     check_finite(fields)
     if not text and messages is None:
         raise ValueError('"prompt" is empty: give it at least one character')
@@ -155,11 +155,10 @@ def template_settings(fields: dict, args: argparse.Namespace) -> dict:
     """The template's settings of a line, in place of the flags'."""
     if "messages" not in fields:
         raise ValueError(f"{', '.join(key for key in NAMES if key in fields)}: only conversations have a template")
-    kinds = {"chat_template_kwargs": dict, "tools": list, "prefill": str}
-    type_names = {dict: "objects", list: "lists", str: "strings"}
-    for key, kind in kinds.items():
-        if fields.get(key) is not None and not isinstance(fields[key], kind):
-            raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_names[kind]}')
+    types = {"chat_template_kwargs": (dict, "objects"), "tools": (list, "lists"), "prefill": (str, "strings")}
+    for key, (type, type_name) in types.items():
+        if fields.get(key) is not None and not isinstance(fields[key], type):
+            raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_name}')
     settings = {key: fields[key] if fields.get(key) is not None else getattr(args, key, None) for key in NAMES}
     check_names(settings["chat_template_kwargs"] or {})
     return template_names(argparse.Namespace(**settings))

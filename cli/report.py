@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from decoding.scheduler import Request
-from decoding.timing import StepRecord, Timing, TokenRecord
+from decoding.timing import Timing, TokenRecord
 from generate import Engine
 from model import Experts, KVCache, Transformer
 from speculative import Costs, expected_tokens
@@ -72,11 +72,8 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
         for draft_model, draft_per in draft:
-            passes = range(engine.drafter.passes(step.k))
-            read += sum(
-                weights(draft_model, rows) + sum(attended_bytes(draft_per, n + i) for n in step.positions)
-                for i in passes
-            )
+            for i in range(engine.drafter.passes(step.k)):
+                read += weights(draft_model, rows) + sum(attended_bytes(draft_per, n + i) for n in step.positions)
     return read
 
 
@@ -112,7 +109,7 @@ class RowStatistics:
 
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
-    """What speculation did in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
+    """Speculation in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
     are those of all rows, which share every step. All else is the rows' mean: each has the time to itself."""
     if not engine.drafts:
         return None
@@ -122,7 +119,7 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
     plain_steps = in_plain_steps([timing.requests[i] for timing, i in rows])
     return {"greedy_text": greedy_text(engine)} | speculation(
         RowStatistics(token for timing, i in rows for token in timing.tokens[i]),
-        Counter(step.k for timing, i in rows for step in steps_of(timing, i)),
+        Counter(step.k for timing, i in rows for step in timing.requests[i].steps),
         engine.speculate_k, engine.costs, sum(timing.row_s[i] for timing, i in rows), draft_s, verify_s,
         c_ops=draft[0] / target if draft else 0.0, in_plain_steps=plain_steps,
     )  # fmt: skip
@@ -133,10 +130,9 @@ def in_plain_steps(requests: Sequence[Request]) -> tuple[float, float] | None:
     ones), each step by the costs of its own rows and threads; None where a step was not calibrated."""
     plain_s = num_plain = 0.0
     for request in requests:
-        num_tokens = list(
-            Counter(itertools.accumulate(t.index == 0 for t in request.token_records if not t.first)).values()
-        )
-        for step, n in zip(request.steps, num_tokens):
+        begins = (token.index == 0 for token in request.token_records if not token.first)
+        num_tokens = Counter(itertools.accumulate(begins))  # by the number of the step
+        for step, n in zip(request.steps, num_tokens.values()):
             if step.costs is None or not {step.k} <= {0, *step.costs.verify_s}:
                 return None
             plain_s, num_plain = plain_s + n * step.costs.decode_s, num_plain + step.costs.round(step.k)
@@ -146,11 +142,6 @@ def in_plain_steps(requests: Sequence[Request]) -> tuple[float, float] | None:
 def greedy_text(engine: Engine) -> str:
     """How near greedy drafting comes to plain greedy decoding."""
     return "identical" if engine.identical else "up to rounding"
-
-
-def steps_of(timing: Timing, row: int) -> list[StepRecord]:
-    """The steps that a row took part in: it got tokens from each, until it ended."""
-    return timing.requests[row].steps
 
 
 def multiplications(model: Transformer) -> int:
@@ -235,8 +226,6 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
         per_rank = " by each rank" if engine.ranks.world > 1 else ""
         lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}")
         if engine.drafts:
-            lines += [
-                *summary(speculative(engine, stepped)),
-                f"  greedy text as without drafting: {greedy_text(engine)}",
-            ]
+            lines += summary(speculative(engine, stepped))
+            lines.append(f"  greedy text as without drafting: {greedy_text(engine)}")
     print(*lines, f"peak memory {peak_memory_gb(engine.device):.2f} GB", sep="\n", file=sys.stderr)

@@ -27,7 +27,7 @@ class Session:
     threads: Threads | None = None  # to be chosen while decoding
     costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
     after_step: Callable[[], object] = lambda: None
-    observed: object = None  # the step that `threads` has heard of last
+    observed: object = None  # the last step that `threads` has seen
 
     def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
         return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)

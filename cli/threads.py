@@ -2,8 +2,8 @@
 
 A step of a small model is hundreds of parallel regions. Where another process holds a processor, each of them waits for
 the thread that lost it, and one thread that waits for nobody is several times faster than two (benchmarks/NOTES.md).
-Who else runs here changes while tokens are decoded, so this is measured all the time. This file knows no model: it is
-told what steps took.
+Other processes come and go while tokens are decoded, so steps are compared all the time. This file knows the seconds
+of steps, and no model.
 """
 
 import statistics
@@ -14,11 +14,11 @@ import torch
 
 TRY = 3  # steps that are compared: as many of one number of threads as of the other
 SLOWER = 1.5  # times the fastest that all threads have been: somebody else may be running
-PATIENCE, MOST_PATIENCE = 32, 128  # steps with one thread before all are tried again; doubled while one stays faster
+PATIENCE, MAX_PATIENCE = 32, 128  # steps with one thread before all are tried again; doubled while one stays faster
 
 
 class Threads:
-    """Chooses between `max_threads` threads and one. Steps that draft different numbers of tokens are told apart."""
+    """Chooses between `max_threads` threads and one. Steps are compared with those that draft as many tokens."""
 
     def __init__(self, max_threads: int, use: Callable[[int], object] = torch.set_num_threads):
         self.max_threads, self.use = max_threads, use
@@ -39,7 +39,7 @@ class Threads:
             if len(usual) == TRY and typical < statistics.median(usual):
                 self.chosen, self.patience = self.number, PATIENCE
             else:
-                self.patience = min(2 * self.patience, MOST_PATIENCE)
+                self.patience = min(2 * self.patience, MAX_PATIENCE)
                 if usual and self.chosen == self.max_threads:  # not for want of a processor: steps have become longer
                     self.fastest[k] = statistics.median(usual)
             self.set(self.chosen)

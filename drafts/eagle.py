@@ -5,13 +5,14 @@
     EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
     eagle_of        the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
                     `midlayer.*`), and speculators' (github.com/vllm-project/speculators, `layers.0.*`)
-    load            a folder of either layout
+    check, load     a folder of either layout
 
 Published code places a pair at the position of its state; here it stands at its token's, one later, which RoPE cannot
 tell apart. So it is cached and prefilled like a token. Position 0 has no pair and is never attended to. This file does
 not know sampling or training.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -144,9 +145,7 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     """An EAGLE-3 folder for this target, on its device, in its dtype, not packed. ValueError names file and key, or the
     tensor, that does not fit."""
     config, like = target.config, target.norm.weight
-    with error_prefix(folder / "config.json"):
-        eagle = eagle_of(read_json(folder / "config.json"), config.n_layers, config.dim)
-        layer = config_from_hf(eagle.layer)
+    eagle, layer = read_eagle(folder, read_json(folder / "config.json"), config)
     readers = open_shards(shards(folder))
     own_embed, D, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
     if not own_embed and layer.dim != config.dim:
@@ -181,12 +180,25 @@ def places_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
             yield source.removeprefix("model.").replace("layers.0", layer), part
 
 
+def check(folder: Path, hf: dict, config: Config) -> Callable[..., EagleDraft]:
+    """The loader of an EAGLE-3 folder (loading.drafts.FOLDERS). ValueError for a config.json that does not fit."""
+    read_eagle(folder, hf, config)
+    return functools.partial(load, folder)
+
+
 def load(folder: Path, target: Transformer, tokenizer, *, quantize: str | None, sharded: bool, **options) -> EagleDraft:
     """An EAGLE-3 folder for this target, not packed, in the target's dtype."""
     if sharded:
         raise ValueError(f"--draft_tp sharded: {folder} is an EAGLE-3 draft, which every rank holds in full")
     draft = load_eagle(folder, target)
     return EagleDraft(quantized_copy(draft, quantize) if quantize else draft)
+
+
+def read_eagle(folder: Path, hf: dict, config: Config) -> tuple[Eagle, Config]:
+    """The draft and its block, for a target of this config. ValueError begins with the file."""
+    with error_prefix(folder / "config.json"):
+        eagle = eagle_of(hf, config.n_layers, config.dim)
+        return eagle, config_from_hf(eagle.layer)
 
 
 def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:

@@ -4,17 +4,19 @@ q_i depends on the decided tokens and i - 1 masks, not on drafted tokens, so rej
 This file does not know how the model was trained.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from loading.checkpoint import load_config
 from loading.config import Section
 from loading.drafts import load_translated
-from loading.files import read_json
 from loading.tokenizer import Tokenizer
-from model import Caches, Transformer
+from loading.vocabularies import error_prefix
+from model import Caches, Config, Transformer
 from speculative import ModelDraft
 
 
@@ -52,15 +54,22 @@ class PardDraft(ModelDraft):
 
 def pard_token(hf: dict) -> int:
     """The mask's id. ValueError for an id outside the vocabulary."""
-    mask, V = hf["pard_token"], Section(hf).size("vocab_size")
+    mask, V = hf.get("pard_token"), Section(hf).size("vocab_size")
     if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < V:
         raise Section(hf).refused("pard_token", f"must be a token's id below vocab_size = {V}")
     return mask
 
 
-def load(folder: Path, target: Transformer, tokenizer: Tokenizer, **options) -> PardDraft:
+def check(folder: Path, hf: dict, config: Config) -> Callable[..., PardDraft]:
+    """The loader of a PARD folder (loading.drafts.FOLDERS). ValueError for a mask that is no token of the draft."""
+    with error_prefix(folder / "config.json"):
+        mask = pard_token(hf)
+    load_config(folder)
+    return functools.partial(load, folder, mask)
+
+
+def load(folder: Path, mask: int, target: Transformer, tokenizer: Tokenizer, **options) -> PardDraft:
     """A PARD folder for this target, not packed; options as loading.drafts.load_translated takes them."""
-    mask = pard_token(read_json(folder / "config.json"))
     draft = load_translated(folder, target, tokenizer, mask, **options)
     is_translated = draft.config.vocab_size == target.config.vocab_size and hasattr(draft.embed, "ids")
     return PardDraft(draft, target.config.vocab_size if is_translated else mask)

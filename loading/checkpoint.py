@@ -23,13 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import loading.gguf as gguf
-import loading.quantized.reader as foreign
 from loading.config import config_from_hf, text_part
 from loading.families import FAMILIES, family_of
-from loading.files import (  # noqa: F401 (scripts take them from here)
+from loading.files import (
     check_headers,
-    complete_folder,
     fingerprints,
     has_separate_head,
     one_line,
@@ -43,16 +40,19 @@ from loading.files import (  # noqa: F401 (scripts take them from here)
     write_atomically,
     write_index,
 )  # fmt: skip
-from loading.quantization import StoredForm, max_group, read_stored_form, resolve_schemes, stored_scheme  # noqa: F401
-from loading.quantized import merged_experts
-from loading.vocabularies import error_prefix, plain_file
+from loading.quantization import QUICKDRAFT_CONFIG, StoredForm, max_group, read_stored_form, resolve_schemes
+from loading.vocabularies import error_prefix, is_gguf, plain_file
 from loading.weight_names import pieces, sources
 from model import Config, Transformer
 from tp import ALONE, Ranks, check_divisible, connect, fill_shard, shard, shard_spec, shrink_to_shard, source_rows
 from weights import formats, linears, walker
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear
+from weights.rooms import room
 from weights.walker import named_linears, quantized_linears
+
+gguf, foreign = room("loading.gguf"), room("loading.quantized.reader")
+merged_experts = room("loading.quantized.merged_experts")
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
@@ -71,13 +71,13 @@ def load_config(checkpoint_dir: str | Path) -> Config:
 def read_config(file: Path) -> Config:
     """The Config of one config.json. ValueError begins with the path that the user gave."""
     folder = file.parent
-    if not folder.is_dir() and not gguf.is_gguf(folder):
+    if not folder.is_dir() and not is_gguf(folder):
         if folder.is_file():
             raise ValueError(f"{plain_file(folder, sys.maxsize)}: neither a folder nor a GGUF file")
         raise ValueError(f"{folder}: no such folder or GGUF file")
     hf = read_json(file)
     try:
-        foreign.find_layout(hf)  # refuses unsupported quantization
+        find_layout(hf)  # refuses unsupported quantization
         return config_from_hf({**hf, "quantization_config": None})
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {one_line(error).removeprefix('config.json: ')}") from None
@@ -153,7 +153,9 @@ def open_folder(folder: Path, config: Config) -> tuple[StoredForm, Callable[[str
     A head that differs from the embedding is not tied to it, whatever config.json says, as in transformers.
     """
     hf = read_json(folder / "config.json")
-    readers, notes = select_text_model(merged_experts.split_experts(open_shards(shards(folder))), family_of(hf))
+    readers = open_shards(shards(folder))
+    readers = merged_experts.split_experts(readers) if FAMILIES[config.family].merges_experts else readers
+    readers, notes = select_text_model(readers, family_of(hf))
     if config.tie_embeddings and has_separate_head(readers, [config.vocab_size, config.dim]):
         config = replace(config, tie_embeddings=False)
         notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
@@ -161,14 +163,20 @@ def open_folder(folder: Path, config: Config) -> tuple[StoredForm, Callable[[str
     return form._replace(notes=notes + form.notes, tie_embeddings=config.tie_embeddings), read
 
 
+def find_layout(hf: dict):
+    """The Layout of another program's weights, by config.json; None for plain weights and ours."""
+    return foreign.find_layout(hf) if hf.get("quantization_config") not in (None, {}, QUICKDRAFT_CONFIG) else None
+
+
 def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[StoredForm, Callable[[str], Tensor]]:
     file = folder / "config.json"
-    if gguf.is_gguf(folder):
+    if is_gguf(folder):
         return open_gguf(folder, config, readers)
-    layout = foreign.find_layout(read_json(file))
+    hf = read_json(file)
+    layout = find_layout(hf)
     if layout is None:
         form, read = read_stored_form(file), tensor_reader(readers)
-        if merged_experts.is_mxfp4(read_json(file)):
+        if FAMILIES[config.family].merges_experts and merged_experts.is_mxfp4(hf):
             form = StoredForm(overrides=expert_schemes(config, readers))
             read = merged_experts.tensor_reader(readers)
         model = empty_model(config, torch.float32, form.scheme, form.head, overrides=form.overrides)
@@ -191,10 +199,9 @@ def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[StoredFor
     scheme, reason = foreign.choose_scheme(quantized)
     notes = quantized.layout.notes + ((reason,) if reason else ())
     head, overrides = scheme if "lm_head" in quantized.matrices else None, dict.fromkeys(quantized.unquantized)
+    form = StoredForm(scheme, head, overrides, notes=notes)
     if reason:
         form = StoredForm(overrides=overrides, requantize_to=scheme, notes=notes)
-    else:
-        form = StoredForm(scheme, head, overrides, notes=notes)
     return form, foreign.tensor_reader(quantized, scheme, tensor_reader(readers))
 
 
@@ -402,7 +409,7 @@ def write_config(folder: Path, model: Transformer, hf: dict, is_portable: bool =
     entry = quantization_entry(model)
     if entry:
         hf["quantization"] = old_entry | entry
-        hf["quantization_config"] = foreign.QUICKDRAFT_CONFIG
+        hf["quantization_config"] = QUICKDRAFT_CONFIG
         if is_portable:
             format = FORMATS[entry["scheme"]]
             hf["quantization_config"] = foreign.compressed_tensors_config(format, has_head=bool(entry["head"]))

@@ -1,14 +1,14 @@
 """A draft folder or a spec of --draft -> Drafter, for a given target.
 
     load_drafter      the public door;  check_draft  everything that can be refused before weights are read
-    FOLDERS, SPECS    kind -> the function that makes it, imported on use: another kind is one file and one row
+    FOLDERS, SPECS    kind -> the function that checks it and returns its loader, imported on use: another kind is one
+                      file and one row
     load_translated   a draft model, which reads and answers in the target's ids where its tokenizer differs
     kind_of           the kind of a draft folder, by the keys of its config.json
 
 This file does not know how a drafter drafts.
 """
 
-import importlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -24,14 +24,19 @@ from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.vocabularies import error_prefix
 from model import Config, Transformer
 from tp import ranks_of
+from weights.rooms import resolve
 from weights.walker import pack_model
 
-# make(folder, target, tokenizer, **options of load_drafter) -> Drafter
-FOLDERS = {"model": "loading.drafts:load_model_draft", "pard": "drafts.pard:load", "eagle3": "drafts.eagle:load"}
+# check(folder, its config.json, config of the target) -> load(target, tokenizer, **options of load_drafter) -> Drafter
+FOLDERS = {"model": "loading.drafts:check_model", "pard": "drafts.pard:check", "eagle3": "drafts.eagle:check"}
 # parse(value, config of the target) -> make(target) -> Drafter
 SPECS = {"ngram": "drafts.ngram:from_spec", "layers": "speculative:layers_from_spec",
          "quantized": "speculative:quantized_from_spec"}  # fmt: skip
-UNSUPPORTED = {"medusa_num_heads": "Medusa", "dflash_config": "DFlash", "ptd_token_id": "P-EAGLE"}
+# A key of config.json -> the kind that it marks, the first one first. A kind without a row in FOLDERS is refused.
+KIND_BY_KEY = {
+    "medusa_num_heads": "Medusa", "dflash_config": "dflash", "ptd_token_id": "P-EAGLE", "draft_vocab_size": "eagle3",
+    "pard_token": "pard",
+}  # fmt: skip
 MIN_SHARED = 0.5  # share of the target's probability that the tokens of a draft with another tokenizer must have
 SAMPLE_TEXT = "On Monday the shop opened at 9, and Anna bought three books.\n\ndef area(r):\n    return 3.14 * r * r\n"
 
@@ -49,10 +54,9 @@ def load_drafter(
     """
     if is_folder(folder_or_spec):
         folder, ranks = Path(folder_or_spec), ranks_of(model)
-        kind = folder_kind(folder)
+        load = parse_folder(folder, model.config)
         ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
-        options = {"dtype": dtype, "quantize": quantize, "sharded": sharded, "progress": progress}
-        drafter = resolve(FOLDERS[kind])(folder, model, tokenizer, **options)
+        drafter = load(model, tokenizer, dtype=dtype, quantize=quantize, sharded=sharded, progress=progress)
     else:
         with error_prefix(f"--draft {folder_or_spec}"):
             drafter = parse_spec(folder_or_spec, model.config)(model)
@@ -64,7 +68,7 @@ def load_drafter(
 def check_draft(folder_or_spec: str | Path, config: Config) -> None:
     """ValueError for a draft that cannot fit a target of this config. Reads no weights."""
     if is_folder(folder_or_spec):
-        folder_kind(Path(folder_or_spec))
+        parse_folder(Path(folder_or_spec), config)
     else:
         with error_prefix(f"--draft {folder_or_spec}"):
             parse_spec(folder_or_spec, config)
@@ -85,48 +89,32 @@ def parse_spec(spec: str, config: Config) -> Callable:
     return resolve(SPECS[kind])(value, config)
 
 
-def resolve(row: str) -> Callable:
-    """The function behind "module:name". ValueError where a fork has deleted the module."""
-    module, name = row.split(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in (module, module.partition(".")[0]):
-            raise
-        raise ValueError(f"{module.replace('.', '/')}.py is missing: this copy has no such draft") from None
-
-
-def folder_kind(folder: Path) -> str:
-    """The kind of a draft folder, whose config must be readable."""
+def parse_folder(folder: Path, config: Config) -> Callable:
+    """load(target, tokenizer, **options) -> Drafter of a folder. ValueError names the file and the key of a draft that
+    does not fit a target of this config."""
     hf = read_json(folder / "config.json") if folder.exists() else {}  # load_config names a missing folder
     with error_prefix(folder / "config.json"):
-        kind = kind_of(hf)
-        resolve(FOLDERS[kind])
-        if kind == "pard":
-            resolve("drafts.pard:pard_token")(hf)
-    if kind != "eagle3":
-        load_config(folder)
-    return kind
+        check = resolve(FOLDERS[kind_of(hf)])
+    return check(folder, hf, config)
 
 
 def kind_of(hf: dict) -> str:
-    """ValueError names the key and value of a draft that is none of these."""
+    """A kind in FOLDERS. ValueError names the key and value that mark a draft of another kind."""
     hf = Section(hf)
-    model = hf.get("speculators_model_type")
-    if model not in (None, "eagle3"):
-        raise hf.refused("speculators_model_type", "is not supported; supported: 'eagle3'")
-    for key, name in UNSUPPORTED.items():
-        if hf.get(key) is not None:
-            raise hf.refused(key, f"makes it a {name} draft; a model, a PARD draft and an EAGLE-3 draft are supported")
+    kind_by_key = {"speculators_model_type": str(hf.get("speculators_model_type")), **KIND_BY_KEY}
+    marks = {key: kind for key, kind in kind_by_key.items() if hf.get(key) is not None}
+    for key, kind in marks.items():
+        if kind not in FOLDERS:
+            raise hf.refused(key, f"makes it a {kind} draft; supported: {', '.join(FOLDERS)}")
     is_eagle = any("eagle3" in str(name).lower() for name in hf.get("architectures") or [])
-    if model or is_eagle or hf.get("draft_vocab_size") is not None:
-        return "eagle3"
-    return "model" if hf.get("pard_token") is None else "pard"
+    return "eagle3" if is_eagle else next(iter(marks.values()), "model")
 
 
-def load_model_draft(folder: Path, target: Transformer, tokenizer: Tokenizer, **options):
+def check_model(folder: Path, hf: dict, config: Config) -> Callable:
     """A smaller model as a draft."""
-    return resolve("speculative:ModelDraft")(load_translated(folder, target, tokenizer, **options))
+    load_config(folder)
+    make = resolve("speculative:ModelDraft")
+    return lambda *target, **options: make(load_translated(folder, *target, **options))
 
 
 def load_translated(

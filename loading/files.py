@@ -23,13 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import loading.gguf as gguf
-import loading.gguf_metadata as gguf_folder
 import loading.vocabularies as vocabularies
 from loading.chat_templates import one_line
 from loading.families import Family
 from weights.formats import row_chunks
+from weights.rooms import room
 
+gguf, gguf_folder = room("loading.gguf"), room("loading.gguf_metadata")
 MAX_NAMES = 8  # tensors that an error lists; it counts the rest
 # A tensor's sample: runs of rows, evenly spread, and the least bytes of a run. A folder of many tensors has fewer runs.
 SAMPLE_RUNS, SAMPLE_BYTES, MAX_RUNS = 16, 4096, 2**14
@@ -38,7 +38,7 @@ SAMPLE_RUNS, SAMPLE_BYTES, MAX_RUNS = 16, 4096, 2**14
 def read_json(file: Path) -> dict:
     """A JSON object from a file that must exist, or from a GGUF file's keys. A config.json without a
     quantization_config gets that of ModelOpt's hf_quant_config.json."""
-    if gguf.is_gguf(file.parent):
+    if vocabularies.is_gguf(file.parent):
         return gguf_folder.read_json(file.parent, file.name)
     if not vocabularies.file_exists(file):
         others = sorted(file.parent.glob("*.gguf"))
@@ -57,7 +57,7 @@ def read_json(file: Path) -> dict:
 
 def shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: model.safetensors, or those in the index. For a GGUF file, its parts."""
-    if gguf.is_gguf(folder):
+    if vocabularies.is_gguf(folder):
         return gguf.parts_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if vocabularies.file_exists(single):
@@ -86,7 +86,7 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     for file in files:
         try:
             vocabularies.plain_file(file, sys.maxsize)
-            is_gguf = gguf.is_gguf(file)
+            is_gguf = vocabularies.is_gguf(file)
             reader = gguf.Tensors(file, files[0]) if is_gguf else safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: too large to be mapped
             raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
@@ -111,7 +111,7 @@ class RenamedReader:
 
 
 def select_text_model(readers: dict[str, tuple[Path, object]], family: Family | None) -> tuple[dict, tuple[str, ...]]:
-    """`open_shards`' dictionary with the text model's tensors alone, by a text model's names, and what to say of the
+    """`open_shards`' dictionary with the text model's tensors alone, by a text model's names, and a note on the
     others."""
     if family is None or not family.unused:
         return readers, ()
@@ -188,11 +188,8 @@ def check_headers(folder: Path, expected: dict[str, tuple], readers: dict, tied:
     """ValueError that lists missing and unexpected tensors, and those of another shape or type than expected."""
     absent = [name for name in expected if name not in readers]
     # Old checkpoints store RoPE's frequencies, and some store a tied head.
-    extra = [
-        name
-        for name in readers
-        if name not in expected and not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
-    ]
+    allowed = {*expected, "lm_head.weight"} if tied else expected
+    extra = [name for name in readers if name not in allowed and not name.endswith("rotary_emb.inv_freq")]
     wrong = []
     for name in expected.keys() & readers.keys():
         header = readers[name][1].get_slice(name)

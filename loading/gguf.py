@@ -1,6 +1,5 @@
 """GGUF files, llama.cpp's: keys and tensors, all checked before the first weight is copied.
 
-    is_gguf       does a file begin like one?
     open_file     its keys and tensors;  parts_of  the files of a model that is split
     Blocks        one tensor in the mapped file: its weights, or the parts of our format that holds them bit for bit
     model_type_of, Tensors, find, reading    the file as checkpoint.py reads a folder, by Hugging Face names
@@ -28,10 +27,10 @@ from torch import Tensor
 import loading.weight_names as weight_names
 from loading.chat_templates import one_line
 from loading.families import FAMILIES
-from loading.vocabularies import error_prefix, plain_file
+from loading.vocabularies import GGUF_MAGIC, error_prefix, is_gguf, plain_file
 from weights.formats import dequantize_tensor, row_chunks
 
-MAGIC, STRING, ARRAY = b"GGUF", 8, 9
+STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_ENTRIES, MAX_STRINGS, MAX_NAME_BYTES, MAX_DIM = 2**16, 2**22, 2**10, 2**32  # real files stay far below
 
@@ -80,13 +79,6 @@ def kind_of(number: int) -> Kind:
     except (ValueError, KeyError, NotImplementedError):
         raise ValueError(f"type {number} is not one that weights are read from") from None
     return Kind(name, weights, size)
-
-
-def is_gguf(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        return stream.read(len(MAGIC)) == MAGIC
 
 
 # ---------------------------------------------------------------------------------------------- header
@@ -233,7 +225,7 @@ def _open(path: Path, mtime: int, size: int) -> File:
         except RuntimeError as error:
             raise ValueError(one_line(error)) from None
         cursor, keys = Cursor(memoryview(data.numpy())), {}
-        cursor.read(len(MAGIC))
+        cursor.read(len(GGUF_MAGIC))
         version = cursor.number("I")
         if version not in (2, 3):
             swapped = " (a big-endian file)" if not version & 0xFFFF else ""

@@ -95,9 +95,8 @@ def expert_keys(get: Callable, family: Family) -> dict:
     if family.experts is None:
         return {}
     sizes = {"moe_intermediate_size": "expert_feed_forward_length"} if family.experts.dim else {}
-    sizes |= (
-        {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"} if family.experts.shared_dim else {}
-    )
+    if family.experts.shared_dim:
+        sizes["shared_expert_intermediate_size"] = "expert_shared_feed_forward_length"
     absent = [f"{architecture}.{key}" for key in sizes.values() if get(key) is None]
     if absent:
         raise ValueError(f"it lacks {', '.join(absent)}")
@@ -197,9 +196,8 @@ def special_ids(keys: dict[str, object], *roles: str) -> dict[str, int]:
 def tokenizer_config(keys: dict[str, object]) -> dict:
     """Names of special tokens, the BOS policy, the chat template."""
     tokens, model = vocabulary(keys), keys.get("tokenizer.ggml.model")
-    adds_bos = keys.get(
-        "tokenizer.ggml.add_bos_token", model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
-    )
+    usual = model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
+    adds_bos = keys.get("tokenizer.ggml.add_bos_token", usual)
     config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
     config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # transformers' names for these

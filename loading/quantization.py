@@ -16,6 +16,10 @@ from typing import NamedTuple
 from loading.files import read_json
 from weights.formats import FORMATS
 
+# For folders that only we read. Without a quant_method other programs refuse them; for an unknown quant_method
+# transformers warns and loads random weights.
+QUICKDRAFT_CONFIG = {"format": "quickdraft"}
+
 
 class StoredForm(NamedTuple):
     """The schemes that a folder's matrices are stored in; None for full precision."""
@@ -62,11 +66,7 @@ def resolve_schemes(
         raise ValueError(f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}")
     scheme, head = stored or quantize or form.requantize_to, form.head or head
     requested = dict.fromkeys(form.overrides, quantize) | {"lm_head": head}
-    overrides = {
-        name: override
-        for name, override in form.overrides.items()
-        if override is None or requested[name] in (None, override)
-    }
+    overrides = {name: x for name, x in form.overrides.items() if x is None or requested[name] in (None, x)}
     return scheme, head, overrides
 
 

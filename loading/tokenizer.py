@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loading.chat_templates import ChatTemplate, one_line
-from loading.gguf import is_gguf
-from loading.gguf_metadata import write_files
-from loading.vocabularies import APART, MAX_ID, file_exists, plain_file, read_json, token_fields
+from loading.vocabularies import APART, MAX_ID, file_exists, is_gguf, plain_file, read_json, token_fields
+from weights.rooms import room
+
+gguf_folder = room("loading.gguf_metadata")
 
 FILES = (
     "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
@@ -235,7 +236,7 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
     folder = Path(checkpoint_dir)
     if is_gguf(folder):
         with tempfile.TemporaryDirectory(prefix="quickdraft-") as temporary:
-            write_files(folder, Path(temporary))
+            gguf_folder.write_files(folder, Path(temporary))
             try:
                 return load_tokenizer(temporary)
             except ValueError as error:
@@ -300,7 +301,7 @@ def eos_ids(folder: Path) -> set[int]:
 def copy_files(folder: Path, other: Path) -> None:
     """Copy the FILES of a folder, or write those of a GGUF file, without their modes, which may be read-only."""
     if is_gguf(folder):
-        write_files(folder, other)
+        gguf_folder.write_files(folder, other)
     for file in sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}):
         copy = other / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)

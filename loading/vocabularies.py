@@ -4,6 +4,7 @@
     read_json       a JSON object from a file; empty without the file
     file_exists     does a file exist? A dangling link is an error
     plain_file      refuses pipes, devices and oversized files
+    is_gguf         does a file begin like one of llama.cpp's?
     error_prefix    puts a file's name in front of a ValueError
 
 Hostile files end in a ValueError, not in a library's panic or a full memory.
@@ -62,6 +63,7 @@ PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 # Real folders stay far below these.
 MAX_VOCAB_BYTES, MAX_JSON_BYTES = 2**26, 2**24  # bytes of a vocabulary, of other JSON
 MAX_ID = 2**24
+GGUF_MAGIC = b"GGUF"
 LFS_POINTER = b"version https://git-lfs."  # the beginning of a file that git cloned without Git LFS
 MAX_GROWTH = 64  # factor by which a normalizer may lengthen a text
 
@@ -130,6 +132,13 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def is_gguf(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 @contextlib.contextmanager

@@ -29,12 +29,11 @@ from cli.answers import Answer
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import Parser, check_options, positive, speculate_k
 from cli.flags import parse_args as generate_args
-from cli.load import compiles, drafter_of, load_target, pick_device, warm_up
+from cli.load import cache_type, compiles, drafter_of, load_target, pick_device, warm_up
 from cli.main import kinds_of
 from cli.prompts import Request, encoded, requests, sampling_of
 from cli.report import rate, speculative, summary
 from cli.session import Session
-from decoding.kv_8bit import KINDS
 from decoding.scheduler import common_prefix
 from decoding.timing import Timing
 from decoding.validation import check_lengths
@@ -127,7 +126,7 @@ def load_side(args, model, tokenizer, drafter, prompts: list[Request], limit: in
     engine = Engine(
         model, min(args.batch_size, len(rows)), args.max_seq_length or length, drafter=drafter,
         compile=compiles(args.compile, pick_device(args.device)), speculate_k=speculate_k(args),
-        one_width=args.one_width, kind=KINDS[args.kv_cache_dtype],
+        one_width=args.one_width, kind=cache_type(args),
     )  # fmt: skip
     torch.set_num_threads(args.threads or num_threads)
     warm_up(engine, rows[0].sampling, length // 2, kinds_of(rows))

@@ -8,6 +8,8 @@ import json
 import math
 import re
 import shutil
+import sys
+import types
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from drafts.pard import PardDraft, pard_token
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.drafts import SAMPLE_TEXT, kind_of, load_drafter
+from loading.drafts import FOLDERS, SAMPLE_TEXT, check_draft, kind_of, load_drafter
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from speculative import ModelDraft
@@ -442,6 +444,25 @@ def test_a_config_says_what_its_folder_is():
     for mask in (V, -1, True, "x", 1.5):
         with pytest.raises(ValueError, match="pard_token"):
             pard_token({**LAYER, "pard_token": mask})
+
+
+def test_another_kind_of_folder_is_a_file_and_a_row(target, tmp_path, monkeypatch):
+    """Its file refuses a config.json before weights are read, and makes the drafter."""
+
+    def check(folder, hf, config):
+        if hf["dflash_config"].get("layers", 0) > config.n_layers:
+            raise ValueError("too many layers")
+        return lambda target, tokenizer, **options: NgramDraft(2)
+
+    monkeypatch.setitem(sys.modules, "drafts.flash", types.SimpleNamespace(check=check))
+    monkeypatch.setitem(FOLDERS, "dflash", "drafts.flash:check")
+    good, bad = (written(tmp_path / str(n), LAYER | {"dflash_config": {"layers": n}}, {}) for n in (1, 99))
+    check_draft(good, target.config)
+    assert isinstance(load_drafter(good, target, None), NgramDraft)
+    with pytest.raises(ValueError, match="too many layers"):
+        check_draft(bad, target.config)
+    with pytest.raises(ValueError, match="target_hidden_size"):
+        check_draft(written(tmp_path / "eagle", SPECULATORS | {"target_hidden_size": 1}, {}), target.config)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_foreign import FUSED, shapes
 
 import loading.checkpoint as checkpoint
+import loading.quantization as quantization
 from loading.checkpoint import load_config, save_model
 from quantize import dequantize_tensor
 from tests.test_foreign import TOKENS, compressed
@@ -273,7 +274,7 @@ def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
         linear, want = layer.get_submodule(ours), published(weights, ours)
         assert linear.scheme == "nvfp4"
         assert ((linear.dequantized(F32) - want).abs() <= 3 * 2**-24 * want.abs()).all(), ours
-    assert checkpoint.stored_scheme(tmp_path / "config.json") == "modelopt"
+    assert quantization.stored_scheme(tmp_path / "config.json") == "modelopt"
 
 
 def test_what_else_modelopt_writes_is_refused_with_its_name(tmp_path):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import cli.main as program
 import loading.checkpoint as checkpoint
+import loading.quantization as quantization
 import loading.quantized.reader as foreign
 import quantize as quantize_program
 from loading.checkpoint import load_config, save_model
@@ -706,7 +707,7 @@ def test_eight_bits_are_written_as_compressed_tensors_are(scheme, kind, head, fu
     want = load_model(full, dtype=torch.float32, quantize=scheme, head=scheme if head else None)
     (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (got, want))
     assert names == others and all(map(torch.equal, map(as_bits, ours), map(as_bits, theirs)))
-    assert checkpoint.stored_scheme(folder / "config.json") == scheme
+    assert quantization.stored_scheme(folder / "config.json") == scheme
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:

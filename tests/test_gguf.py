@@ -18,6 +18,7 @@ from conftest import BASE, FAMILIES, ROOT, oracle
 
 import loading.checkpoint as checkpoint
 import loading.gguf as ours
+import loading.quantization as quantization
 from cli.flags import parse_args
 from cli.main import main
 from loading.checkpoint import load_config, load_model, save_model
@@ -811,7 +812,7 @@ def test_saved_as_a_folder_it_is_the_same_model(model_file, tmp_path):
     model = load_model(model_file, pack=False)
     save_model(model, tmp_path / "again", checkpoint.read_json(model_file / "config.json"))
     assert same(load_model(tmp_path / "again", pack=False), model)
-    assert checkpoint.stored_scheme(tmp_path / "again" / "config.json") == "q4_1"
+    assert quantization.stored_scheme(tmp_path / "again" / "config.json") == "q4_1"
 
 
 def test_other_programs_take_a_file(model_file, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cli.threads import MOST_PATIENCE, TRY, Threads
+from cli.threads import MAX_PATIENCE, TRY, Threads
 
 
 class Machine:
@@ -48,7 +48,7 @@ def test_one_thread_decodes_beside_a_busy_neighbour_and_all_do_when_it_has_gone(
     assert run(machine, threads, 600) < 0.5 * 0.070  # what two threads would take
     assert run(machine, threads, 600) < 1.15 * 0.016  # trials become rare
     machine.busy = False
-    run(machine, threads, MOST_PATIENCE + 2 * TRY)
+    run(machine, threads, MAX_PATIENCE + 2 * TRY)
     assert machine.threads == 2
     assert run(machine, threads, 100) < 0.0101
 

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weights import formats, gpu
+from weights import formats
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import release_memory
+from weights.rooms import room
 
+gpu = room("weights.gpu")
 MAX_KERNEL_ROWS = 16  # rows of x up to which the chosen experts' weights are gathered; more rows are grouped by expert
 
 LIBRARY.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")

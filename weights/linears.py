@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weights import cpu, formats, gpu
+from weights import cpu, formats
 from weights.compiling import is_small_batch, register_handle
 from weights.cpu import PackedInt8, PackedWeights, multiply_in_parts
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release_memory, row_chunks
+from weights.rooms import room
 
+gpu = room("weights.gpu")
 MAX_KERNEL_ROWS = 16  # rows of x up to which a kernel that reads the codes beats unpacking and a plain product
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
 KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond a row's end

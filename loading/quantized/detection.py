@@ -8,13 +8,10 @@ Unsupported keys raise a ValueError that names key and value.
 
 from collections.abc import Callable
 
+from loading.quantization import QUICKDRAFT_CONFIG
 from loading.quantized.floats import Fp8, Int8Rows, ModelOptNvFp4, Mx, NvFp4, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
 from loading.quantized.merged_experts import is_mxfp4
-
-# For folders that only we read. Without a quant_method other programs refuse them; for an unknown quant_method
-# transformers warns and loads random weights.
-QUICKDRAFT_CONFIG = {"format": "quickdraft"}
 
 # Notes on settings that are ignored: only weights are quantized here.
 DYNAMIC = "its activations would be quantized as they come; here they are not, require its weights"
