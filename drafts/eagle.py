@@ -1,6 +1,6 @@
 """EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
-    AuxHiddenStates the target's residual stream at one layer, by position
+    AuxHiddenStates the target's residual stream at one layer, by position;  record_hidden_states  makes them
     EagleModel      pairs (token, state) -> logits at the target's ids
     EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
     eagle_of        the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
@@ -13,7 +13,7 @@ not know sampling or training.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +60,16 @@ class AuxHiddenStates(nn.Module):
     def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
         """As KVCache.at."""
         return {"x": self.x[rows, begin:end]}
+
+
+def record_hidden_states(layer_ids: Sequence[int], state: nn.Module, target) -> dict[int, AuxHiddenStates]:
+    """Let the target's ModelRunner record the inputs of these layers from now on."""
+    like = target.model.norm.weight
+    sizes = state.pos.size(0), target.S + target.slack, target.model.config.dim, like.dtype, like.device
+    with torch.inference_mode(False):  # plain tensors, which any later code may write to
+        streams = {i: AuxHiddenStates(*sizes) for i in layer_ids}
+    target.caches = target.caches._replace(aux_hidden_states=streams)
+    return streams
 
 
 class EagleModel(Transformer):
@@ -118,13 +128,9 @@ class EagleDraft(ModelDraft):
     then one drafted token at a time, with the draft's own state."""
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
-        eagle, model = self.model.eagle, target.model
-        like = model.norm.weight
-        sizes = state.pos.size(0), target.S + target.slack, eagle.target_dim, like.dtype, like.device
-        with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            streams = {i: AuxHiddenStates(*sizes) for i in eagle.aux_layer_ids}
-        target.caches = target.caches._replace(aux_hidden_states=streams)
-        self.model.embed = self.model.embed or model.embed
+        like = target.model.norm.weight
+        streams = record_hidden_states(self.model.eagle.aux_layer_ids, state, target)
+        self.model.embed = self.model.embed or target.model.embed
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches, self.num_input_tokens = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
         last_state = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
