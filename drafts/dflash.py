@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafts.eagle import record_hidden_states
+from drafts.hidden_states import record_hidden_states
 from loading.checkpoint import DTYPES, allocate
 from loading.config import Section, config_from_hf
 from loading.files import check_headers, open_shards, read_json, shards, tensor_reader

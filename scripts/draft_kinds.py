@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafts.eagle import AuxHiddenStates, EagleDraft, EagleModel, eagle_of, places_of
+from drafts.eagle import EagleDraft, EagleModel, eagle_of, places_of
+from drafts.hidden_states import AuxHiddenStates
 from drafts.pard import PardDraft
 from loading.checkpoint import allocate, empty_model, save_model
 from loading.config import config_from_hf

@@ -4,6 +4,7 @@ The twin keeps no cache: for every round it computes context and block anew from
 distributions that tokens were drawn from, in rounds of any length with any number accepted; broken drafters must not.
 """
 
+import json
 import math
 
 import pytest
@@ -11,18 +12,18 @@ import torch
 from conftest import config_json
 from reference import angles, logits, norm, rotate, swiglu
 from safetensors.torch import load_file
-from steps import prefill_all
-from test_drafts import PROMPTS, D, V, distance, recorded, written
-from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences, tiny
+from test_drafts import PROMPTS, D, V, distance, recorded, tiny_dflash, written
+from test_speculative import rows_of, tiny
 
+from cli.flags import parse_args
+from cli.main import run as run_args
 from decoding.sampling import Sampling
-from drafts.dflash import DFlash, DFlashDraft, DFlashModel, dflash_of, load_dflash
+from drafts.dflash import DFlashDraft, DFlashModel, dflash_of, load_dflash
 from generate import Engine
 from loading.checkpoint import load_model
 from loading.drafts import check_draft, kind_of, load_drafter
 from model import Config, Transformer
 from speculative import DraftLength
-from weights.walker import pack_model, quantized_copy
 
 BLOCK, MASK, HEADS, KV_HEADS, E = 6, V - 1, 4, 2, 24
 
@@ -172,100 +173,31 @@ def test_a_broken_dflash_is_caught(broken, target, target_folder, tmp_path, monk
     assert distance(target, drafter, DFlashTwin(right, target_folder), right)[0] > 1e-3
 
 
-# ------------------------------------------------------------------------------- the law, greedy, compiled
-
-
-def tiny_dflash(target: Transformer, block: int = 6, windows: tuple = (None, None), scale: float = 0.5) -> DFlashModel:
-    """A random DFlash draft of two layers for a tiny target; its mask is the target's last token."""
-    fields = {"n_layers": 2, "windows": windows, "qk_norm": "heads", "tie_embeddings": False}
-    config = Config(**{**vars(target.config), **fields})
-    model = DFlashModel(config, DFlash(block, target.config.vocab_size - 1, (0, 0)))
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, scale, generator=generator)
-    return model.requires_grad_(False).eval()
-
-
-@pytest.mark.parametrize(
-    "sampling, k",
-    [
-        pytest.param(Sampling(1), 3, marks=pytest.mark.attack),
-        pytest.param(Sampling(1.5, top_k=3, top_p=0.9), 2, marks=pytest.mark.long),
-        pytest.param(Sampling(0.7, min_p=0.1), 4, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_sequences_have_the_targets_joint_law(sampling, k):
-    model = tiny(3)
-    drafter = DFlashDraft(tiny_dflash(model))
-    counts = sequences(model, drafter, sampling, k, runs=4 if sampling.kind == "plain" else 1)
-    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) > 1e-6
+# ------------------------------------------------------------------------------------------------ engines
 
 
 def a_pair(windows: tuple = (None, None)) -> tuple[Transformer, DFlashModel]:
     target = tiny(5, vocab_size=61, n_layers=3, max_seq_length=96)
-    return target, tiny_dflash(target, windows=windows, scale=0.3)
+    return target, tiny_dflash(target, 0.3, windows)
 
 
-@pytest.mark.parametrize("k", [1, 5])
-@pytest.mark.parametrize("windows", [(None, None), (9, None), (9, 9)])
-def test_greedy_equals_plain_greedy(k, windows):
+@pytest.mark.parametrize("windows", [(9, None), (9, 9)])
+def test_greedy_equals_plain_greedy_with_windows(windows):
     target, draft = a_pair(windows)
     want = rows_of(target, PROMPTS, max_new_tokens=60)
-    assert rows_of(target, PROMPTS, drafter=DFlashDraft(draft), speculate_k=k, max_new_tokens=60) == want
+    assert rows_of(target, PROMPTS, drafter=DFlashDraft(draft), max_new_tokens=60) == want
     full = rows_of(target, [PROMPTS[1]], max_new_tokens=87)  # to the context's end
-    assert rows_of(target, [PROMPTS[1]], drafter=DFlashDraft(draft), speculate_k=k, max_new_tokens=87) == full
-
-
-@pytest.mark.parametrize("scheme", [None, "int8"])
-def test_a_sampled_row_equals_its_prompt_alone(scheme):
-    target, draft = a_pair()
-    pack_model(target)
-    if scheme:
-        draft = pack_model(quantized_copy(draft, scheme))
-    options = {"sampling": Sampling(0.7), "seed": 5, "speculate_k": 4, "drafter": DFlashDraft(draft)}
-    alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
-    assert rows_of(target, PROMPTS, **options) == alone
-
-
-def test_a_second_turn_drafts_as_if_there_had_been_no_first():
-    """The context of the first turn's last tokens is missing when the second begins."""
-    target, draft = a_pair()
-    engine, full = Engine(target, 1, 96, drafter=recorded(DFlashDraft)(draft), speculate_k=3), 0
-    for n in range(8, 24):
-        engine.clear()
-        for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
-            cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
-        hot = {"sampling": Sampling(5), "engine": engine}  # so hot that much is accepted
-        first = PROMPTS[1] + rows_of(target, [PROMPTS[1]], max_new_tokens=n, seed=n, **hot)[0]
-        full += int(engine.state.accepted[0]) == 3
-        second = [*first, 3, 5, 8]
-        engine.drafter.seen.clear()
-        tokens = rows_of(target, [second], max_new_tokens=20, **hot)
-        reused = engine.drafter.seen.copy()
-        engine.clear()
-        engine.drafter.seen.clear()
-        assert rows_of(target, [second], max_new_tokens=20, **hot) == tokens
-        for (_, a, p), (_, b, q) in zip(reused, engine.drafter.seen, strict=True):
-            assert a == b and (p - q).abs().max() < 1e-4
-    assert full, "no first turn ended with a round that was accepted in full: nothing is shown"
+    assert rows_of(target, [PROMPTS[1]], drafter=DFlashDraft(draft), max_new_tokens=87) == full
 
 
 @pytest.mark.compiled
-def test_compiled_rounds():
-    """Greedy is plain greedy, prompts compiled too, and nothing compiles after warm-up, plain steps included."""
+def test_compiled_rounds_with_windows():
     target, draft = a_pair((9, None))
     want = rows_of(target, PROMPTS, max_new_tokens=60)
     engine = Engine(target, 4, 96, drafter=DFlashDraft(draft), speculate_k=3, compile=True)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
         assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
-        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
-        with torch.inference_mode():
-            prefill_all(engine, PROMPTS, 60, Sampling(0))
-            for number in range(20):
-                engine.run(engine.rows(0, 4), 10 + 4 * number, (3, 0, 0, 3)[number % 4])
 
 
 def test_auto_stays_within_the_block():
@@ -292,6 +224,26 @@ def test_a_folder_is_a_drafter(target, tmp_path):
         assert isinstance(drafter, DFlashDraft) and drafter.max_draft_tokens == BLOCK - 1
     with pytest.raises(ValueError, match="--draft_tp sharded"):
         load_drafter(folder, target, None, sharded=True, pack=False)
+
+
+def dflash_beside(target_folder, folder):
+    """A folder for a target of D dimensions, three layers and any vocabulary."""
+    sizes = {"vocab_size": config_json(target_folder)["vocab_size"]}
+    return written(folder, {key: x for key, x in (PUBLISHED | sizes).items() if x is not None}, dflash_tensors(2, 2))
+
+
+@pytest.mark.parametrize("options", [[], ["--draft_quantize", "int8"]], ids=["plain", "int8"])
+def test_the_command_line_drafts_with_it(options, text_folder, tmp_path, capsys):
+    draft = dflash_beside(text_folder, tmp_path / "draft")
+    common = ["--checkpoint", text_folder, "--prompt", "the little cat", "--temperature", 0, "--dtype", "float32"]
+    common += ["--max_new_tokens", 30, "--ignore_eos", "--json", "--device", "cpu"]
+    rows = []
+    for flags in ([], ["--draft_checkpoint", draft, "--speculate_k", 3, *options]):
+        run_args(parse_args([str(flag) for flag in (*common, *flags)]))
+        rows.append(json.loads(capsys.readouterr().out))
+    assert rows[0]["tokens"] == rows[1]["tokens"] and rows[1]["speculative"]["drafted"] > 0
+    with pytest.raises(ValueError, match="speculate_k = 6: this draft has at most 5 tokens"):
+        run_args(parse_args([str(flag) for flag in (*common, "--draft_checkpoint", draft, "--speculate_k", 6)]))
 
 
 def test_layer_ids_without_a_list(target):
