@@ -23,12 +23,13 @@ from loading.config import Section, config_from_hf
 from loading.files import check_headers, open_shards, read_json, shards, tensor_reader
 from loading.vocabularies import error_prefix
 from loading.weight_names import pieces
-from model import AttentionMask, Caches, Config, Linear, RMSNorm, Transformer, apply_rope
+from model import Caches, Config, Linear, RMSNorm, Transformer, apply_rope
 from speculative import ModelDraft
 from weights.walker import quantized_copy
 
 MAX_BLOCK = 64  # an engine clears so many positions behind a request's last one
-OPTIONS = ("block_size", "mask_token_id", "target_layer_ids", "causal")  # of dflash_config
+OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}  # the keys of dflash_config
+UNSUPPORTED = ("speculators_model_type", "draft_vocab_size", "sample_from_anchor")  # keys of other layouts
 
 
 class DFlash(NamedTuple):
@@ -77,9 +78,7 @@ class DFlashModel(Transformer):
         round overwrites them."""
         return super().hidden(tokens, pos, caches._replace(aux_hidden_states=None))
 
-    def visible_by_window(
-        self, pos: Tensor, caches: Caches | None, dtype: torch.dtype
-    ) -> dict[int | None, AttentionMask]:
+    def visible_by_window(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict:
         causal = super().visible_by_window(pos, caches, dtype) if any(self.windows) else {}
         return causal | {None: super().visible_by_window(pos[:, -1:].expand_as(pos), caches, dtype).get(None)}
 
@@ -133,7 +132,8 @@ class DFlashDraft(ModelDraft):
 def load_dflash(folder: Path, target: Transformer) -> DFlashModel:
     """A DFlash folder for this target, on its device, in its dtype, not packed. ValueError names file and key, or the
     tensor, that does not fit."""
-    dflash, config = read_dflash(folder, read_json(folder / "config.json"), target.config)
+    with error_prefix(folder / "config.json"):
+        dflash, config = dflash_of(read_json(folder / "config.json"), target.config)
     readers = open_shards(shards(folder))
     with torch.device("meta"):
         model = DFlashModel(config, dflash).to(target.norm.weight.dtype)
@@ -157,7 +157,8 @@ def tensors_of(model: DFlashModel):
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., DFlashDraft]:
     """The loader of a DFlash folder (loading.drafts.FOLDERS). ValueError for a config.json that does not fit."""
-    read_dflash(folder, hf, config)
+    with error_prefix(folder / "config.json"):
+        dflash_of(hf, config)
     return functools.partial(load, folder)
 
 
@@ -171,31 +172,22 @@ def load(
     return DFlashDraft(quantized_copy(draft, quantize) if quantize else draft)
 
 
-def read_dflash(folder: Path, hf: dict, target: Config) -> tuple[DFlash, Config]:
-    """The draft and its layers, for a target of this config. ValueError begins with the file."""
-    with error_prefix(folder / "config.json"):
-        dflash, config = dflash_of(hf, target), config_from_hf({**hf, "tie_word_embeddings": False})
-    return dflash, config
-
-
-def dflash_of(hf: dict, target: Config) -> DFlash:
-    """ValueError names the key and value that cannot be honoured."""
-    hf = Section(hf)
+def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
+    """The draft and its layers, for a target of this config. ValueError names the key and value that do not fit."""
+    hf = Section(hf, tie_word_embeddings=False)
     if not isinstance(hf.get("dflash_config"), dict):
         raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")
     options = Section(hf["dflash_config"])
     options.prefix = "dflash_config."
     if hf.get("model_type") != "qwen3":
         raise hf.refused("model_type", "is not supported as a DFlash draft; supported: 'qwen3'")
-    for key in ("speculators_model_type", "draft_vocab_size", "sample_from_anchor"):
-        if hf.get(key):
-            raise hf.refused(key, "is not supported in a DFlash draft; the layout of github.com/z-lab/dflash is")
-    for key in options:
-        if key not in OPTIONS and options[key] not in (None, False):
-            raise options.refused(key, f"is not supported; supported: {', '.join(OPTIONS)}")
-    slides = "sliding_attention" in (hf.get("layer_types") or [])
+    for section, keys in ((hf, UNSUPPORTED), (options, set(options) - OPTIONS)):
+        for key in keys:
+            if section.get(key):
+                raise section.refused(key, "is not supported; the layout of github.com/z-lab/dflash is")
+    config = config_from_hf(hf)
     for section, key in ((hf, "is_causal"), (options, "causal")):
-        if section.flag(key) or (slides and section.get(key) is False):
+        if section.flag(key) or (any(config.windows) and section.get(key) is False):
             raise section.refused(key, "is not supported: layers with a window are causal, other layers are not")
     sizes = {"hidden_size": target.dim, "vocab_size": target.vocab_size, "num_target_layers": target.n_layers}
     for key, size in sizes.items():
@@ -211,7 +203,7 @@ def dflash_of(hf: dict, target: Config) -> DFlash:
     ids = default_layer_ids(target.n_layers, hf.size("num_hidden_layers")) if ids is None else ids
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= highest for i in ids):
         raise options.refused("target_layer_ids", f"must be layers of the target, 0 to {highest}")
-    return DFlash(block_size, mask, tuple(ids))
+    return DFlash(block_size, mask, tuple(ids)), config
 
 
 def default_layer_ids(n_target: int, n_draft: int) -> list[int]:

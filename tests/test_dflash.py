@@ -94,9 +94,9 @@ class DFlashTwin:
             p = f"layers.{layer}."
             slides = (self.hf.get("layer_types") or [""] * 9)[layer] == "sliding_attention"
             h = norm(x, w[p + "input_layernorm.weight"], 1e-6)
-            both, heads = torch.cat((context, h)), []
+            inputs, heads = torch.cat((context, h)), []
             q = h @ w[p + "self_attn.q_proj.weight"].T
-            k, v = (both @ w[f"{p}self_attn.{c}_proj.weight"].T for c in "kv")
+            k, v = (inputs @ w[f"{p}self_attn.{c}_proj.weight"].T for c in "kv")
             for head in range(HEADS):
                 group = head // (HEADS // KV_HEADS)
                 qh = norm(q[:, head * E :][:, :E], w[p + "self_attn.q_norm.weight"], 1e-6)
@@ -140,8 +140,8 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     engine = Engine(target, 2, 20, drafter=drafter, speculate_k=2)
     rows = rows_of(target, [PROMPTS[0], PROMPTS[1]], engine=engine, max_new_tokens=[15, 2], sampling=Sampling(1.3))
     assert [len(row) for row in rows] == [15, 2]
-    ends = [before for before, _, _ in drafter.seen if len(before[0]) > 16]
-    assert ends
+    late_rounds = [before for before, _, _ in drafter.seen if len(before[0]) > 16]
+    assert late_rounds
     for before, tokens, probs in drafter.seen:
         if len(before[0]) <= 20:
             want = twin(folder, before[0], tokens[0], Sampling(1.3))
@@ -248,9 +248,9 @@ def test_the_command_line_drafts_with_it(options, text_folder, tmp_path, capsys)
 
 def test_layer_ids_without_a_list(target):
     for num_layers, L, ids in ((1, 36, (18,)), (5, 36, (1, 9, 17, 25, 33)), (5, 32, (1, 8, 15, 22, 29))):
-        hf = PUBLISHED | {"num_hidden_layers": num_layers, "num_target_layers": L}
+        hf = PUBLISHED | {"num_hidden_layers": num_layers, "num_target_layers": L, "layer_types": None}
         hf["dflash_config"] = {"mask_token_id": 3}
-        assert dflash_of(hf, Config(**{**vars(target.config), "n_layers": L})).target_layer_ids == ids
+        assert dflash_of(hf, Config(**{**vars(target.config), "n_layers": L}))[0].target_layer_ids == ids
 
 
 OPTIONS = PUBLISHED["dflash_config"]
