@@ -57,16 +57,9 @@ class ModelRunner:
         caches have `num_scratch` positions more, and as many more that nothing attends to."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         return ModelRunner(
-            model,
-            self.B,
-            self.S + num_scratch,
-            self.slack + num_scratch,
-            self.compile,
-            self.compile_prompts,
-            layers,
-            self.caches.max_positions,
-            self.kind,
-        )
+            model, self.B, self.S + num_scratch, self.slack + num_scratch, self.compile, self.compile_prompts, layers,
+            self.caches.max_positions, self.kind,
+        )  # fmt: skip
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":
         """The runner of rows [begin, end)."""

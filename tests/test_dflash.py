@@ -76,42 +76,47 @@ class DFlashTwin:
         self.hf, self.target_hf = config_json(folder), config_json(target)
         self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
         self.target_w = {name: x.double() for name, x in load_file(target / "model.safetensors").items()}
-        self.ids = self.hf["dflash_config"].get("target_layer_ids", [1])
+        self.options = self.hf["dflash_config"]
+        self.ids = self.options.get("target_layer_ids", [1])
 
     def __call__(self, folder, tokens: list[int], drafted: list[int], sampling: Sampling) -> torch.Tensor:
         """(K, V)"""
         return sampling.probs(self.logits(tokens)[: len(drafted)])
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """(BLOCK - 1, V): what a block after these decided tokens predicts."""
+        """(block_size - 1, V): what a block after these decided tokens predicts."""
         w, entering, n = self.w, [], len(tokens) - 1
+        H, G, E, eps = (
+            self.hf[f"{key}"] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+        )
+        W, mask = self.hf.get("block_size") or self.options["block_size"], self.options["mask_token_id"]
         logits(self.target_hf, self.target_w, tokens, entering)
         fused = torch.cat([entering[i + 1][:n] for i in self.ids], -1) @ w["fc.weight"].T  # what leaves layer i
-        context = norm(fused, w["hidden_norm.weight"], 1e-6)
-        x = self.target_w["model.embed_tokens.weight"][[tokens[-1], *[MASK] * (BLOCK - 1)]]
-        angle, scale = angles(self.hf, E, n + BLOCK)
+        context = norm(fused, w["hidden_norm.weight"], eps)
+        x = self.target_w["model.embed_tokens.weight"][[tokens[-1], *[mask] * (W - 1)]]
+        angle, scale = angles(self.hf, E, n + W)
         for layer in range(self.hf["num_hidden_layers"]):
             p = f"layers.{layer}."
             slides = (self.hf.get("layer_types") or [""] * 9)[layer] == "sliding_attention"
-            h = norm(x, w[p + "input_layernorm.weight"], 1e-6)
+            h = norm(x, w[p + "input_layernorm.weight"], eps)
             inputs, heads = torch.cat((context, h)), []
             q = h @ w[p + "self_attn.q_proj.weight"].T
             k, v = (inputs @ w[f"{p}self_attn.{c}_proj.weight"].T for c in "kv")
-            for head in range(HEADS):
-                group = head // (HEADS // KV_HEADS)
-                qh = norm(q[:, head * E :][:, :E], w[p + "self_attn.q_norm.weight"], 1e-6)
-                kh = norm(k[:, group * E :][:, :E], w[p + "self_attn.k_norm.weight"], 1e-6)
+            for head in range(H):
+                group = head // (H // G)
+                qh = norm(q[:, head * E :][:, :E], w[p + "self_attn.q_norm.weight"], eps)
+                kh = norm(k[:, group * E :][:, :E], w[p + "self_attn.k_norm.weight"], eps)
                 qh, kh, vh = rotate(qh, angle[n:], scale), rotate(kh, angle, scale), v[:, group * E :][:, :E]
                 rows = []
-                for i in range(BLOCK):
+                for i in range(W):
                     seen = slice(max(0, n + i + 1 - self.hf["sliding_window"]), n + i + 1) if slides else slice(None)
                     rows.append((kh[seen] @ qh[i] / math.sqrt(E)).softmax(0) @ vh[seen])
                 heads.append(torch.stack(rows))
             x = x + torch.cat(heads, -1) @ w[p + "self_attn.o_proj.weight"].T
-            h = norm(x, w[p + "post_attention_layernorm.weight"], 1e-6)
+            h = norm(x, w[p + "post_attention_layernorm.weight"], eps)
             gate, up = (h @ w[f"{p}mlp.{c}_proj.weight"].T for c in ("gate", "up"))
             x = x + swiglu(gate, up) @ w[p + "mlp.down_proj.weight"].T
-        return norm(x, w["norm.weight"], 1e-6)[1:] @ self.target_w["lm_head.weight"].T
+        return norm(x, w["norm.weight"], eps)[1:] @ self.target_w["lm_head.weight"].T
 
 
 @pytest.fixture(scope="module")

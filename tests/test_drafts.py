@@ -119,7 +119,7 @@ def pard_twin(folder, tokens: list[int], drafted: list[int], sampling: Sampling)
 class EagleTwin:
     """EAGLE-3 as cnets.py and speculators define it, in float64: no cache, everything anew for each drafted token."""
 
-    def __init__(self, folder, target, aux_layer_ids: tuple[int, ...]):
+    def __init__(self, folder, target, aux_layer_ids: tuple[int, ...] = (2, 1, 0)):
         self.hf, self.aux_layer_ids = config_json(folder), aux_layer_ids
         self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
         self.target_hf = config_json(target)

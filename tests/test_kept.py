@@ -404,7 +404,8 @@ def test_a_conversation_is_written_as_far_as_all_models_know_it(kind, plain, tex
                     engine.step()
                 prompt = prompt + request.tokens
     ids, fresh, later = load_file(tmp_path / "cache")["ids"].tolist(), engine_of(kind, rows=1), engine_of(kind, rows=1)
-    assert ids == prompt[: len(ids)] and len(prompt) - 4 - plain <= len(ids) < len(prompt)
+    num_behind = 5 if kind == "dflash" else 4  # DFlash has no context of the last decided token before its round
+    assert ids == prompt[: len(ids)] and len(prompt) - num_behind - plain <= len(ids) < len(prompt)
     rows_of(fresh.model, [ids], engine=fresh, max_new_tokens=1)
     with PromptCache(args).around(later, []):
         here, there = stands(later, 0, len(ids)), stands(fresh, 0, len(ids))
