@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -85,9 +86,11 @@ class Engine:
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
-        validation.check_draft_length(speculate_k)
+        limit = getattr(drafter, "max_draft_tokens", math.inf)
+        validation.check_draft_length(speculate_k, limit)
         self.speculate_k = speculate_k if drafter is not None else 0
-        self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
+        ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
+        self.ks = tuple(k for k in ks if k <= limit)
         self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)

@@ -142,6 +142,8 @@ class Drafter(nn.Module):
     owns_cache = False  # must prompts go through the drafter's model too?
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
     num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
+    num_scratch = 0  # positions from the last decided token on that its cache needs beyond the target's
+    max_draft_tokens = math.inf  # of a round
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
@@ -190,7 +192,7 @@ class ModelDraft(Drafter):
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)
-        self.runner = target.for_draft(self.model, self.on_layers)
+        self.runner = target.for_draft(self.model, self.on_layers, self.num_scratch)
         # Ids that only the target has get probability 0; verification still draws them.
         self.vocab = min(target.model.config.vocab_size, self.model.config.vocab_size)
         for name in ("drawn", "num_behind"):

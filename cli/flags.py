@@ -113,7 +113,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     group = parser.add_argument_group("drafting")
     draft, add = group.add_mutually_exclusive_group(), group.add_argument
-    draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model, a PARD or an EAGLE-3 draft")
+    draft.add_argument(
+        "--draft_checkpoint", metavar="PATH", help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft"
+    )
     draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}")
     add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")

@@ -50,20 +50,16 @@ class ModelRunner:
         self.uses_cuda_graphs = compile and self.device.type == "cuda"  # one for each length attended
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
-    def for_draft(self, model: Transformer, on_layers: Sequence[int] | None = None) -> "ModelRunner":
-        """A runner for a draft model, with separate caches or on the caches of some of this model's layers."""
+    def for_draft(
+        self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
+    ) -> "ModelRunner":
+        """A runner for a draft model, with separate caches or on the caches of some of this model's layers. Separate
+        caches have `num_scratch` positions more, and as many more that nothing attends to."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         return ModelRunner(
-            model,
-            self.B,
-            self.S,
-            self.slack,
-            self.compile,
-            self.compile_prompts,
-            layers,
-            self.caches.max_positions,
-            self.kind,
-        )
+            model, self.B, self.S + num_scratch, self.slack + num_scratch, self.compile, self.compile_prompts, layers,
+            self.caches.max_positions, self.kind,
+        )  # fmt: skip
 
     def row_view(self, begin: int, end: int) -> "ModelRunner":
         """The runner of rows [begin, end)."""
@@ -100,7 +96,7 @@ class ModelRunner:
         """
         for first in range(begin, end, chunk):
             num_tokens = min(chunk, end - first)
-            h = self.hidden(*self.inputs(state, first, min(first + rounded_up(num_tokens), self.S)))  # (B, T, D)
+            h = self.hidden(*self.inputs(state, first, min(first + rounded_up(num_tokens), state.parking)))  # (B, T, D)
         return h[:, num_tokens - 1]
 
 

@@ -80,7 +80,10 @@ def check_settings(model, sampling, seed: int, stop_ids: Collection[int], max_st
         raise ValueError(f"logit_bias holds token id {unknown[0]}, outside the vocabulary of {V}")
 
 
-def check_draft_length(k: int | str) -> None:
+def check_draft_length(k: int | str, limit: float = math.inf) -> None:
+    """ValueError for anything but "auto" and a number of tokens that a drafter of at most `limit` a round can draft."""
+    if isinstance(k, int) and k > limit:
+        raise ValueError(f"speculate_k = {k}: this draft has at most {limit} tokens a round")
     if k != "auto" and not (isinstance(k, int) and k >= 0):
         raise ValueError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
 

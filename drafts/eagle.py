@@ -1,6 +1,5 @@
 """EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
-    AuxHiddenStates the target's residual stream at one layer, by position
     EagleModel      pairs (token, state) -> logits at the target's ids
     EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
     eagle_of        the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drafts.hidden_states import record_hidden_states
 from drafts.vocabulary import spread
 from loading.checkpoint import DTYPES, allocate, pieces
 from loading.config import Section, config_from_hf
@@ -39,27 +39,6 @@ class Eagle(NamedTuple):
     norm_before_fc: bool  # one norm over all of these inputs
     fc_norm: bool  # a norm for each
     norm_output: bool  # later steps take the state behind the last norm
-
-
-class AuxHiddenStates(nn.Module):
-    """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches: the next pass
-    overwrites everything beyond the last decided token."""
-
-    def __init__(self, B: int, S: int, D: int, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        self.register_buffer("x", torch.zeros(B, S, D, dtype=dtype, device=device), persistent=False)
-
-    def update(self, x: Tensor, pos: Tensor) -> None:
-        """Write x (B, T, D) at pos (B, T)."""
-        self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos] = x
-
-    def read(self, pos: Tensor) -> Tensor:
-        """(B, T, D) at pos (B, T)."""
-        return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos]
-
-    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
-        """As KVCache.at."""
-        return {"x": self.x[rows, begin:end]}
 
 
 class EagleModel(Transformer):
@@ -118,13 +97,9 @@ class EagleDraft(ModelDraft):
     then one drafted token at a time, with the draft's own state."""
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
-        eagle, model = self.model.eagle, target.model
-        like = model.norm.weight
-        sizes = state.pos.size(0), target.S + target.slack, eagle.target_dim, like.dtype, like.device
-        with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            streams = {i: AuxHiddenStates(*sizes) for i in eagle.aux_layer_ids}
-        target.caches = target.caches._replace(aux_hidden_states=streams)
-        self.model.embed = self.model.embed or model.embed
+        like = target.model.norm.weight
+        streams = record_hidden_states(self.model.eagle.aux_layer_ids, state, target)
+        self.model.embed = self.model.embed or target.model.embed
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches, self.num_input_tokens = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
         last_state = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)

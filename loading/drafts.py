@@ -28,14 +28,15 @@ from weights.rooms import resolve
 from weights.walker import pack_model
 
 # check(folder, its config.json, config of the target) -> load(target, tokenizer, **options of load_drafter) -> Drafter
-FOLDERS = {"model": "loading.drafts:check_model", "pard": "drafts.pard:check", "eagle3": "drafts.eagle:check"}
+FOLDERS = {"model": "loading.drafts:check_model", "pard": "drafts.pard:check", "eagle3": "drafts.eagle:check",
+           "dflash": "drafts.dflash:check"}  # fmt: skip
 # parse(value, config of the target) -> make(target) -> Drafter
 SPECS = {"ngram": "drafts.ngram:from_spec", "layers": "speculative:layers_from_spec",
          "quantized": "speculative:quantized_from_spec"}  # fmt: skip
 # A key of config.json -> the kind that it marks, the first one first. A kind without a row in FOLDERS is refused.
 KIND_BY_KEY = {
-    "medusa_num_heads": "Medusa", "dflash_config": "dflash", "ptd_token_id": "P-EAGLE", "draft_vocab_size": "eagle3",
-    "pard_token": "pard",
+    "medusa_num_heads": "Medusa", "markov_rank": "DSpark", "dflash_config": "dflash", "ptd_token_id": "P-EAGLE",
+    "draft_vocab_size": "eagle3", "pard_token": "pard",
 }  # fmt: skip
 MIN_SHARED = 0.5  # share of the target's probability that the tokens of a draft with another tokenizer must have
 SAMPLE_TEXT = "On Monday the shop opened at 9, and Anna bought three books.\n\ndef area(r):\n    return 3.14 * r * r\n"

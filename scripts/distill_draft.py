@@ -117,15 +117,18 @@ def blocks(target: Transformer, h: Tensor, at: Tensor) -> Iterator[tuple[Tensor,
 
 def add_gradients(kind: Model, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1) -> float:
     """Add the gradients of mean KL(target || draft) over the states that the kind learns of rows (B, T + 1), and return
-    this mean. A draft for some tokens alone has the terms of these. Logits exist for one block at a time."""
+    this mean, weighted by the position in a draft. A draft for some tokens alone has the terms of these. Logits exist
+    for one block at a time."""
     h, drafted = kind.states(draft, target, rows[:, :-1], seed)
     states, total = drafted.states.detach(), 0.0
-    gradient, count = torch.zeros_like(states), states.size(0) * states.size(1)
+    weights = kind.weights.to(states.device)[drafted.position]  # (N,)
+    gradient, count = torch.zeros_like(states), states.size(0) * weights.sum()
     for logits, indices, positions in blocks(target, h, drafted.at):
         log_p = kind.drafts(logits.log_softmax(-1))  # (B, n, V of the draft)
         leaf = states[:, indices].requires_grad_()
         log_q = kind.logits(draft, leaf).log_softmax(-1)
-        loss = F.kl_div(log_q, log_p[:, positions], log_target=True, reduction="sum") / count
+        losses = F.kl_div(log_q, log_p[:, positions], log_target=True, reduction="none").sum(-1)  # (B, c)
+        loss = (losses * weights[indices]).sum() / count
         loss.backward()
         gradient[:, indices] = leaf.grad
         total += loss.item()
@@ -324,8 +327,7 @@ def distill(args: argparse.Namespace) -> dict:
     """Make the folder --output, and return the facts that the last line prints. KeyboardInterrupt leaves a state from
     which the same command continues."""
     config, device = check_request(args), pick_device(args.device)
-    hf, is_eagle = read_json(args.target / "config.json"), args.kind == "eagle3"
-    options = {"vocab": args.draft_vocab} if is_eagle else {}
+    hf, options = read_json(args.target / "config.json"), {"vocab": args.draft_vocab} if args.draft_vocab else {}
     kind = KINDS[args.kind](draft_config(hf, args), config, args.depth, **options)
     dtype, tokenizer = pick_dtype(args.dtype, config.dtype, device), load_tokenizer(args.target)
     if tokenizer.vocab_size > config.vocab_size:
@@ -359,9 +361,9 @@ def distill(args: argparse.Namespace) -> dict:
     windows, rows = windows_of(training, heldout)
     settings = flags | {"the tokens to learn": digest(training), "the held-out tokens": digest(heldout)}
 
-    if is_eagle:
-        kind.choose(windows.ids)
-    run = Run(kind, target, args, device, dtype if is_eagle else pick_dtype(args.dtype, "bfloat16", device))
+    kind.choose(windows.ids)
+    draft_dtype = dtype if kind.aux_layer_ids else pick_dtype(args.dtype, "bfloat16", device)
+    run = Run(kind, target, args, device, draft_dtype)
     if state is None:
         run.settings, run.costs = settings, measure_costs(target, kind, args, run.deployed.norm.weight.dtype)
         if args.project:
@@ -382,11 +384,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", type=Path, required=True, metavar="PATH", help="the model to draft for: a folder or a .gguf file")
     add("--kind", choices=KINDS, default="model", help="default: a model that drafts token by token")
-    add("--depth", type=positive, default=5, help="tokens of a round that pard and eagle3 learn to draft")
-    add("--layers", type=positive, default=None, help="of a model and of pard")
+    add("--depth", type=positive, default=5, help="tokens of a round that pard, eagle3 and dflash learn to draft")
+    add("--layers", type=positive, default=None, help="of a model, of pard and of dflash (default there: 1)")
     add("--from_layers", metavar="LAYERS", help="start from these of the target, with its sizes: 0-1,28-29")
     add("--draft_vocab", type=positive, metavar="N", help="of eagle3: draft the N most frequent tokens alone")
-    add("--dim", type=positive, default=None, help="of a model and of pard; eagle3 has the target's")
+    add("--dim", type=positive, default=None, help="of a model and of pard; eagle3 and dflash have the target's")
     add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
     add("--kv_heads", type=positive, help="default: as many as heads")
     add("--ffn", type=positive, help="default: 8/3 of --dim, up to a multiple of 32")

@@ -1,11 +1,11 @@
 """The kinds of drafts that scripts.distill_draft trains.
 
-    Model, Pard, Eagle3     a kind: its config.json, its model, its states over a row, its drafter, its folder
-    Drafted                 states of a draft, and the positions whose next-token distributions they learn
+    Model, Pard, Eagle3, Blocks     a kind: its config.json, its model, its states over a row, its drafter, its folder
+    Drafted                         states of a draft, and the positions whose next-token distributions they learn
 
 Tokens of the text take the place of a round's earlier drafted tokens. PARD learns masks behind random positions, about
 as many masks as tokens (COD, arXiv:2504.18583). EAGLE-3 learns steps that continue its own states (training-time test,
-arXiv:2503.01840).
+arXiv:2503.01840). DFlash learns blocks at random positions, the first tokens of a block most (arXiv:2602.06036).
 """
 
 import contextlib
@@ -19,12 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafts.eagle import AuxHiddenStates, EagleDraft, EagleModel, eagle_of, places_of
+from drafts.dflash import DFlashDraft, DFlashModel, default_layer_ids, dflash_of, tensors_of
+from drafts.eagle import EagleDraft, EagleModel, eagle_of, places_of
+from drafts.hidden_states import AuxHiddenStates
 from drafts.pard import PardDraft
-from loading.checkpoint import allocate, empty_model, save_model
+from loading.checkpoint import allocate, save_model
 from loading.config import config_from_hf
 from loading.files import save_tensors, write_atomically
-from model import AttentionMask, Config, Transformer, attend
+from model import AttentionMask, Caches, Config, Transformer, attend
 from speculative import Drafter, ModelDraft
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -50,14 +52,29 @@ def learning(model: Transformer) -> contextlib.AbstractContextManager:
     return torch.autocast(weight.device.type, torch.bfloat16) if weight.requires_grad else contextlib.nullcontext()
 
 
+def visible_by_mask(model: Transformer, pos: Tensor, dtype: torch.dtype) -> dict:
+    """Transformer.visible_by_window for queries that attend by `model.mask` (T, S)."""
+    H, G = model.layers[0].attention.heads()
+    mask = AttentionMask(model.mask.expand(pos.size(0), 1, -1, -1), None).as_bias(H // G, 1, dtype)  # (B, 1, R*T, S)
+    return dict.fromkeys(set(model.windows), mask)
+
+
 class Model:
     """A plain model. Its distribution after a token is the same at every position of a draft."""
 
+    aux_layer_ids: tuple[int, ...] = ()  # the target's layers whose inputs the draft reads
+
     def __init__(self, hf: dict, target: Config, depth: int):
         self.hf, self.target, self.depth, self.positions = hf, target, depth, 1
+        self.weights = torch.ones(depth)  # of the loss at each position of a draft
+
+    def choose(self, tokens: Tensor) -> None:
+        """Settings that depend on the text to learn, tokens (n,)."""
 
     def empty(self, dtype: torch.dtype) -> Transformer:
-        return empty_model(config_from_hf(self.hf), dtype)
+        """A model on the meta device: shapes without memory."""
+        with torch.device("meta"):
+            return self.trained().to(dtype)
 
     def trained(self) -> Transformer:
         """A model in float32 for training, its weights not yet drawn."""
@@ -79,7 +96,11 @@ class Model:
 
     def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The target's states (B, T, D), and the residual streams (B, T, D) of it that the draft reads."""
-        return target.hidden(rows, torch.arange(rows.size(1), device=rows.device)), []
+        (B, T), D, like = rows.shape, target.config.dim, target.norm.weight
+        streams = {i: AuxHiddenStates(B, T, D, like.dtype, like.device) for i in self.aux_layer_ids}
+        caches = target.make_caches(B, T)._replace(aux_hidden_states=streams) if streams else None
+        h = target.hidden(rows, torch.arange(T, device=rows.device), caches)  # (B, T, D)
+        return h, [streams[i].x for i in self.aux_layer_ids]  # a small target's layers repeat
 
     def pairs(self, draft: Transformer, rows: Tensor, streams: list[Tensor], seed: int | None) -> Pairs:
         """(at, states) of `Drafted` for each position of a draft."""
@@ -105,11 +126,7 @@ class Masked(Transformer):
     mask: Tensor
 
     def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
-        if caches is not None:
-            return super().visible_by_window(pos, caches, dtype)
-        H, G = self.layers[0].attention.heads()
-        mask = self.mask.expand(pos.size(0), 1, -1, -1)  # (B, 1, N, N)
-        return dict.fromkeys(set(self.windows), AttentionMask(mask, None).as_bias(H // G, 1, dtype))
+        return visible_by_mask(self, pos, dtype) if caches is None else super().visible_by_window(pos, caches, dtype)
 
 
 class Pard(Model):
@@ -119,10 +136,6 @@ class Pard(Model):
         self.mask_id = hf["vocab_size"]
         super().__init__(hf | {"vocab_size": self.mask_id + 1, "pard_token": self.mask_id}, target, depth)
         self.positions = depth
-
-    def empty(self, dtype: torch.dtype) -> Transformer:
-        with torch.device("meta"):
-            return Masked(config_from_hf(self.hf)).to(dtype)
 
     def trained(self) -> Transformer:
         return Masked(config_from_hf(self.hf))
@@ -151,10 +164,10 @@ class Pard(Model):
 
 
 class GrowingCache:
-    """Keys and values of the one layer of a draft. Every call adds to them, gradients included."""
+    """Keys and values of one layer of a draft. Every call adds to them, gradients included."""
 
-    def __init__(self):
-        self.layers, self.k, self.v = (self,), None, None
+    def __init__(self, k: Tensor | None = None, v: Tensor | None = None):
+        self.layers, self.k, self.v = (self,), k, v
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         self.k, self.v = (k, v) if self.k is None else (torch.cat((self.k, k), 2), torch.cat((self.v, v), 2))
@@ -170,10 +183,7 @@ class LearnedEagle(EagleModel):
     embeddings: list  # the target's: a module in a list has no parameters here
     embed = property(lambda self: lambda tokens: self.embeddings[0](tokens).to(self.norm.weight.dtype))
 
-    def visible_by_window(self, pos: Tensor, caches, dtype: torch.dtype) -> dict:
-        H, G = self.layers[0].attention.heads()
-        mask = self.mask.expand(pos.size(0), 1, -1, -1)
-        return {None: AttentionMask(mask, None).as_bias(H // G, 1, dtype)}
+    visible_by_window = lambda self, pos, caches, dtype: visible_by_mask(self, pos, dtype)  # noqa: E731
 
 
 class Eagle3(Model):
@@ -191,13 +201,10 @@ class Eagle3(Model):
             torch.arange(vocab or target.vocab_size),
         )  # the target's ids of the head's rows
         self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
+        self.aux_layer_ids = self.eagle.aux_layer_ids
 
     def trained(self) -> EagleModel:
         return LearnedEagle(config_from_hf(self.eagle.layer), self.eagle, False)
-
-    def empty(self, dtype: torch.dtype) -> EagleModel:
-        with torch.device("meta"):
-            return self.trained().to(dtype)
 
     def bind(self, draft: LearnedEagle, target: Transformer) -> None:
         draft.embeddings = [target.embed]
@@ -215,13 +222,6 @@ class Eagle3(Model):
         draft.load_state_dict(model.state_dict())
         draft.register_buffer("ids", model.ids, persistent=False)
         return EagleDraft(draft.requires_grad_(False).eval())
-
-    def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-        (B, T), D, like = rows.shape, target.config.dim, target.norm.weight
-        streams = {i: AuxHiddenStates(B, T, D, like.dtype, like.device) for i in self.eagle.aux_layer_ids}
-        caches = target.make_caches(B, T)._replace(aux_hidden_states=streams)
-        h = target.hidden(rows, torch.arange(T, device=rows.device), caches)  # (B, T, D)
-        return h, [streams[i].x for i in self.eagle.aux_layer_ids]  # a small target's layers repeat
 
     def logits(self, draft: LearnedEagle, states: Tensor) -> Tensor:
         with learning(draft):
@@ -253,12 +253,89 @@ class Eagle3(Model):
         has_id = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         has_id[self.ids] = True
         maps = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": has_id}
-        save_tensors(folder / "model.safetensors", tensors | maps)
-        text = json.dumps(self.hf, indent=2) + "\n"
-        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+        write_folder(folder, self.hf, tensors | maps)
 
 
-KINDS = {"model": Model, "pard": Pard, "eagle3": Eagle3}
+def write_folder(folder: Path, hf: dict, tensors: dict[str, Tensor]) -> None:
+    save_tensors(folder / "model.safetensors", tensors)
+    text = json.dumps(hf, indent=2) + "\n"
+    write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+
+
+class LearnedBlocks(DFlashModel):
+    """A DFlash draft that attends by `mask` (N, S). Its embedding is the target's and no parameter."""
+
+    mask: Tensor
+    embeddings: list
+    embed = LearnedEagle.embed
+    visible_by_window = LearnedEagle.visible_by_window
+
+
+class Blocks(Model):
+    """DFlash in z-lab's layout: a block is a decided token and `depth` masks. The mask is the text's rarest token."""
+
+    def __init__(self, hf: dict, target: Config, depth: int):
+        num_layers = hf["num_hidden_layers"]
+        dflash_config = {
+            "mask_token_id": target.vocab_size - 1,
+            "target_layer_ids": default_layer_ids(target.n_layers, max(3, num_layers)),
+        }
+        dflash_keys = {
+            "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_target_layers": target.n_layers,
+            "block_size": depth + 1, "dflash_config": dflash_config, "tie_word_embeddings": False,
+        }  # fmt: skip
+        super().__init__(hf | dflash_keys, target, depth)
+        self.dflash, self.config = dflash_of(self.hf, target)
+        self.positions, self.aux_layer_ids = depth, tuple(i + 1 for i in self.dflash.target_layer_ids)
+        self.weights = torch.exp(-torch.arange(depth) / ((depth + 1) / 2))  # the paper: 4 for 8 tokens, 5 for 10
+
+    def choose(self, tokens: Tensor) -> None:
+        counts = torch.bincount(tokens.long(), minlength=self.target.vocab_size)
+        mask = int((counts == counts.min()).nonzero().max())  # the last of the rarest
+        self.hf["dflash_config"]["mask_token_id"], self.dflash = mask, self.dflash._replace(mask=mask)
+
+    def trained(self) -> DFlashModel:
+        return LearnedBlocks(self.config, self.dflash)
+
+    def bind(self, draft: LearnedBlocks, target: Transformer) -> None:
+        like = target.norm.weight
+        draft.embeddings = [target.embed]
+        with torch.no_grad():  # a packed head has no gradients: take its columns one by one
+            self.head = target.head(torch.eye(target.config.dim, dtype=like.dtype, device=like.device)).T.to(like.dtype)
+
+    def drafter(self, model: DFlashModel) -> Drafter:
+        draft = DFlashModel(self.config, self.dflash).to(model.norm.weight.dtype)
+        draft.load_state_dict(model.state_dict())
+        return DFlashDraft(draft.requires_grad_(False).eval())
+
+    def logits(self, draft: LearnedBlocks, states: Tensor) -> Tensor:
+        with learning(draft):
+            return torch.nn.functional.linear(states.to(draft.norm.weight.dtype), self.head).float()
+
+    def pairs(self, draft: LearnedBlocks, rows: Tensor, streams: list[Tensor], seed: int | None) -> Pairs:
+        """Blocks that begin at T / (depth + 1) positions: drawn by the seed, or evenly apart without one. A block sees
+        the context before its begin, and itself."""
+        (B, T), device, W = rows.shape, rows.device, self.depth + 1
+        n, last = max(1, T // W), T - self.depth
+        generator = torch.Generator().manual_seed(seed or 0)
+        begin = torch.linspace(1, last, n).long() if seed is None else 1 + torch.randperm(last, generator=generator)[:n]
+        begin = begin.to(device)  # (n,)
+        tokens = rows.new_full((B, n, W), self.dflash.mask)
+        tokens[:, :, 0] = rows[:, begin]
+        pos = (begin[:, None] + torch.arange(W, device=device)).flatten()  # (n*W,)
+        context_pos, block = torch.arange(T, device=device), torch.arange(n * W, device=device) // W
+        draft.mask = torch.cat((context_pos < begin.repeat_interleave(W)[:, None], block[:, None] == block), dim=1)
+        context = draft.fuse(*(x.to(draft.norm.weight.dtype) for x in streams))  # (B, T, D)
+        parts = draft.keys_values(context, context_pos.expand(rows.shape), None)
+        caches = Caches(tuple(GrowingCache(k, v) for k, v in parts), context_pos)
+        states = draft.block_hidden(tokens.flatten(1), pos, caches).unflatten(1, (n, W))  # (B, n, W, D)
+        return [(begin + i - 1, states[:, :, i]) for i in range(1, W)]
+
+    def save(self, model: DFlashModel, folder: Path) -> None:
+        write_folder(folder, self.hf, {name: x.detach().contiguous().clone() for name, x in tensors_of(model)})
+
+
+KINDS = {"model": Model, "pard": Pard, "eagle3": Eagle3, "dflash": Blocks}
 
 
 def deployed(kind: Model, dtype: torch.dtype, device: torch.device | str) -> Transformer:

@@ -31,15 +31,16 @@ OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # a Llama's con
 
 def check_sizes(args: Namespace, config: Config) -> None:
     """ValueError for sizes that the kind or --from_layers does not take. Sets args.layers and args.dim."""
-    if args.kind == "eagle3":
-        if args.layers not in (None, 1) or args.dim not in (None, config.dim) or args.project:
-            sizes = f"one layer of --dim {config.dim}, the target's, and nothing to --project"
-            raise ValueError(f"--kind eagle3 has {sizes}")
-        args.layers, args.dim = 1, config.dim
-        if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
-            raise ValueError(f"--kind eagle3 takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
-    elif args.draft_vocab:
+    if args.draft_vocab and args.kind != "eagle3":
         raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
+    if args.kind in ("eagle3", "dflash"):
+        is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
+        if is_deeper or args.dim not in (None, config.dim) or args.project:
+            sizes = f"layers of --dim {config.dim}, the target's, eagle3 one of them, and nothing to --project"
+            raise ValueError(f"--kind {args.kind} has {sizes}")
+        args.layers, args.dim = args.layers or 1, config.dim
+        if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
+            raise ValueError(f"--kind {args.kind} takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
     if args.from_layers:
         if any(config.sparse):
             raise ValueError("--from_layers: layers of experts make no quick draft; give --layers and --dim")

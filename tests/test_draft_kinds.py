@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, config_json
 from reference import logits
 from safetensors.torch import load_file
+from test_dflash import DFlashTwin
 from test_drafts import D, EagleTwin, pard_twin
 
 from cli.flags import parse_args
@@ -25,13 +26,15 @@ from speculative import Costs
 T, DEPTH = 16, 4
 
 
-@pytest.mark.parametrize("name, vocab", [("pard", None), ("eagle3", None), ("eagle3", 40)])
+@pytest.mark.parametrize("name, vocab", [("pard", None), ("eagle3", None), ("eagle3", 40), ("dflash", None)])
 def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     """Every state that a row gives, at every position of a draft, against the twin's distribution there."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
-    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
-    chosen = {"vocab": vocab} if name == "eagle3" else {}
+    flags = argparse.Namespace(
+        dim=D, heads=4, kv_heads=2, ffn=96, layers=2 if name == "dflash" else 1, from_layers=None
+    )
+    chosen = {"vocab": vocab} if vocab else {}
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH, **chosen)
     if vocab:
         kind.choose(torch.arange(30, 130, 3).repeat(2))
@@ -44,20 +47,22 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     kind.bind(draft, target)
     (tmp_path / "draft").mkdir()
     kind.save(draft, tmp_path / "draft")
-    twin = pard_twin if name == "pard" else EagleTwin(tmp_path / "draft", source, (2, 1, 0))
+    twin = {"pard": lambda *_: pard_twin, "dflash": DFlashTwin}.get(name, EagleTwin)(tmp_path / "draft", source)
     row = torch.randint(0, 131, (T,), generator=torch.Generator().manual_seed(1)).tolist()
     want_p = logits(config_json(source), load_file(source / "model.safetensors"), row).softmax(-1)
     draft.requires_grad_(False)
     h, learned = kind.states(draft, target, torch.tensor([row]), None)
     p_all = target.head(h)[0, :, :131].softmax(-1).double()
     q_all = torch.zeros(learned.states.size(1), 131, dtype=torch.float64)
-    ids = torch.arange(131) if name == "pard" else kind.ids
+    ids = kind.ids if name == "eagle3" else torch.arange(131)
     q_all[:, ids] = kind.logits(draft, learned.states)[0].softmax(-1).double()
     assert (kind.drafts(p_all) == p_all[:, ids]).all() and int(learned.position.max()) == DEPTH - 1
     at = torch.linspace(0, T - DEPTH, T // (DEPTH - 1)).long().tolist()
     for i in range(DEPTH):
         p, q = p_all[learned.at[learned.position == i]], q_all[learned.position == i]
-        if name == "pard":
+        if name == "dflash":
+            last_tokens = torch.linspace(1, T - DEPTH, T // (DEPTH + 1)).long().tolist()
+        elif name == "pard":
             last_tokens = range(T) if i == 0 else at  # the last decided token of each state
         else:
             last_tokens = range(1, T - i)
@@ -70,12 +75,12 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
             assert (q[number] - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["pard", "eagle3"])
+@pytest.mark.parametrize("name", ["pard", "eagle3", "dflash"])
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
     flags = ["--kind", name, "--target", ROOT / "checkpoints" / "demo", "--sampled", 600, "--context", 32]
     flags += ["--heldout", 64, "--steps", 2, "--eval_every", 1, "--batch", 2, "--depth", 3, "--device", "cpu"]
     flags += ["--output", tmp_path / "d", "--work", tmp_path / "work"]
-    flags += ["--layers", 1, "--dim", 64] if name == "pard" else ["--draft_vocab", 300]
+    flags += {"pard": ["--layers", 1, "--dim", 64], "eagle3": ["--draft_vocab", 300], "dflash": ["--layers", 2]}[name]
     result = distill(distill_args([str(flag) for flag in flags]))
     evaluations = read_json(tmp_path / "d" / "distill.json")["evaluations"]
     assert result["steps"] == 2 and all(len(point["alpha_by_position"]) == 3 for point in evaluations)

@@ -22,6 +22,7 @@ from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_o
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
+from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
@@ -118,7 +119,7 @@ def pard_twin(folder, tokens: list[int], drafted: list[int], sampling: Sampling)
 class EagleTwin:
     """EAGLE-3 as cnets.py and speculators define it, in float64: no cache, everything anew for each drafted token."""
 
-    def __init__(self, folder, target, aux_layer_ids: tuple[int, ...]):
+    def __init__(self, folder, target, aux_layer_ids: tuple[int, ...] = (2, 1, 0)):
         self.hf, self.aux_layer_ids = config_json(folder), aux_layer_ids
         self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
         self.target_hf = config_json(target)
@@ -300,7 +301,20 @@ def tiny_eagle(target: Transformer, ids: list[int], scale: float = 0.5) -> Eagle
     return model.requires_grad_(False).eval()
 
 
+def tiny_dflash(target: Transformer, scale: float = 0.5, windows: tuple = (None, None)) -> DFlashModel:
+    """A random DFlash draft of two layers and blocks of 6 for a tiny target; its mask is the target's last token."""
+    fields = {"n_layers": 2, "windows": windows, "qk_norm": "heads", "tie_embeddings": False}
+    model = DFlashModel(Config(**{**vars(target.config), **fields}), DFlash(6, target.config.vocab_size - 1, (0, 0)))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, scale, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
 def tiny_drafter(kind: str, target: Transformer):
+    if kind == "dflash":
+        return DFlashDraft(tiny_dflash(target))
     if kind == "pard":
         return PardDraft(tiny(7, vocab_size=target.config.vocab_size + 1), target.config.vocab_size)
     if kind == "eagle":
@@ -313,7 +327,7 @@ def tiny_drafter(kind: str, target: Transformer):
     return ModelDraft(other) if mask is None else PardDraft(other, 4)
 
 
-LAWS = ["pard", "eagle, fewer ids", "shared"]
+LAWS = ["pard", "eagle, fewer ids", "dflash", "shared"]
 
 
 @pytest.mark.parametrize(
@@ -351,6 +365,8 @@ def test_a_broken_law_is_caught(broken):
 
 
 def any_drafter(kind: str, target: Transformer, draft: Transformer):
+    if kind == "dflash":
+        return DFlashDraft(tiny_dflash(target, 0.3))
     if kind == "pard":
         return PardDraft(draft, 60)
     if kind == "eagle":
@@ -363,7 +379,7 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer):
     return ModelDraft(copy)
 
 
-KINDS = ["pard", "eagle", "shared"]
+KINDS = ["pard", "eagle", "dflash", "shared"]
 
 
 @pytest.mark.parametrize("k", [1, 5])
@@ -414,7 +430,7 @@ def test_turns_keep_both_caches(kind):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", ["pard", "eagle"])
+@pytest.mark.parametrize("kind", ["pard", "eagle", "dflash"])
 def test_compiled_rounds(kind):
     """Greedy is plain greedy, prompts compiled too, and nothing compiles after warm-up, plain steps included."""
     target, draft = pair()
@@ -438,7 +454,8 @@ def test_a_config_says_what_its_folder_is():
     assert kind_of(LAYER) == "model" and kind_of({**LAYER, "pard_token": 5}) == "pard"
     assert kind_of(SAFEAI) == kind_of(SPECULATORS) == "eagle3"
     assert kind_of({**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50}) == "eagle3"
-    for key, value in (("speculators_model_type", "dflash"), ("medusa_num_heads", 4), ("dflash_config", {})):
+    assert kind_of({**LAYER, "dflash_config": {}}) == "dflash"
+    for key, value in (("speculators_model_type", "dspark"), ("medusa_num_heads", 4), ("markov_rank", 256)):
         with pytest.raises(ValueError, match=key):
             kind_of({**LAYER, key: value})
     for mask in (V, -1, True, "x", 1.5):

@@ -16,6 +16,7 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_dflash import dflash_beside
 from test_drafts import SAFEAI, any_drafter, eagle_tensors, pard_folder, written
 from test_rounding import SHAPE, bits, large_numbers
 from test_speculative import pair, rows_of
@@ -75,7 +76,7 @@ def stands(engine: Engine, row: int, n: int) -> dict[str, torch.Tensor]:
     return {f"{name} {x}": y.clone() for name, cache in caches.items() for x, y in cache.at(row, 0, n).items()}
 
 
-KINDS = ["plain", "ngram", "model", "pard", "eagle", "shared"]
+KINDS = ["plain", "ngram", "model", "pard", "eagle", "dflash", "shared"]
 
 # ------------------------------------------------------------------------------------------ within a batch
 
@@ -91,8 +92,8 @@ def test_rows_that_begin_alike_are_the_prompts_alone(kind, sampling):
     engine.clear()
     with positions_run() as seen:
         rows_of(engine.model, PROMPTS, engine=engine, max_new_tokens=1)
-    # All of the first, then the rests, each padded to a multiple of 8. EAGLE-3 calls the parts of its block.
-    runners = engine.runners[: 1 if kind == "eagle" else 2]
+    # All of the first, then the rests, each padded to a multiple of 8. EAGLE-3 and DFlash call parts of a block.
+    runners = engine.runners[: 1 if kind in ("eagle", "dflash") else 2]
     assert len(seen) == sum(len(runner.model.layers) for runner in runners) and seen[id(engine.model.layers[0])] == 72
 
 
@@ -243,13 +244,15 @@ def draft_folder(kind: str, target, folder):
         return pard_folder(target, folder)
     if kind == "model":
         return shutil.copytree(target, folder)
+    if kind == "dflash":
+        return dflash_beside(target, folder)
     tensors = eagle_tensors("midlayer", 3 * 64)
     tensors["t2d"] = torch.zeros(384, dtype=torch.bool)
     return written(folder, {**SAFEAI, "vocab_size": 384}, tensors)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle"])
+@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle", "dflash"])
 def test_a_resumed_run_is_a_fresh_one(kind, temperature, ran, text_folder, tmp_path):
     file, flags = tmp_path / "cache", ["--temperature", temperature]
     if kind != "plain":
@@ -266,7 +269,10 @@ def test_a_resumed_run_is_a_fresh_one(kind, temperature, ran, text_folder, tmp_p
     if kind != "plain":
         assert resumed["speculative"]["accepted_by_position"] == fresh["speculative"]["accepted_by_position"]
     here, there = (stands(engine, 0, len(fresh["prompt_tokens"])) for engine in ran.engines[-2:])
-    assert here.keys() == there.keys() and len(here) == {"plain": 6, "model": 12, "pard": 12, "eagle": 11}[kind]
+    assert (
+        here.keys() == there.keys()
+        and len(here) == {"plain": 6, "model": 12, "pard": 12, "eagle": 11, "dflash": 12}[kind]
+    )
     assert all(torch.allclose(here[name], there[name], atol=1e-4) for name in here)
     assert file.stat().st_mtime_ns > written_at and len(load_file(file)["ids"]) == len(fresh["prompt_tokens"])
 
@@ -383,7 +389,7 @@ def test_a_chat_goes_into_the_file(draft, text_folder, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize("plain", [0, 7])
-@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle"])
+@pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle", "dflash"])
 def test_a_conversation_is_written_as_far_as_all_models_know_it(kind, plain, text_folder, tmp_path):
     """A draft's caches are behind by a round, and by steps that nobody drafted."""
     engine = engine_of(kind, rows=1)
@@ -398,7 +404,8 @@ def test_a_conversation_is_written_as_far_as_all_models_know_it(kind, plain, tex
                     engine.step()
                 prompt = prompt + request.tokens
     ids, fresh, later = load_file(tmp_path / "cache")["ids"].tolist(), engine_of(kind, rows=1), engine_of(kind, rows=1)
-    assert ids == prompt[: len(ids)] and len(prompt) - 4 - plain <= len(ids) < len(prompt)
+    num_behind = 5 if kind == "dflash" else 4  # DFlash has no context of the last decided token before its round
+    assert ids == prompt[: len(ids)] and len(prompt) - num_behind - plain <= len(ids) < len(prompt)
     rows_of(fresh.model, [ids], engine=fresh, max_new_tokens=1)
     with PromptCache(args).around(later, []):
         here, there = stands(later, 0, len(ids)), stands(fresh, 0, len(ids))

@@ -9,12 +9,14 @@ import random
 
 import pytest
 import torch
+from test_dflash import dflash_folder
 from test_drafts import eagle_folder, pard_folder
 
 import decoding.scheduler as scheduler
 import generate as program
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
+from drafts.dflash import DFlashDraft, load_dflash
 from drafts.eagle import EagleDraft, load_eagle
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
@@ -53,6 +55,7 @@ def draft_folders(folder_of, tmp_path_factory):
     root = tmp_path_factory.mktemp("drafts")
     DRAFT_FOLDERS["pard"] = pard_folder(folder_of("llama-3"), root / "pard")
     DRAFT_FOLDERS["eagle3"] = eagle_folder("speculators", root / "eagle3")
+    DRAFT_FOLDERS["dflash"] = dflash_folder("published", root / "dflash")
 
 
 def drafter_of(kind: str, model):
@@ -62,6 +65,8 @@ def drafter_of(kind: str, model):
         return PardDraft(load_model(DRAFT_FOLDERS["pard"], dtype=model.norm.weight.dtype), V - 1)
     if kind == "eagle3":
         return EagleDraft(load_eagle(DRAFT_FOLDERS["eagle3"], model))
+    if kind == "dflash":
+        return DFlashDraft(load_dflash(DRAFT_FOLDERS["dflash"], model))
     return {"none": None, "ngram": NgramDraft(2), "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2])}[kind]
 
 
@@ -128,7 +133,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers", "pard", "eagle3"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers", "pard", "eagle3", "dflash"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
     assert not parted(model, drafter, num_slots, seed=num_slots)

@@ -60,6 +60,7 @@ from cli.errors import ending_plainly
 from cli.flags import Parser, positive
 from decoding.sampling import DRAFT_DRAW, FILTERED, Sampling
 from decoding.timing import TokenRecord
+from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
@@ -117,6 +118,8 @@ CASES = (
     Case("PARD with other tokens, K 2, T 1.5", "pard-shared", 2, HOT),
     Case("EAGLE-3, K 3", "eagle", 3, Sampling(1)),
     Case("EAGLE-3 of 40 tokens, K 5, T 1.5", "eagle:40", 5, HOT),
+    Case("DFlash, K 5, T 3", "dflash", 5, Sampling(3)),  # so hot that a random draft is often right
+    Case("DFlash, K 3, T 3 top-k", "dflash", 3, Sampling(3, top_k=30)),
     Case("model with other tokens, K 5, min-p", "shared", 5, MIN_P),
     Case("demo with its PARD draft, K 5, T 0.8", "demo-pard", 5, Sampling(0.8), "demo", 0.5),
     Case("demo pair, K 5, T 0.8", "demo-draft", 5, Sampling(0.8), "demo", 0.5),
@@ -184,6 +187,18 @@ def random_eagle(target: Transformer, tokens: int, seed: int = 5) -> EagleModel:
     return model.requires_grad_(False).eval()
 
 
+def random_dflash(target: Transformer, seed: int = 5) -> DFlashModel:
+    """A DFlash draft of two layers and blocks of 6, whose mask is the target's last token."""
+    fields = {"n_layers": 2, "windows": (), "qk_norm": "heads"}
+    config = dataclasses.replace(target.config, **fields)
+    model = DFlashModel(config, DFlash(6, config.vocab_size - 1, (0, target.config.n_layers - 2)))
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.1 if name.startswith("layers") else 0.02, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
 def drafter_of(name: str, model: Transformer) -> Drafter:
     kind, _, rest = name.partition(":")
     if kind == "model":
@@ -197,6 +212,8 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
         return PardDraft(one_more_token(disturbed(model, 0.1)), model.config.vocab_size)
     if kind == "eagle":
         return EagleDraft(random_eagle(model, int(rest or model.config.vocab_size)))
+    if kind == "dflash":
+        return DFlashDraft(random_dflash(model))
     if kind.endswith("shared"):  # under other ids, and some of the target's tokens are missing
         V = model.config.vocab_size
         draft, ids = one_more_token(disturbed(model, 0.1)), torch.arange(V).roll(5)
@@ -302,7 +319,7 @@ def looked_up(tokens: Sequence[int], n: int) -> list[int]:
 def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
     """tokens (R, T) -> q (R, T, V) after each position. On the target's caches the drafter saw the target's keys, here
     its own: A is then another set than the drafter's, which any function of the past may be."""
-    if isinstance(drafter, EagleDraft):  # whose states only its target's caches hold
+    if isinstance(drafter, EagleDraft | DFlashDraft):  # whose states only its target's caches hold
         drafter = ModelDraft(disturbed(target_of(case.target), 0.1))
     if isinstance(drafter, ModelDraft):
         V = target_of(case.target).config.vocab_size

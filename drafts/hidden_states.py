@@ -1,0 +1,43 @@
+"""The target's hidden states at some layers, which EAGLE-3 and DFlash read.
+
+    AuxHiddenStates         the residual stream at one layer, by position
+    record_hidden_states    lets a target record some
+
+This file knows no draft.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxHiddenStates(nn.Module):
+    """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches: the next pass
+    overwrites everything beyond the last decided token."""
+
+    def __init__(self, B: int, S: int, D: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.register_buffer("x", torch.zeros(B, S, D, dtype=dtype, device=device), persistent=False)
+
+    def update(self, x: Tensor, pos: Tensor) -> None:
+        """Write x (B, T, D) at pos (B, T)."""
+        self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos] = x
+
+    def read(self, pos: Tensor) -> Tensor:
+        """(B, T, D) at pos (B, T)."""
+        return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos]
+
+    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+        """As KVCache.at."""
+        return {"x": self.x[rows, begin:end]}
+
+
+def record_hidden_states(layer_ids: Sequence[int], state: nn.Module, target) -> dict[int, AuxHiddenStates]:
+    """Let the target's ModelRunner record the inputs of these layers from now on."""
+    like = target.model.norm.weight
+    sizes = state.pos.size(0), target.S + target.slack, target.model.config.dim, like.dtype, like.device
+    with torch.inference_mode(False):  # plain tensors, which any later code may write to
+        streams = {i: AuxHiddenStates(*sizes) for i in layer_ids}
+    target.caches = target.caches._replace(aux_hidden_states=streams)
+    return streams

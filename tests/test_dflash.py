@@ -1,0 +1,308 @@
+"""drafts/dflash.py against a float64 twin, written from the paper and the keys of the published folders.
+
+The twin keeps no cache: for every round it computes context and block anew from the text. It must give the
+distributions that tokens were drawn from, in rounds of any length with any number accepted; broken drafters must not.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import config_json
+from reference import angles, logits, norm, rotate, swiglu
+from safetensors.torch import load_file
+from test_drafts import PROMPTS, D, V, distance, recorded, tiny_dflash, written
+from test_speculative import rows_of, tiny
+
+from cli.flags import parse_args
+from cli.main import run as run_args
+from decoding.sampling import Sampling
+from drafts.dflash import DFlashDraft, DFlashModel, dflash_of, load_dflash
+from generate import Engine
+from loading.checkpoint import load_model
+from loading.drafts import check_draft, kind_of, load_drafter
+from model import Config, Transformer
+from speculative import DraftLength
+
+BLOCK, MASK, HEADS, KV_HEADS, E = 6, V - 1, 4, 2, 24
+
+# ------------------------------------------------------------------------------------------ folder, twin
+
+PUBLISHED = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": D, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": E,
+    "vocab_size": V, "max_position_embeddings": 160, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 5e4,
+    "num_target_layers": 3, "block_size": BLOCK, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
+    "attention_bias": False, "layer_types": ["full_attention"] * 2, "use_sliding_window": False, "sliding_window": None,
+    "tie_word_embeddings": True, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 7}
+VARIANTS = {
+    "published": {},
+    "one layer": {
+        "num_hidden_layers": 1, "layer_types": None, "block_size": None,
+        "dflash_config": {"mask_token_id": MASK, "block_size": BLOCK},
+    },
+    "windows": SLIDING,
+}  # fmt: skip
+
+
+def dflash_tensors(num_layers: int, num_hidden_states: int, scale: float = 0.15) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(11)
+    matrix = lambda *shape: scale * torch.randn(*shape, generator=g)  # noqa: E731
+    vector = lambda n: 1 + 0.2 * torch.randn(n, generator=g)  # noqa: E731
+    tensors = {"fc.weight": matrix(D, num_hidden_states * D), "hidden_norm.weight": vector(D), "norm.weight": vector(D)}
+    for i in range(num_layers):
+        tensors |= {f"layers.{i}.{name}.weight": x for name, x in {
+            "input_layernorm": vector(D), "post_attention_layernorm": vector(D),
+            "self_attn.q_proj": matrix(HEADS * E, D), "self_attn.k_proj": matrix(KV_HEADS * E, D),
+            "self_attn.v_proj": matrix(KV_HEADS * E, D), "self_attn.o_proj": matrix(D, HEADS * E),
+            "self_attn.q_norm": vector(E), "self_attn.k_norm": vector(E), "mlp.gate_proj": matrix(96, D),
+            "mlp.up_proj": matrix(96, D), "mlp.down_proj": matrix(D, 96),
+        }.items()}  # fmt: skip
+    return tensors
+
+
+def dflash_folder(variant: str, folder):
+    hf = {key: value for key, value in (PUBLISHED | VARIANTS[variant]).items() if value is not None}
+    return written(folder, hf, dflash_tensors(hf["num_hidden_layers"], 1 if variant == "one layer" else 2))
+
+
+class DFlashTwin:
+    """The paper's draft in float64, one head and one query at a time."""
+
+    def __init__(self, folder, target):
+        self.hf, self.target_hf = config_json(folder), config_json(target)
+        self.w = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
+        self.target_w = {name: x.double() for name, x in load_file(target / "model.safetensors").items()}
+        self.options = self.hf["dflash_config"]
+        self.ids = self.options.get("target_layer_ids", [1])
+
+    def __call__(self, folder, tokens: list[int], drafted: list[int], sampling: Sampling) -> torch.Tensor:
+        """(K, V)"""
+        return sampling.probs(self.logits(tokens)[: len(drafted)])
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """(block_size - 1, V): what a block after these decided tokens predicts."""
+        w, entering, n = self.w, [], len(tokens) - 1
+        H, G, E, eps = (
+            self.hf[f"{key}"] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+        )
+        W, mask = self.hf.get("block_size") or self.options["block_size"], self.options["mask_token_id"]
+        logits(self.target_hf, self.target_w, tokens, entering)
+        fused = torch.cat([entering[i + 1][:n] for i in self.ids], -1) @ w["fc.weight"].T  # what leaves layer i
+        context = norm(fused, w["hidden_norm.weight"], eps)
+        x = self.target_w["model.embed_tokens.weight"][[tokens[-1], *[mask] * (W - 1)]]
+        angle, scale = angles(self.hf, E, n + W)
+        for layer in range(self.hf["num_hidden_layers"]):
+            p = f"layers.{layer}."
+            slides = (self.hf.get("layer_types") or [""] * 9)[layer] == "sliding_attention"
+            h = norm(x, w[p + "input_layernorm.weight"], eps)
+            inputs, heads = torch.cat((context, h)), []
+            q = h @ w[p + "self_attn.q_proj.weight"].T
+            k, v = (inputs @ w[f"{p}self_attn.{c}_proj.weight"].T for c in "kv")
+            for head in range(H):
+                group = head // (H // G)
+                qh = norm(q[:, head * E :][:, :E], w[p + "self_attn.q_norm.weight"], eps)
+                kh = norm(k[:, group * E :][:, :E], w[p + "self_attn.k_norm.weight"], eps)
+                qh, kh, vh = rotate(qh, angle[n:], scale), rotate(kh, angle, scale), v[:, group * E :][:, :E]
+                rows = []
+                for i in range(W):
+                    seen = slice(max(0, n + i + 1 - self.hf["sliding_window"]), n + i + 1) if slides else slice(None)
+                    rows.append((kh[seen] @ qh[i] / math.sqrt(E)).softmax(0) @ vh[seen])
+                heads.append(torch.stack(rows))
+            x = x + torch.cat(heads, -1) @ w[p + "self_attn.o_proj.weight"].T
+            h = norm(x, w[p + "post_attention_layernorm.weight"], eps)
+            gate, up = (h @ w[f"{p}mlp.{c}_proj.weight"].T for c in ("gate", "up"))
+            x = x + swiglu(gate, up) @ w[p + "mlp.down_proj.weight"].T
+        return norm(x, w["norm.weight"], eps)[1:] @ self.target_w["lm_head.weight"].T
+
+
+@pytest.fixture(scope="module")
+def target_folder(folder_of):
+    return folder_of("llama-3.1")
+
+
+@pytest.fixture(scope="module")
+def target(target_folder):
+    return load_model(target_folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("plain", [0, 34])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dflash_is_its_twin(variant, plain, target, target_folder, tmp_path):
+    folder = dflash_folder(variant, tmp_path / "draft")
+    drafter = recorded(DFlashDraft)(load_dflash(folder, target))
+    worst, accepted = distance(target, drafter, DFlashTwin(folder, target_folder), folder, plain)
+    assert worst < 1e-4 and len(accepted) > 2
+
+
+def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
+    """A block reaches beyond the last position of its engine, and beside it stands a row that has ended."""
+    folder = dflash_folder("published", tmp_path / "draft")
+    drafter, twin = recorded(DFlashDraft)(load_dflash(folder, target)), DFlashTwin(folder, target_folder)
+    engine = Engine(target, 2, 20, drafter=drafter, speculate_k=2)
+    rows = rows_of(target, [PROMPTS[0], PROMPTS[1]], engine=engine, max_new_tokens=[15, 2], sampling=Sampling(1.3))
+    assert [len(row) for row in rows] == [15, 2]
+    late_rounds = [before for before, _, _ in drafter.seen if len(before[0]) > 16]
+    assert late_rounds
+    for before, tokens, probs in drafter.seen:
+        if len(before[0]) <= 20:
+            want = twin(folder, before[0], tokens[0], Sampling(1.3))
+            assert (probs[0].double() - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("broken", ["causal", "layer ids", "context normed", "masks", "stale context"])
+def test_a_broken_dflash_is_caught(broken, target, target_folder, tmp_path, monkeypatch):
+    right = dflash_folder("published", tmp_path / "right")
+    model = load_dflash(right, target)
+    drafter = recorded(DFlashDraft)(model)
+    if broken == "causal":
+        monkeypatch.setattr(DFlashModel, "visible_by_window", Transformer.visible_by_window)
+    elif broken == "layer ids":  # what enters a layer instead of what leaves it
+        model.dflash = model.dflash._replace(target_layer_ids=(1, 0))
+    elif broken == "context normed":
+        keys_values = DFlashModel.keys_values
+        monkeypatch.setattr(
+            DFlashModel, "keys_values",
+            lambda self, context, *rest: keys_values(self, self.layers[0].attention_norm(context), *rest),
+        )  # fmt: skip
+    elif broken == "masks":
+        model.dflash = model.dflash._replace(mask=MASK - 1)
+    else:  # too few positions are written, so that blocks' keys stay
+        setup = DFlashDraft.setup
+        monkeypatch.setattr(
+            DFlashDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2))
+        )
+    assert distance(target, drafter, DFlashTwin(right, target_folder), right)[0] > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------ engines
+
+
+def a_pair(windows: tuple = (None, None)) -> tuple[Transformer, DFlashModel]:
+    target = tiny(5, vocab_size=61, n_layers=3, max_seq_length=96)
+    return target, tiny_dflash(target, 0.3, windows)
+
+
+@pytest.mark.parametrize("windows", [(9, None), (9, 9)])
+def test_greedy_equals_plain_greedy_with_windows(windows):
+    target, draft = a_pair(windows)
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    assert rows_of(target, PROMPTS, drafter=DFlashDraft(draft), max_new_tokens=60) == want
+    full = rows_of(target, [PROMPTS[1]], max_new_tokens=87)  # to the context's end
+    assert rows_of(target, [PROMPTS[1]], drafter=DFlashDraft(draft), max_new_tokens=87) == full
+
+
+@pytest.mark.compiled
+def test_compiled_rounds_with_windows():
+    target, draft = a_pair((9, None))
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    engine = Engine(target, 4, 96, drafter=DFlashDraft(draft), speculate_k=3, compile=True)
+    engine.warm_up("greedy")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+
+
+def test_auto_stays_within_the_block():
+    """K above the block's width is refused with both numbers; `auto` chooses among those that fit."""
+    target, draft = a_pair()
+    with pytest.raises(ValueError, match="speculate_k = 6: this draft has at most 5 tokens"):
+        Engine(target, 1, 96, drafter=DFlashDraft(draft), speculate_k=6)
+    engine = Engine(target, 1, 96, drafter=DFlashDraft(draft), speculate_k="auto")
+    engine.calibrate(Sampling(0), 20, rounds=1)
+    assert DraftLength("auto", engine.costs).choose() <= 5 and set(engine.costs.verify_s) == {1, 2, 3, 5}
+    want = rows_of(target, PROMPTS[:1], max_new_tokens=60)
+    assert rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=60) == want
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def test_a_folder_is_a_drafter(target, tmp_path):
+    folder = dflash_folder("published", tmp_path / "draft")
+    assert kind_of(PUBLISHED) == "dflash"
+    check_draft(folder, target.config)
+    for quantize in (None, "int8"):
+        drafter = load_drafter(folder, target, None, quantize=quantize, pack=False)
+        assert isinstance(drafter, DFlashDraft) and drafter.max_draft_tokens == BLOCK - 1
+    with pytest.raises(ValueError, match="--draft_tp sharded"):
+        load_drafter(folder, target, None, sharded=True, pack=False)
+
+
+def dflash_beside(target_folder, folder):
+    """A folder for a target of D dimensions, three layers and any vocabulary."""
+    sizes = {"vocab_size": config_json(target_folder)["vocab_size"]}
+    return written(folder, {key: x for key, x in (PUBLISHED | sizes).items() if x is not None}, dflash_tensors(2, 2))
+
+
+@pytest.mark.parametrize("options", [[], ["--draft_quantize", "int8"]], ids=["plain", "int8"])
+def test_the_command_line_drafts_with_it(options, text_folder, tmp_path, capsys):
+    draft = dflash_beside(text_folder, tmp_path / "draft")
+    common = ["--checkpoint", text_folder, "--prompt", "the little cat", "--temperature", 0, "--dtype", "float32"]
+    common += ["--max_new_tokens", 30, "--ignore_eos", "--json", "--device", "cpu"]
+    rows = []
+    for flags in ([], ["--draft_checkpoint", draft, "--speculate_k", 3, *options]):
+        run_args(parse_args([str(flag) for flag in (*common, *flags)]))
+        rows.append(json.loads(capsys.readouterr().out))
+    assert rows[0]["tokens"] == rows[1]["tokens"] and rows[1]["speculative"]["drafted"] > 0
+    with pytest.raises(ValueError, match="speculate_k = 6: this draft has at most 5 tokens"):
+        run_args(parse_args([str(flag) for flag in (*common, "--draft_checkpoint", draft, "--speculate_k", 6)]))
+
+
+def test_layer_ids_without_a_list(target):
+    for num_layers, L, ids in ((1, 36, (18,)), (5, 36, (1, 9, 17, 25, 33)), (5, 32, (1, 8, 15, 22, 29))):
+        hf = PUBLISHED | {"num_hidden_layers": num_layers, "num_target_layers": L, "layer_types": None}
+        hf["dflash_config"] = {"mask_token_id": 3}
+        assert dflash_of(hf, Config(**{**vars(target.config), "n_layers": L}))[0].target_layer_ids == ids
+
+
+OPTIONS = PUBLISHED["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 32}, "hidden_size = 32 is of another target: this one has 64"),
+        ({"num_target_layers": 36}, "num_target_layers = 36 is of another target: this one has 3"),
+        ({"vocab_size": 200}, "vocab_size = 200 is of another target: this one has 131"),
+        ({"block_size": 1}, "block_size = 1 must be at least 2"),
+        ({"block_size": 65}, "block_size = 65 must be a whole number up to 64"),
+        ({"block_size": None}, "block_size is missing"),
+        ({"model_type": "llama"}, "model_type = 'llama' is not supported as a DFlash draft"),
+        ({"dflash_config": 3}, "dflash_config = 3 must be an object"),
+        ({"dflash_config": {}}, "dflash_config.mask_token_id = None must be a token's id below vocab_size = 131"),
+        ({"dflash_config": OPTIONS | {"mask_token_id": 131}}, "dflash_config.mask_token_id = 131"),
+        ({"dflash_config": OPTIONS | {"target_layer_ids": [0, 2]}}, "target_layer_ids = .* 0 to 1"),
+        ({"dflash_config": OPTIONS | {"target_layer_ids": []}}, "target_layer_ids"),
+        ({"dflash_config": OPTIONS | {"projector_type": "domino"}}, "dflash_config.projector_type = 'domino'"),
+        ({"dflash_config": OPTIONS | {"causal": True}}, "dflash_config.causal = True is not supported"),
+        ({"is_causal": True}, "is_causal = True is not supported"),
+        ({"is_causal": False, **SLIDING}, "is_causal = False is not supported"),
+        ({"sample_from_anchor": True}, "sample_from_anchor = True"),
+        ({"draft_vocab_size": 90}, "draft_vocab_size = 90"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash'"),
+        ({"markov_rank": 4}, "markov_rank = 4 makes it a DSpark draft"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_honoured_is_refused(change, message, target, tmp_path):
+    folder = written(tmp_path / "draft", PUBLISHED | change, dflash_tensors(2, 2))
+    with pytest.raises(ValueError, match=message) as error:
+        check_draft(folder, target.config)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"fc.weight": torch.zeros(D, D)}, "fc.weight is"),
+        ({"embed_tokens.weight": torch.zeros(V, D)}, "unexpected: embed_tokens.weight"),
+        ({"markov_head.weight": torch.zeros(2)}, "unexpected: markov_head.weight"),
+        ({"layers.1.self_attn.k_norm.weight": None}, "missing: layers.1.self_attn.k_norm.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(change, message, target, tmp_path):
+    tensors = {name: x for name, x in (dflash_tensors(2, 2) | change).items() if x is not None}
+    with pytest.raises(ValueError, match=message):
+        load_dflash(written(tmp_path / "draft", PUBLISHED, tensors), target)
