@@ -280,8 +280,8 @@ class Engine:
         self.costs = self.costs_by_rows.get(1 if end - begin == 1 else self.batch_size, self.costs)
         if self.draft_length is not None:
             self.draft_length.costs = self.costs
-        can_draft = any(request.can_draft and request.draft for request in requests)
-        k = self.draft_length.choose() if self.drafter and (can_draft or self.one_width) else 0
+        expected = self.drafter.expect(requests, self.readback.unread) if self.drafter else []
+        k = self.draft_length.choose(expected) if self.one_width or any(row != [] for row in expected) else 0
         length = max(request.num_positions for request in requests) + self.readback.unread
         # A drafter lacks at most the tokens since the prompt.
         self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)

@@ -29,8 +29,8 @@ from weights.walker import pack_model
 # make(folder, target, tokenizer, **options of load_drafter) -> Drafter
 FOLDERS = {"model": "loading.drafts:load_model_draft", "pard": "drafts.pard:load", "eagle3": "drafts.eagle:load"}
 # parse(value, config of the target) -> make(target) -> Drafter
-SPECS = {"ngram": "drafts.ngram:from_spec", "layers": "speculative:layers_from_spec",
-         "quantized": "speculative:quantized_from_spec"}  # fmt: skip
+SPECS = {"suffix": "drafts.suffix:from_spec", "ngram": "drafts.ngram:from_spec",
+         "layers": "speculative:layers_from_spec", "quantized": "speculative:quantized_from_spec"}  # fmt: skip
 UNSUPPORTED = {"medusa_num_heads": "Medusa", "dflash_config": "DFlash", "ptd_token_id": "P-EAGLE"}
 MIN_SHARED = 0.5  # share of the target's probability that the tokens of a draft with another tokenizer must have
 SAMPLE_TEXT = "On Monday the shop opened at 9, and Anna bought three books.\n\ndef area(r):\n    return 3.14 * r * r\n"
@@ -40,8 +40,8 @@ def load_drafter(
     folder_or_spec: str | Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str | None = None,
     quantize: str | None = None, sharded: bool = False, pack: bool = True, progress: bool = False,
 ):  # fmt: skip
-    """The Drafter for this target. A Path is a folder of any kind in FOLDERS. Text is a spec, ngram[:N],
-    layers:0-7,24-31 or quantized:SCHEME, or else the name of a folder.
+    """The Drafter for this target. A Path is a folder of any kind in FOLDERS. Text is a spec,
+    suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME, or else the name of a folder.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With `pack` the target and
     the draft are packed for their kernels; a target that is packed already has no quantized draft. ValueError names
@@ -81,7 +81,7 @@ def parse_spec(spec: str, config: Config) -> Callable:
     """make(target) -> Drafter of a spec. ValueError for anything else."""
     kind, _, value = spec.partition(":")
     if kind not in SPECS:
-        raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
+        raise ValueError("expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
     return resolve(SPECS[kind])(value, config)
 
 

@@ -1,0 +1,193 @@
+"""Suffix decoding: a draft without a model, from texts that this process has read and written (arXiv:2411.04975).
+
+    Text            tokens with an index: what followed the longest suffix of the text where it stood before
+    SuffixDraft     drafts from the request's own text and from earlier answers, and their expected acceptance
+
+The index is dicts on the host: one look-up takes microseconds in a pool of any size, where the host chooses K. It reads
+the tokens that the host receives anyway; a draft from late tokens counts if the tokens since then agree with it. This
+file knows token ids alone.
+"""
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import decoding.timing as timing
+from decoding.scheduler import Request, common_prefix
+from model import Config, Transformer
+from speculative import DECAY, Drafter
+
+GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; the longest one that stood before leads to its occurrences
+MAX_OCCURRENCES = 32  # the latest ones, which are counted
+MIN_SHARE = 0.1  # product of the shares at which a draft ends
+FACTOR, OFFSET = 2, 0  # a draft has at most FACTOR * match length + OFFSET tokens
+POOL_TOKENS = 1 << 17  # of earlier answers, some 400 bytes each
+END = -1  # behind each text of the pool
+
+
+class Guess(NamedTuple):
+    """A drafted token, its share of the continuations, and the length of the match before it."""
+
+    token: int
+    share: float
+    length: int
+
+
+class Text:
+    """Tokens; for each length of n-grams the last position of every one, and its position before each position."""
+
+    def __init__(self):
+        self.ids: list[int] = []
+        self.seeds: list[int | None] = []  # of the noise that drew each token
+        self.index: dict[int, tuple[dict, list]] = {n: ({}, []) for n in GRAMS}
+
+    def extend(self, ids: Iterable[int], seed: int | None = None) -> None:
+        for id in ids:
+            self.ids.append(id)
+            self.seeds.append(seed)
+            for n, (last, before) in self.index.items():
+                gram = tuple(self.ids[-n:])
+                before.append(last.get(gram))
+                last[gram] = len(before) - 1
+
+    def occurrences(self, context: Sequence[int], n: int, seed: int | None) -> Iterator[int]:
+        """Where the last n tokens stood before, the latest first, but for tokens of this seed."""
+        last, before = self.index[n]
+        end = last.get(tuple(context[-n:]))
+        while end is not None:
+            if end + 1 < len(self.ids) and (seed is None or self.seeds[end] != seed):
+                yield end
+            end = before[end]
+
+    def continuation(self, context: Sequence[int], depth: int, max_length: int, seed: int | None = None) -> list[Guess]:
+        """What most often followed the longest suffix of `context` of at most `depth` tokens. A continuation that
+        reaches the end of the text repeats."""
+        by_gram = (self.occurrences(context, n, seed) for n in GRAMS if n <= depth)
+        ends = next(filter(None, ([*itertools.islice(ends, MAX_OCCURRENCES)] for ends in by_gram)), [])
+        suffix, num_ids = context[: -depth - 1 : -1], len(self.ids)
+        lengths = [common_prefix(suffix, self.ids[max(0, end + 1 - depth) : end + 1][::-1]) for end in ends]
+        longest, product, guesses = max(lengths, default=0), 1.0, []
+        ahead = [end + 1 for end, length in zip(ends, lengths) if length == longest]
+        while len(guesses) < min(FACTOR * longest + OFFSET, max_length):
+            token, count = Counter(self.ids[at] for at in ahead).most_common(1)[0]  # the latest of several
+            product *= (share := count / len(ahead))
+            if token == END or product < MIN_SHARE:
+                break
+            guesses.append(Guess(token, share, longest + len(guesses)))
+            ahead = [at + 1 for at in ahead if self.ids[at] == token]
+            self.ids.append(token)
+        del self.ids[num_ids:]
+        return guesses
+
+
+class SuffixDraft(Drafter):
+    """Drafts of every request, made on the host before each step and aligned on the device.
+
+    A sampled request takes no earlier answer of its seed, whose tokens come from the same noise: after a rejection
+    they would change the distribution."""
+
+    def __init__(self, depth: int = 24, pool_tokens: int = POOL_TOKENS):
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"suffix:{depth} must match at least 1 token")
+        self.depth, self.pool_tokens = depth, pool_tokens
+        self.texts: dict[Request, Text] = {}
+        self.guesses: dict[Request, list[Guess]] = {}  # from the text before its latest tokens
+        self.pool = [Text(), Text()]  # the latest answers; those before, up to as many
+        # Accepted tokens over their shares, by the bits of the match's length.
+        self.accepted, self.shares = [2.0] * 32, [4.0] * 32
+
+    def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
+        super().setup(state, k_max, target, maybe_compile)
+        self.texts, self.guesses = {}, {}
+        lag = timing.host_lag(state.pos.device)
+        # For each row the last position of the text, and the tokens drafted after it, then END.
+        drafts = torch.full((state.pos.size(0), 1 + lag * (k_max + 1) + k_max), END, device=state.pos.device)
+        self.register_buffer("drafts", drafts, persistent=False)
+
+    def expect(self, requests: Sequence[Request], unread: int) -> list[list[float]]:
+        for request in [request for request in self.texts if request.finish_reason is not None]:
+            self.remember(request.prompt[-self.depth :] + request.tokens, request.seed if is_sampled(request) else None)
+            del self.texts[request], self.guesses[request]
+        rows, expected = [[END] * self.drafts.size(1) for _ in range(self.drafts.size(0))], []
+        for request in requests:
+            text = self.read(request)
+            guesses = self.guesses[request] = self.guess(request, text)
+            row = [len(text.ids) - 1, *(guess.token for guess in guesses)] if request.draft else []
+            rows[request.slot.index][: len(row)] = row
+            expected.append(self.acceptances(guesses)[unread:] if request.draft else [])
+        if any(expected):
+            pinned = torch.tensor(rows, pin_memory=self.drafts.device.type == "cuda")
+            self.drafts.copy_(pinned, non_blocking=True)
+        return expected
+
+    def read(self, request: Request) -> Text:
+        """The request's text, with the tokens that came since the last call; these show how good its draft was."""
+        if request not in self.texts:
+            self.texts[request], self.guesses[request] = Text(), []
+            self.texts[request].extend(request.prompt)
+        text = self.texts[request]
+        tokens = request.tokens[len(text.ids) - len(request.prompt) :]
+        for guess, token in zip(self.guesses[request], tokens):
+            bits, is_accepted = guess.length.bit_length(), guess.token == token
+            self.accepted[bits] = self.accepted[bits] * DECAY + is_accepted
+            self.shares[bits] = self.shares[bits] * DECAY + guess.share
+            if not is_accepted:
+                break
+        text.extend(tokens)
+        return text
+
+    def guess(self, request: Request, text: Text) -> list[Guess]:
+        """The best draft of this text, of the request's own and of earlier answers."""
+        max_length, seed = self.drafts.size(1) - 1, request.seed if is_sampled(request) else None
+        drafts = [text.continuation(text.ids, self.depth, max_length)]
+        if self.pool_tokens:
+            drafts += [pool.continuation(text.ids, self.depth, max_length, seed) for pool in self.pool]
+        return max(drafts, key=lambda guesses: sum(self.acceptances(guesses)))
+
+    def acceptances(self, guesses: Sequence[Guess]) -> list[float]:
+        """The probability that each token and all before it are accepted."""
+        rates = [accepted / shares for accepted, shares in zip(self.accepted, self.shares)]
+        accepted = (min(1.0, guess.share * rates[guess.length.bit_length()]) for guess in guesses)
+        return list(itertools.accumulate(accepted, operator.mul))
+
+    def remember(self, ids: list[int], seed: int | None) -> None:
+        """Put an answer into the pool. When half of the pool is full, the other half is forgotten."""
+        if len(self.pool[0].ids) + len(ids) >= self.pool_tokens // 2:
+            self.pool = [Text(), self.pool[0]]
+        self.pool[0].extend([*ids, END][-self.pool_tokens // 2 :], seed)
+
+    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+        self.maybe_compile(self.align, state, state.k)(state, state.k)
+        return self.tokens[:, : state.k], self.probs[:, : state.k]
+
+    def align(self, state: nn.Module, k: int) -> None:
+        """The next k tokens of each row's draft, if it agrees with the tokens that came since it was made."""
+        begin, draft = self.drafts[:, :1] + 1, self.drafts[:, 1:]  # (B, 1), (B, G)
+        ahead = torch.arange(draft.size(1), device=draft.device)
+        num_since = state.pos[:, None] + 1 - begin  # (B, 1)
+        since = state.tokens.gather(1, (begin + ahead).clamp(max=state.tokens.size(1) - 1))  # (B, G)
+        agrees = ((since == draft) | (ahead >= num_since)).all(dim=1, keepdim=True) & ~state.done[:, None]  # (B, 1)
+        index = num_since + ahead[:k]  # (B, k)
+        tokens = draft.gather(1, index.clamp(0, draft.size(1) - 1))
+        is_drafted = agrees & (index >= 0) & (index < draft.size(1)) & (tokens != END)
+        self.tokens[:, :k] = torch.where(is_drafted, tokens, 0)
+        self.probs[:, :k] = 0.0
+        self.probs.scatter_(2, self.tokens[:, :k, None], is_drafted.float()[..., None])
+
+
+def is_sampled(request: Request) -> bool:
+    return request.sampling.temperature > 0
+
+
+def from_spec(value: str, config: Config) -> Callable[[Transformer], SuffixDraft]:
+    """`--draft suffix` or `suffix:N`. ValueError for an N that is no number of tokens."""
+    if value and not value.isdigit():
+        raise ValueError(f"{value!r} is no number of tokens to match")
+    drafter = SuffixDraft(int(value)) if value else SuffixDraft()
+    return lambda model: drafter
