@@ -11,7 +11,7 @@ file knows token ids alone.
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,10 @@ class Text:
         self.seeds: list[int | None] = []  # of the noise that drew each token
         self.index: dict[int, tuple[dict, list]] = {n: ({}, []) for n in GRAMS}
 
-    def extend(self, ids: Iterable[int], seed: int | None = None) -> None:
+    def extend(self, ids: Sequence[int], seeds: Sequence[int | None]) -> None:
+        self.seeds += seeds
         for id in ids:
             self.ids.append(id)
-            self.seeds.append(seed)
             for n, (last, before) in self.index.items():
                 gram = tuple(self.ids[-n:])
                 before.append(last.get(gram))
@@ -112,7 +112,7 @@ class SuffixDraft(Drafter):
 
     def expect(self, requests: Sequence[Request], unread: int) -> list[list[float]]:
         for request in [request for request in self.texts if request.finish_reason is not None]:
-            self.remember(request.prompt[-self.depth :] + request.tokens, request.seed if is_sampled(request) else None)
+            self.remember(request)
             del self.texts[request], self.guesses[request]
         rows, expected = [[END] * self.drafts.size(1) for _ in range(self.drafts.size(0))], []
         for request in requests:
@@ -130,7 +130,7 @@ class SuffixDraft(Drafter):
         """The request's text, with the tokens that came since the last call; these show how good its draft was."""
         if request not in self.texts:
             self.texts[request], self.guesses[request] = Text(), []
-            self.texts[request].extend(request.prompt)
+            self.texts[request].extend(request.prompt, [None] * len(request.prompt))
         text = self.texts[request]
         tokens = request.tokens[len(text.ids) - len(request.prompt) :]
         for guess, token in zip(self.guesses[request], tokens):
@@ -139,7 +139,7 @@ class SuffixDraft(Drafter):
             self.shares[bits] = self.shares[bits] * DECAY + guess.share
             if not is_accepted:
                 break
-        text.extend(tokens)
+        text.extend(tokens, [None] * len(tokens))
         return text
 
     def guess(self, request: Request, text: Text) -> list[Guess]:
@@ -156,11 +156,14 @@ class SuffixDraft(Drafter):
         accepted = (min(1.0, guess.share * rates[guess.length.bit_length()]) for guess in guesses)
         return list(itertools.accumulate(accepted, operator.mul))
 
-    def remember(self, ids: list[int], seed: int | None) -> None:
-        """Put an answer into the pool. When half of the pool is full, the other half is forgotten."""
-        if len(self.pool[0].ids) + len(ids) >= self.pool_tokens // 2:
+    def remember(self, request: Request) -> None:
+        """Put an answer and the end of its prompt into the pool. When half of the pool is full, the other half is
+        forgotten."""
+        ids = [*request.prompt[-self.depth :], *request.tokens, END]
+        if len(self.pool[0].ids) + len(ids) > self.pool_tokens // 2:
             self.pool = [Text(), self.pool[0]]
-        self.pool[0].extend([*ids, END][-self.pool_tokens // 2 :], seed)
+        if request.tokens and len(ids) <= self.pool_tokens // 2:
+            self.pool[0].extend(ids, [request.seed if is_sampled(request) else None] * len(ids))
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.maybe_compile(self.align, state, state.k)(state, state.k)

@@ -17,6 +17,7 @@ from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
 from drafts.eagle import EagleDraft, load_eagle
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from drafts.pard import PardDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
@@ -62,6 +63,8 @@ def drafter_of(kind: str, model):
         return PardDraft(load_model(DRAFT_FOLDERS["pard"], dtype=model.norm.weight.dtype), V - 1)
     if kind == "eagle3":
         return EagleDraft(load_eagle(DRAFT_FOLDERS["eagle3"], model))
+    if kind.startswith("suffix"):  # sampled text depends on a pool's earlier answers
+        return SuffixDraft() if kind == "suffix, pool" else SuffixDraft(pool_tokens=0)
     return {"none": None, "ngram": NgramDraft(2), "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2])}[kind]
 
 
@@ -128,7 +131,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers", "pard", "eagle3"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "layers", "pard", "eagle3"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
     assert not parted(model, drafter, num_slots, seed=num_slots)
