@@ -30,7 +30,7 @@ from decoding.slots import STOP_SLOTS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
-from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
+from speculative import Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
@@ -85,9 +85,10 @@ class Engine:
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
+        self.drafter = drafter = CustomDraft(drafter) if drafter and not isinstance(drafter, Drafter) else drafter
         validation.check_draft_length(speculate_k)
         self.speculate_k = speculate_k if drafter is not None else 0
-        self.ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
+        self.ks = drafter.auto_k if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
         self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
@@ -102,7 +103,6 @@ class Engine:
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
         self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
-        self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}

@@ -141,6 +141,7 @@ class Drafter(nn.Module):
     A subclass overrides `propose`, and other methods as needed. Every drawn token is verified. A drafter may stop
     early, but not because of the token it drew: that would change the output's distribution."""
 
+    auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # must prompts go through the drafter's model too?
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
     num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
@@ -308,7 +309,7 @@ class CustomDraft(Drafter):
 
 # ---------------------------------------------------------------------------------------- draft length
 
-AUTO_K = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
+AUTO_K = Drafter.auto_k
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay

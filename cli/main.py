@@ -35,7 +35,7 @@ from generate import Engine
 from loading.checkpoint import fingerprints
 from loading.files import open_shards, shards, write_atomically
 from model import Transformer
-from speculative import AUTO_K, Drafter
+from speculative import Drafter
 from tp import Ranks, join, launched, local_device
 from weights.walker import batch_invariant_rows
 
@@ -172,7 +172,7 @@ def default_batch_size(
     """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free memory, and as a step can
     have in which each row rounds as it does alone."""
     device, k = model.norm.weight.device, speculate_k(args)
-    K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
+    K = 0 if drafter is None and not args.one_width else max(drafter.auto_k) if k == "auto" else k
     models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
     kind = KINDS[args.kv_cache_dtype]
     row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)

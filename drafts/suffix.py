@@ -23,9 +23,9 @@ from model import Config, Transformer
 from speculative import DECAY, Drafter
 
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; the longest one that stood before leads to its occurrences
-MAX_OCCURRENCES = 32  # the latest ones, which are counted
+MAX_OCCURRENCES = 16  # the latest ones, which are counted
 MIN_SHARE = 0.1  # product of the shares at which a draft ends
-FACTOR, OFFSET = 2, 0  # a draft has at most FACTOR * match length + OFFSET tokens
+FACTOR = 2  # a draft has at most FACTOR * match length tokens
 POOL_TOKENS = 1 << 17  # of earlier answers, some 400 bytes each
 END = -1  # behind each text of the pool
 
@@ -67,13 +67,13 @@ class Text:
     def continuation(self, context: Sequence[int], depth: int, max_length: int, seed: int | None = None) -> list[Guess]:
         """What most often followed the longest suffix of `context` of at most `depth` tokens. A continuation that
         reaches the end of the text repeats."""
-        by_gram = (self.occurrences(context, n, seed) for n in GRAMS if n <= depth)
+        by_gram = (self.occurrences(context, n, seed) for n in GRAMS if n <= min(depth, len(context)))
         ends = next(filter(None, ([*itertools.islice(ends, MAX_OCCURRENCES)] for ends in by_gram)), [])
         suffix, num_ids = context[: -depth - 1 : -1], len(self.ids)
         lengths = [common_prefix(suffix, self.ids[max(0, end + 1 - depth) : end + 1][::-1]) for end in ends]
         longest, product, guesses = max(lengths, default=0), 1.0, []
         ahead = [end + 1 for end, length in zip(ends, lengths) if length == longest]
-        while len(guesses) < min(FACTOR * longest + OFFSET, max_length):
+        while ahead and len(guesses) < min(FACTOR * longest, max_length):
             token, count = Counter(self.ids[at] for at in ahead).most_common(1)[0]  # the latest of several
             product *= (share := count / len(ahead))
             if token == END or product < MIN_SHARE:
@@ -90,6 +90,8 @@ class SuffixDraft(Drafter):
 
     A sampled request takes no earlier answer of its seed, whose tokens come from the same noise: after a rejection
     they would change the distribution."""
+
+    auto_k = (*Drafter.auto_k, 16)  # copied text is accepted throughout
 
     def __init__(self, depth: int = 24, pool_tokens: int = POOL_TOKENS):
         super().__init__()

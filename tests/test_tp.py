@@ -353,9 +353,10 @@ STRUCTURES = ("llama-2", "llama-3.2", "llama-biased", "tinyllama", "mistral-v0.1
 ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")), *(f"scheme {scheme}" for scheme in SCHEMES),
     *(f"fork {scheme}" for scheme in FORKS),
-    "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft suffix 0", "draft layers 0", "draft int8 0",
-    "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled", "noisy draft sharded 0.9",
-    "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8", "cache fp8",
+    "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
+    "draft suffix 0", "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled",
+    "noisy draft sharded 0.9", "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8",
+    "cache fp8",
 )  # fmt: skip
 ON_FOUR = (
     "family llama-3.2", "family llama-biased", "family qwen2", "scheme int4-g32", "draft sharded 0",

@@ -62,8 +62,8 @@ from decoding.sampling import DRAFT_DRAW, FILTERED, Sampling
 from decoding.timing import TokenRecord
 from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.ngram import NgramDraft
-from drafts.suffix import SuffixDraft
 from drafts.pard import PardDraft, pard_token
+from drafts.suffix import SuffixDraft
 from drafts.vocabulary import translate
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_model, random_model
