@@ -1,11 +1,11 @@
 """Suffix decoding: a draft without a model, from texts that this process has read and written (arXiv:2411.04975).
 
-    Text            tokens with an index: what followed the longest suffix of the text where it stood before
-    SuffixDraft     drafts from the request's own text and from earlier answers, and their expected acceptance
+    Text            tokens with an index: what followed the longest suffix of a text where it stood before
+    SuffixDraft     drafts from the request's text and from earlier answers, and their expected acceptance
 
-The index is dicts on the host: one look-up takes microseconds in a pool of any size, where the host chooses K. It reads
-the tokens that the host receives anyway; a draft from late tokens counts if the tokens since then agree with it. This
-file knows token ids alone.
+The index is dicts on the host: one look-up takes some 50 microseconds in a pool of any size, where the host chooses K.
+It reads tokens that the host receives anyway; where these are late, as on a GPU, the draft counts if it agrees with the
+tokens since. This file knows token ids alone.
 """
 
 import itertools
@@ -22,12 +22,13 @@ from decoding.scheduler import Request, common_prefix
 from model import Config, Transformer
 from speculative import DECAY, Drafter
 
+DEPTH = 24  # the longest match
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; the longest one that stood before leads to its occurrences
-MAX_OCCURRENCES = 16  # the latest ones, which are counted
-MIN_SHARE = 0.1  # product of the shares at which a draft ends
+MAX_OCCURRENCES = 16  # the latest ones are counted
+MIN_SHARE = 0.1  # product of the shares below which a draft ends
 FACTOR = 2  # a draft has at most FACTOR * match length tokens
 POOL_TOKENS = 1 << 17  # of earlier answers, some 400 bytes each
-END = -1  # behind each text of the pool
+END = -1  # behind each text of the pool, and behind a draft
 
 
 class Guess(NamedTuple):
@@ -43,7 +44,7 @@ class Text:
 
     def __init__(self):
         self.ids: list[int] = []
-        self.seeds: list[int | None] = []  # of the noise that drew each token
+        self.seeds: list[int | None] = []  # of the noise that drew each token; None for greedy text
         self.index: dict[int, tuple[dict, list]] = {n: ({}, []) for n in GRAMS}
 
     def extend(self, ids: Sequence[int], seeds: Sequence[int | None]) -> None:
@@ -56,7 +57,7 @@ class Text:
                 last[gram] = len(before) - 1
 
     def occurrences(self, context: Sequence[int], n: int, seed: int | None) -> Iterator[int]:
-        """Where the last n tokens stood before, the latest first, but for tokens of this seed."""
+        """Where the last n tokens of `context` stood before, the latest first, but for tokens of this seed."""
         last, before = self.index[n]
         end = last.get(tuple(context[-n:]))
         while end is not None:
@@ -73,7 +74,7 @@ class Text:
         lengths = [common_prefix(suffix, self.ids[max(0, end + 1 - depth) : end + 1][::-1]) for end in ends]
         longest, product, guesses = max(lengths, default=0), 1.0, []
         ahead = [end + 1 for end, length in zip(ends, lengths) if length == longest]
-        while ahead and len(guesses) < min(FACTOR * longest, max_length):
+        while len(guesses) < min(FACTOR * longest, max_length):
             token, count = Counter(self.ids[at] for at in ahead).most_common(1)[0]  # the latest of several
             product *= (share := count / len(ahead))
             if token == END or product < MIN_SHARE:
@@ -86,50 +87,52 @@ class Text:
 
 
 class SuffixDraft(Drafter):
-    """Drafts of every request, made on the host before each step and aligned on the device.
+    """Drafts of all requests, made on the host before each step and aligned on the device.
 
-    A sampled request takes no earlier answer of its seed, whose tokens come from the same noise: after a rejection
-    they would change the distribution."""
+    A sampled request reads no earlier answer of its seed: the same noise drew it, so that the token after a rejection
+    would not follow the target's distribution. `depth`: the longest match; `pool_tokens`: of earlier answers."""
 
     auto_k = (*Drafter.auto_k, 16)  # copied text is accepted throughout
 
-    def __init__(self, depth: int = 24, pool_tokens: int = POOL_TOKENS):
+    def __init__(self, depth: int = DEPTH, pool_tokens: int = POOL_TOKENS):
         super().__init__()
         if depth < 1:
             raise ValueError(f"suffix:{depth} must match at least 1 token")
         self.depth, self.pool_tokens = depth, pool_tokens
         self.texts: dict[Request, Text] = {}
-        self.guesses: dict[Request, list[Guess]] = {}  # from the text before its latest tokens
+        self.guesses: dict[Request, list[Guess]] = {}  # made before the request's latest tokens
         self.pool = [Text(), Text()]  # the latest answers; those before, up to as many
-        # Accepted tokens over their shares, by the bits of the match's length.
-        self.accepted, self.shares = [2.0] * 32, [4.0] * 32
+        self.accepted, self.shares = [2.0] * 32, [4.0] * 32  # running sums by the bits of the match's length
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)
         self.texts, self.guesses = {}, {}
-        lag = timing.host_lag(state.pos.device)
-        # For each row the last position of the text, and the tokens drafted after it, then END.
-        drafts = torch.full((state.pos.size(0), 1 + lag * (k_max + 1) + k_max), END, device=state.pos.device)
+        G = timing.host_lag(state.pos.device) * (k_max + 1) + k_max
+        # For each row the last position of the text that the host knew, and G tokens drafted after it.
+        drafts = torch.full((state.pos.size(0), 1 + G), END, device=state.pos.device)
         self.register_buffer("drafts", drafts, persistent=False)
 
     def expect(self, requests: Sequence[Request], unread: int) -> list[list[float]]:
         for request in [request for request in self.texts if request.finish_reason is not None]:
             self.remember(request)
-            del self.texts[request], self.guesses[request]
-        rows, expected = [[END] * self.drafts.size(1) for _ in range(self.drafts.size(0))], []
+        B, G = self.drafts.size(0), self.drafts.size(1) - 1
+        rows, expected = [[END] * (1 + G) for _ in range(B)], []
         for request in requests:
-            text = self.read(request)
-            guesses = self.guesses[request] = self.guess(request, text)
-            row = [len(text.ids) - 1, *(guess.token for guess in guesses)] if request.draft else []
-            rows[request.slot.index][: len(row)] = row
+            text, seed = self.read(request), noise_seed(request)
+            drafts = [other.continuation(text.ids, self.depth, G, seed) for other in (text, *self.pool)]
+            guesses = max(drafts, key=lambda guesses: sum(self.acceptances(guesses)))
+            self.guesses[request] = guesses
+            if request.draft:
+                row = [len(text.ids) - 1, *(guess.token for guess in guesses)]
+                rows[request.slot.index][: len(row)] = row
             expected.append(self.acceptances(guesses)[unread:] if request.draft else [])
         if any(expected):
-            pinned = torch.tensor(rows, pin_memory=self.drafts.device.type == "cuda")
-            self.drafts.copy_(pinned, non_blocking=True)
+            on_host = torch.tensor(rows, pin_memory=self.drafts.device.type == "cuda")
+            self.drafts.copy_(on_host, non_blocking=True)
         return expected
 
     def read(self, request: Request) -> Text:
-        """The request's text, with the tokens that came since the last call; these show how good its draft was."""
+        """The request's text with its latest tokens, which show how good its draft was."""
         if request not in self.texts:
             self.texts[request], self.guesses[request] = Text(), []
             self.texts[request].extend(request.prompt, [None] * len(request.prompt))
@@ -144,14 +147,6 @@ class SuffixDraft(Drafter):
         text.extend(tokens, [None] * len(tokens))
         return text
 
-    def guess(self, request: Request, text: Text) -> list[Guess]:
-        """The best draft of this text, of the request's own and of earlier answers."""
-        max_length, seed = self.drafts.size(1) - 1, request.seed if is_sampled(request) else None
-        drafts = [text.continuation(text.ids, self.depth, max_length)]
-        if self.pool_tokens:
-            drafts += [pool.continuation(text.ids, self.depth, max_length, seed) for pool in self.pool]
-        return max(drafts, key=lambda guesses: sum(self.acceptances(guesses)))
-
     def acceptances(self, guesses: Sequence[Guess]) -> list[float]:
         """The probability that each token and all before it are accepted."""
         rates = [accepted / shares for accepted, shares in zip(self.accepted, self.shares)]
@@ -159,13 +154,13 @@ class SuffixDraft(Drafter):
         return list(itertools.accumulate(accepted, operator.mul))
 
     def remember(self, request: Request) -> None:
-        """Put an answer and the end of its prompt into the pool. When half of the pool is full, the other half is
-        forgotten."""
+        """Move an answer, and the end of its prompt, to the pool. A full half takes the place of the older one."""
         ids = [*request.prompt[-self.depth :], *request.tokens, END]
         if len(self.pool[0].ids) + len(ids) > self.pool_tokens // 2:
             self.pool = [Text(), self.pool[0]]
         if request.tokens and len(ids) <= self.pool_tokens // 2:
-            self.pool[0].extend(ids, [request.seed if is_sampled(request) else None] * len(ids))
+            self.pool[0].extend(ids, [noise_seed(request)] * len(ids))
+        del self.texts[request], self.guesses[request]
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.maybe_compile(self.align, state, state.k)(state, state.k)
@@ -174,25 +169,25 @@ class SuffixDraft(Drafter):
     def align(self, state: nn.Module, k: int) -> None:
         """The next k tokens of each row's draft, if it agrees with the tokens that came since it was made."""
         begin, draft = self.drafts[:, :1] + 1, self.drafts[:, 1:]  # (B, 1), (B, G)
-        ahead = torch.arange(draft.size(1), device=draft.device)
+        G, ahead = draft.size(1), torch.arange(draft.size(1), device=draft.device)
         num_since = state.pos[:, None] + 1 - begin  # (B, 1)
         since = state.tokens.gather(1, (begin + ahead).clamp(max=state.tokens.size(1) - 1))  # (B, G)
         agrees = ((since == draft) | (ahead >= num_since)).all(dim=1, keepdim=True) & ~state.done[:, None]  # (B, 1)
         index = num_since + ahead[:k]  # (B, k)
-        tokens = draft.gather(1, index.clamp(0, draft.size(1) - 1))
-        is_drafted = agrees & (index >= 0) & (index < draft.size(1)) & (tokens != END)
+        tokens = draft.gather(1, index.clamp(0, G - 1))
+        is_drafted = agrees & (index >= 0) & (index < G) & (tokens != END)
         self.tokens[:, :k] = torch.where(is_drafted, tokens, 0)
         self.probs[:, :k] = 0.0
         self.probs.scatter_(2, self.tokens[:, :k, None], is_drafted.float()[..., None])
 
 
-def is_sampled(request: Request) -> bool:
-    return request.sampling.temperature > 0
+def noise_seed(request: Request) -> int | None:
+    return request.seed if request.sampling.temperature > 0 else None
 
 
 def from_spec(value: str, config: Config) -> Callable[[Transformer], SuffixDraft]:
     """`--draft suffix` or `suffix:N`. ValueError for an N that is no number of tokens."""
     if value and not value.isdigit():
         raise ValueError(f"{value!r} is no number of tokens to match")
-    drafter = SuffixDraft(int(value)) if value else SuffixDraft()
+    drafter = SuffixDraft(int(value or DEPTH))
     return lambda model: drafter
