@@ -31,7 +31,7 @@ from decoding.slots import STOP_SLOTS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
-from speculative import AUTO_K, Costs, CustomDraft, Drafter, DraftLength, run_round
+from speculative import Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
@@ -86,11 +86,10 @@ class Engine:
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
-        limit = getattr(drafter, "max_draft_tokens", math.inf)
-        validation.check_draft_length(speculate_k, limit)
+        self.drafter = drafter = CustomDraft(drafter) if drafter and not isinstance(drafter, Drafter) else drafter
+        validation.check_draft_length(speculate_k, math.inf if drafter is None else drafter.max_draft_tokens)
         self.speculate_k = speculate_k if drafter is not None else 0
-        ks = AUTO_K if self.speculate_k == "auto" else (self.speculate_k,) if self.speculate_k else ()
-        self.ks = tuple(k for k in ks if k <= limit)
+        self.ks = () if drafter is None else drafter.draft_lengths(speculate_k)
         self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
@@ -105,7 +104,6 @@ class Engine:
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
         self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
-        self.drafter = drafter if drafter is None or isinstance(drafter, Drafter) else CustomDraft(drafter)
         self.steps: dict[tuple, Callable] = {}
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}
@@ -285,8 +283,8 @@ class Engine:
         self.costs = self.costs_by_rows.get(1 if end - begin == 1 else self.batch_size, self.costs)
         if self.draft_length is not None:
             self.draft_length.costs = self.costs
-        can_draft = any(request.can_draft and request.draft for request in requests)
-        k = self.draft_length.choose() if self.drafter and (can_draft or self.one_width) else 0
+        expected = self.drafter.expect(requests, self.readback.unread) if self.drafter else []
+        k = self.draft_length.choose(expected) if self.one_width or any(row != [] for row in expected) else 0
         length = max(request.num_positions for request in requests) + self.readback.unread
         # A drafter lacks at most the tokens since the prompt.
         self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)

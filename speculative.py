@@ -118,7 +118,9 @@ def verify_step(
     # The token after the accepted ones takes the number that plain decoding would use at its position.
     n, token = accept(draft_tokens, draft_probs, p, noise=(u, uniform(seed, pos + 1)))  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
-    n = torch.where(state.done | (draft_probs[:, 0].amax(dim=-1) == 0), -1, n)  # -1: nothing was drafted for the row
+    is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
+    overlap = torch.where(is_drafted, overlap, -1)
+    n = torch.where(state.done | ~is_drafted[:, 0], -1, n)  # -1: nothing was drafted for the row
     # All ranks take rank 0's decision: (B, K + 2) float32, which holds ids below 2^24.
     decision = state.broadcast(torch.cat((n[:, None], token[:, None], overlap), dim=1))
     n, token, state.overlap[:, :K] = decision[:, 0].long(), decision[:, 1:2].long(), decision[:, 2:]
@@ -139,6 +141,7 @@ class Drafter(nn.Module):
     A subclass overrides `propose`, and other methods as needed. Every drawn token is verified. A drafter may stop
     early, but not because of the token it drew: that would change the output's distribution."""
 
+    auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # must prompts go through the drafter's model too?
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
     num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
@@ -161,6 +164,17 @@ class Drafter(nn.Module):
         """Tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they were drawn from. A row
         of zeros has no draft; this class returns zeros for every row."""
         return self.tokens[:, : state.k], self.probs[:, : state.k]
+
+    def draft_lengths(self, k: int | str) -> tuple[int, ...]:
+        """The numbers of tokens that a round may draft: `k`, or the choices of "auto"."""
+        choices = self.auto_k if k == "auto" else (k,) if k else ()
+        return tuple(choice for choice in choices if choice <= self.max_draft_tokens)
+
+    def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
+        """Called before each step, on the host: for each scheduler.Request the probability that each token of its draft
+        and all before it are accepted; [] without a draft, None where only the rounds will show it. The host has yet to
+        read up to `unread` tokens of a row."""
+        return [None if request.can_draft and request.draft else [] for request in requests]
 
     def advance(self, n_accepted: Tensor) -> None:
         """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
@@ -302,7 +316,7 @@ class CustomDraft(Drafter):
 
 # ---------------------------------------------------------------------------------------- draft length
 
-AUTO_K = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
+AUTO_K = Drafter.auto_k
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay
@@ -328,9 +342,13 @@ class DraftLength:
         """A round found something to draft for so many of its rows."""
         self.matched += (matched / rows - self.matched) / 16
 
-    def choose(self) -> int:
+    def choose(self, expected: Sequence[list[float] | None] = (None,)) -> int:
+        """`expected`: of each row, as Drafter.expect has it."""
         if self.fixed is not None:
             return self.fixed
+        if None not in expected:
+            tokens = {k: len(expected) + sum(sum(row[:k]) for row in expected) for k in (0, *self.costs.verify_s)}
+            return max(tokens, key=lambda k: tokens[k] / self.costs.round(k))
         k, _ = self.costs.best(self.overlap / self.weight, self.matched)
         if k:
             self.plain, self.patience = 0, PROBE_AFTER

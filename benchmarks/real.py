@@ -7,6 +7,8 @@
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
             named by its folder (--distilled, --pard, --eagle3; greedy and at temperature 1): speed-up over plain
             decoding, acceptance, and the speed-up that costs and acceptance predict; llama.cpp's own prompt lookup
+    repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second edit of the same
+            files, chats and stories: each prompt once, because a suffix draft would know its answer the second time
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
 Ours is generate.py's own `main`, in which requests from a pipe stand in for a chat; `busy` and `start` run generate.py
@@ -166,6 +168,20 @@ def copies(tokenizer, args: argparse.Namespace) -> list[dict]:
     return [{"method": "generate", "ids": tokenizer.encode(text), "new": min(args.new, 40)} for text in texts]
 
 
+def repeats(tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Requests by kind of text, from copies to stories."""
+    tasks = [[f"{edit['tasks'][i]}\n\n```python\n{edit['file']}```" for edit in PROMPTS["edits"]] for i in (0, 1)]
+    texts = {"edit": tasks[0], "edit_again": tasks[1], "chat": PROMPTS["questions"]}
+    kinds = {
+        kind: [conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in part]
+        for kind, part in texts.items()
+    }
+    kinds = {"copy": [request["ids"] for request in copies(tokenizer, args)], **kinds}
+    kinds["story"] = [tokenizer.encode(opening) for opening in PROMPTS["openings"]]
+    common = {"method": "generate", "new": args.new, "stop_ids": sorted(tokenizer.stop_ids)}
+    return {kind: [common | {"ids": ids} for ids in prompts] for kind, prompts in kinds.items()}
+
+
 # --------------------------------------------------------------------------------------------------- parts
 
 
@@ -262,6 +278,35 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def measure_repeats(args: argparse.Namespace) -> list[dict]:
+    """All prompts in turn, each answered by all three; the uncounted first request is about something else."""
+    tokenizer, rows = load_tokenizer(args.checkpoint), []
+    flags = {"plain": (), "ngram": ("--draft", "ngram"), "suffix": ("--draft", "suffix")}
+    workers = {name: quickdraft(args.checkpoint, args.compiled, *draft, *("--speculate_k", "auto")[: len(draft)])
+               for name, draft in flags.items()}  # fmt: skip
+    warm_up = {"method": "generate", "ids": tokenizer.encode("1 2 3 4 5"), "new": 8}
+    try:
+        for worker in workers.values():
+            worker.call(**warm_up)
+        for kind, requests in repeats(tokenizer, args).items():
+            answers = {name: [] for name in workers}
+            for request in requests:
+                for name, worker in workers.items():
+                    answers[name].append(worker.call(**request))
+            for name in ("ngram", "suffix"):
+                reports = [answer["speculative"] for answer in answers[name]]
+                counts = "{} proposed, {} accepted".format(
+                    *(sum(r[n] for r in reports) for n in ("drafted", "accepted"))
+                )
+                note, pair = f"--draft {name}; {counts}; greedy", {"plain": answers["plain"], "drafted": answers[name]}
+                rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, note)
+            ratio = over(answers["suffix"], answers["ngram"])
+            rows.append(row(f"smollm2.repeats.{kind}.suffix_over_ngram", ratio, "ratio", "both with K = auto, greedy"))
+    finally:
+        close(workers)
+    return rows
+
+
 def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[dict]:
     """Rows of one drafter: its speed-up within each round, and the program's own report."""
     plain, drafted = answers["plain"], answers["drafted"]
@@ -292,6 +337,7 @@ PARTS = {
     "busy": measure_busy,
     "start": measure_start,
     "spec": measure_spec,
+    "repeats": measure_repeats,
     "clients": measure_clients,
 }
 

@@ -116,7 +116,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     draft.add_argument(
         "--draft_checkpoint", metavar="PATH", help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft"
     )
-    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
+    draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or"
+        " quantized:SCHEME")  # fmt: skip
+    add("--draft_memory", metavar="FILE", help="keep the answers that --draft suffix reads between runs")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}")
     add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
     add(
@@ -180,6 +182,7 @@ def check_options(args: argparse.Namespace) -> None:
          "--interactive is one conversation in text: not with --json, --num_samples or --batch_size"),
         (args.quantize_head and not args.quantize, "--quantize_head needs --quantize"),
         (args.draft_quantize and not args.draft_checkpoint, "--draft_quantize needs --draft_checkpoint"),
+        (args.draft_memory and (args.draft or "").partition(":")[0] != "suffix", "--draft_memory needs --draft suffix"),
         (args.draft_tp == "sharded" and not args.draft_checkpoint,
          "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"),
         (not 0 < args.timeout < 1e6, f"--timeout {args.timeout} must be a positive number of seconds"),
@@ -192,7 +195,8 @@ def check_options(args: argparse.Namespace) -> None:
         (args.prompt_cache and launched(), "--prompt_cache is one process's: start it without torchrun"),
         *((file and not os.access(Path(file).resolve().parent, os.W_OK),
            f"--{name} {file}: its folder does not exist or cannot be written to")
-          for name, file in (("profile", args.profile), ("prompt_cache", args.prompt_cache))),
+          for name, file in (("profile", args.profile), ("prompt_cache", args.prompt_cache),
+                             ("draft_memory", args.draft_memory))),
     ):  # fmt: skip
         if wrong:
             raise ValueError(message)

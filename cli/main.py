@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from cli.chat import chat
+from cli.draft_memory import draft_memory
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
 from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
@@ -32,7 +33,7 @@ from generate import Engine
 from loading.checkpoint import fingerprints
 from loading.files import open_shards, shards, write_atomically
 from model import Config, Transformer
-from speculative import AUTO_K, Drafter
+from speculative import Drafter
 from tp import Ranks, join, launched, local_device
 from weights.walker import batch_invariant_rows
 
@@ -68,7 +69,8 @@ def main(args: argparse.Namespace | None = None) -> None:
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
             session.choose_threads(threads)
         prompts = [row.ids for row in rows]
-        with cache.around(session.engine, prompts), profiled(args.profile if replicas.is_root else None):
+        memory = draft_memory(args.draft_memory, session, writes=replicas.is_root)
+        with cache.around(session.engine, prompts), memory, profiled(args.profile if replicas.is_root else None):
             if args.interactive:
                 chat(session, args)
             with Output(session, rows, args, replicas, file, piped) as output:
@@ -93,7 +95,8 @@ run = main.__wrapped__
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """Settings that must be equal on all ranks. Paths may differ between machines."""
-    files = ("checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "output", "profile", "tools")
+    files = ("checkpoint", "draft_checkpoint", "draft_memory", "random_weights", "prompt_file", "output", "profile",
+             "tools")  # fmt: skip
     flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **flag_values}
@@ -169,7 +172,7 @@ def default_batch_size(
     """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free memory, and as a step can
     have in which each row rounds as it does alone."""
     device, k = model.norm.weight.device, speculate_k(args)
-    K = 0 if drafter is None and not args.one_width else max(AUTO_K) if k == "auto" else k
+    K = 0 if drafter is None and not args.one_width else max(drafter.auto_k) if k == "auto" else k
     models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
     kind = cache_type(args)
     row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)

@@ -163,7 +163,7 @@ def speculation(
     speculative.operations; in_plain_steps: as that function has it, by default by `costs` alone. What needs calibrated
     costs, or a drafted token, is None without."""
     rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
-    usual = max((k for k in row.rounds if k), key=row.rounds.get, default=0)  # the K that most rounds had
+    usual = max((k for k in steps if k), key=steps.get, default=0)  # the K that most rounds had
     has_costs = costs is not None and steps.keys() <= {0, *costs.verify_s}
     modelled = has_costs and alpha is not None
     drafted, paid = (1 - n[0] / rounds if rounds else 0 for n in (row.rounds, steps))  # shares, as in Costs.speedup

@@ -91,7 +91,8 @@ class Request:
         """Append the tokens that a step decided in this row, and set `ending` if the last one ends the text.
         `draft_length` (speculative.DraftLength) observes the acceptance; None without a drafter."""
         ids = list(itertools.takewhile(NO_TOKEN.__ne__, step.tokens[row]))
-        k = step.k if step.accepted[row] >= 0 else 0
+        # A row's draft may be shorter than the round's.
+        k = sum(x != -1 for x in step.overlap[row][: step.k]) if step.accepted[row] >= 0 else 0
         self.can_draft = step.can_draft[row]
         if INVALID in ids:
             ids = ids[: ids.index(INVALID)]

@@ -53,7 +53,7 @@ class State(nn.Module):
         fixed("values", B, len(SETTINGS), dtype=torch.float32)  # of the rows' samplings
         fixed("biases", B, 2, MAX_BIASES, dtype=torch.float32)
         # The last step's decisions, for the host: tokens, then NO_TOKEN; accepted tokens, -1 if the row had no draft;
-        # the sum of min(p, q) at each drafted position; and whether drafting can go on.
+        # the sum of min(p, q) at each drafted position, -1 behind a row's draft; and whether drafting can go on.
         fixed("out", B, K + 1, fill=NO_TOKEN)
         fixed("accepted", B, fill=-1)
         fixed("overlap", B, K, dtype=torch.float32)

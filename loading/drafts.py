@@ -31,8 +31,8 @@ from weights.walker import pack_model
 FOLDERS = {"model": "loading.drafts:check_model", "pard": "drafts.pard:check", "eagle3": "drafts.eagle:check",
            "dflash": "drafts.dflash:check"}  # fmt: skip
 # parse(value, config of the target) -> make(target) -> Drafter
-SPECS = {"ngram": "drafts.ngram:from_spec", "layers": "speculative:layers_from_spec",
-         "quantized": "speculative:quantized_from_spec"}  # fmt: skip
+SPECS = {"suffix": "drafts.suffix:from_spec", "ngram": "drafts.ngram:from_spec",
+         "layers": "speculative:layers_from_spec", "quantized": "speculative:quantized_from_spec"}  # fmt: skip
 # A key of config.json -> the kind that it marks, the first one first. A kind without a row in FOLDERS is refused.
 KIND_BY_KEY = {
     "medusa_num_heads": "Medusa", "markov_rank": "DSpark", "dflash_config": "dflash", "ptd_token_id": "P-EAGLE",
@@ -46,8 +46,8 @@ def load_drafter(
     folder_or_spec: str | Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str | None = None,
     quantize: str | None = None, sharded: bool = False, pack: bool = True, progress: bool = False,
 ):  # fmt: skip
-    """The Drafter for this target. A Path is a folder of any kind in FOLDERS. Text is a spec, ngram[:N],
-    layers:0-7,24-31 or quantized:SCHEME, or else the name of a folder.
+    """The Drafter for this target. A Path is a folder of any kind in FOLDERS. Text is a spec,
+    suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME, or else the name of a folder.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With `pack` the target and
     the draft are packed for their kernels; a target that is packed already has no quantized draft. ValueError names
@@ -86,7 +86,7 @@ def parse_spec(spec: str, config: Config) -> Callable:
     """make(target) -> Drafter of a spec. ValueError for anything else."""
     kind, _, value = spec.partition(":")
     if kind not in SPECS:
-        raise ValueError("expected ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
+        raise ValueError("expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
     return resolve(SPECS[kind])(value, config)
 
 

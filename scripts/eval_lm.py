@@ -331,7 +331,7 @@ def parse_args() -> argparse.Namespace:
     add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model drafts generated text")
-    draft.add_argument("--draft", metavar="SPEC", help="ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
+    draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--dtype", choices=DTYPES)
     add("--device")
     # Flags of generate.py that loading reads.

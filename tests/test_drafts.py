@@ -594,7 +594,7 @@ def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(target, target_folder, 
     (tmp_path / "ngram").mkdir()
     monkeypatch.chdir(tmp_path)
     assert isinstance(load_drafter("ngram", target, None, pack=False), NgramDraft)
-    with pytest.raises(ValueError, match="expected ngram"):
+    with pytest.raises(ValueError, match="expected suffix"):
         load_drafter("nowhere", target, None)
     args = parse_args(["--checkpoint", str(target_folder), "--draft", str(target_folder), "--device", "cpu"])
     with pytest.raises(ValueError, match="a folder belongs to --draft_checkpoint"):

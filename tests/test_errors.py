@@ -164,7 +164,7 @@ def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
 
 
 FLAGS = {  # what is wrong without a look at any weight; what the line must name
-    "kind of draft": (["--draft", "foo"], "--draft foo: expected ngram, ngram:N, layers:0-7,24-31"),
+    "kind of draft": (["--draft", "foo"], "--draft foo: expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31"),
     "tokens to match": (["--draft", "ngram:0"], "--draft ngram:0: ngram:0 must match at least 1 token"),
     "scheme of a draft": (["--draft", "quantized:int3"], "int3"),
     "layers of a draft": (["--draft", "layers:0-7"], "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be"),

@@ -338,7 +338,7 @@ def any_k(monkeypatch):
     """Where a draft length is "auto", any that it could choose, whatever the clock says."""
     generator = random.Random(0)
     monkeypatch.setattr(
-        DraftLength, "choose", lambda self: self.fixed if self.fixed is not None else generator.choice((0, *AUTO_K))
+        DraftLength, "choose", lambda self, *_: self.fixed if self.fixed is not None else generator.choice((0, *AUTO_K))
     )
 
 

@@ -20,6 +20,7 @@ from drafts.dflash import DFlashDraft, load_dflash
 from drafts.eagle import EagleDraft, load_eagle
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
+from drafts.suffix import SuffixDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from model import KVCache
@@ -67,6 +68,8 @@ def drafter_of(kind: str, model):
         return EagleDraft(load_eagle(DRAFT_FOLDERS["eagle3"], model))
     if kind == "dflash":
         return DFlashDraft(load_dflash(DRAFT_FOLDERS["dflash"], model))
+    if kind.startswith("suffix"):  # sampled text depends on a pool's earlier answers
+        return SuffixDraft() if kind == "suffix, pool" else SuffixDraft(pool_tokens=0)
     return {"none": None, "ngram": NgramDraft(2), "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2])}[kind]
 
 
@@ -133,10 +136,29 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "layers", "pard", "eagle3", "dflash"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "layers", "pard", "eagle3", "dflash"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
     assert not parted(model, drafter, num_slots, seed=num_slots)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
+def test_greedy_requests_with_a_pool_equal_themselves_alone(model_of, num_slots, monkeypatch):
+    """Whatever the pool has read by then. `parted` compares with an engine that has never seen another text."""
+    monkeypatch.setitem(globals(), "SAMPLINGS", (Sampling(0), Sampling(0, repetition_penalty=1.3)))
+    assert not parted(model_of(), "suffix, pool", num_slots, seed=num_slots)
+
+
+def test_a_pool_forgets_the_oldest_answers(model_of):
+    drafter, plan = SuffixDraft(pool_tokens=200), arrivals(3, 20)
+    engine = Engine(model_of(), 2, 150, drafter=drafter, speculate_k=3)
+    tokens = run_schedule(engine, plan)
+    drafter.expect([], 0)
+    assert not drafter.texts and not drafter.guesses
+    sizes = [len(text.ids) for text in drafter.pool]
+    assert max(sizes) <= 100 < sum(map(len, tokens)) and all(sizes)
+    last = max(range(20), key=lambda i: (plan[i].abort_at is None) * (plan[i].step + len(tokens[i])))
+    assert str(tokens[last])[1:-1] in str([*drafter.pool[0].ids, -1, *drafter.pool[1].ids])
 
 
 @pytest.mark.parametrize("kind", [KVCache, Int8Cache])

@@ -23,6 +23,7 @@ from decoding.scheduler import Request
 from decoding.slots import State
 from decoding.timing import Timing
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from generate import Engine, generate
 from loading.checkpoint import random_model
 from model import Config, Transformer
@@ -363,6 +364,8 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer) -> Drafter:
         "early exit": lambda: ModelDraft(layer_subset(target, [0]), on_layers=[0]),
         "ngram": lambda: NgramDraft(2),
         "ngram1": lambda: NgramDraft(1),
+        "suffix": lambda: SuffixDraft(pool_tokens=0),  # a pool would make sampled text depend on earlier answers
+        "suffix, pool": SuffixDraft,
         "noise": Noise,
         "poison": Poison,
         "custom": lambda: PlainObject(),
@@ -386,7 +389,7 @@ class PlainObject:
         assert n_accepted.dim() == 1 and n_accepted.min() >= 0
 
 
-DRAFTERS = ["model", "itself", "layers", "early exit", "ngram", "ngram1", "noise", "poison"]
+DRAFTERS = ["model", "itself", "layers", "early exit", "ngram", "ngram1", "suffix", "noise", "poison"]
 
 
 def rows_of(model, prompts, **options) -> list[list[int]]:
@@ -453,7 +456,7 @@ def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
         rows_of(target, PROMPTS, engine=first)
 
 
-@pytest.mark.parametrize("kind", ["itself", "model", "ngram", "layers"])
+@pytest.mark.parametrize("kind", ["itself", "model", "ngram", "layers", "suffix, pool"])
 def test_every_length_and_stop_inside_a_round(margins, kind):
     """Lengths around the ends of rounds; and with stop ids nothing behind them is yielded, counted or kept."""
     target, draft, want = margins
@@ -471,7 +474,7 @@ def test_every_length_and_stop_inside_a_round(margins, kind):
             assert [token.first for token in tokens] == [True] + [False] * (len(cut[row]) - 1)
 
 
-@pytest.mark.parametrize("kind", ["itself", "model", "layers", "ngram", "poison"])
+@pytest.mark.parametrize("kind", ["itself", "model", "layers", "ngram", "suffix, pool", "poison"])
 def test_the_end_of_the_context(margins, kind):
     """The last round starts at the context's last position, and K drafted tokens would lie beyond it."""
     target, draft, _ = margins
@@ -550,7 +553,7 @@ def test_a_sliding_window_and_qk_norm():
         assert rows_of(target, PROMPTS, max_new_tokens=50, drafter=drafter, speculate_k=4) == want
 
 
-@pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
+@pytest.mark.parametrize("kind", ["model", "layers", "ngram", "suffix"])
 def test_a_sampled_row_equals_its_prompt_alone(margins, kind):
     """Fixed K: what a row gets does not depend on its company, n-grams of its own included."""
     target, draft, _ = margins
@@ -567,7 +570,7 @@ def test_a_late_host_reads_the_same(margins, monkeypatch):
     cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), 59)] for row in want]
     for lag in (1, 2, 5):
         monkeypatch.setattr(clock, "host_lag", lambda device, lag=lag: lag)
-        for kind in ("model", "layers", "ngram"):
+        for kind in ("model", "layers", "ngram", "suffix", "suffix, pool"):
             drafter = any_drafter(kind, target, draft)
             assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=60) == want
             assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=60, stop_ids=stop) == cut
@@ -636,7 +639,7 @@ def test_compiled_rounds_of_a_model():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
+@pytest.mark.parametrize("kind", ["model", "layers", "ngram", "suffix"])
 def test_compiled_rounds(kind):
     """Compiled, ragged, with a window: greedy is plain greedy; 200 rounds of changing K, length and temperature compile
     nothing after warm-up; sampled rows are what eager code gives."""

@@ -32,6 +32,7 @@ def draft_folder(text_folder, tmp_path_factory):
 def drafts(draft_folder) -> dict[str, list]:
     return {
         "checkpoint": ["--draft_checkpoint", draft_folder], "ngram": ["--draft", "ngram:1"],
+        "suffix": ["--draft", "suffix"],
         "layers": ["--draft", "layers:0-1"],
     }  # fmt: skip
 
@@ -42,7 +43,7 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "ngram", "layers"])
+@pytest.mark.parametrize("kind", ["checkpoint", "ngram", "suffix", "layers"])
 @pytest.mark.parametrize("k", ["3", "auto", "0"])
 def test_greedy_json_per_row(text_folder, draft_folder, capsys, tmp_path, kind, k):
     """Same ids as without a drafter, batch 1 and 2; the promised keys; counts that fit together, row by row."""

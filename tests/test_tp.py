@@ -354,8 +354,9 @@ ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")), *(f"scheme {scheme}" for scheme in SCHEMES),
     *(f"fork {scheme}" for scheme in FORKS),
     "scheme and head mxfp6", "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
-    "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled", "noisy draft sharded 0.9",
-    "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8", "cache fp8",
+    "draft suffix 0", "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled",
+    "noisy draft sharded 0.9", "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8",
+    "cache fp8",
 )  # fmt: skip
 ON_FOUR = (
     "family llama-3.2", "family llama-biased", "family qwen2", "scheme int4-g32", "draft sharded 0",
@@ -375,7 +376,7 @@ def cases(folder_of, wide):
         found[f"scheme {scheme}"] = {"folder": str(wide["untied"]), "quantize": scheme, "tokens": 24}
         found[f"scheme and head {scheme}"] = {"folder": str(wide["tied"]), "quantize": scheme, "head": scheme}
     found |= {f"fork {name}": {"folder": str(wide["untied"]), "quantize": name, "tokens": 24} for name in FORKS}
-    for drafter in ("sharded", "replicated", "ngram", "layers", "int8", "mxfp4", "unequal"):
+    for drafter in ("sharded", "replicated", "ngram", "suffix", "layers", "int8", "mxfp4", "unequal"):
         for temperature in (0, 0.9):
             found[f"draft {drafter} {temperature}"] = {
                 "folder": str(wide["tied"]), "drafter": drafter, "draft": draft,

@@ -14,6 +14,7 @@ from cli.report import RowStatistics
 from decoding.kv_8bit import KINDS
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_model
 from quantize import quantized_copy
@@ -90,6 +91,8 @@ def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
         return Unequal(ranks.rank)
     if spec == "ngram":
         return NgramDraft(2)
+    if spec == "suffix":
+        return SuffixDraft()
     if spec == "layers":
         return ModelDraft(layer_subset(model, [0]), on_layers=[0])
     return ModelDraft(quantized_copy(model, spec), on_layers=range(model.config.n_layers))

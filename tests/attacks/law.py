@@ -64,6 +64,7 @@ from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
+from drafts.suffix import SuffixDraft
 from drafts.vocabulary import translate
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_model, random_model
@@ -110,6 +111,8 @@ CASES = (
     Case("layers 0 and 2, K 8, min-p", "layers:0,2", 8, MIN_P),
     Case("ngram 1, K 3, T 0.7", "ngram:1", 3, Sampling(0.7)),
     Case("ngram 2, K 5, top-p", "ngram:2", 5, Sampling(1, top_p=0.8)),
+    Case("suffix, K 3", "suffix", 3, Sampling(1)),
+    Case("suffix, K auto, T 0.7", "suffix", "auto", Sampling(0.7)),
     Case("int8 copy, K 8", "int8", 8, Sampling(1)),
     Case("int4 copy, K 1, T 1.5 min-p", "int4-g32", 1, Sampling(1.5, min_p=0.05)),
     Case("int4 copy, K 5, T 0.7 top-k top-p", "int4-g32", 5, FILTERS),
@@ -224,6 +227,8 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
         return PardDraft(draft, V) if "pard" in kind else ModelDraft(draft)
     if kind == "ngram":
         return NgramDraft(int(rest))
+    if kind == "suffix":
+        return SuffixDraft()
     kept = [int(i) for i in rest.split(",")] if kind == "layers" else list(range(model.config.n_layers))
     part = layer_subset(model, kept) if kind == "layers" else pack_model(quantized_copy(model, kind))
     return ModelDraft(part, on_layers=kept)
@@ -327,7 +332,7 @@ def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
     V = target_of(case.target).config.vocab_size
 
     def one_hot(tokens: Tensor) -> Tensor:
-        ids = torch.tensor([looked_up(row, drafter.n) for row in tokens.tolist()])  # (R, T)
+        ids = torch.tensor([looked_up(row, getattr(drafter, "n", 1)) for row in tokens.tolist()])  # (R, T)
         return torch.nn.functional.one_hot(ids.clamp(min=0), V) * (ids >= 0)[..., None]
 
     return one_hot

@@ -1,0 +1,262 @@
+"""Suffix decoding (drafts/suffix.py): look-ups against a search by brute force, drafts that come late or end early, the
+law of sampled text with earlier answers, and the pool's file. Other files try it as one drafter of many."""
+
+import collections
+import functools
+import json
+import random
+
+import pytest
+import torch
+from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of, tiny
+
+import decoding.timing as clock
+import drafts.suffix as suffix
+from cli.flags import parse_args
+from cli.main import run as run_args
+from decoding.sampling import Sampling
+from decoding.timing import Timing
+from drafts.suffix import Guess, SuffixDraft, Text
+from generate import Engine, generate
+from speculative import Costs, DraftLength
+
+
+def text_of(ids: list[int], seed: int | None = None) -> Text:
+    text = Text()
+    text.extend(ids, [seed] * len(ids))
+    return text
+
+
+def tokens_of(ids: list[int], depth: int = 24, longest: int = 9) -> list[int]:
+    return [guess.token for guess in text_of(ids).continuation(ids, depth, longest)]
+
+
+def test_continuations_by_hand():
+    assert tokens_of([1, 2, 3, 4]) == [], "nothing stood before"
+    assert tokens_of([1, 2, 7, 8, 1, 2]) == [7, 8, 1, 2], "twice the length of the match"
+    assert tokens_of([1, 2, 7, 8, 1, 2], longest=3) == [7, 8, 1]
+    assert tokens_of([5, 5, 5]) == [5] * 4, "a continuation repeats at the end of the text"
+    assert tokens_of([1, 2, 7, 9, 2, 8, 1, 2]) == [7, 9, 2, 8], "the longest suffix decides"
+    assert tokens_of([1, 2, 7, 9, 2, 8, 1, 2], depth=1) == [8, 1], "of at most `depth` tokens"
+    assert tokens_of([2, 7, 3, 2, 8, 3, 2, 7, 4, 2], depth=1)[0] == 7, "the most frequent one"
+    assert tokens_of([2, 7, 3, 2, 8, 4, 2], depth=1)[0] == 8, "of equal ones the latest"
+    guesses = text_of([2, 7, 3, 2, 8, 3, 2, 7, 4]).continuation([2], 24, 9)
+    assert guesses == [Guess(7, 2 / 3, 1), Guess(4, 1 / 2, 2)], "its share, and the length of the match before it"
+    unsure = [n for i in range(20) for n in (1, 10 + i)]
+    assert text_of(unsure).continuation([1], 24, 9) == [], "a draft ends below a product of 0.1"
+    answers = text_of([1, 2, -1, 2, 5, -1, 3, -1])
+    assert [g.token for g in answers.continuation([1, 2], 24, 9)] == [], "an answer that ended has no continuation"
+    assert [g.token for g in answers.continuation([9, 2], 24, 9)] == [5], "and none leads into the next"
+
+
+@pytest.mark.parametrize("symbols", [2, 4, 30])
+def test_the_longest_suffix_as_brute_force_finds_it(symbols, monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 1000)
+    rng = random.Random(symbols)
+    for _ in range(150):
+        ids, depth = [rng.randrange(symbols) for _ in range(rng.randrange(1, 60))], rng.randrange(1, 12)
+        lengths = {}
+        for end in range(len(ids) - 1):
+            lengths[end] = next(n for n in range(99) if n == min(depth, end + 1) or ids[end - n] != ids[-1 - n])
+        longest = max(lengths.values(), default=0)
+        counts = collections.Counter(ids[end + 1] for end, n in lengths.items() if n == longest > 0)
+        guesses = text_of(ids).continuation(ids, depth, 9)
+        share = max(counts.values(), default=0) / max(1, counts.total())
+        if share < suffix.MIN_SHARE:
+            assert guesses == []
+        else:
+            assert (guesses[0].share, guesses[0].length) == (share, longest)
+            assert counts[guesses[0].token] == max(counts.values())
+
+
+# ------------------------------------------------------------------------------------------------- rounds
+
+
+def options_of(drafter: SuffixDraft, **more) -> dict:
+    return {"drafter": drafter, "sampling": Sampling(0), "max_new_tokens": 60, **more}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, 14, **BASE)
+
+
+def test_answers_are_drafted_from_earlier_ones(model):
+    """The second time every token of an answer is known; a row's draft may be shorter than its round."""
+    want, drafter = rows_of(model, PROMPTS, max_new_tokens=60), SuffixDraft()
+    engine = Engine(model, 4, 96, drafter=drafter, speculate_k=5)
+    timings = [Timing(), Timing()]
+    for timing in timings:
+        assert rows_of(model, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
+    steps = [timing.steps for timing in timings]
+    assert steps[1] <= 20 < steps[0], "some ten rounds of six tokens, and a few until the match is long"
+    records = [token for timing in timings for row in timing.tokens for token in row if not token.first]
+    assert {0, 2, 5} < {token.k for token in records} <= set(range(6))
+    assert all(token.accepted <= token.k for token in records)
+    assert all(token.overlap == 0 for token in records if token.index >= token.k)
+    assert any(step.k == 0 for step in timings[0].records), "without a draft a step is plain"
+    off = SuffixDraft(pool_tokens=0)
+    engine = Engine(model, 4, 96, drafter=off, speculate_k=5)
+    again = [Timing(), Timing()]
+    for timing in again:
+        rows_of(model, PROMPTS, engine=engine, timing=timing, max_new_tokens=60)
+    assert again[0].steps == again[1].steps, "nothing is remembered without a pool"
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_drafts_of_late_tokens(model, monkeypatch, lag):
+    """Rounds run ahead of the reading, as on a GPU. Drafts still count where they agree with the tokens since."""
+    want = rows_of(model, PROMPTS, max_new_tokens=60)
+    monkeypatch.setattr(clock, "host_lag", lambda device: lag)
+    engine = Engine(model, 4, 96, drafter=SuffixDraft(), speculate_k=3)
+    timings = [Timing(), Timing()]
+    for timing in timings:
+        assert rows_of(model, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
+    accepted = [t.index < t.accepted for row in timings[1].tokens for t in row]
+    assert sum(accepted) > 60, "a known answer is accepted in spite of the lag"
+
+
+def test_a_draft_that_disagrees_with_later_tokens_is_none(model, monkeypatch):
+    """The negative control: without the comparison wrong drafts are verified, and still no token is wrong."""
+    want = rows_of(model, PROMPTS, max_new_tokens=60)
+    monkeypatch.setattr(clock, "host_lag", lambda device: 2)
+    alphas = []
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(SuffixDraft, "align", functools.partialmethod(unaligned, SuffixDraft.align))
+        engine = Engine(model, 4, 96, drafter=SuffixDraft(), speculate_k=3)
+        for timing in (Timing(), Timing()):
+            assert rows_of(model, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
+        drafted = [t for row in timing.tokens for t in row if t.index < t.k]
+        alphas.append(sum(t.index < t.accepted for t in drafted) / len(drafted))
+    assert alphas[0] > alphas[1] + 0.05
+
+
+def unaligned(self, align, state, k):
+    """As if the text had no later tokens: the draft begins at its first one."""
+    self.drafts[:, 0] = state.pos
+    align(self, state, k)
+
+
+def test_k_follows_the_expected_length():
+    costs = Costs(1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {1: 1.1, 2: 1.3, 3: 1.5, 5: 1.7, 8: 2.5})
+    choose = DraftLength("auto", costs).choose
+    assert choose([[]]) == 0 and choose([[0.05]]) == 0, "a poor guess is not worth a round"
+    assert choose([[0.9]]) == 1 and choose([[0.9, 0.8]]) == 2 and choose([[0.9, 0.1]]) == 1
+    assert choose([[0.99**i for i in range(1, 9)]]) == 8
+    assert choose([[0.9], [], [], []]) == 1 and choose([[0.3], [], [], []]) == 0, "all rows pay for one's draft"
+    assert DraftLength(5).choose([[0.1]]) == 5
+
+
+def test_auto_learns_that_matches_lie(model):
+    """Tokens show without a round whether a draft would have been accepted."""
+    costs = Costs(1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {k: 1 + 0.3 * k for k in (1, 2, 3, 5, 8)})
+    drafter = SuffixDraft(pool_tokens=0)
+    engine = Engine(model, 1, 96, drafter=drafter, speculate_k="auto")
+    engine.use_costs({1: costs})
+    prompt = [n for i in range(8) for n in (1, 2, 3 + i)]  # 1 2 is always followed by another token
+    want = rows_of(model, [prompt], max_new_tokens=60)
+    assert rows_of(model, [prompt], engine=engine, max_new_tokens=60) == want
+    before = drafter.acceptances([Guess(5, 1.0, 2)])[0]
+    lies = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]
+    engine.add_request(lies[:2], sampling=Sampling(0), max_new_tokens=40)
+    request = engine.next_prompt()
+    for n in range(2, len(lies)):
+        request.tokens = lies[2:n]
+        drafter.expect([request], 0)
+    assert drafter.acceptances([Guess(5, 1.0, 2)])[0] < before
+
+
+def test_the_host_waits_for_nothing(model):
+    """Between reading and launching no value of the device is asked for."""
+    engine = Engine(model, 4, 96, drafter=SuffixDraft(), speculate_k=3)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=30)
+    while not engine.scheduler.decoding():
+        engine.step()
+    for _ in range(12):
+        with torch.inference_mode(), NoSync():
+            step, launch = engine.plan(engine.scheduler.decoding())
+            result = engine.run(*step)
+        engine.readback.send(result, launch)
+        engine.read(0)
+    assert any(request.token_records[-1].k for request in engine.requests.values())
+
+
+# --------------------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("same_noise", [False, True])
+def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
+    """The same prompt with the same seed twice: the second answer must have the target's law over all seeds too. A
+    draft from the first one, which came from the same noise, would break it: the negative control."""
+    if same_noise:
+        monkeypatch.setattr(suffix, "noise_seed", lambda request: None)
+    model = tiny(3)
+    V, prompt, n = model.config.vocab_size, [1, 2, 3], 3
+    engine, counts = Engine(model, 1, 12, drafter=SuffixDraft(), speculate_k=2), torch.zeros(V**n)
+    options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n}
+    for seed in range(2000):
+        engine.drafter.pool = [Text(), Text()]
+        for _ in range(2):
+            tokens = [id for _, id in generate(model, [prompt], seed=seed, **options)]
+        counts[sum(id * V**i for i, id in enumerate(reversed(tokens)))] += 1
+    p = p_value(counts, joint_law(model, prompt, n, Sampling(1)))
+    assert p < 1e-12 if same_noise else p > 1e-6
+
+
+# ------------------------------------------------------------------------------------------------- the file
+
+COMMON = ["--max_new_tokens", "40", "--temperature", "0", "--json", "--device", "cpu", "--dtype", "float32"]
+
+
+def report_of(capsys, *flags: str) -> dict:
+    run_args(parse_args([*COMMON, "--draft", "suffix", *flags]))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_memory_is_there_in_the_next_run(tmp_path, capsys):
+    file = tmp_path / "memory.json"
+    first, second = (report_of(capsys, "--draft_memory", str(file)) for _ in range(2))
+    assert first["tokens"] == second["tokens"] == report_of(capsys)["tokens"]
+    assert second["speculative"]["rounds"] < 12 < first["speculative"]["rounds"]
+    memory = json.loads(file.read_text())
+    assert set(memory["seeds"]) == {None} and memory["ids"].count(-1) == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["memory.json"]
+    run_args(
+        parse_args([*COMMON, "--temperature", "1", "--seed", "7", "--draft", "suffix", "--draft_memory", str(file)])
+    )
+    assert set(json.loads(file.read_text())["seeds"]) == {None, 7}
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("tokenizer", "0" * 64, "tokenizer: "), ("format", "x", "format: x there, a draft memory"),
+        ("vocab_size", 5, "vocab_size: 5 there, 2048 here"), ("ids", [1, 50, -1], "checksum: "), ("ids", 5, "checksum"),
+        ("seeds", None, "checksum: "), ("more", 1, "more: 1 there"), (None, None, "not readable"),
+    ],
+)  # fmt: skip
+def test_a_memory_that_does_not_fit_is_refused(tmp_path, capsys, key, value, message):
+    file = tmp_path / "memory.json"
+    report_of(capsys, "--draft_memory", str(file))
+    memory = json.loads(file.read_text())
+    file.write_text("{" if key is None else json.dumps(memory | {key: value}))
+    before = file.read_text()
+    with pytest.raises(ValueError, match=message) as error:
+        report_of(capsys, "--draft_memory", str(file))
+    assert str(file) in str(error.value) and "\n" not in str(error.value) and file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--draft", "suffix:0"], "suffix:0 must match at least 1 token"),
+        (["--draft", "suffix:x"], "--draft suffix:x: 'x' is no number"),
+        (["--draft", "ngram", "--draft_memory", "m"], "--draft_memory needs --draft suffix"),
+        (["--draft", "suffix", "--draft_memory", "/nowhere/m"], "--draft_memory /nowhere/m: its folder does not exist"),
+    ],
+)
+def test_wrong_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        run_args(parse_args(["--device", "cpu", *flags]))
