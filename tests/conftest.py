@@ -211,27 +211,9 @@ def story_tokenizer(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("tokenizer")
     words = [
-        "the",
-        "little",
-        "cat",
-        "and",
-        "a",
-        "big",
-        "dog",
-        "went",
-        "to",
-        "play",
-        "in",
-        "the",
-        "park",
-        "with",
-        "their",
-        "red",
-        "ball;",
-        "it",
-        "was",
-        "fun.",
-    ]
+        "the", "little", "cat", "and", "a", "big", "dog", "went", "to", "play", "in", "the", "park", "with", "their",
+        "red", "ball;", "it", "was", "fun.",
+    ]  # fmt: skip
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 80)]
     (folder / "text.txt").write_text("\n".join(lines))
     sentencepiece.SentencePieceTrainer.train(

@@ -346,16 +346,8 @@ def test_rows_take_what_one_row_computed():
 
 
 def test_a_prompt_is_kept_in_codes(tmp_path, capsys):
-    flags = [
-        "--prompt",
-        "Once upon a time " * 12,
-        "--prompt_cache",
-        str(tmp_path / "kept"),
-        "--json",
-        "--device",
-        "cpu",
-    ]
-    flags += ["--max_new_tokens", "8", "--temperature", "0"]
+    flags = ["--prompt", "Once upon a time " * 12, "--prompt_cache", str(tmp_path / "kept"), "--json"]
+    flags += ["--device", "cpu", "--max_new_tokens", "8", "--temperature", "0"]
     found = []
     for _ in range(2):
         run(parse_args([*flags, "--kv_cache_dtype", "int8"]))

@@ -22,7 +22,6 @@ from model import Config, Experts, FeedForward, Mixture, attend
 from quantize import quantized_copy
 from speculative import ModelDraft, layer_subset
 from weights import experts as packed
-from weights.formats import FORMATS
 from weights.linears import QuantizedLinear
 from weights.walker import named_linears, pack_model, quantized_linears
 
@@ -509,10 +508,6 @@ class Quiet(Listening):
 
     def largest(self, x):
         return x
-
-
-def test_schemes_are_known():
-    assert {"mxfp4", "q8_0"} <= FORMATS.keys()
 
 
 @pytest.mark.parametrize("family", SPARSE)

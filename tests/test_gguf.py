@@ -108,6 +108,10 @@ def write(file: Path, family: str = "llama-3", types=None, permute=permuted, key
         data = numpy.ascontiguousarray(tensor.numpy())
         data = data.astype(numpy.float64) if kind == TYPES.F64 else gguf.quants.quantize(data, kind)
         writer.add_tensor(named, data, raw_dtype=kind)
+    return finish(writer, file)
+
+
+def finish(writer, file: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -309,11 +313,8 @@ def test_matrices_of_several_types(tmp_path, capsys):
     model, want = load_model(file, dtype=torch.float32, pack=False), weights_of(file, LLAMA_HEADS)
     schemes = {name: getattr(linear, "scheme", None) for name, linear in named_linears(model)}
     assert schemes["layers.0.attention.qkv"] is None and schemes["layers.1.attention.qkv"] == "q4_1"
-    assert (schemes["layers.0.ffn.down"], schemes["layers.0.ffn.gate_up"], schemes["lm_head"]) == (
-        "q8_0",
-        "q4_1",
-        "q8_0",
-    )
+    names = ("layers.0.ffn.down", "layers.0.ffn.gate_up", "lm_head")
+    assert [schemes[name] for name in names] == ["q8_0", "q4_1", "q8_0"]
     for name, linear in named_linears(model):
         got = linear.dequantized(torch.float32) if schemes[name] else linear.weight
         assert torch.equal(got, torch.cat([want[source] for source in sources(name)])), name
@@ -365,11 +366,7 @@ def k_types(file: Path) -> Path:
         writer.add_tensor(f"{prefix}{name}.weight", data, raw_dtype=TYPES[kind])
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
         writer.add_tensor(f"{name}.weight", numpy.ones(256, dtype=numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return finish(writer, file)
 
 
 def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
@@ -491,11 +488,7 @@ def write_vocabulary(file: Path, keys) -> Path:
     writer = gguf.GGUFWriter(file, "llama")
     keys(writer)
     writer.add_tensor("token_embd.weight", numpy.zeros((400, 64), dtype=numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return finish(writer, file)
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

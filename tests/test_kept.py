@@ -530,10 +530,6 @@ def rewritten(file, there, change) -> None:
     save_file(tensors, there, metadata=metadata)
 
 
-def with_bytes(at: int, value: bytes):
-    return lambda data: data[:at] + value + data[at + len(value) :] if at >= 0 else data[:at] + value
-
-
 BROKEN = {
     "no safetensors": (lambda data: b"not a cache", "not a readable safetensors file"),
     "empty": (lambda data: b"", "not a readable safetensors file"),

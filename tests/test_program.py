@@ -42,12 +42,6 @@ from loading.tokenizer import load_tokenizer
 from scripts.download import download
 
 
-def cli(*arguments: str, input: str | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, ROOT / "generate.py", *arguments], capture_output=True, text=True, input=input, timeout=120,
-    )  # fmt: skip
-
-
 def run(capsys, *arguments) -> tuple[list[dict], str]:
     """The command line in this process: (JSON lines, stderr)."""
     run_args(parse_args([*map(str, arguments), "--json", "--device", "cpu"]))
@@ -57,7 +51,8 @@ def run(capsys, *arguments) -> tuple[list[dict], str]:
 
 def test_json_has_the_promised_keys_and_stdout_nothing_else(text_folder):
     prompt = ("--checkpoint", str(text_folder), "--prompt", "the little cat")
-    done = cli(*prompt, "--max_new_tokens", "9", "--json", "--num_samples", "2")
+    command = [sys.executable, ROOT / "generate.py", *prompt, "--max_new_tokens", "9", "--json", "--num_samples", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     tokenizer = load_tokenizer(text_folder)
@@ -76,8 +71,9 @@ def test_json_has_the_promised_keys_and_stdout_nothing_else(text_folder):
 def test_text_streams_to_stdout_and_equals_the_json(text_folder, capsys):
     arguments = ("--checkpoint", str(text_folder), "--prompt", "a big dog", "--max_new_tokens", "30", "--seed", "4")
     rows, _ = run(capsys, *arguments)
-    done = cli(*arguments, "--device", "cpu")
-    assert done.stdout == rows[0]["text"] + "\n" and "a big dog" in done.stderr
+    run_args(parse_args([*arguments, "--device", "cpu"]))
+    out, err = capsys.readouterr()
+    assert out == rows[0]["text"] + "\n" and "a big dog" in err
 
 
 def test_stop_token_ends_a_row_and_is_no_text(text_folder, capsys):
@@ -289,11 +285,12 @@ def test_a_line_that_is_no_request_is_named(wrong, tmp_path):
     assert [request.text for request in asked] == ["a"] and len(problems) == 1 and "line 2" in problems[0]
 
 
-def test_stdin_batches_and_plain_text(text_folder):
-    stdin = ("--checkpoint", str(text_folder), "--prompt_file", "-", "--batch_size", "2")
-    done = cli(*stdin, "--max_new_tokens", "4", input="the cat\na dog\n")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2
-    assert "the cat" in done.stderr and "a dog" in done.stderr
+def test_stdin_batches_and_plain_text(text_folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\na dog\n"))
+    flags = ["--checkpoint", str(text_folder), "--prompt_file", "-", "--batch_size", "2", "--max_new_tokens", "4"]
+    run_args(parse_args(flags))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) >= 2 and "the cat" in err and "a dog" in err
 
 
 def test_new_tokens_default_to_the_end_of_the_context(text_folder, capsys):
@@ -745,21 +742,22 @@ def test_every_program_helps(file, tmp_path):
     assert forked(help, tmp_path / "stderr") == 0, (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.parametrize("program", ["quantize", "scripts.perplexity", "scripts.compare"])
-def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, program):
+@pytest.mark.parametrize(
+    "program, flags",
+    [("quantize", "--checkpoint a --output b"), ("scripts.perplexity", "--checkpoint a --text b"),
+     ("scripts.compare", "--a= --b="), ("scripts.eval_lm", "--checkpoint a --tasks x"), ("scripts.serve", "")],
+)  # fmt: skip
+def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, tmp_path, program, flags):
     """Otherwise every rank does and prints all of it, and they write the same folder."""
-    flags = {
-        "quantize": ["--checkpoint", "a", "--output", "b"],
-        "scripts.perplexity": ["--checkpoint", "a", "--text", "b"],
-    }
-    flags["scripts.compare"] = ["--a=", "--b="]
-    monkeypatch.setattr(sys, "argv", [program, *flags.get(program, [])])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *flags.split()])
     for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as exit:
         importlib.import_module(program).main()
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and "without torchrun" in error and error.count("\n") == 1
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and not list(tmp_path.iterdir()), out
+    assert "without torchrun" in err and err.count("\n") == 1, err
 
 
 def test_programs_are_looked_for_where_they_are():

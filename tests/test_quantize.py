@@ -28,15 +28,7 @@ from scripts import perplexity
 from scripts.perplexity import measure, windows
 from speculative import ModelDraft
 from weights import cpu, formats, linears
-from weights.formats import (
-    FORMATS,
-    dequantize_tensor,
-    format_of,
-    pack_bits,
-    quantize_tensor,
-    round_scale,
-    unpack_bits,
-)  # fmt: skip
+from weights.formats import FORMATS, dequantize_tensor, format_of, pack_bits, quantize_tensor, round_scale, unpack_bits
 from weights.linears import QuantizedLinear
 from weights.walker import named_linears, pack_model, quantized_linears, replace_linears
 
@@ -560,19 +552,9 @@ def test_command_line(wide_folder, text_folder, capsys, monkeypatch):
             program.main()
         out, err = capsys.readouterr()
         assert exit.value.code == 2 and out == "" and names in err and "Traceback" not in err
-    common = [
-        "--checkpoint",
-        str(text_folder),
-        "--json",
-        "--max_new_tokens",
-        "9",
-        "--quantize",
-        "int8",
-        "--device",
-        "cpu",
-    ]
-    for options in ([], ["--quantize_head", "int8"], ["--draft", "quantized:int4-g32"]):
-        program.run(parse_args([*common, *options]))
+    common = f"--checkpoint {text_folder} --json --max_new_tokens 9 --quantize int8 --device cpu"
+    for options in ("", " --quantize_head int8", " --draft quantized:int4-g32"):
+        program.run(parse_args((common + options).split()))
         assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
 
 
@@ -686,17 +668,8 @@ def test_gptq_on_the_command_line(text_folder, tmp_path):
     rows = windows(load_tokenizer(text_folder).encode(text.read_text(), bos=False), 64, 1)
     for method in ("rtn", "gptq"):
         extra = ["--calibration", text, "--samples", 16, "--context", 64] if method == "gptq" else []
-        done = quantize(
-            "--checkpoint",
-            text_folder,
-            "--scheme",
-            "int4-g32",
-            "--method",
-            method,
-            "--output",
-            tmp_path / method,
-            *extra,
-        )
+        flags = ["--checkpoint", text_folder, "--scheme", "int4-g32", "--method", method]
+        done = quantize(*flags, "--output", tmp_path / method, *extra)
         assert done.returncode == 0, done.stderr
         kl[method] = measure(load_model(tmp_path / method, dtype=torch.float32), rows, 4, original)["kl"]
     assert kl["gptq"] < 0.7 * kl["rtn"]
@@ -797,20 +770,26 @@ def test_bos_leads_windows_only_where_encoding_a_text_adds_one(adds, text_folder
     assert states.shape[1] == 20 + adds and adds == torch.equal(states[:, 0], model.embed.weight[[1] * 3])
 
 
-def test_perplexity_on_the_command_line():
-    command = [sys.executable, "-m", "scripts.perplexity", "--checkpoint", "checkpoints/demo", "--context", "64"]
-    done = subprocess.run(
-        [*command, "--text", "checkpoints/stories.txt", "--quantize", "int8", "--json",
-         "--reference", "checkpoints/demo"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+def test_perplexity_on_the_command_line(capsys, monkeypatch):
+    common = ["perplexity", "--checkpoint", str(ROOT / "checkpoints" / "demo"), "--context", "64"]
+    stories = ["--text", str(ROOT / "checkpoints" / "stories.txt")]
+
+    def main(*flags: str) -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr(sys, "argv", [*common, *flags])
+        status = 0
+        try:
+            perplexity.main()
+        except SystemExit as exit:
+            status = exit.code
+        return status, *capsys.readouterr()
+
+    _, out, _ = main(*stories, "--quantize", "int8", "--json", "--reference", str(ROOT / "checkpoints" / "demo"))
+    found = json.loads(out)
     assert found.keys() >= {"perplexity", "nll", "tokens", "context", "bos", "kl", "top1"} and found["kl"] < 0.01
-    head = ["--text", "checkpoints/stories.txt", "--quantize_head", "nonsense"]
-    done = subprocess.run([*command, *head], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "head nonsense (--quantize_head) needs" in done.stderr and not done.stdout
-    done = subprocess.run([*command, "--text", "nowhere.txt"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "nowhere.txt" in done.stderr and "Traceback" not in done.stderr
+    status, out, err = main(*stories, "--quantize_head", "nonsense")
+    assert status == 2 and "head nonsense (--quantize_head) needs" in err and not out
+    status, out, err = main("--text", "nowhere.txt")
+    assert status == 2 and "nowhere.txt" in err and "Traceback" not in err
 
 
 class Peaked(torch.nn.Module):

@@ -187,9 +187,10 @@ def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling)
         logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
     logits = logits.clone()
     if sampling.kind == PENALIZED:
-        for row, i in itertools.product(range(len(tails)), range(n)):
-            text = tokens[row, : len(prompt) + i].tolist()
-            logits[row, i] = naive_penalties(logits[row, i], text, len(prompt), sampling)
+        for i in range(n):  # V^(n - i) rows in a row share their first i tokens, and with them the next one's law
+            for rows in torch.arange(len(tails)).split(V ** (n - i)):
+                text = tokens[rows[0], : len(prompt) + i].tolist()
+                logits[rows, i] = naive_penalties(logits[rows[0], i], text, len(prompt), sampling)
     return sampling.probs(logits).double().gather(2, tails[..., None])[..., 0].prod(1)
 
 
@@ -207,6 +208,7 @@ def p_value(counts: Tensor, law: Tensor) -> float:
 
 
 TAIL, ROWS = 5, 4096
+FILTERED_ROWS = 128  # at a time: a filter's histogram has 1,024 bins for each of four tokens, and must fit a cache
 LONG_PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]  # has n-grams to look up
 
 
@@ -214,12 +216,13 @@ def sequences(model, drafter, sampling: Sampling, k, runs: int = 4) -> Tensor:
     """Counts (V^TAIL,) of what ROWS x runs speculative generations gave, each row with a seed of its own."""
     V, counts = model.config.vocab_size, 0
     begin, end = len(LONG_PROMPT), len(LONG_PROMPT) + TAIL
-    engine = Engine(model, ROWS, end, drafter=drafter, speculate_k=k)
-    for run in range(runs):
-        start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(run * ROWS, (run + 1) * ROWS)))
+    rows = ROWS if sampling.kind == "plain" else FILTERED_ROWS
+    engine = Engine(model, rows, end, drafter=drafter, speculate_k=k)
+    for seed in range(0, ROWS * runs, rows):
+        start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(seed, seed + rows)))
         with torch.inference_mode():
             for _ in range(TAIL - 1):  # each round decides one token at least
-                engine.run(engine.rows(0, ROWS), end, k)
+                engine.run(engine.rows(0, rows), end, k)
         assert engine.state.done.all()
         index = engine.state.tokens[:, begin:end] @ V ** torch.arange(TAIL - 1, -1, -1)
         counts = counts + index.bincount(minlength=V**TAIL)

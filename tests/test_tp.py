@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import os
-import runpy
 import shutil
 import socket
 import subprocess
@@ -693,15 +691,11 @@ def test_devices_by_local_rank(monkeypatch):
     assert tp.local_device(None) is None
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    """This process, as the first of two that a launcher started; Slurm's does not set LOCAL_WORLD_SIZE."""
+def test_a_launcher_need_not_say_how_many_ranks_a_machine_has(monkeypatch):
+    """The first of two ranks. Slurm does not set LOCAL_WORLD_SIZE."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
-
-def test_a_launcher_need_not_say_how_many_ranks_a_machine_has(as_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert tp.local_device(None) == "cuda:0"
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -710,32 +704,6 @@ def test_a_launcher_need_not_say_how_many_ranks_a_machine_has(as_rank, monkeypat
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     assert edge.use_threads(None) == torch.get_num_threads()
-
-
-@pytest.mark.parametrize("module", ["perplexity", "compare", "eval_lm", "serve"])
-def test_scripts_are_refused_under_torchrun(module, as_rank, monkeypatch, capsys, tmp_path):
-    """Every rank would do all of the work, and print it."""
-    demo, text = str(ROOT / "checkpoints" / "demo"), tmp_path / "text.txt"
-    text.write_text("the cat")
-    flags = {
-        "perplexity": ["--checkpoint", demo, "--text", str(text)],
-        "compare": ["--a", "--seed 1", "--b", "--seed 2"],
-        "eval_lm": ["--checkpoint", demo, "--tasks", "x"],
-    }.get(module, [])
-    monkeypatch.setattr(sys, "argv", [module, *flags])
-    with pytest.raises(SystemExit) as exit:
-        importlib.import_module(f"scripts.{module}").main()
-    err = capsys.readouterr().err
-    assert exit.value.code == 2 and "start this program without torchrun" in err and len(err.splitlines()) == 1, err
-
-
-def test_quantize_is_refused_under_torchrun(as_rank, tmp_path, capsys, monkeypatch):
-    """Two processes would write one folder."""
-    flags = ["--checkpoint", "checkpoints/demo", "--scheme", "int8", "--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["quantize.py", *flags])
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_path(str(ROOT / "quantize.py"), run_name="__main__")
-    assert exit.value.code == 2 and "without torchrun" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_leaving_an_nccl_group(monkeypatch):
