@@ -314,13 +314,19 @@ def test_bytes_are_those_held(kind, folder_of):
 @pytest.mark.parametrize("kind", CODED)
 def test_compiled_steps(kind):
     """Compiled steps neither compile anew after warm-up nor draft another text than they decode plainly."""
-    prompts, found = [[1, 428, 437, 261, 399], [1, 333] * 9], []
-    for drafter in (None, NgramDraft()):
-        engine = Engine(demo(), 2, 100, compile=True, drafter=drafter, speculate_k=3, kind=kind)
-        engine.warm_up("greedy")
-        with torch.compiler.set_stance("fail_on_recompile"):
-            found.append(rows_of(demo(), prompts, max_new_tokens=50, engine=engine))
-    assert found[0] == found[1]
+    options = {"drafter": NgramDraft(), "speculate_k": 3, "compile_prompts": kind is Int8Cache}
+    engine, texts = Engine(demo(), 2, 100, compile=True, kind=kind, **options), []
+    engine.warm_up("greedy")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for draft in (False, True):
+            prompts = ([1, 428, 437, 261, 399], [1, 333] * 9)
+            numbers = [engine.add_request(p, sampling=Sampling(0), max_new_tokens=50, draft=draft) for p in prompts]
+            requests = [engine.requests[number] for number in numbers]
+            while engine.has_unfinished():
+                engine.step()
+            texts.append([request.tokens for request in requests])
+            engine.clear()
+    assert texts[0] == texts[1] and [len(text) for text in texts[0]] == [50, 50]
 
 
 def test_sampling_is_lossless_on_its_own_caches():

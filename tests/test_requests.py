@@ -16,7 +16,8 @@ from cli.flags import check_options, parse_args
 from cli.main import run as run_args
 from cli.prompts import encoded, requests
 from decoding.logits import penalize, top_logprobs
-from decoding.sampling import KINDS, Sampling
+from decoding.sampling import Sampling
+from decoding.timing import Timing
 from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.chat_templates import ChatTemplate
@@ -242,8 +243,6 @@ DRAFTS = {
 
 def decoded(model, sampling, **options):
     """Tokens of each row, and what was noted beside them."""
-    from decoding.timing import Timing
-
     engine, timing = Engine(model, 2, 80, speculate_k=3, **options), Timing()
     rows = [[], []]
     for row, id in generate(
@@ -367,10 +366,10 @@ MIXED = [
 ]  # fmt: skip
 
 
-def texts_of(model, prompts, samplings, max_new_tokens: int = 40, **options) -> list[list[int]]:
+def texts_of(model, prompts, samplings, max_new_tokens: int = 40, timing=None, **options) -> list[list[int]]:
     engine = options.pop("engine", None) or Engine(model, len(prompts), 80, speculate_k=3, **options)
     rows = [[] for _ in prompts]
-    settings = {"seed": [3 + sum(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens}
+    settings = {"seed": [3 + sum(prompt) for prompt in prompts], "max_new_tokens": max_new_tokens, "timing": timing}
     for row, id in generate(model, prompts, sampling=samplings, engine=engine, **settings):
         rows[row].append(id)
     return rows
@@ -395,21 +394,29 @@ def test_a_mixed_batch_is_each_row_alone(draft, folder_of):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("draft", ["none", "layers"])
-def test_penalties_come_and_go_without_compiling(draft, folder_of):
-    """Rows in changing company, with other values each time: all as alone and eager."""
-    model, prompts = load_model(folder_of("llama-3"), dtype=torch.float32), mixed_prompts(len(MIXED))
-    alone = [texts_of(model, [prompt], [sampling])[0] for prompt, sampling in zip(prompts, MIXED)]
-    eager = [texts_of(model, [p], [s], drafter=DRAFTS[draft](model))[0] for p, s in zip(prompts, MIXED)]
-    engine = Engine(model, 3, 80, speculate_k=3, drafter=DRAFTS[draft](model), compile=True)
-    for kind in KINDS:
+@pytest.mark.parametrize("draft, logprobs", [("none", None), ("layers", 2)])
+def test_penalties_come_and_go_without_compiling(draft, logprobs, folder_of):
+    """Rows in changing company, with other values each time: all as alone and eager, and the same log-probabilities
+    are recorded. Filters alone are left out: their code is part of the penalised kind's, and takes long to compile."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    samplings = [sampling for sampling in MIXED if sampling.kind != "filtered"]
+    prompts, timings = mixed_prompts(len(samplings)), [Timing(), Timing()]
+    drafted = {"drafter": DRAFTS[draft](model), "logprobs": logprobs}
+    eager = texts_of(model, prompts, samplings, timing=timings[0], **drafted)
+    plain = texts_of(model, prompts, samplings)
+    engine = Engine(model, 3, 80, speculate_k=3, compile=True, compile_prompts=False, **drafted)
+    for kind in {sampling.kind for sampling in samplings}:
         engine.warm_up(kind)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert texts_of(model, prompts, MIXED, engine=engine) == eager
-        assert texts_of(model, prompts[::-1], MIXED[::-1], engine=engine) == eager[::-1]
-        for prompt, sampling, text, plain in zip(prompts, MIXED, eager, alone):
+        assert texts_of(model, prompts, samplings, engine=engine, timing=timings[1]) == eager
+        assert texts_of(model, prompts[::-1], samplings[::-1], engine=engine) == eager[::-1]
+        for prompt, sampling, text, alone in zip(prompts, samplings, eager, plain):
             assert texts_of(model, [prompt], [sampling], engine=engine) == [text]
-            assert sampling.temperature or text == plain
+            assert sampling.temperature or text == alone
+    if logprobs:
+        for notes in zip(*(timing.top_logprobs for timing in timings), strict=True):
+            here, there = map(torch.tensor, notes)  # (n, 1 + logprobs, 2) of a row: ids and numbers
+            assert torch.equal(here[..., 0], there[..., 0]) and torch.allclose(here, there, atol=1e-4)
 
 
 @pytest.mark.parametrize("values", [
@@ -440,17 +447,6 @@ def test_any_function_may_process_logits(folder_of):
     for prompt, row in zip(PROMPTS, texts[0], strict=True):
         text = prompt + row
         assert all(text[i] != text[i - 2] for i in range(len(prompt), len(text)))
-
-
-@pytest.mark.compiled
-def test_compiled_steps_penalise_and_note_alike(folder_of):
-    model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    sampling = Sampling(0, repetition_penalty=1.3)
-    for draft in ("none", "layers"):
-        found = [decoded(model, sampling, compile=c, drafter=DRAFTS[draft](model), logprobs=2) for c in (False, True)]
-        assert found[0][0] == found[1][0]
-        notes = [torch.tensor(noted[0]) for _, noted in found]
-        assert torch.equal(notes[0][..., 0], notes[1][..., 0]) and torch.allclose(*notes, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------- several at a time
