@@ -142,13 +142,12 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     """A block reaches beyond the last position of its engine, and beside it stands a row that has ended."""
     folder = dflash_folder("published", tmp_path / "draft")
     drafter, twin = recorded(DFlashDraft)(load_dflash(folder, target)), DFlashTwin(folder, target_folder)
-    engine = Engine(target, 2, 20, drafter=drafter, speculate_k=2)
-    rows = rows_of(target, [PROMPTS[0], PROMPTS[1]], engine=engine, max_new_tokens=[15, 2], sampling=Sampling(1.3))
-    assert [len(row) for row in rows] == [15, 2]
-    late_rounds = [before for before, _, _ in drafter.seen if len(before[0]) > 16]
-    assert late_rounds
+    engine = Engine(target, 2, 31, drafter=drafter, speculate_k=1)
+    rows = rows_of(target, [PROMPTS[0], PROMPTS[1]], engine=engine, max_new_tokens=[26, 2], sampling=Sampling(1.3))
+    assert [len(row) for row in rows] == [26, 2]
+    assert any(len(before[0]) + BLOCK - 1 > engine.runner.S for before, _, _ in drafter.seen)
     for before, tokens, probs in drafter.seen:
-        if len(before[0]) <= 20:
+        if len(before[0]) <= 31:
             want = twin(folder, before[0], tokens[0], Sampling(1.3))
             assert (probs[0].double() - want).abs().max() < 1e-4
 

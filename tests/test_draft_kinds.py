@@ -3,6 +3,7 @@ and the program read the folders that it writes."""
 
 import argparse
 import json
+import math
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from decoding.sampling import Sampling
 from loading.checkpoint import load_model
 from quantize import main as quantize
 from scripts import distill_draft
-from scripts.distill_draft import distill, draft_config, init_weights, read_json
+from scripts.distill_draft import add_gradients, distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args
 from scripts.draft_kinds import KINDS, by_position
 from speculative import Costs
@@ -73,6 +74,31 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
             want = twin(tmp_path / "draft", row[: last + 1], drafted, Sampling(1))[i]
             want = want[:131] / want[:131].sum()  # a mask is never drafted
             assert (q[number] - want).abs().max() < 1e-4
+
+
+def test_the_first_tokens_of_a_block_count_most(folder_of):
+    """The loss of a window, by hand: KL of each block's tokens, weighted exp(-(k - 1) / gamma), gamma half a block."""
+    source = folder_of("llama-3.1")
+    target = load_model(source, dtype=torch.float32)
+    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
+    kind = KINDS["dflash"](draft_config(config_json(source), flags), target.config, 7)
+    kind.choose(torch.cat((torch.arange(3, 131), torch.tensor([0, 2]))))
+    assert kind.hf["dflash_config"]["mask_token_id"] == 1 == kind.dflash.mask, "the one token that the text lacks"
+    draft = kind.trained()
+    init_weights(draft, 3)
+    kind.bind(draft, target)
+    rows = torch.randint(0, 131, (2, 41), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        h, learned = kind.states(draft, target, rows[:, :-1], 5)
+        log_p, log_q = target.head(h).log_softmax(-1), kind.logits(draft, learned.states).log_softmax(-1)
+    losses, weights = [], []
+    for n, (at, k) in enumerate(zip(learned.at.tolist(), learned.position.tolist())):
+        losses += [(log_p[:, at].exp() * (log_p[:, at] - log_q[:, n])).sum(-1).mean().item()]
+        weights += [math.exp(-k / 4)]
+    expected = sum(w * x for w, x in zip(weights, losses)) / sum(weights)
+    assert len({*learned.at.tolist()}) > 10 and sum(losses) / len(losses) != pytest.approx(expected, rel=1e-4)
+    assert add_gradients(kind, draft, target, rows, 5) == pytest.approx(expected, rel=1e-4)
+    assert all(parameter.grad.abs().max() > 0 for parameter in draft.parameters())
 
 
 @pytest.mark.parametrize("name", ["pard", "eagle3", "dflash"])
