@@ -140,16 +140,16 @@ def test_dflash_is_its_twin(variant, plain, target, target_folder, tmp_path):
 
 def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     """A block reaches beyond the last position of its engine, and beside it stands a row that has ended."""
-    folder = dflash_folder("published", tmp_path / "draft")
+    folder = written(tmp_path / "draft", PUBLISHED | {"max_position_embeddings": 600}, dflash_tensors(2, 2))
     drafter, twin = recorded(DFlashDraft)(load_dflash(folder, target)), DFlashTwin(folder, target_folder)
-    engine = Engine(target, 2, 31, drafter=drafter, speculate_k=1)
-    rows = rows_of(target, [PROMPTS[0], PROMPTS[1]], engine=engine, max_new_tokens=[26, 2], sampling=Sampling(1.3))
-    assert [len(row) for row in rows] == [26, 2]
-    assert any(len(before[0]) + BLOCK - 1 > engine.runner.S for before, _, _ in drafter.seen)
-    for before, tokens, probs in drafter.seen:
-        if len(before[0]) <= 31:
-            want = twin(folder, before[0], tokens[0], Sampling(1.3))
-            assert (probs[0].double() - want).abs().max() < 1e-4
+    S = Engine(target, 2, 31).runner.S  # rounded up
+    engine, new = Engine(target, 2, S - 1, drafter=drafter, speculate_k=1), S - 1 - len(PROMPTS[0])
+    rows = rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=[new, 2], sampling=Sampling(1.3))
+    assert engine.runner.S == S and [len(row) for row in rows] == [new, 2]
+    late_rounds = [round for round in drafter.seen if S - BLOCK + 1 < len(round[0][0]) < S]
+    assert late_rounds
+    for before, tokens, probs in late_rounds:
+        assert (probs[0].double() - twin(folder, before[0], tokens[0], Sampling(1.3))).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("broken", ["causal", "layer ids", "context normed", "masks", "stale context"])
