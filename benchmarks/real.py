@@ -5,8 +5,8 @@
     busy    the same on the Q4_1 file beside one Python loop that never sleeps, over that of the quiet machine
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
-            named by its folder (--distilled, --pard, --eagle3; greedy and at temperature 1): speed-up over plain
-            decoding, acceptance, and the speed-up that costs and acceptance predict; llama.cpp's own prompt lookup
+            named by its folder (--distilled, --pard, --eagle3, --dflash; greedy and at temperature 1): speed-up over
+            plain decoding, acceptance, and the speed-up that both predict; llama.cpp's own prompt lookup
     repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second edit of the same
             files, chats and stories: each prompt once, because a suffix draft would know its answer the second time
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
@@ -70,12 +70,13 @@ DRAFTS = {
     "distilled": Draft(TRAINED),
     "pard": Draft(TRAINED),
     "eagle3": Draft(TRAINED),
+    "dflash": Draft(TRAINED),
     "eagle3.k1": Draft((*TRAINED[:-1], "1")),
     "pard.k2": Draft((*TRAINED[:-1], "2")),
     "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),  # rivals of the trained drafts
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
 }
-FOLDERS = ("distilled", "pard", "eagle3")
+FOLDERS = ("distilled", "pard", "eagle3", "dflash")
 LOOKUPS = (2, 5, 10)  # tokens that llama.cpp's binding looks up: its advice for a CPU, what ours drafts, its default
 THEORY = ("c", "v", "predicted_speedup")
 

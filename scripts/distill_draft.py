@@ -392,12 +392,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
     add("--kv_heads", type=positive, help="default: as many as heads")
     add("--ffn", type=positive, help="default: 8/3 of --dim, up to a multiple of 32")
-    add(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help=f"documents, separated by {draft_text.END} or, without any, by blank lines",
-    )
+    separators = f"{draft_text.END} or, without any, by blank lines"
+    add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
     add("--sampled", type=positive, metavar="TOKENS", help="learn on so many tokens that the target writes itself")
     add("--prompts", type=Path, metavar="FILE", help="lines that the target answers, for --sampled")
     add("--project", action="store_true", help="start from the target's embedding, on its leading --dim directions")

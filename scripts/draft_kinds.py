@@ -196,10 +196,8 @@ class Eagle3(Model):
             "target_hidden_size": target.dim,
         }  # fmt: skip
         super().__init__(hf | eagle_keys, target, depth)
-        self.positions, self.ids = (
-            depth,
-            torch.arange(vocab or target.vocab_size),
-        )  # the target's ids of the head's rows
+        self.positions = depth
+        self.ids = torch.arange(vocab or target.vocab_size)  # the target's ids of the head's rows
         self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
         self.aux_layer_ids = self.eagle.aux_layer_ids
 
