@@ -27,7 +27,7 @@ import decoding.validation as validation
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, common_kind, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
-from decoding.slots import STOP_SLOTS, State
+from decoding.slots import MAX_STOP_IDS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
@@ -160,7 +160,7 @@ class Engine:
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
-        validation.check_settings(self.model, sampling, seed, stop_ids, STOP_SLOTS)
+        validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         id = next(self.request_ids)
@@ -411,9 +411,9 @@ def generate(
     """
     assert engine is None or drafter is None, "the engine was made with its own drafter"
     max_seq_length = (engine or model.config).max_seq_length if max_seq_length is None else max_seq_length
-    budgets = validation.whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
-    seeds = validation.whole_numbers("seed", seed, len(prompts))
-    samplings = validation.one_per_row("sampling", sampling, len(prompts))
+    budgets = validation.integer_per_row("max_new_tokens", max_new_tokens, len(prompts))
+    seeds = validation.integer_per_row("seed", seed, len(prompts))
+    samplings = validation.value_per_row("sampling", sampling, len(prompts))
     validation.check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
     if engine is None:
         max_length = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
