@@ -110,8 +110,8 @@ class Linear(nn.Linear):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) in float32. An element's bits do not depend on its place in the tensor. In torch.sigmoid they do:
-    its vector lanes and the remainder round differently."""
+    """1 / (1 + e^-x) in float32. An element's bits do not depend on its place in the tensor. torch.sigmoid rounds
+    differently in vector lanes and in the remainder."""
     return 1 / (1 + (-x.float()).exp())
 
 
@@ -230,7 +230,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
 def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
     """True where a query may see a key: pos (B, T), key_pos (S,) or (B, S) -> bool (B, 1, T, S).
 
-    A query sees keys up to its own position, with `window` the last so many, itself included.
+    A query sees the keys up to its position; with a window, the last `window` of them.
     """
     distance = pos[:, None, :, None] - key_pos.view(-1, 1, 1, key_pos.size(-1))  # (B, 1, T, S)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -563,7 +563,7 @@ class Transformer(nn.Module):
     def visible_by_window(
         self, pos: Tensor, caches: Caches | None, dtype: torch.dtype
     ) -> dict[int | None, AttentionMask]:
-        """Window of a layer -> the keys that queries at pos (B, T) see with it."""
+        """Window of a layer -> the keys that queries at pos (B, T) see through that window."""
         H, G = self.layers[0].attention.heads()
         key_pos, row_multiple = (pos, 1) if caches is None else (caches.key_pos, caches.row_multiple)
         return {

@@ -248,7 +248,7 @@ class ModelDraft(Drafter):
     def catch_up(self, state: nn.Module, lag: int) -> None:
         if self.owns_cache:
             for chunk in reversed(range(math.ceil(lag / self.CHUNK))):  # the oldest first
-                self.num_behind.fill_(self.num_input_tokens + chunk * self.CHUNK)  # `draw_next` writes those after them
+                self.num_behind.fill_(self.num_input_tokens + chunk * self.CHUNK)  # `draw_next` writes the later ones
                 self.maybe_compile(self.fill, state)(self.runner.slice_to(state.length), state)
 
     def fill(self, caches: Caches, state: nn.Module) -> None:

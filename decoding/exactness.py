@@ -34,8 +34,8 @@ def invariant_multiples(
 
     attend(q (B, H, T, E), k and v (B, G, S, E), bias (B, 1, rows, S)) -> (B, H, T, E), in the dtype and on the device
     of `like`. The probe runs passes over few and many positions, for one row of a batch and for B, with the query first
-    and last in the pass. It sees keys up to the borders of a CPU kernel's blocks and inside: some kernels halve a block
-    of fewer than 384 keys, and split a longer one at 192.
+    and last in the pass. The query sees keys up to the borders of a CPU kernel's blocks and inside:
+    some kernels halve a block of fewer than 384 keys, and split a longer one at 192.
     """
     if like.device.type != "cpu":
         return None
@@ -56,8 +56,8 @@ def attends_alike(
     attend: Callable[..., Tensor], B: int, G: int, R: int, E: int, dtype: torch.dtype, row_multiple: int,
     length_multiple: int,
 ) -> bool:  # fmt: skip
-    """Do these multiples pass the probe of `invariant_multiples`? With scores of 0, "v" sums over keys values that
-    cancel; "k" sums inside the scores products that cancel."""
+    """Do these multiples pass the probe of `invariant_multiples`? Rounding alone is left of sums that
+    cancel: of values over the keys, with scores of 0 ("v"), and of products inside each score ("k")."""
     max_T = math.ceil(768 / R)  # from 192 and 768 query rows on a CPU's kernel takes other blocks
     # (rows, KV heads, T, the query's index in the pass)
     passes = [(1, G, T, T - 1) for T in (1, 9)] + [(B, G, T, 0) for T in (1, 9)] + [(1, 1, max_T, 0)]

@@ -60,7 +60,7 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
         scores = torch.addcmul(bias[b, :, part], scores, q_scale[b, heads, part])
         p = scores.softmax(-1).mul_(v_scale[b, heads, None]).to(q.dtype)
         for weights, values, out in zip(p, v[b, heads], y[b, heads, part]):
-            out.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (width, E)
+            out.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (num_rows, E)
     return y.view(B, H, T, E)
 
 

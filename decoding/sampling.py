@@ -7,8 +7,8 @@
     draw                probabilities and one uniform number a row -> token id
     uniform             the uniform numbers: a hash of (seed, position, purpose)
 
-Plain decoding, drafting and verification all go through these functions; that identity is what makes speculation
-lossless. This file knows no models and no text. decoding/logits.py applies the penalties.
+Plain decoding, drafting and verification all go through these functions, so speculation is lossless. This file knows no
+models and no text. decoding/logits.py applies the penalties.
 """
 
 import math

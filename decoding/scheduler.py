@@ -5,7 +5,7 @@
     Scheduler           the waiting line, and the slot that shares the longest prefix with a new request
     common_prefix       the number of leading ids that texts share
 
-Keys and values of a position depend only on the ids up to it, so slots with a common prefix have equal ones there.
+Keys and values of a position depend only on the ids up to it, so they are equal in slots with a common prefix.
 This file holds no tensor and knows no model.
 """
 

@@ -124,7 +124,7 @@ class State(nn.Module):
             is_decided = is_decided & (index <= n_accepted[:, None])
         self.out.copy_(F.pad(torch.where(is_decided, tokens, NO_TOKEN), (0, self.out.size(1) - T), value=NO_TOKEN))
         # Rejected tokens land beyond `pos`, where nothing reads them. INVALID is for the host alone: a step that runs
-        # before the host reads it must not embed it.
+        # before the host has read it must not embed INVALID.
         self.tokens.scatter_(1, position, tokens.clamp(min=0))
         self.pos.add_(is_decided.sum(dim=1))
         self.done.logical_or_((is_decided & is_last).any(dim=1))

@@ -5,7 +5,7 @@
     Readback                results on their way to the host, read a few steps late on a GPU
     Timing, StepRecord, TokenRecord    records of several requests, which cli/report.py turns into rates
 
-This file knows no model and no sampling. It makes the device wait only for a result that the host must read.
+This file knows no model and no sampling. The device waits only for a result that the host must read.
 """
 
 import itertools

@@ -8,7 +8,7 @@
     check_engine        does an existing engine have room for these texts?
     rounded_up          a prompt's length, rounded up to one of a few
 
-Every ValueError names the row, the number and what would work. This file imports no project file.
+Every ValueError names the row, the number and a remedy. This file imports no project file.
 """
 
 import math

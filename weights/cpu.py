@@ -6,7 +6,7 @@
     to_digits, from_digits      float activations as 8-bit digits, whose products with int8 codes are exact sums
 
 A plain Linear rearranges its weights inside every product, which costs as much as reading them (benchmarks/NOTES.md).
-torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled code holds a number for it (`handle`) and
+torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled code holds its number, the `handle`, and
 multiplies through one operator.
 """
 

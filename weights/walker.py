@@ -103,7 +103,7 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
 
 def batch_invariant_rows(model: nn.Module) -> int:
     """The number of rows up to which every product of a packed model gives a row the same bits for any other rows.
-    0 if one product does not, or if it does not run on a CPU."""
+    0 if a product has no such number, or does not run on a CPU."""
     return min(
         (getattr(linear, "batch_invariant_rows", 0) for linear in model.modules() if hasattr(linear, "in_features")),
         default=0,
