@@ -5,11 +5,11 @@
     Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
     generate, stream        independent prompts -> ids as they are decided; one prompt -> text
 
-This file knows token ids and nothing of text. Slots, sampling and timing are decoding/'s, the arithmetic is model.py's,
-the weights are loading/'s, drafts speculative.py's. Run as a program, this file hands over to cli/.
+This file knows token ids and nothing of text. decoding/ has slots, sampling and timing; model.py the arithmetic;
+loading/ reads weights; speculative.py drafts. Run as a program, this file hands over to cli/.
 """
 
-if __name__ == "__main__":  # before torch is imported: cli/ decides what Ctrl-C does from the first moment on
+if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from the first moment on
     from cli.main import main
 
     raise SystemExit(main())
@@ -27,7 +27,7 @@ import decoding.validation as validation
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, common_kind, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
-from decoding.slots import STOP_SLOTS, State
+from decoding.slots import MAX_STOP_IDS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
 from decoding.warmup import calibrate, warm_up
 from model import Caches, KVCache, Transformer, row_view
@@ -37,7 +37,7 @@ from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
-PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; elsewhere more
+PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; see `step` for a GPU
 DEFAULT_K = 5  # tokens drafted a round
 
 
@@ -104,7 +104,7 @@ class Engine:
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
         self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
-        self.steps: dict[tuple, Callable] = {}
+        self.steps: dict[tuple, Callable] = {}  # compiled
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}
         self.draft_lag = 0  # tokens that a row may have received since the drafter last ran
@@ -130,11 +130,11 @@ class Engine:
         compiled once for all row views of its object."""
         if not self.compile:
             return function
-        plain, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
-        key = (plain, state.kind, len(state.pos), *static)
+        unbound, instance = getattr(function, "__func__", function), getattr(function, "__self__", None)
+        key = (unbound, state.kind, len(state.pos), *static)
         if key not in self.steps:
-            self.steps[key] = compiled(plain, self.device)
-        return self.steps[key] if owner is None else functools.partial(self.steps[key], owner)
+            self.steps[key] = compiled(unbound, self.device)
+        return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
 
     def rows(self, begin: int, end: int) -> Rows:
         """Slots [begin, end) as a batch: views of the engine's tensors."""
@@ -160,7 +160,7 @@ class Engine:
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
-        validation.check_settings(self.model, sampling, seed, stop_ids, STOP_SLOTS)
+        validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         id = next(self.request_ids)
@@ -189,13 +189,13 @@ class Engine:
         if request.slot is not None:
             self.state.park(request.slot.index)
             num_scratch = (self.readback.lag + 2) * (max(self.ks, default=0) + 1) + PREFILL_CHUNK // 8
-            self.scheduler.release(request, self.draft_positions(), num_scratch)
+            self.scheduler.release(request, self.max_draft_lag(), num_scratch)
         elif request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
         self.requests.pop(request.id, None)
 
-    def draft_positions(self) -> int:
-        """Decided positions that the draft's cache may lack."""
+    def max_draft_lag(self) -> int:
+        """A bound on the decided positions that the draft's cache lacks."""
         return self.drafter.num_input_tokens - 1 + self.draft_lag if len(self.runners) > 1 else 0
 
     @torch.inference_mode()
@@ -231,10 +231,10 @@ class Engine:
         self.draft_lag = 0
 
     def next_prompt(self) -> Request | None:
-        """The request whose prompt runs next. A new one first copies its prefix from the slot that holds it."""
+        """The request whose prompt runs next. A new one first gets its prefix from a slot that has it."""
         if (request := self.scheduler.prefilling()) is not None:
             return request
-        if (admitted := self.scheduler.admit(self.draft_positions())) is None:
+        if (admitted := self.scheduler.admit(self.max_draft_lag())) is None:
             return None
         request, source = admitted
         request.started = time.perf_counter()
@@ -309,18 +309,18 @@ class Engine:
         """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided positions. Unless
         `all_draft`, some rows decide without a draft. `other` (B, k) replaces the drafted tokens."""
         state, target, drafter = rows
-        started = drafted = mark(self.device)
+        start = draft_end = mark(self.device)
         state.k, state.length = k, length + k
         caches = target.slice_to(length + k)
         if k == 0:
             self.draft_lag += 1
             self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
-            drafted = run_round(
+            draft_end = run_round(
                 drafter, self.model, caches, state, self.draft_lag, self.maybe_compile, other, all_draft
             )
             self.draft_lag = 0
-        return self.result(state, drafter, k, (started, drafted, mark(self.device)))
+        return self.result(state, drafter, k, (start, draft_end, mark(self.device)))
 
     def result(self, state: State, drafter: Drafter | None, k: int, times: tuple) -> StepResult:
         """Update the drafter, and collect the tensors that the host reads."""
@@ -333,7 +333,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------- results
 
     def read(self, max_waiting: int) -> list[tuple[int, int]]:
-        """(request id, token) of all launched steps except the last few."""
+        """(request id, token) of all launched steps except the last `max_waiting`."""
         events = []
         while len(self.readback.waiting) > max_waiting:
             launch, step = self.readback.receive()
@@ -411,9 +411,9 @@ def generate(
     """
     assert engine is None or drafter is None, "the engine was made with its own drafter"
     max_seq_length = (engine or model.config).max_seq_length if max_seq_length is None else max_seq_length
-    budgets = validation.whole_numbers("max_new_tokens", max_new_tokens, len(prompts))
-    seeds = validation.whole_numbers("seed", seed, len(prompts))
-    samplings = validation.one_per_row("sampling", sampling, len(prompts))
+    budgets = validation.integer_per_row("max_new_tokens", max_new_tokens, len(prompts))
+    seeds = validation.integer_per_row("seed", seed, len(prompts))
+    samplings = validation.value_per_row("sampling", sampling, len(prompts))
     validation.check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
     if engine is None:
         max_length = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
@@ -427,7 +427,7 @@ def generate(
             id = engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
             requests.append(engine.requests[id])
         while any(r.finish_reason is None or n < len(r.tokens) for r, n in zip(requests, num_yielded)):
-            if [len(request.tokens) for request in requests] == num_yielded:  # else another's step decided some
+            if [len(request.tokens) for request in requests] == num_yielded:  # else another caller's step decided some
                 engine.step()
             for row, request in enumerate(requests):
                 while num_yielded[row] < len(request.tokens):

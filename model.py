@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
 KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
-KERNEL_WITH_SUMS = "cpu"  # the device whose kernel also returns the log-sum-exp
+LOGSUMEXP_DEVICE = "cpu"  # only its attention kernel also returns the log-sum-exp
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,27 @@ class Config:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
-    gate_limit: float | None = None  # of a feed-forward's gate and up
-    gate_alpha: float = 1.0
-    qk_norm: str | None = None  # of single "heads", of "rotated" heads, or of all heads as one "full" vector
+    gate_limit: float | None = None  # bound of a feed-forward's gate and up
+    gate_alpha: float = 1.0  # of a bounded gate: gate * sigmoid(gate_alpha * gate)
+    qk_norm: str | None = None  # RMSNorm of q and k: of "heads", of "rotated" heads, of all heads as one "full" vector
     norms_after: bool = False  # norms follow attention and feed-forward instead of preceding them
-    embed_scale: float = 1.0
-    residual_scale: float = 1.0  # of the outputs of attention and feed-forward
+    embed_scale: float = 1.0  # factor of embeddings
+    residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
     score_scale: float = 1.0  # of q k / sqrt(E)
     logit_scale: float = 1.0
     sinks: bool = False  # a learned score of each head in the softmax, without a value
-    sparse: tuple[bool, ...] = ()  # per layer: experts in place of one feed-forward; (): no layer
+    sparse: tuple[bool, ...] = ()  # per layer: experts in place of one feed-forward? (): in no layer
     n_experts: int = 0
     n_chosen: int = 0  # experts per token
     expert_dim: int = 0  # F of an expert
     expert_bias: bool = False
     router_bias: bool = False
     router_norm: bool = True  # do the weights of the chosen experts sum to 1?
-    shared_dim: int = 0  # F of the expert that every token takes
+    shared_dim: int = 0  # F of the expert that every token takes; 0: none
     windows: tuple[int | None, ...] = ()  # per layer: tokens attended, itself included; None is all of them
     rope_theta: float = 10000.0
-    rope_types: tuple[int | None, ...] = ()  # per layer: 0 as below, 1 with the local theta, None without rotation
-    rope_local_theta: float = 10000.0  # of rope_types that are 1
+    rope_types: tuple[int | None, ...] = ()  # per layer: 0 as below, 1 with rope_local_theta, None: no rotation; (): 0
+    rope_local_theta: float = 10000.0  # of layers with rope type 1: sliding windows
     rope_dim: int = 0  # rotated leading dimensions of a head; 0: all
     rope_interleaved: bool = False  # pairs are (x[2 i], x[2 i + 1])
     rope_type: str = "default"
@@ -77,13 +77,11 @@ class Config:
     rope_beta_slow: float = 1.0
     rope_truncate: bool = True
     rope_attention_factor: float = 1.0  # multiplies cos and sin
-    rope_short: tuple[float, ...] = ()  # longrope: stretch of each pair in texts of up to the original length
-    rope_long: tuple[float, ...] = ()  # and in longer ones
+    rope_short: tuple[float, ...] = ()  # longrope: divisor of each frequency, in texts of up to the original length
+    rope_long: tuple[float, ...] = ()  # longrope: the same in longer texts
     query_scale: float = 0.0  # scales queries by 1 + query_scale * log(1 + position // original length)
     dtype: str | None = None  # of the checkpoint's weights; no part of the arithmetic
-    family: str = field(
-        default="llama", compare=False
-    )  # whose tensor names the checkpoint has; no part of the arithmetic
+    family: str = field(default="llama", compare=False)  # names the checkpoint's tensors; no part of the arithmetic
 
 
 # ------------------------------------------------------------------------------------ small modules
@@ -112,8 +110,8 @@ class Linear(nn.Linear):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) in float32. Its bits do not depend on x's place in a tensor; those of torch.sigmoid do, because
-    vector lanes and the remainder round differently."""
+    """1 / (1 + e^-x) in float32. An element's bits do not depend on its place in the tensor. torch.sigmoid rounds
+    differently in vector lanes and in the remainder."""
     return 1 / (1 + (-x.float()).exp())
 
 
@@ -137,35 +135,36 @@ def scaled(x: Tensor, scale: float) -> Tensor:
 
 
 def rope_frequencies(config: Config, stretch: tuple[float, ...] = ()) -> Tensor:
-    """Inverse frequencies (rotated dimensions / 2,) float32, scaled by `config.rope_type`. longrope divides by
-    `stretch`, by default by the stretch of short texts.
+    """Inverse frequencies (rotated dimensions / 2,) float32, scaled by `config.rope_type`. `stretch` holds
+    longrope's divisors, by default those of short texts.
 
     Sources: RoFormer arXiv:2104.09864 eq. 15; linear interpolation arXiv:2306.15595; llama3 the published
     Llama 3.1 reference; yarn arXiv:2309.00071 §3.2 (NTK-by-parts); longrope arXiv:2402.13753 §3.
     """
-    E, theta, factor = config.rope_dim or config.head_dim, config.rope_theta, config.rope_factor
-    inv_freq = 1.0 / theta ** (torch.arange(0, E, 2, dtype=torch.float32, device="cpu") / E)  # (E/2,)
+    rope_dim, theta, factor = config.rope_dim or config.head_dim, config.rope_theta, config.rope_factor
+    inv_freq = 1.0 / theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim)
     if config.rope_type == "longrope":
         return inv_freq / torch.tensor(stretch or config.rope_short, dtype=torch.float32, device="cpu")
     if config.rope_type == "linear":
         return inv_freq / factor
     if config.rope_type == "llama3":
-        rotations = config.rope_original_length * inv_freq / (2 * math.pi)  # full circles within the original context
+        num_circles = config.rope_original_length * inv_freq / (2 * math.pi)  # of each pair, in the original context
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        keep = ((rotations - low) / (high - low)).clamp(0, 1)  # 1: fast pairs stay; 0: slow pairs are stretched
-        return inv_freq / factor * (1 - keep) + inv_freq * keep
+        fast = ((num_circles - low) / (high - low)).clamp(0, 1)  # 1: a fast pair stays; 0: a slow pair is stretched
+        return inv_freq / factor * (1 - fast) + inv_freq * fast
     if config.rope_type == "yarn":
 
-        def pair_of(times: float) -> float:  # the pair that makes this many circles in the original context
-            return E * math.log(config.rope_original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+        def pair_of(num_circles: float) -> float:  # the pair that makes so many circles in the original context
+            angle = num_circles * 2 * math.pi
+            return rope_dim * math.log(config.rope_original_length / angle) / (2 * math.log(theta))
 
         low, high = pair_of(config.rope_beta_fast), pair_of(config.rope_beta_slow)
         if config.rope_truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, E - 1)
-        ramp = (torch.arange(E // 2, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
-        keep = 1 - ramp.clamp(0, 1)
-        return inv_freq / factor * (1 - keep) + inv_freq * keep
+        low, high = max(low, 0), min(high, rope_dim - 1)
+        ramp = (torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu") - low) / ((high - low) or 0.001)
+        fast = 1 - ramp.clamp(0, 1)
+        return inv_freq / factor * (1 - fast) + inv_freq * fast
     return inv_freq
 
 
@@ -176,48 +175,46 @@ class Rope(nn.Module):
         super().__init__()
         self.config = config
         self.register_buffer("inv_freq", rope_frequencies(config), persistent=False)  # (rotated dimensions / 2,)
-        long = rope_frequencies(config, config.rope_long) if config.rope_long else None
-        self.register_buffer("long", long, persistent=False)  # replaces inv_freq in long texts
-        plain = {"rope_type": "default", "rope_theta": config.rope_local_theta, "rope_attention_factor": 1.0}
-        self.local = Rope(replace(config, rope_types=(), **plain)) if 1 in config.rope_types else None
+        long_inv_freq = rope_frequencies(config, config.rope_long) if config.rope_long else None
+        self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)  # replaces inv_freq in long texts
+        overrides = {"rope_type": "default", "rope_theta": config.rope_local_theta, "rope_attention_factor": 1.0}
+        self.local_rope = Rope(replace(config, rope_types=(), **overrides)) if 1 in config.rope_types else None
 
     def _apply(self, fn, recurse: bool = True):
-        super()._apply(
-            fn, recurse
-        )  # moves between devices and out of meta; a cast of the model must not reach the table
+        super()._apply(fn, recurse)  # moves the table; it is then made anew, because a cast must not reach it
         self.inv_freq = rope_frequencies(self.config).to(self.inv_freq.device)
-        if self.long is not None:
-            self.long = rope_frequencies(self.config, self.config.rope_long).to(self.inv_freq.device)
+        if self.long_inv_freq is not None:
+            self.long_inv_freq = rope_frequencies(self.config, self.config.rope_long).to(self.inv_freq.device)
         return self
 
     def by_type(self, pos: Tensor, max_positions: Tensor | None = None) -> dict[int | None, tuple | None]:
-        """`forward` for each of Config's rope_types."""
-        rotations = {None: None, 0: self(pos, max_positions)}
-        return rotations if self.local is None else rotations | {1: self.local(pos)}
+        """Rope type, as in Config.rope_types -> the result of `forward`, or None."""
+        rope_by_type = {None: None, 0: self(pos, max_positions)}
+        return rope_by_type if self.local_rope is None else rope_by_type | {1: self.local_rope(pos)}
 
     def forward(self, pos: Tensor, max_positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """pos (B, T) int -> cos, sin (B, 1, T, rotated dimensions / 2) float32, and the queries' scale (B, 1, T, 1)
-        where the config has one. max_positions (B or more,): the final position of each row, by default the last of
-        pos; longrope takes a row's text for long by it."""
+        """pos (B, T) int -> cos, sin (B, 1, T, n) float32 of n pairs, and the queries' scale (B, 1, T, 1) where the
+        config has one. max_positions (B or more,): each row's final position, by default its last in pos. It decides
+        whether longrope takes the row for a long text."""
         config, inv_freq = self.config, self.inv_freq
-        if self.long is not None:
+        if self.long_inv_freq is not None:
             max_positions = pos.amax(1) if max_positions is None else max_positions[: len(pos)]  # (B,)
             is_long = (max_positions >= config.rope_original_length)[:, None, None, None]
-            inv_freq = torch.where(is_long, self.long, inv_freq)  # (B, 1, 1, n)
+            inv_freq = torch.where(is_long, self.long_inv_freq, inv_freq)  # (B, 1, 1, n)
         angle = pos[:, None, :, None].float() * inv_freq  # (B, 1, T, n)
-        scale = config.rope_attention_factor * math.sqrt(config.score_scale)  # of q and of k: squared in their product
+        scale = config.rope_attention_factor * math.sqrt(config.score_scale)  # of q and k: q k^T has its square
         cos, sin = angle.cos() * scale, angle.sin() * scale
         if not config.query_scale:
             return cos, sin
-        steps = pos // config.rope_original_length
-        return cos, sin, (1 + config.query_scale * (1 + steps).log())[:, None, :, None]  # (B, 1, T, 1)
+        query_scale = 1 + config.query_scale * (1 + pos // config.rope_original_length).log()  # (B, T)
+        return cos, sin, query_scale[:, None, :, None]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the leading n pairs of x (B, heads, T, E). Pair i is (x[i], x[i + n]), or interleaved (x[2i], x[2i + 1]).
     cos and sin (B, 1, T, n)."""
-    n = 2 * cos.size(-1)
-    rotated, rest = (x, None) if n == x.size(-1) else x.split((n, x.size(-1) - n), dim=-1)
+    n, E = cos.size(-1), x.size(-1)
+    rotated, rest = (x, None) if 2 * n == E else x.split((2 * n, E - 2 * n), dim=-1)
     if interleaved:
         a, b = rotated.float().unflatten(-1, (-1, 2)).unbind(-1)  # each (B, heads, T, n)
         rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
@@ -233,12 +230,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
 def attention_mask(pos: Tensor, key_pos: Tensor, window: int | None) -> Tensor:
     """True where a query may see a key: pos (B, T), key_pos (S,) or (B, S) -> bool (B, 1, T, S).
 
-    A query sees keys up to its own position, at most `window` of them counting itself. A negative key position is
-    no key.
+    A query sees the keys up to its position; with a window, the last `window` of them.
     """
-    key = key_pos.view(-1, 1, 1, key_pos.size(-1))  # (B or 1, 1, 1, S)
-    distance = pos[:, None, :, None] - key  # (B, 1, T, S)
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window) & (key >= 0)
+    distance = pos[:, None, :, None] - key_pos.view(-1, 1, 1, key_pos.size(-1))  # (B, 1, T, S)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 class AttentionMask(NamedTuple):
@@ -247,26 +242,26 @@ class AttentionMask(NamedTuple):
     mask: Tensor  # (B, 1, T, S) bool; after `as_bias` (B, 1, rows, S), added to scores
     index: Tensor | None  # (B, S) positions to gather, or None: the first S
 
-    def as_bias(self, R: int, rows: int, dtype: torch.dtype) -> "AttentionMask":
-        """The mask as 0 and -inf for R * T query rows, padded to a multiple of `rows`. Made once for all layers."""
+    def as_bias(self, R: int, row_multiple: int, dtype: torch.dtype) -> "AttentionMask":
+        """The mask as 0 and -inf for R * T query rows, padded to a multiple of `row_multiple`."""
         bias = torch.zeros((), dtype=dtype, device=self.mask.device).where(self.mask, -math.inf)  # (B, 1, T, S)
         bias = bias.repeat(1, 1, R, 1)  # (B, 1, R*T, S)
-        num_padding = -bias.size(2) % rows
+        num_padding = -bias.size(2) % row_multiple
         return self._replace(mask=F.pad(bias, (0, 0, 0, num_padding)) if num_padding else bias)
 
 
 def visible_keys(pos: Tensor, key_pos: Tensor, window: int | None, cached: bool) -> AttentionMask:
-    """pos (B, T), consecutive within a row; key_pos (S,) of the filled cache, or (B, T) without one.
+    """The keys that queries at pos (B, T), consecutive within a row, see. key_pos (S,) of a cache, or (B, T) without.
 
-    Past the window, gather only its keys, from a KEY_BLOCK boundary: its cost stays constant, and passes over
+    Past the window, gather only its keys, from a KEY_BLOCK boundary on. The cost then stays constant, and passes over
     different positions add up the same blocks.
     """
     T, S = pos.size(1), key_pos.size(-1)
-    n = math.ceil((window + T + KEY_BLOCK - 2) / KEY_BLOCK) * KEY_BLOCK if cached and window else S
-    if n >= S:
+    num_keys = math.ceil((window + T + KEY_BLOCK - 2) / KEY_BLOCK) * KEY_BLOCK if cached and window else S
+    if num_keys >= S:
         return AttentionMask(attention_mask(pos, key_pos, window), None)
     begin = (pos[:, :1] - (window - 1)).clamp(min=0) // KEY_BLOCK * KEY_BLOCK  # (B, 1)
-    key_pos = begin + torch.arange(n, device=pos.device)  # (B, n); beyond the cache where a row is full
+    key_pos = begin + torch.arange(num_keys, device=pos.device)  # (B, num_keys); beyond the cache if a row is full
     return AttentionMask(attention_mask(pos, key_pos, window), key_pos.clamp(max=S - 1))
 
 
@@ -284,14 +279,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None =
     if sinks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return y[:, :, : H // G * T].reshape(B, H, T, E)
-    y, logsumexp = attend_with_sums(q, k, v, bias)
+    y, logsumexp = attend_with_logsumexp(q, k, v, bias)
     y, logsumexp = (x[:, :, : H // G * T].reshape(B, H, T, -1) for x in (y, logsumexp))
     return (y * sigmoid(logsumexp - sinks.float()[:, None, None])).to(q.dtype)  # sum / (sum + e^sink)
 
 
-def attend_with_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, G, rows, E), and the log-sum-exp of its scores (B, G, rows) float32."""
-    if q.device.type == KERNEL_WITH_SUMS:  # the kernel behind scaled_dot_product_attention
+    if q.device.type == LOGSUMEXP_DEVICE:  # the kernel behind scaled_dot_product_attention
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     scores = (q @ k.mT).float() / math.sqrt(q.size(-1)) + bias  # (B, G, rows, S)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
@@ -308,8 +303,8 @@ def attend_with_zero_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Ten
 class KVCache(nn.Module):
     """Keys and values of one layer at fixed addresses, indexed by absolute position.
 
-    Nothing is removed: positions from the next one on are masked, then overwritten. The cache starts as zeros, because
-    a masked NaN still makes 0 * NaN = NaN.
+    Nothing is removed: positions after a row's last token are masked, and later overwritten. The cache starts as zeros,
+    because a masked NaN still makes 0 * NaN = NaN.
     """
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
@@ -324,7 +319,7 @@ class KVCache(nn.Module):
 
     @classmethod
     def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
-        """The function that attends, with `attend`'s signature, for heads of E channels of this device and dtype."""
+        """The function that attends, with `attend`'s signature, for heads of E channels like the tensor `like`."""
         return attend_with_zero_sinks if sinks else attend
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -374,7 +369,7 @@ class Caches(NamedTuple):
     max_positions: Tensor | None = None  # (B or more,) each row's final position; longrope needs it
 
     def slice_to(self, length: int) -> "Caches":
-        """For calls that query no position >= `length`. It is a tensor's length, which a trace can leave dynamic."""
+        """For calls that query no position >= `length`. key_pos carries it as a size that a trace can leave dynamic."""
         return self._replace(key_pos=self.key_pos[:length])
 
     def row_view(self, begin: int, end: int) -> "Caches":
@@ -396,10 +391,10 @@ class Attention(nn.Module):
         heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, heads + 2 * kv, bias=config.qkv_bias)
         self.out = Linear(heads, config.dim, bias=config.out_bias)
-        self.norms, self.interleaved = config.qk_norm, config.rope_interleaved
-        q_dim, k_dim = (heads, kv) if self.norms == "full" else (config.head_dim, config.head_dim)
-        self.q_norm = RMSNorm(q_dim, config.norm_eps) if self.norms else None
-        self.k_norm = RMSNorm(k_dim, config.norm_eps) if self.norms else None
+        self.qk_norm, self.interleaved = config.qk_norm, config.rope_interleaved
+        q_dim, k_dim = (heads, kv) if self.qk_norm == "full" else (config.head_dim, config.head_dim)
+        self.q_norm = RMSNorm(q_dim, config.norm_eps) if self.qk_norm else None
+        self.k_norm = RMSNorm(k_dim, config.norm_eps) if self.qk_norm else None
         self.register_parameter("sinks", nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None)
 
     def heads(self) -> tuple[int, int]:
@@ -414,16 +409,16 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         H, G = self.heads()
         qkv = self.qkv(x)  # (B, T, (H + 2G)*E)
-        if self.norms == "full":
+        if self.qk_norm == "full":
             q, k, v = qkv.split([n * self.head_dim for n in (H, G, G)], dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)  # (B, H + 2G, T, E)
         qk, v = qkv.split((H + G, G), dim=1)
-        qk = self.normalize(qk, H) if self.norms == "heads" else qk
+        qk = self.normalize(qk, H) if self.qk_norm == "heads" else qk
         cos, sin, *query_scale = rope or (None, None)
         # Rotate q and k together: small models are bound by the number of operations.
         qk = qk if cos is None else apply_rope(qk, cos, sin, self.interleaved)
-        qk = self.normalize(qk, H) if self.norms == "rotated" else qk
+        qk = self.normalize(qk, H) if self.qk_norm == "rotated" else qk
         q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
         q = (q * query_scale[0]).to(q.dtype) if query_scale else q
         if cache is None:
@@ -470,32 +465,32 @@ class Mixture(nn.ModuleList):
         self.n_chosen, self.renormalise = config.n_chosen, config.router_norm
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (N, experts) -> chosen experts (N, n_chosen), the first of equals, and their float32 weights: a
-        softmax over all experts, renormalised over the chosen ones where the config says so."""
+        """logits (N, experts) -> ids of the chosen experts (N, n_chosen), of equal ones the first, and their float32
+        weights: a softmax over all experts, renormalised over the chosen ones where the config says so."""
         logits = logits.float()
-        best, chosen = (x[:, : self.n_chosen] for x in logits.sort(dim=1, descending=True, stable=True))
-        return chosen, best.softmax(1) if self.renormalise else logits.softmax(1).gather(1, chosen)
+        top_logits, chosen = (x[:, : self.n_chosen] for x in logits.sort(dim=1, descending=True, stable=True))
+        return chosen, top_logits.softmax(1) if self.renormalise else logits.softmax(1).gather(1, chosen)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         """x (N, D), logits (N, experts) -> (N, D). Each expert runs once, on the rows that chose it. A row's sum runs
         in the experts' order, so it does not depend on other rows."""
-        chosen, weight = self.route(logits)
+        chosen, weights = self.route(logits)
         if compiler.is_compiling():  # static shapes: any row may choose any expert
-            shares = weight.new_zeros(logits.shape).scatter(1, chosen, weight)  # (N, experts)
-            return sum(expert(x) * share[:, None] for expert, share in zip(self, shares.unbind(1))).to(x.dtype)
+            weights = weights.new_zeros(logits.shape).scatter(1, chosen, weights)  # (N, experts)
+            return sum(expert(x) * weight[:, None] for expert, weight in zip(self, weights.unbind(1))).to(x.dtype)
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         if len(x) == 1:
-            for number, share in sorted(zip(chosen[0].tolist(), weight[0])):
-                y += self[number](x).float() * share
+            for id, weight in sorted(zip(chosen[0].tolist(), weights[0])):
+                y += self[id](x).float() * weight
             return y.to(x.dtype)
-        for number in chosen.unique().tolist():
-            row, slot = (chosen == number).nonzero(as_tuple=True)
-            y.index_add_(0, row, self[number](x[row]) * weight[row, slot, None])
+        for id in chosen.unique().tolist():
+            row, choice = (chosen == id).nonzero(as_tuple=True)
+            y.index_add_(0, row, self[id](x[row]) * weights[row, choice, None])
         return y.to(x.dtype)
 
 
 class Experts(nn.Module):
-    """The feed-forward of a sparse layer. Qwen2-MoE adds an expert for every token, gated by the router's last row."""
+    """The feed-forward of a sparse layer. Qwen2-MoE adds one that every token takes, gated by the router's last row."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -554,7 +549,7 @@ class Transformer(nn.Module):
         self, batch_size: int, max_seq_length: int, kind: type[KVCache] | Sequence[type[KVCache]] = KVCache
     ) -> Caches:
         """Empty caches for batch_size rows of max_seq_length positions, all layers of one kind or a kind per layer. Any
-        number of them may be in use at once."""
+        number of sets may be in use at once."""
         weight, E = self.norm.weight, self.config.head_dim
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
             kinds = [kind] * len(self.layers) if isinstance(kind, type) else kind
@@ -562,17 +557,17 @@ class Transformer(nn.Module):
                 kind(batch_size, layer.attention.heads()[1], max_seq_length, E, weight.dtype, weight.device)
                 for layer, kind in zip(self.layers, kinds, strict=True)
             ]
-            last = torch.full((batch_size,), max_seq_length - 1, device=weight.device)
-            return Caches(tuple(layers), torch.arange(max_seq_length, device=weight.device), max_positions=last)
+            key_pos = torch.arange(max_seq_length, device=weight.device)
+            return Caches(tuple(layers), key_pos, max_positions=key_pos[-1:].repeat(batch_size))
 
     def visible_by_window(
         self, pos: Tensor, caches: Caches | None, dtype: torch.dtype
     ) -> dict[int | None, AttentionMask]:
-        """The keys that queries at pos (B, T) see, for each window of some layer."""
+        """Window of a layer -> the keys that queries at pos (B, T) see through that window."""
         H, G = self.layers[0].attention.heads()
-        key_pos, rows = (pos, 1) if caches is None else (caches.key_pos, caches.row_multiple)
+        key_pos, row_multiple = (pos, 1) if caches is None else (caches.key_pos, caches.row_multiple)
         return {
-            window: visible_keys(pos, key_pos, window, caches is not None).as_bias(H // G, rows, dtype)
+            window: visible_keys(pos, key_pos, window, caches is not None).as_bias(H // G, row_multiple, dtype)
             for window in set(self.windows)
         }
 

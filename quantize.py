@@ -71,36 +71,34 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
     """
     w, hessian = w.double().clone(), hessian.double().clone()
     diagonal = hessian.diagonal()
-    dead = diagonal == 0  # inputs that are always 0: any weight will do
+    is_unused = diagonal == 0  # inputs that are always 0, for which any weight will do
     importance = diagonal.float().unflatten(0, (-1, format.group))
-    diagonal[dead] = diagonal[~dead].mean() if diagonal.any() else 1  # the mean stays, and so does the damping
-    w[:, dead] = 0
+    diagonal[is_unused] = diagonal[~is_unused].mean() if diagonal.any() else 1  # keeps the mean, which sets the damping
+    w[:, is_unused] = 0
     grouped = w.float().unflatten(1, (-1, format.group))
     parts = format.with_range(grouped, *search_range(grouped, format, importance))
-    scale = parts["scale"].double().repeat_interleave(format.group, 1)  # (out, in)
+    scale = formats.divisor(parts["scale"]).double().repeat_interleave(format.group, 1)  # (out, in)
     zero = parts["zero"].double().repeat_interleave(format.group, 1)
-    scale = torch.where(scale > 0, scale, 1.0)
     diagonal += DAMPING * diagonal.mean()
     order = diagonal.argsort(descending=True)
-    spread = hessian[order][:, order]
-    spread = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(spread)), upper=True)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order]))
+    factor = torch.linalg.cholesky(inverse, upper=True)  # (in, in)
     codes = torch.zeros_like(w)
     for begin in range(0, w.size(1), BLOCK_COLUMNS):
         columns = order[begin : begin + BLOCK_COLUMNS]
-        inner, errors = spread[begin : begin + len(columns)][:, begin : begin + len(columns)], []
+        factor_rows, errors = factor[begin : begin + len(columns), begin:], []  # the block's, from its diagonal on
         for i, column in enumerate(columns):
             code = ((w[:, column] - zero[:, column]) / scale[:, column]).round()
             code = code.clamp(-format.center, 15 - format.center)
-            error = (w[:, column] - code * scale[:, column] - zero[:, column]) / inner[i, i]
+            error = (w[:, column] - code * scale[:, column] - zero[:, column]) / factor_rows[i, i]
             codes[:, column] = code + format.center
-            w[:, columns[i + 1 :]] -= error[:, None] * inner[i, i + 1 :]
+            w[:, columns[i + 1 :]] -= error[:, None] * factor_rows[i, i + 1 : len(columns)]
             errors.append(error)
-        rest = order[begin + len(columns) :]
-        w[:, rest] -= torch.stack(errors, 1) @ spread[begin : begin + len(columns)][:, begin + len(columns) :]
+        w[:, order[begin + len(columns) :]] -= torch.stack(errors, 1) @ factor_rows[:, len(columns) :]
     return parts | {"codes": formats.pack_bits(codes.to(torch.int32), 4)}
 
 
-def sum_of_squares(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
+def input_hessian(linear: nn.Linear, run: Callable[[], object]) -> Tensor:
     """The sum of x x^T (in, in), float64, over every input x of `linear` while `run` runs."""
     total = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64, device=linear.weight.device)
 
@@ -126,7 +124,7 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
     def quantize(name: str, linear: nn.Linear) -> QuantizedLinear:
         w, parts = linear.weight.detach().float(), None
         if method == "gptq":
-            hessian = sum_of_squares(linear, run)  # zeros for an expert that no token chose: it is rounded
+            hessian = input_hessian(linear, run)  # zeros if no token chose this expert: round its weights
             parts = gptq(w, hessian if hessian.any() else torch.eye(len(hessian), device=w.device), format)
         elif method == "search":
             grouped = w.unflatten(1, (-1, format.group))  # (out, in) -> (out, in / g, g)
@@ -200,11 +198,11 @@ def run(args: argparse.Namespace) -> None:
     config = replace(config, tie_embeddings=stored.tie_embeddings)
     for message in () if is_gguf(folder) else stored.notes:
         print(f"{folder}: {message}", file=sys.stderr)
-    checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # do all inputs divide?
+    checkpoint.empty_model(config, torch.float32, args.scheme, args.head)  # ValueError if inputs do not divide
     if is_gguf(folder) and dtype != torch.float32:
         rounding = f"weights of other types are rounded to {str(dtype).removeprefix('torch.')}"
         print(f"{folder}: {rounding}; --dtype float32 keeps them as they are", file=sys.stderr)
-    needs_float32 = args.method == "gptq" or is_gguf(folder)  # their weights have more than 16 bits
+    needs_float32 = args.method == "gptq" or is_gguf(folder)  # GPTQ's and GGUF's weights may have more than 16 bits
     model = checkpoint.empty_model(config, torch.float32 if needs_float32 else dtype)
     names = checkpoint.names_by_shard(model)
     # compressed-tensors has one format per folder and none for an embedding; transformers loads no quantized experts.

@@ -9,7 +9,7 @@
 This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or compilation: the
 engine decides by `maybe_compile` how a drafter's functions run. The papers' formulas stand in decoding/costs.py.
 
-Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318. K is their gamma.
+Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318. K is L's gamma.
 """
 
 import copy
@@ -39,8 +39,8 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) (..., V), the distribution that replaces a rejected token (L, algorithm 1). It falls back to
-    p where rounding leaves nothing: p = q is never rejected."""
+    """norm(max(0, p - q)) (..., V), the distribution that replaces a rejected token (L, algorithm 1). It is p
+    where rounding makes the sum 0: p = q is never rejected."""
     rest = (p - q).clamp(min=0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
@@ -150,7 +150,7 @@ class Drafter(nn.Module):
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
-        self.model = model  # that `propose` runs
+        self.model = model  # `propose` runs it; None: no model
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         """Make fixed tensors for this batch and up to k_max drafted tokens. `target` is the target's ModelRunner;
@@ -180,11 +180,11 @@ class Drafter(nn.Module):
         """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
 
     def passes(self, k: int) -> int:
-        """Passes of its model that draft k tokens."""
+        """The number of passes of the drafter's model that draft k tokens."""
         return k
 
     def update(self, state: nn.Module) -> None:
-        """Called after every step, drafted or plain: writes to state.can_draft (B,) which rows have a draft."""
+        """Called after every step, drafted or plain. Writes to state.can_draft (B,) whether a row has a draft."""
 
     def catch_up(self, state: nn.Module, lag: int) -> None:
         """Called before a round when up to `lag` tokens of a row were decided without this drafter."""
@@ -193,8 +193,8 @@ class Drafter(nn.Module):
 class ModelDraft(Drafter):
     """A model drafts token by token, from the sampling's own distribution.
 
-    Its own cache lags by at most one token, so the first pass of a round takes the last two. On the target's cache one
-    is enough: verification rewrites all K + 1 positions of every layer before any read."""
+    Its own cache lags by at most one token, so a round's first pass takes the last two tokens. On the target's cache
+    one is enough: verification rewrites all K + 1 positions of every layer before any read."""
 
     CHUNK = 32  # tokens that `catch_up` runs at once
 
@@ -221,7 +221,7 @@ class ModelDraft(Drafter):
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def draw_next(self, caches: Caches, state: nn.Module, num_input_tokens: int) -> None:
-        """Run the last `fed` tokens and draw the one after them."""
+        """Run the last `num_input_tokens` tokens and draw the one after them."""
         last = state.pos + self.drawn  # (B,)
         self.draw(state, self.hidden(caches, state, last, num_input_tokens)[:, -1:], last[:, None] + 1)
 
@@ -248,7 +248,7 @@ class ModelDraft(Drafter):
     def catch_up(self, state: nn.Module, lag: int) -> None:
         if self.owns_cache:
             for chunk in reversed(range(math.ceil(lag / self.CHUNK))):  # the oldest first
-                self.num_behind.fill_(self.num_input_tokens + chunk * self.CHUNK)  # `draw_next` writes the last
+                self.num_behind.fill_(self.num_input_tokens + chunk * self.CHUNK)  # `draw_next` writes the later ones
                 self.maybe_compile(self.fill, state)(self.runner.slice_to(state.length), state)
 
     def fill(self, caches: Caches, state: nn.Module) -> None:
@@ -329,17 +329,17 @@ class DraftLength:
         if k == "auto" and costs is None:
             raise ValueError("speculate_k = 'auto' needs calibrated costs: call engine.calibrate first")
         self.fixed, self.costs = None if k == "auto" else k, costs
-        # The running mean of acceptance starts with a weight of 8 at 0.7. matched: the share of rows with a draft.
+        # overlap / weight is the mean acceptance, first 0.7 with weight 8. matched: the share of rows with a draft.
         self.overlap, self.weight, self.matched = 0.7 * 8, 8.0, 1.0
         self.plain, self.patience, self.probing = 0, PROBE_AFTER, 0
 
     def observe(self, overlap: float) -> None:
-        """Sum of min(p, q) at one drafted position that was reached."""
+        """`overlap`: sum of min(p, q) at one drafted position that was reached."""
         if math.isfinite(overlap):  # a draft's NaN would stay in the mean for good
             self.overlap, self.weight = self.overlap * DECAY + overlap, self.weight * DECAY + 1
 
     def drafted(self, matched: int, rows: int) -> None:
-        """A round found something to draft for so many of its rows."""
+        """A round had a draft for `matched` of its rows."""
         self.matched += (matched / rows - self.matched) / 16
 
     def choose(self, expected: Sequence[list[float] | None] = (None,)) -> int:

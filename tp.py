@@ -1,6 +1,6 @@
 """Tensor parallelism: every matrix is sharded over N ranks, so that N devices read a token's weights at once.
 
-    PLAN, ShardSpec     the design as data: the dimension along which each matrix is sharded, and in which units
+    PLAN, ShardSpec     the design as data: dimension and units of each matrix's shards
     shard, fill_shard   a rank's shard of a stored tensor; pure functions
     check_divisible     refuses sizes that do not divide, by name and number
     shrink_to_shard     a meta model -> the shapes of one rank
@@ -37,7 +37,7 @@ class ShardSpec(NamedTuple):
     """How a matrix (out, in) is sharded."""
 
     dim: int  # 0: outputs, 1: inputs
-    units: tuple[str, ...]  # for each source stacked in it, the Config field with its number of indivisible units
+    units: tuple[str, ...]  # for each source stacked in the matrix (q, k, v), the Config field that counts its units
     after: str | None = None  # the collective applied to the output: all-reduce, all-gather or none
 
 
@@ -69,7 +69,7 @@ def shard_spec(module: str) -> ShardSpec | None:
 
 
 class ShardRange(NamedTuple):
-    """Units [begin, end) of a stored tensor, in memory for `size` units."""
+    """Units [begin, end) of a stored tensor, in memory for `size` units. A unit, such as a head, is never divided."""
 
     begin: int
     end: int
@@ -79,8 +79,8 @@ class ShardRange(NamedTuple):
 def shard_range(config, units: str, rank: int, world: int) -> ShardRange:
     """The units of rank `rank` of `world`. ValueError names the key that does not divide.
 
-    The vocabulary's last shards may be padded. If there are fewer KV heads than ranks, several ranks hold the same one,
-    in the order of the query heads that use it.
+    The vocabulary's last shards may be padded. If there are fewer KV heads than ranks, neighbouring ranks hold the same
+    head, in the order of its query heads.
     """
     n = getattr(config, units)
     if units == "vocab_size":
@@ -119,8 +119,8 @@ def check_divisible(config, world: int, group: int = 0) -> None:
 def shard(
     stored: Tensor, spec: ShardSpec | None, source: int, config, ranks: "Ranks", is_stacked: bool = False
 ) -> Tensor:
-    """This rank's shard, a view, of a stored tensor: the weight, bias or quantized part of a matrix's source number
-    `source`. A tensor without an input dimension is not sharded by inputs.
+    """This rank's shard, a view, of a stored tensor: the weight, bias or quantized part of source number `source`
+    of a matrix. A tensor without an input dimension is not sharded by inputs.
 
     `is_stacked`: all sources are stored as one tensor (Phi-3's q, k and v). Each is sharded by itself; the result is a
     copy.
@@ -132,7 +132,7 @@ def shard(
         return torch.cat([shard(part, spec, number, config, ranks) for number, part in enumerate(sources)])
     units = getattr(config, spec.units[source])
     local = shard_range(config, spec.units[source], ranks.rank, ranks.world)
-    size = stored.size(spec.dim)  # of packed codes a unit may be a fraction of a byte, but not a rank's units
+    size = stored.size(spec.dim)  # one unit of packed codes may be a fraction of a byte; a rank's units fill bytes
     begin, end = local.begin * size // units, local.end * size // units
     return stored.narrow(spec.dim, begin, end - begin)
 
@@ -149,7 +149,7 @@ def fill_shard(
 
 
 def source_rows(spec: ShardSpec | None, rows: int, config, ranks: "Ranks") -> list[int]:
-    """The number of a local matrix's `rows` that each of its sources fills, in order."""
+    """The numbers of rows that the sources of a local matrix of `rows` rows fill, in order."""
     if spec is None or len(spec.units) == 1:
         return [rows]
     sizes = [shard_range(config, units, ranks.rank, ranks.world).size for units in spec.units]
@@ -186,7 +186,7 @@ def shrink_to_shard(model: nn.Module, ranks: "Ranks") -> None:
 
 # ----------------------------------------------------------------------------------------------- ranks
 
-HOST_TIMEOUT = datetime.timedelta(days=7)  # of what may wait for a person to type, or for all other lines
+HOST_TIMEOUT = datetime.timedelta(days=7)  # of collectives that wait for a person to type, or for a file's other lines
 
 
 @dataclass(frozen=True)
@@ -206,14 +206,14 @@ class Ranks:
     def replica(self, size: int) -> "Ranks":
         """This rank among the `size` neighbours that hold one model together. All ranks must call it, and `size` must
         divide their number."""
-        mine = self
+        replica = self
         for begin in range(0, self.world if 1 < size < self.world else 0, size):
             members = range(begin, begin + size)
             options = {"ranks": list(members), "timeout": datetime.timedelta(seconds=self.timeout_s)}
             groups = dist.new_group(**options), dist.new_group(**options | {"backend": "gloo", "timeout": HOST_TIMEOUT})
             if self.rank in members:
-                mine = Ranks(self.rank - begin, size, *(group.group_name for group in groups), self.timeout_s)
-        return ALONE if size == 1 else mine
+                replica = Ranks(self.rank - begin, size, *(group.group_name for group in groups), self.timeout_s)
+        return ALONE if size == 1 else replica
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""
@@ -367,7 +367,7 @@ def join(device: torch.device, timeout_s: float) -> Ranks:
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
-    # Names, because a reference to a group keeps its threads alive after its end.
+    # Store names: a reference to a group would keep its threads alive after `leave`.
     name = dist.group.WORLD.group_name
     host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT).group_name
     return Ranks(dist.get_rank(), dist.get_world_size(), name, host, timeout_s)

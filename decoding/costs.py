@@ -1,9 +1,9 @@
 """The papers' formulas of speculative decoding, and measured costs of steps.
 
     expected_tokens, speedup, operations    with an acceptance alpha that is the same at every position
-    Costs                                   seconds of steps and rounds, and the draft length that pays best
+    Costs                                   seconds of steps and rounds, and the fastest draft length
 
-Source: Leviathan et al., arXiv:2211.17192 (below: L). K is their gamma. This file holds numbers alone: no tensor, no
+Source: Leviathan et al., arXiv:2211.17192 (below: L). K is L's gamma. This file holds numbers alone: no tensor, no
 model.
 """
 
@@ -48,11 +48,11 @@ class Costs:
         """Cost of a round in plain steps."""
         return 1.0 if k == 0 else k * self.c(k) + self.v(k)
 
-    def speedup(self, k: int, alpha: float, drafted: float = 1.0, paid: float = 1.0) -> float:
-        """Expected, where a row finds something to draft in a share `drafted` of its steps, and in a share `paid` some
-        row does, so that the step is a round."""
-        return (1 + drafted * (expected_tokens(alpha, k) - 1)) / (1 + paid * (self.round(k) - 1))
+    def speedup(self, k: int, alpha: float, draft_share: float = 1.0, round_share: float = 1.0) -> float:
+        """Expected speed-up of a batch. draft_share: the share of a row's steps in which the row has a draft;
+        round_share: the share of all steps that are rounds, because some row has a draft."""
+        return (1 + draft_share * (expected_tokens(alpha, k) - 1)) / (1 + round_share * (self.round(k) - 1))
 
     def best(self, alpha: float, *shares: float) -> tuple[int, float]:
-        """(K, expected speed-up) that pays best among the calibrated K, as `speedup` has it; K = 0 when none pays."""
+        """The calibrated K with the largest `speedup`, and that speed-up. K = 0, plain steps, has 1."""
         return max(((k, self.speedup(k, alpha, *shares)) for k in (0, *self.verify_s)), key=lambda pair: pair[1])

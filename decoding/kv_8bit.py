@@ -2,7 +2,7 @@
 
     CodedCache              codes, and a scale for each head and position
     Int8Cache, Fp8Cache     integers; E4M3
-    attend_codes            queries over an Int8Cache on a CPU, without dequantizing it
+    attend_codes            attention over an Int8Cache on a CPU, without dequantizing
     KINDS                   caches by the names of --kv_cache_dtype
 
 Keys and queries are first rotated by a Hadamard matrix, which spreads a channel of large keys over all and leaves q k^T
@@ -19,23 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import AttentionMask, KVCache
+from weights.compiling import LIBRARY
 
-CACHED = 2**18  # scores that stay in a processor's inner caches
-MAX_CHANNELS = 2**24 // 127**2  # of a head: float32 holds whole numbers up to 2^24
-LANES = 16  # torch's product with int8 codes reads so many positions at once, also beyond their end
-TINY = 1e-30  # of a scale: a head of zeros has one too
+INNER_CACHE_SCORES = 2**18  # scores that stay in a processor's inner caches
+MAX_CHANNELS = 2**24 // 127**2  # of a head with exact float32 sums: float32 holds integers up to 2^24
+LANES = 16  # positions that torch's product with int8 codes reads at once, even beyond the last
+MIN_SCALE = 1e-30  # the scale of zeros
 
-_library = torch.library.Library("quickdraft", "FRAGMENT")
-_library.define("attend_codes(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor bias) -> Tensor")
+LIBRARY.define("attend_codes(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor bias) -> Tensor")
 
 
+@torch.library.impl(LIBRARY, "attend_codes", "CPU")
 def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, bias: Tensor) -> Tensor:
     """Softmax attention of rotated q (B, H, T, E) bfloat16 over int8 codes k (B, G, S, E) and v (B, G, E, S) with
     scales (B, G, S), bias (B, 1, R * T or more, S) -> (B, H, T, E).
 
-    q is coded like keys, so that scores are exact sums in any order; they and the softmax are float32. The
-    probabilities, times the scales of v, are rounded to bfloat16, as in scaled_dot_product_attention, and multiply the
-    codes.
+    q is quantized as keys are, so that scores are exact sums in any order. Scores and softmax are float32. The
+    probabilities times the scales of v are rounded to bfloat16, as in scaled_dot_product_attention, before they
+    multiply the codes.
     """
     if extra := -k.size(2) % LANES:
         k, v = F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, extra))
@@ -43,26 +44,24 @@ def attend_codes(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tens
         bias = F.pad(bias, (0, extra), value=-math.inf)
     B, H, T, E = q.shape
     G, S, rows = k.size(1), k.size(2), H // k.size(1) * T
-    x, step = coded(q.reshape(B, G, rows, E))  # (B, H, T, E) -> (B, G, R*T, E)
-    step = step / math.sqrt(E)
+    q_codes, q_scale = to_codes(q.reshape(B, G, rows, E))  # (B, H, T, E) -> (B, G, R*T, E)
+    q_scale = q_scale / math.sqrt(E)
     y, ones, bias = q.new_empty(B, G, rows, E), q.new_ones(E), bias[:, :, :rows].float()
-    # Operations on all heads at once where scores stay in the inner caches, else on as many rows of a head as do.
-    n, width = (G, rows) if G * rows * S <= CACHED else (1, max(1, CACHED // S))
-    for b, begin, first in itertools.product(range(B), range(0, G, n), range(0, rows, width)):
-        heads, part = slice(begin, begin + n), slice(first, first + width)
-        queries = x[b, heads, part]  # (n, width, E)
-        sums = torch.empty(*queries.shape[:2], S, dtype=torch.int32 if adds_exactly() else torch.float32)
+    # Operate on all heads at once if their scores stay in the inner caches, else on as many rows of one head as do.
+    all_fit = G * rows * S <= INNER_CACHE_SCORES
+    num_heads, num_rows = (G, rows) if all_fit else (1, max(1, INNER_CACHE_SCORES // S))
+    for b, head, row in itertools.product(range(B), range(0, G, num_heads), range(0, rows, num_rows)):
+        heads, part = slice(head, head + num_heads), slice(row, row + num_rows)
+        queries = q_codes[b, heads, part]  # (num_heads, num_rows, E)
+        sums = torch.empty(*queries.shape[:2], S, dtype=torch.int32 if has_exact_int_mm() else torch.float32)
         for codes, keys, out in zip(queries, k[b, heads], sums):
             multiply_codes(codes, keys, out)
         scores = sums.float().mul_(k_scale[b, heads, None])
-        scores = torch.addcmul(bias[b, :, part], scores, step[b, heads, part])
+        scores = torch.addcmul(bias[b, :, part], scores, q_scale[b, heads, part])
         p = scores.softmax(-1).mul_(v_scale[b, heads, None]).to(q.dtype)
         for weights, values, out in zip(p, v[b, heads], y[b, heads, part]):
-            out.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (width, E)
+            out.copy_(torch._weight_int8pack_mm(weights, values.contiguous(), ones))  # (num_rows, E)
     return y.view(B, H, T, E)
-
-
-_library.impl("attend_codes", attend_codes, "CPU")
 
 
 @torch.library.register_fake("quickdraft::attend_codes")
@@ -70,16 +69,15 @@ def _like_q(q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, b
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def attend_as_codes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def quantize_and_attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """`attend_codes` with the signature of `attend`, for the probe of how kernels round. All channels repeat the values
     of the first, so that the codes of cancelling values cancel."""
-    (k, k_scale), (v, v_scale) = coded(k), coded(v[..., :1].expand_as(v))
+    (k, k_scale), (v, v_scale) = to_codes(k), to_codes(v[..., :1].expand_as(v))
     return attend_codes(q, k, k_scale[..., 0], v.mT, v_scale[..., 0], bias.expand(q.size(0), -1, -1, -1))
 
 
 def multiply_codes(x: Tensor, keys: Tensor, out: Tensor) -> None:
-    """out (rows, S) = x (rows, E) @ keys (S, E).T, exact sums of codes: int32, or float32, which holds sums of up to
-    MAX_CHANNELS products."""
+    """out (rows, S) = x (rows, E) @ keys (S, E).T of codes, exactly: int32, or float32 for E up to MAX_CHANNELS."""
     if out.dtype == torch.int32:
         torch._int_mm(x, keys.T, out=out)
     else:
@@ -87,13 +85,13 @@ def multiply_codes(x: Tensor, keys: Tensor, out: Tensor) -> None:
 
 
 def uses_integer_scores(E: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Are scores of heads of E channels exact sums, and is the product of such activations with int8 codes quick?"""
+    """Are scores of E channels exact sums, and is torch's product of this dtype with int8 codes fast here?"""
     return device.type == "cpu" and dtype == torch.bfloat16 and E <= MAX_CHANNELS
 
 
 @functools.cache
-def adds_exactly() -> bool:
-    """Is torch's product of 8-bit numbers exact? Some processors add pairs in 16 bits, or have no such product."""
+def has_exact_int_mm() -> bool:
+    """Is torch._int_mm exact? Some processors add pairs of products in 16 bits, or have no such kernel."""
     codes = torch.tensor([[127], [-128], [-128]], dtype=torch.int8).repeat(8, 64)  # (24, 64)
     try:
         return torch.equal(torch._int_mm(codes, codes.T), (codes.long() @ codes.T.long()).to(torch.int32))
@@ -101,20 +99,20 @@ def adds_exactly() -> bool:
         return False
 
 
-def coded(x: Tensor, kind: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """x (..., E) as 8-bit codes of this kind, stored as int8, and their scales (..., 1) float32."""
-    is_integer = not kind.is_floating_point
-    max_code = (torch.iinfo if is_integer else torch.finfo)(kind).max
+def to_codes(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x (..., E) as codes of an 8-bit dtype, stored as int8, and their scales (..., 1) float32."""
+    is_integer = not dtype.is_floating_point
+    max_code = (torch.iinfo if is_integer else torch.finfo)(dtype).max
     x = x.float()
-    scale = (x.abs().amax(-1, keepdim=True) / max_code).clamp(min=TINY)
+    scale = (x.abs().amax(-1, keepdim=True) / max_code).clamp(min=MIN_SCALE)
     numbers = (x / scale).round() if is_integer else x / scale
-    return numbers.to(kind).view(torch.int8), scale
+    return numbers.to(dtype).view(torch.int8), scale
 
 
 @functools.cache
 def hadamard(E: int, device: torch.device) -> Tensor:
-    """A rotation (E, E), its own inverse but for its norm: Sylvester's matrices, of 1 and -1, of the largest power of
-    two that divides E. On a CPU in float64, where sums of 16-bit numbers are exact and round alike in any pass."""
+    """A rotation (E, E) times its norm: blocks of Sylvester's matrix of 1 and -1. The block's size is the largest power
+    of two that divides E. On a CPU in float64: sums of 16-bit numbers are then exact and alike in any pass."""
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         while E % (2 * len(matrix)) == 0:
@@ -123,30 +121,30 @@ def hadamard(E: int, device: torch.device) -> Tensor:
 
 
 class CodedCache(KVCache):
-    """A KVCache of 8-bit codes (B, G, S, E), values (B, G, E, S), each position of a head with a scale of its own."""
+    """A KVCache of 8-bit codes: keys (B, G, S, E), values (B, G, E, S), and a scale per head and position (B, G, S)."""
 
-    codes: torch.dtype
-    shared = ("rotation",)  # by all rows
+    code_dtype: torch.dtype
+    shared = ("rotation",)  # buffers that all rows share
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         nn.Module.__init__(self)
         shapes = {"k": (B, G, S, E), "v": (B, G, E, S), "k_scale": (B, G, S), "v_scale": (B, G, S)}
         for name, shape in shapes.items():
-            kind = torch.float32 if name.endswith("scale") else torch.int8
-            self.register_buffer(name, torch.zeros(shape, dtype=kind, device=device), persistent=False)
+            part_dtype = torch.float32 if name.endswith("scale") else torch.int8
+            self.register_buffer(name, torch.zeros(shape, dtype=part_dtype, device=device), persistent=False)
         self.register_buffer("rotation", hadamard(E, device), persistent=False)
 
     @staticmethod
     def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
         return 2 * G * (E + torch.float32.itemsize)
 
-    def rotated(self, x: Tensor) -> Tensor:
-        """x (B, heads, T, E), float32."""
-        norm = math.sqrt(x.size(-1) & -x.size(-1))  # of the matrix's columns
+    def rotate(self, x: Tensor) -> Tensor:
+        """x (B, heads, T, E) -> the same shape, rotated, float32."""
+        norm = math.sqrt(x.size(-1) & -x.size(-1))  # of a block's columns
         return (x.to(self.rotation.dtype) @ self.rotation).float() / norm
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        codes, scale = coded(torch.stack((self.rotated(k), v.float())), self.codes)  # (2, B, G, T, E), (2, B, G, T, 1)
+        codes, scale = to_codes(torch.stack((self.rotate(k), v.float())), self.code_dtype)  # (2, B, G, T, E or 1)
         (k, v), (k_scale, v_scale) = codes, scale[..., 0]  # (B, G, T, E), (B, G, T)
         if pos.size(0) == self.k.size(0) == 1:
             self.k.index_copy_(2, pos[0], k), self.v.index_copy_(3, pos[0], v.transpose(2, 3))
@@ -158,23 +156,23 @@ class CodedCache(KVCache):
         self.v_scale[row, :, pos] = v_scale.transpose(1, 2)
 
     def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
-        return super().attend(self.rotated(q).to(q.dtype), visible, sinks)
+        return super().attend(self.rotate(q).to(q.dtype), visible, sinks)
 
     def codes_at(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes k (B, G, S, E), their scales (B, G, S), v (B, G, E, S) and theirs, of the first B rows."""
+        """(k (B, G, S, E), k_scale (B, G, S), v (B, G, E, S), v_scale (B, G, S)) of the first B rows."""
         if visible.index is None:
             S = visible.mask.size(-1)
             return self.k[:B, :, :S], self.k_scale[:B, :, :S], self.v[:B, ..., :S], self.v_scale[:B, :, :S]
-        row, at = torch.arange(B, device=self.k.device)[:, None], visible.index  # (B, 1), (B, S)
-        k, k_scale = (x[row, :, at].transpose(1, 2) for x in (self.k, self.k_scale))  # (B, S, G, …) -> (B, G, S, …)
-        v, v_scale = self.v[row, :, :, at].permute(0, 2, 3, 1), self.v_scale[row, :, at].transpose(1, 2)
+        row, pos = torch.arange(B, device=self.k.device)[:, None], visible.index  # (B, 1), (B, S)
+        k, k_scale = (x[row, :, pos].transpose(1, 2) for x in (self.k, self.k_scale))  # (B, S, G, …) -> (B, G, S, …)
+        v, v_scale = self.v[row, :, :, pos].permute(0, 2, 3, 1), self.v_scale[row, :, pos].transpose(1, 2)
         return k, k_scale, v, v_scale
 
     def read(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor]:
-        """Keys, rotated, and values (B, G, S, E), in the type of the mask."""
+        """Rotated keys, and values (B, G, S, E), in the mask's dtype."""
         k, k_scale, v, v_scale = self.codes_at(B, visible)
-        k = k.view(self.codes).float() * k_scale[..., None]
-        v = v.transpose(2, 3).contiguous().view(self.codes).float() * v_scale[..., None]  # kernels want rows
+        k = k.view(self.code_dtype).float() * k_scale[..., None]
+        v = v.transpose(2, 3).contiguous().view(self.code_dtype).float() * v_scale[..., None]  # kernels read rows
         return k.to(visible.mask.dtype), v.to(visible.mask.dtype)
 
     def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
@@ -183,7 +181,7 @@ class CodedCache(KVCache):
 
 
 class Int8Cache(CodedCache):
-    codes = torch.int8
+    code_dtype = torch.int8
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__(B, G, S, E, dtype, device)
@@ -192,19 +190,19 @@ class Int8Cache(CodedCache):
     @classmethod
     def kernel(cls, sinks: bool, E: int, like: Tensor) -> Callable:
         uses_integers = not sinks and uses_integer_scores(E, like.dtype, like.device)
-        return attend_as_codes if uses_integers else super().kernel(sinks, E, like)
+        return quantize_and_attend if uses_integers else super().kernel(sinks, E, like)
 
     def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
-        """Attend to the codes where that is exact and fast. The choice must not depend on the number of queries: a
-        position's result may not depend on other positions in its pass."""
+        """Attend to the codes if `uses_integers`. The number of queries must not enter the choice: a position's result
+        may not depend on other positions in its pass."""
         if sinks is not None or not self.uses_integers:
             return super().attend(q, visible, sinks)
         run = torch.ops.quickdraft.attend_codes if torch.compiler.is_compiling() else attend_codes
-        return run(self.rotated(q).to(q.dtype), *self.codes_at(q.size(0), visible), visible.mask)
+        return run(self.rotate(q).to(q.dtype), *self.codes_at(q.size(0), visible), visible.mask)
 
 
 class Fp8Cache(CodedCache):
-    codes = torch.float8_e4m3fn
+    code_dtype = torch.float8_e4m3fn
 
 
 KINDS = {"model": KVCache, "int8": Int8Cache, "fp8": Fp8Cache}

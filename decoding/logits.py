@@ -1,25 +1,24 @@
-"""Logits before decoding/sampling.py takes them, and log-probabilities of the unmodified ones.
+"""Changes of logits before sampling, and log-probabilities of the unmodified logits.
 
     penalize        logit_bias and the penalties of every row, position by position
     top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
-Any function of logits, tokens and positions may process logits too (Engine's `process`). It gives the same for a
-position whether one is computed or K + 1 are, so drafting stays lossless with it. This file knows no model and no text.
+Any function of logits, tokens and positions may process logits too (Engine's `process`). Its result for a position must
+not depend on how many positions a pass computes: drafting then stays lossless. This file knows no model and no text.
 """
 
 import torch
 from torch import Tensor
 
-from decoding.sampling import PENALTIES, SETTINGS, by_name
+from decoding.sampling import PENALTIES, SETTINGS, split_by_name
 
 
 def penalize(
     logits: Tensor, tokens: Tensor, pos: Tensor, prompt_length: Tensor, values: Tensor, biases: Tensor
 ) -> Tensor:
-    """logits (B, T, V) behind positions pos (B, T) of tokens (B, S), of which those up to each position are decided or
-    drafted. prompt_length (B,); values (B, n) and biases (B, 2, N) of the rows' Samplings. A neutral row's logits keep
-    their bits."""
-    V, value_by_name = logits.size(-1), by_name(values, dims=3)
+    """logits (B, T, V) for the tokens after pos (B, T) -> penalized logits. tokens (B, S) are decided or drafted up to
+    pos; prompt_length (B,); values (B, n) and biases (B, 2, N) of the rows' Samplings. Neutral rows keep their bits."""
+    V, value_by_name = logits.size(-1), split_by_name(values, dims=3)
     index = torch.arange(tokens.size(1), device=tokens.device)  # (S,)
     is_prompt = index < prompt_length[:, None, None]  # (B, 1, S)
     is_output = ~is_prompt & (index <= pos[..., None])  # (B, T, S)
@@ -34,7 +33,7 @@ def penalize(
 
 
 def sums_by_id(ids: Tensor, weights: Tensor, V: int) -> Tensor:
-    """ids (B, T, N), weights (B, T, N) -> sums (B, T, V). Ids from V on, which a draft does not know, count nowhere."""
+    """ids (B, T, N), weights (B, T, N) -> sums (B, T, V). Ids from V on, outside a draft's vocabulary, are ignored."""
     sums = weights.new_zeros(*ids.shape[:-1], V + 1)
     return sums.scatter_add(-1, ids.clamp(max=V), weights)[..., :V]
 

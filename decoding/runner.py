@@ -1,7 +1,7 @@
 """A model with its caches: how a prompt runs, and how far a step attends.
 
     ModelRunner         a model and caches of B rows and S positions
-    Rows                some neighbouring slots as a batch of their own
+    Rows                a range of slots as a batch
     caches_by_name      all buffers indexed by position;  copy_positions, clear_positions  of one slot
 
 This file knows no request, no sampling and no compiler.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decoding.exactness import in_blocks, same_attention
+from decoding.exactness import invariant_multiples, round_up_length
 from decoding.slots import State
 from decoding.validation import rounded_up
 from model import Caches, KVCache, Transformer
@@ -22,11 +22,11 @@ from weights.compiling import mark_dynamic
 
 
 class ModelRunner:
-    """A model with caches of B rows and S positions. With `layers` it uses some layers of another model's caches.
+    """A model with caches of B rows and S positions, or with `layers` of another model's caches.
 
-    Parked rows write to `slack` more positions behind these S, which nothing attends to. At least one is needed: steps
-    over the full length of a cache would compile once more. `compile_prompts` compiles the pass over prompts; None runs
-    it eagerly.
+    `slack` more positions follow, which no query sees and parked rows write to. At least one is needed: steps over the
+    full length of a cache would compile once more. `compile_prompts` compiles the pass over prompts; None runs it
+    eagerly. `max_positions` and `kind`: see Caches and make_caches.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class ModelRunner:
         self.model, self.B, self.compile, self.compile_prompts, self.kind = model, B, compile, compile_prompts, kind
         (H, G), E = model.layers[0].attention.heads(), model.config.head_dim
         kernel = kind.kernel(model.config.sinks, E, model.norm.weight)
-        multiples = same_attention(kernel, B, H, G, E, model.norm.weight)
+        multiples = invariant_multiples(kernel, B, H, G, E, model.norm.weight)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
         row_multiple, self.length_multiple = multiples or (1, 16)
-        self.S, self.slack = in_blocks(S, self.length_multiple), slack
+        self.S, self.slack = round_up_length(S, self.length_multiple), slack
         caches = model.make_caches(B if layers is None else 0, self.S + slack, kind)
         self.caches = caches._replace(row_multiple=row_multiple)
         if layers is not None:
@@ -71,7 +71,7 @@ class ModelRunner:
         """Round `length` up to the next compiled length, or the next that rounds alike."""
         if self.uses_cuda_graphs:
             length = max(256, 1 << (length - 1).bit_length())
-        return min(in_blocks(length, self.length_multiple), self.S)
+        return min(round_up_length(length, self.length_multiple), self.S)
 
     def slice_to(self, length: int) -> Caches:
         """The caches for a step after which `length` positions are filled."""
@@ -109,7 +109,7 @@ class Rows(NamedTuple):
 
 
 def caches_by_name(runners: Sequence[ModelRunner]) -> dict[str, nn.Module]:
-    """Each layer's cache in these runners, and the hidden states that a draft reads from its target."""
+    """Name -> cache, of each layer of these runners and of the hidden states that a draft reads from its target."""
     caches = [runner.caches for runner in runners]
     layers = {f"{i}.{layer}": cache for i, part in enumerate(caches) for layer, cache in enumerate(part.layers)}
     return layers | {f"aux.{layer}": x for part in caches for layer, x in (part.aux_hidden_states or {}).items()}

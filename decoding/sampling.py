@@ -2,14 +2,13 @@
 
     Sampling            the user's settings, checked; `.probs(logits)` and `.sample(logits, noise)`
     Setting, SETTINGS   the list that flags, keys of JSON and tensors follow
-    sample              logits and noise -> token id, which is
-    distribution        logits -> float32 probabilities, and
+    sample              logits and noise -> token id: `distribution`, then `draw`
+    distribution        logits -> float32 probabilities
     draw                probabilities and one uniform number a row -> token id
     uniform             the uniform numbers: a hash of (seed, position, purpose)
 
-Plain decoding, drafting and verification all go through these functions; that identity is what makes speculation
-lossless. This file does not know models, positions' meaning or text; decoding/logits.py applies the penalties. V is the
-vocabulary.
+Plain decoding, drafting and verification all go through these functions, so speculation is lossless. This file knows no
+models and no text. decoding/logits.py applies the penalties.
 """
 
 import math
@@ -40,7 +39,7 @@ def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
 
 
 def top_p_filter(p: Tensor, top_p: Tensor) -> Tensor:
-    bits, mass = _bits(p), (p * 2.0**40).long()  # integers add up to the same in any order, which a GPU leaves open
+    bits, mass = _bits(p), (p * 2.0**40).long()  # integers: a GPU adds in any order
     return bits >= _threshold(bits, mass, (top_p * mass.sum(dim=-1, keepdim=True)).ceil().long())
 
 
@@ -69,13 +68,13 @@ def frequency(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_cou
 
 
 class Setting(NamedTuple):
-    """A number of Sampling. Another one is one field there, and one function here for `filter` or `penalty`."""
+    """A numeric field of Sampling. A new one takes one field there, and one function above: a filter or a penalty."""
 
     help: str
     rule: str  # ends the sentence "NAME = VALUE must …"
     is_valid: Callable[[float], bool]
-    neutral: float  # changes nothing, also in place of None
-    filter: Callable | None = None  # (p (..., V), value) -> whether each token stays (..., V)
+    neutral: float  # the value that changes nothing; None stands for it
+    filter: Callable | None = None  # (p (..., V), value) -> bool (..., V), True where a token stays
     penalty: Callable | None = None  # (logits, value, counts in the prompt, counts in the output) -> logits
     type: type = float
 
@@ -117,7 +116,7 @@ class Sampling:
         lambda x: -2 <= x <= 2, 0.0, penalty=presence,
     )  # fmt: skip
     frequency_penalty: float = setting(
-        0.0, "the same, once for each time that the token stands there", "lie in [-2, 2]; 0 for none",
+        0.0, "subtracted from a logit once for each time that its token is in the output", "lie in [-2, 2]; 0 for none",
         lambda x: -2 <= x <= 2, 0.0, penalty=frequency,
     )  # fmt: skip
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit), up to MAX_BIASES ids
@@ -169,8 +168,8 @@ FILTERS = [name for name, setting in SETTINGS.items() if setting.filter]
 PENALTIES = [name for name, setting in SETTINGS.items() if setting.penalty]
 
 
-def by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
-    """Values of a row (n,) or of rows (B, n) -> those of each setting, () or (B, 1, ...) with so many dimensions."""
+def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
+    """values (n,) of a row, or (B, n) of rows -> value by setting: (), or (B, 1, ...) of `dims` dimensions."""
     shape = values.shape[:-1] + (1,) * (dims - 1) if values.dim() > 1 else ()
     return {name: value.view(shape) for name, value in zip(SETTINGS, values.unbind(-1))}
 
@@ -188,8 +187,8 @@ def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
 
 def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     """Probabilities (..., V) float32 of logits (..., V). kind is static; values (n,) as in Sampling, or (B, n) for
-    logits (B, ..., V). Rows of several kinds share the code of the last of them (`common_kind`), and each row has the
-    bits that its own kind's code would give. Penalties are in the logits already.
+    logits (B, ..., V). Rows of several kinds share the code of the last of these kinds (`common_kind`), and each row
+    gets the same bits from it as from its own kind's code. Penalties are in the logits already.
 
     Greedy is the one-hot of the argmax, the lowest id on ties. A row that holds a NaN or +inf becomes all NaN.
     """
@@ -199,7 +198,7 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     one_hot = torch.where(top.values.isfinite(), one_hot, math.nan)
     if kind == GREEDY:
         return one_hot
-    value_by_name = by_name(values, logits.dim())
+    value_by_name = split_by_name(values, logits.dim())
     temperature = value_by_name["temperature"]
     is_greedy = temperature == 0
     scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
@@ -227,17 +226,17 @@ def _bits(p: Tensor) -> Tensor:
 def _threshold(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The largest threshold t (..., 1) such that the weight of {bits >= t} reaches `target`; 0 if none does. int64 all.
 
-    A radix search: each digit is found in a histogram of the entries that share the digits so far, two of 15 bits over
-    a large vocabulary, three of ten where histograms of 2^15 would cost more than passes over the entries. No sort:
-    sorting 128k entries takes 12 ms on a CPU. Equal entries stay or go together.
+    A radix search: each digit follows from a histogram of the entries that share the higher digits. A large vocabulary
+    takes two digits of 15 bits, a small one three of ten: there histograms of 2^15 would cost more than another pass.
+    Sorting 128k entries would take 12 ms on a CPU. Equal entries stay or go together.
     """
-    size = 15 if bits.size(-1) >= 2**15 else 10
+    num_bits = 15 if bits.size(-1) >= 2**15 else 10  # of a digit
     threshold = torch.zeros_like(bits[..., :1])
-    remaining = target.expand(threshold.shape).clone()  # to be reached by entries that share the threshold's digits
-    for shift in range(30 - size, -1, -size):
+    remaining = target.expand(threshold.shape).clone()  # weight that entries with the threshold's digits must reach
+    for shift in range(30 - num_bits, -1, -num_bits):
         digits = bits >> shift if shift else bits
-        digits = digits & (2**size - 1) if shift < 30 - size else digits
-        histogram = weight.new_zeros(*weight.shape[:-1], 2**size).scatter_add(-1, digits, weight)  # (..., 2^size)
+        digits = digits & (2**num_bits - 1) if shift < 30 - num_bits else digits
+        histogram = weight.new_zeros(*weight.shape[:-1], 2**num_bits).scatter_add(-1, digits, weight)
         reached = histogram.flip(-1).cumsum(-1).flip(-1)  # weight of this digit and all above
         digit = ((reached >= remaining).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # (..., 1)
         remaining = remaining - (reached - histogram).gather(-1, digit)
@@ -249,9 +248,9 @@ def _threshold(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
     """Inverse-CDF draw: p (..., V), noise (...) uniform in [0, 1) -> ids (...) int64; INVALID where p is NaN.
 
-    The first id whose cumulative mass exceeds noise times the total. Only ids of positive probability count, for the
-    total too: a parallel scan may round two equal sums differently, and must neither draw an impossible token nor none.
-    A greedy `distribution` has one id to draw, which needs no sum.
+    The first id whose cumulative mass exceeds noise times the total. Ids of probability 0 count neither there nor in
+    the total: a parallel scan may round equal sums differently, which must not draw an impossible token, or none.
+    A greedy `distribution` has one possible id, and takes no sum.
     """
     if kind == GREEDY:
         top, token = p.max(dim=-1)

@@ -5,12 +5,11 @@
     Scheduler           the waiting line, and the slot that shares the longest prefix with a new request
     common_prefix       the number of leading ids that texts share
 
-Keys and values of a position depend only on the ids up to it, so slots with a common prefix hold equal positions there.
+Keys and values of a position depend only on the ids up to it, so they are equal in slots with a common prefix.
 This file holds no tensor and knows no model.
 """
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way through an engine. Seconds; `prefill_s` and `decode_s` count its own passes alone."""
+    """One prompt on its way through an engine. Times are in seconds; prefill_s and decode_s are those of its passes."""
 
     id: int
     prompt: list[int]
@@ -40,24 +39,23 @@ class Request:
     stop_ids: Collection[int] = ()
     seed: int = 0
     draft: bool = True  # may its tokens be drafted?
-    is_long: tuple[bool, ...] = ()  # per model with caches: does longrope take it for long?
+    is_long: tuple[bool, ...] = ()  # for each model with caches: does longrope take it for a long text?
 
     slot: "Slot | None" = None
     num_computed: int = 0  # prompt positions that the target's cache holds
-    num_reused: int = 0  # of these, positions from another request
+    num_reused: int = 0  # of num_computed: positions from another request
     tokens: list[int] = field(default_factory=list)
     is_active: bool = False  # do steps decide its tokens?
-    num_launched: int = 0  # tokens that the launched steps decide at least
+    num_launched: int = 0  # a minimum of the tokens that launched steps decide
     can_draft: bool = True  # did the drafter have a proposal?
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
-    ending: tuple | None = None  # (finish_reason, error) due after the last read token
+    ending: tuple | None = None  # arguments of Engine.finish, due after the last token
 
-    arrived: float = field(default_factory=time.perf_counter)
-    started: float = 0.0
+    started: float = 0.0  # time.perf_counter as it took a slot
     prefill_marks: list[tuple] = field(default_factory=list)  # (begin, end) of each chunk on the device
     prefill_s: float = 0.0
-    ttft_s: float = 0.0  # from taking a slot to the first token
+    ttft_s: float = 0.0  # from `started` to the first token
     decode_s: float = 0.0
     steps: list[StepRecord] = field(default_factory=list)  # after the prompt, shared with other rows
     token_records: list[TokenRecord] = field(default_factory=list)  # with a drafter
@@ -117,10 +115,10 @@ class Request:
 
 
 class Launch(NamedTuple):
-    """A step given to the device: the requests that it advances, and its start."""
+    """A step on the device: the requests that it advances, and its start."""
 
     requests: list[tuple[int, Request]]  # (row of the step, request)
-    at: float = 0.0
+    at: float = 0.0  # its start, time.perf_counter
 
 
 @dataclass(eq=False)
@@ -129,10 +127,10 @@ class Slot:
 
     index: int
     request: Request | None = None
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # behind the positions of a free slot
     num_draft: int = 0  # positions in the draft's cache
     num_written: int = 0  # positions that may not be zero
-    is_long: tuple[bool, ...] = ()
+    is_long: tuple[bool, ...] = ()  # of its last request
 
     def cached_ids(self) -> list[int]:
         return self.ids if self.request is None else self.request.cached_ids()
@@ -156,37 +154,37 @@ class Scheduler:
         return next((request for request in running if not request.is_active), None)
 
     def admit(self, draft_lag: int) -> tuple[Request, Slot] | None:
-        """Give the first waiting request a free slot: (request, the slot with the longest common prefix). None if no
+        """Give the first waiting request a free slot. Returns (request, the slot to copy its prefix from); None if no
         request waits or no slot is free. `draft_lag`: positions by which a draft's cache may lag."""
         free = [slot for slot in self.slots if slot.request is None]
         if not self.waiting or not free:
             return None
         request = self.waiting.popleft()
-        shared, longest = dict.fromkeys(self.slots, 0), 0
+        num_shared, longest = dict.fromkeys(self.slots, 0), 0
         for slot in self.slots:
             if slot.request is None or longest < len(request.prompt) - 1:  # a busy slot could not share more
-                shared[slot] = self.shared(request, slot)
-                longest = max(longest, shared[slot])
-        lost = {slot: len(slot.ids) - shared[slot] for slot in free}
+                num_shared[slot] = self.count_shared(request, slot)
+                longest = max(longest, num_shared[slot])
+        num_lost = {slot: len(slot.ids) - num_shared[slot] for slot in free}
         # Prefer the slot that loses the fewest positions, then the longest prefix, then the first slot.
-        slot = min(free, key=lambda s: (lost[s] if lost[s] >= MIN_REUSED else 0, -shared[s], s.index))
-        source = max(self.slots, key=shared.get)
-        source = source if shared[source] >= shared[slot] + MIN_REUSED else slot
-        request.slot, request.num_computed, request.num_reused = slot, shared[source], shared[source]
+        slot = min(free, key=lambda s: (num_lost[s] if num_lost[s] >= MIN_REUSED else 0, -num_shared[s], s.index))
+        source = max(self.slots, key=num_shared.get)
+        source = source if num_shared[source] >= num_shared[slot] + MIN_REUSED else slot
+        request.slot, request.num_computed, request.num_reused = slot, num_shared[source], num_shared[source]
         num_draft = source.num_draft if source.request is None else max(0, len(source.cached_ids()) - draft_lag)
-        slot.num_draft = min(num_draft, shared[source])
+        slot.num_draft = min(num_draft, num_shared[source])
         slot.request, slot.is_long = request, request.is_long
         return request, source
 
     def release(self, request: Request, draft_lag: int, num_scratch: int) -> None:
         """Free the slot of a finished request. The slot keeps its positions, unless they may be NaN. `num_scratch`:
-        positions behind the text that its steps may have written."""
+        positions behind the text that the request's steps may have written."""
         slot, request.slot = request.slot, None
         slot.num_written = max(request.num_computed, request.num_positions) + num_scratch
         slot.ids = [] if request.finish_reason == "error" else request.cached_ids()
         slot.num_draft, slot.request = max(0, len(slot.ids) - draft_lag), None
 
-    def shared(self, request: Request, slot: Slot) -> int:
+    def count_shared(self, request: Request, slot: Slot) -> int:
         """The length of the prefix that prompt and slot share. A prompt's last token must run."""
         prompt, ids = request.prompt[:-1], slot.cached_ids()
         return common_prefix(prompt, ids) if slot.is_long == request.is_long else 0

@@ -17,7 +17,7 @@ from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, 
 from tp import ALONE, Ranks
 
 NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
-STOP_SLOTS = 64
+MAX_STOP_IDS = 64
 
 
 class State(nn.Module):
@@ -26,8 +26,8 @@ class State(nn.Module):
 
     `kind` selects the code that serves the samplings of all rows; everything else may change without compiling. With
     several ranks, rank 0's decisions enter every rank's state. process(logits (B, T, V), tokens (B, S), pos (B, T))
-    returns other logits. `logprobs` is the number of top tokens recorded for each token while `return_logprobs`, which
-    also selects code.
+    returns other logits. `logprobs`: the number of top tokens to record for each token, or None. return_logprobs turns
+    recording off for a while; it selects code too.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class State(nn.Module):
         super().__init__()
         self.process, self.num_top_logprobs, self.return_logprobs = process, logprobs, logprobs is not None
         self.kind, self.broadcast, self.parking = GREEDY, ranks.broadcast, S
-        self.k = self.length = 0  # of a round, for drafters: tokens to draft, positions filled after it
+        self.k = self.length = 0  # for drafters: tokens to draft in this round, positions filled after it
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
@@ -48,7 +48,7 @@ class State(nn.Module):
         fixed("end", B)  # index at which the row is full
         fixed("done", B, fill=True, dtype=torch.bool)
         fixed("seed", B)
-        fixed("stop_ids", B, STOP_SLOTS, fill=-1)
+        fixed("stop_ids", B, MAX_STOP_IDS, fill=-1)
         fixed("drafts", B, fill=True, dtype=torch.bool)  # may the row's tokens be drafted?
         fixed("values", B, len(SETTINGS), dtype=torch.float32)  # of the rows' samplings
         fixed("biases", B, 2, MAX_BIASES, dtype=torch.float32)
@@ -64,7 +64,7 @@ class State(nn.Module):
 
     def fill(self, slot: int, request) -> None:
         """Write a request (scheduler.Request) into a slot, which stays parked until `activate`. A prompt is padded with
-        a token of its own: another might overflow in the model, and its NaN reach this slot."""
+        its last token: any other might overflow in the model, and its NaN would reach this slot."""
         prompt, stop_ids = request.prompt, sorted(request.stop_ids)
         row = torch.full_like(self.tokens[0], prompt[-1], device="cpu")
         row[: len(prompt)] = torch.tensor(prompt)
@@ -73,7 +73,7 @@ class State(nn.Module):
         self.end[slot].fill_(len(prompt) - 1 + request.max_new_tokens)
         self.seed[slot].fill_(request.seed)
         self.drafts[slot].fill_(request.draft)
-        self.stop_ids[slot] = torch.tensor(stop_ids + [-1] * (STOP_SLOTS - len(stop_ids)))
+        self.stop_ids[slot] = torch.tensor(stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids)))
         self.values[slot] = request.sampling.values
         self.biases[slot] = request.sampling.biases
 
@@ -83,24 +83,24 @@ class State(nn.Module):
         self.done[slot].fill_(False)
 
     def park(self, slot: int) -> None:
-        """Let steps skip this slot: they write its keys and values behind all attended positions."""
+        """Let steps skip this slot. They still write its keys and values, behind all attended positions."""
         self.pos[slot].fill_(self.parking)
         self.done[slot].fill_(True)
 
     def penalize(self, logits: Tensor, pos: Tensor) -> Tensor:
-        """logits (B, T, V) behind pos (B, T) with the rows' penalties, which follow the tokens up to each position."""
+        """logits (B, T, V) at pos (B, T), with the rows' penalties for their tokens up to each position."""
         if self.kind != PENALIZED:
             return logits
         return penalize(logits, self.tokens, pos, self.prompt_length, self.values, self.biases)
 
     def process_logits(self, logits: Tensor, pos: Tensor) -> Tensor:
-        """logits (B, T, V) behind pos (B, T) as they are drawn from."""
+        """logits (B, T, V) at pos (B, T) as tokens are drawn from them: penalized, then changed by `process`."""
         logits = self.penalize(logits, pos)
         return logits if self.process is None else self.process(logits, self.tokens, pos)
 
     def record_logprobs(self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
-        """Of tokens (B, T): log-probabilities by the unmodified logits (B, T, V), and the probabilities that decided,
-        the target's by the processed logits (B, T, V) and the draft's, q (B, T - 1, V)."""
+        """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and the probabilities
+        that decided: the target's by the processed logits (B, T, V), and the draft's q (B, T - 1, V)."""
         if not self.return_logprobs:
             return
         T, index = tokens.size(1), tokens.clamp(min=0)[..., None]  # (B, T, 1)
@@ -111,20 +111,20 @@ class State(nn.Module):
             self.token_probs[:, : T - 1, 1] = q.gather(2, index[:, :-1])[..., 0]
 
     def commit(self, tokens: Tensor, n_accepted: Tensor | None = None) -> None:
-        """Append tokens (B, T), as many as were accepted (B,) and one more, to the rows that are not done, each up to
-        its first stop id or its end. None: plain decoding, T = 1."""
+        """Append the first n_accepted (B,) + 1 of tokens (B, T) to every row that is not done, up to its first stop id
+        or its end. None: plain decoding, T = 1."""
         T = tokens.size(1)
         index = torch.arange(T, device=tokens.device)
         position = self.pos[:, None] + 1 + index  # (B, T)
         is_stop = (tokens[..., None] == self.stop_ids[:, None]).any(dim=-1)  # (B, T)
-        last = is_stop | (position >= self.end[:, None]) | (tokens == INVALID)
-        ended_before = last.cumsum(dim=1) - last.long() > 0  # (B, T)
-        keep = ~(self.done[:, None] | ended_before)
+        is_last = is_stop | (position >= self.end[:, None]) | (tokens == INVALID)
+        ended_before = is_last.cumsum(dim=1) - is_last.long() > 0  # (B, T)
+        is_decided = ~(self.done[:, None] | ended_before)
         if n_accepted is not None:
-            keep = keep & (index <= n_accepted[:, None])
-        self.out.copy_(F.pad(torch.where(keep, tokens, NO_TOKEN), (0, self.out.size(1) - T), value=NO_TOKEN))
-        # Rejected tokens land beyond `pos`, where nothing counts. INVALID is for the host alone: a step that runs
-        # before the host knows must not embed INVALID.
+            is_decided = is_decided & (index <= n_accepted[:, None])
+        self.out.copy_(F.pad(torch.where(is_decided, tokens, NO_TOKEN), (0, self.out.size(1) - T), value=NO_TOKEN))
+        # Rejected tokens land beyond `pos`, where nothing reads them. INVALID is for the host alone: a step that runs
+        # before the host has read it must not embed INVALID.
         self.tokens.scatter_(1, position, tokens.clamp(min=0))
-        self.pos.add_(keep.sum(dim=1))
-        self.done.logical_or_((keep & last).any(dim=1))
+        self.pos.add_(is_decided.sum(dim=1))
+        self.done.logical_or_((is_decided & is_last).any(dim=1))

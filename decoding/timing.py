@@ -5,7 +5,7 @@
     Readback                results on their way to the host, read a few steps late on a GPU
     Timing, StepRecord, TokenRecord    records of several requests, which cli/report.py turns into rates
 
-This file knows no model and no sampling. It makes the device wait only for a result that the host must read.
+This file knows no model and no sampling. The device waits only for a result that the host must read.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def step_times(step: StepResult) -> tuple[float, float]:
 
 
 def seconds_between(begin, end) -> float:
-    """Between two marks that the device has passed."""
+    """Seconds between two marks that the device has passed."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
@@ -75,8 +75,8 @@ class StepRecord(NamedTuple):
 
 
 class TokenRecord(NamedTuple):
-    """Token `index` of a round that drafted k tokens for its row (0: no draft) and accepted some of them. overlap: sum
-    of min(p, q) at this position, 0 beyond k. first: the token after the prompt, which no round decided."""
+    """Token `index` of a round that drafted k tokens for its row (0: no draft) and accepted so many. overlap: sum of
+    min(p, q) at this position, 0 beyond k. first: the token after the prompt, which no round decided."""
 
     index: int
     k: int
@@ -121,11 +121,11 @@ class Readback:
 
     @property
     def unread(self) -> int:
-        """Tokens that a row may have received and the host has not read."""
+        """A bound on the tokens of a row that the host has yet to read."""
         return sum(step.k + 1 for step, *_ in self.waiting)
 
     def send(self, step: StepResult, label: object) -> None:
-        """Queue a result; `label` returns with it."""
+        """Queue a result; `receive` returns `label` with it."""
         tensors, event = [tensor for tensor in step[2:] if tensor is not None], None
         if self.on_gpu:
             copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]

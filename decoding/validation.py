@@ -1,14 +1,14 @@
 """The checks of arguments, from host integers, before anything runs.
 
-    whole_numbers       one number, or one a row -> a list of ints
-    one_per_row         one value, or one a row -> a list
+    integer_per_row     one integer, or one a row -> a list of ints
+    value_per_row       one value, or one a row -> a list
     check_lengths       do prompts and new tokens fit in the context, and in the draft's?
     check_settings      seed, stop ids and logit_bias of a request
     check_draft_length  is it a number of tokens, or "auto"?
     check_engine        does an existing engine have room for these texts?
     rounded_up          a prompt's length, rounded up to one of a few
 
-Every ValueError names the row, the number and what would work. This file imports no project file.
+Every ValueError names the row, the number and a remedy. This file imports no project file.
 """
 
 import math
@@ -16,8 +16,8 @@ import operator
 from collections.abc import Collection, Sequence
 
 
-def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]:
-    """`value` for each of so many rows, also from numpy's and torch's integers."""
+def integer_per_row(name: str, value: int | Sequence[int], rows: int) -> list[int]:
+    """`value`, an integer of Python, numpy or torch, for each of `rows` rows; or a sequence of them as a list."""
     try:
         return [operator.index(value)] * rows
     except TypeError:
@@ -27,8 +27,8 @@ def whole_numbers(name: str, value: int | Sequence[int], rows: int) -> list[int]
     return numbers
 
 
-def one_per_row(name: str, value, rows: int) -> list:
-    """A value for each of so many rows, from one or a sequence."""
+def value_per_row(name: str, value, rows: int) -> list:
+    """`value` for each of `rows` rows, or a sequence of values as a list."""
     values = list(value) if isinstance(value, Sequence) else [value] * rows
     if len(values) != rows:
         raise ValueError(f"{name}: {len(values)} for {rows} prompts; give one, or one a prompt")
@@ -36,8 +36,8 @@ def one_per_row(name: str, value, rows: int) -> list:
 
 
 def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int, drafter=None) -> None:
-    """ValueError unless every prompt and its new tokens fit in `limit` positions, and in the context of a drafter that
-    runs prompts through a model of its own."""
+    """ValueError unless every prompt and its new tokens fit in `limit` positions, and in the context of a drafter
+    whose model runs prompts too."""
     if not prompts:
         raise ValueError("no prompt given")
     limits = {"limit": limit}
@@ -55,13 +55,13 @@ def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int
                     f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {len(prompt) + new}, over the"
                     f" {name} of {positions} positions: shorten the prompt, or lower --max_new_tokens"
                 )
-        wrong = next((id for id in prompt if not 0 <= id < V), None)
-        if wrong is not None:
-            raise ValueError(f"prompt {row} holds token id {wrong}, outside the vocabulary of {V}")
+        unknown = next((id for id in prompt if not 0 <= id < V), None)
+        if unknown is not None:
+            raise ValueError(f"prompt {row} holds token id {unknown}, outside the vocabulary of {V}")
 
 
 def check_engine(engine, model, max_seq_length: int) -> None:
-    """ValueError unless the engine is this model's, and has so many positions."""
+    """ValueError unless the engine is this model's, and has max_seq_length positions."""
     if engine.model is not model:
         raise ValueError("the engine was made for another model: give the engine's own, engine.model")
     if max_seq_length > engine.max_seq_length:
@@ -89,7 +89,7 @@ def check_draft_length(k: int | str, limit: float = math.inf) -> None:
 
 
 def rounded_up(n: int) -> int:
-    """n positions as one of 32 lengths up to 512, at most 7 or an eighth more: oneDNN keeps 0.8 MB of machine code for
+    """n rounded up to one of 32 lengths up to 512, by at most 7 or an eighth: oneDNN keeps 0.8 MB of machine code for
     each shape of a bfloat16 product."""
     step = max(8, (1 << n.bit_length()) // 16)
     return math.ceil(n / step) * step

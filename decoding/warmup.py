@@ -3,7 +3,7 @@
     warm_up         compile and, on a GPU, record the steps of one kind of sampling
     calibrate       seconds of a plain step, of drafting and of verifying
 
-This file knows an engine's rows and steps, and no request. Engine.clear then discards its cache contents.
+This file knows an engine's rows and steps, and no request. Both functions empty the slots at their end.
 """
 
 import itertools
@@ -17,15 +17,15 @@ from decoding.sampling import Sampling
 from decoding.timing import step_times, synchronize
 
 
-def row_counts(engine) -> list[int]:
+def compiled_row_counts(engine) -> list[int]:
     """The numbers of rows of compiled steps: one, and all."""
     return sorted({1, engine.batch_size})
 
 
 @torch.inference_mode()
 def warm_up(engine, kind: str) -> float:
-    """Compile the engine's steps for `kind` and run them at every recorded length. Compile prompts, short and long, at
-    the start, later, and beyond a sliding window. Returns seconds."""
+    """Compile the engine's steps for `kind` and run them at every length of a CUDA graph. Compile prompts, short and
+    long, at the start, later, and beyond a sliding window. Returns seconds."""
     start, S, uses_graphs = time.perf_counter(), engine.max_seq_length, engine.runner.uses_cuda_graphs
     first = engine.rows(0, 1)
     runners = [first.target] + ([first.drafter.runner] if len(engine.runners) > 1 else [])
@@ -37,7 +37,7 @@ def warm_up(engine, kind: str) -> float:
     lengths = (
         {min(1 << i, engine.runner.S) for i in range(8, engine.runner.S.bit_length() + 8)} if uses_graphs else {2, S}
     )
-    for num_rows, length, k in itertools.product(row_counts(engine), sorted(lengths), (0, *engine.ks)):
+    for num_rows, length, k in itertools.product(compiled_row_counts(engine), sorted(lengths), (0, *engine.ks)):
         rows = engine.rows(0, num_rows)
         rows.state.kind = kind
         rows.state.pos.zero_(), rows.state.done.fill_(True)
@@ -51,10 +51,10 @@ def warm_up(engine, kind: str) -> float:
 
 @torch.inference_mode()
 def calibrate(engine, sampling: Sampling, length: int, rounds: int) -> dict[int, Costs]:
-    """By number of rows, one and all: medians of a plain step, of drafting and of verifying with `length` positions
-    filled, interleaved, after one uncounted round. Each step draws new tokens: experts' costs depend on them."""
+    """Number of rows, one and all -> medians of a plain step, of drafting and of verifying with `length` positions
+    filled, measured in turn after one uncounted round. Each step draws new tokens: experts' costs depend on them."""
     assert 1 <= length < engine.max_seq_length, f"{length} positions filled leave no room in {engine.max_seq_length}"
-    costs = {num_rows: costs_of_rows(engine, num_rows, sampling, length, rounds) for num_rows in row_counts(engine)}
+    costs = {n: costs_of_rows(engine, n, sampling, length, rounds) for n in compiled_row_counts(engine)}
     engine.clear()
     return engine.ranks.broadcast_object(costs)  # draft lengths follow from costs: ranks share them
 
@@ -75,5 +75,5 @@ def costs_of_rows(engine, num_rows: int, sampling: Sampling, length: int, rounds
         synchronize(engine.device)
         times[k].append(step_times(step))
     draft, verify = ({k: statistics.median(s[part] for s in times[k][1:]) for k in times} for part in (0, 1))
-    # A plain step stands as "verified" in the times of K = 0.
+    # The times of K = 0, plain steps, are those of the target's pass.
     return Costs(verify.pop(0), {k: draft[k] for k in engine.ks}, verify)

@@ -20,8 +20,8 @@ import generate as engines
 from cli.flags import parse_args
 from cli.main import run
 from cli.report import position_bytes
-from decoding.exactness import attends_alike, same_attention
-from decoding.kv_8bit import KINDS, Fp8Cache, Int8Cache, attend_as_codes, attend_codes, hadamard
+from decoding.exactness import attends_alike, invariant_multiples
+from decoding.kv_8bit import KINDS, Fp8Cache, Int8Cache, attend_codes, hadamard, quantize_and_attend
 from decoding.runner import clear_positions
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
@@ -140,9 +140,9 @@ def test_attention_over_codes_is_attention(B, T, S, E):
     bias = torch.zeros(()).where(seen, -math.inf).bfloat16().repeat(R, 1).expand(B, 1, -1, -1)  # (B, 1, R*T, S)
     want = attention(whole, k, v, bias)
     mass = attention(whole, k, v.abs(), bias)  # sum of p |v|
-    for cached in (caches.CACHED, 1, S * 5):
+    for cached in (caches.INNER_CACHE_SCORES, 1, S * 5):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(caches, "CACHED", cached)
+            patch.setattr(caches, "INNER_CACHE_SCORES", cached)
             got = attend_codes(q, *codes, bias)
         assert ((got.double() - want).abs() <= 2**-8 * (mass + want.abs()) + 1e-6).all(), cached
     wrong = attention(whole, k.roll(1, 2), v, bias)
@@ -163,7 +163,7 @@ def test_scores_are_exact_sums():
 def test_the_self_check_sees_how_codes_are_added(monkeypatch):
     """Whole passes round alike here; a product over positions in halves, where there are several queries, is seen."""
     like = torch.zeros(1, dtype=torch.bfloat16)
-    assert same_attention(attend_as_codes, 1, 8, 2, 32, like) is not None
+    assert invariant_multiples(quantize_and_attend, 1, 8, 2, 32, like) is not None
     product = torch._weight_int8pack_mm
 
     def in_halves(p, codes, ones):
@@ -177,7 +177,7 @@ def test_the_self_check_sees_how_codes_are_added(monkeypatch):
 
     monkeypatch.setattr(torch, "_weight_int8pack_mm", in_halves)
     for rows, unit in ((1, 16), (8, 512)):
-        assert not attends_alike(attend_as_codes, 1, 2, 4, 32, torch.bfloat16, rows, unit)
+        assert not attends_alike(quantize_and_attend, 1, 2, 4, 32, torch.bfloat16, rows, unit)
 
 
 # ------------------------------------------------------------------------------------------------- models

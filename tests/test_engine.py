@@ -14,7 +14,7 @@ import decoding.timing as timing
 import generate as engine_room
 from cli.flags import parse_args
 from cli.main import run
-from decoding.exactness import in_blocks
+from decoding.exactness import round_up_length
 from decoding.runner import ModelRunner
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
@@ -215,7 +215,7 @@ def test_attention_runs_over_what_is_filled(folder_of):
     rows_of(model, [[6] * 700], engine=engine, max_new_tokens=2)
     unit = engine.runner.length_multiple
     assert unit <= 512
-    assert seen == [in_blocks(n, unit) for n in (8, 4, 5, 6, 512, 704, 701)]
+    assert seen == [round_up_length(n, unit) for n in (8, 4, 5, 6, 512, 704, 701)]
 
 
 def test_a_window_bounds_what_is_read(folder_of):

@@ -393,7 +393,7 @@ def test_sinks_take_their_part_and_bring_nothing(monkeypatch):
     assert torch.allclose(attend(q, k, v, bias, sinks), want, atol=1e-5)
     import model
 
-    monkeypatch.setattr(model, "KERNEL_WITH_SUMS", "nowhere")
+    monkeypatch.setattr(model, "LOGSUMEXP_DEVICE", "nowhere")
     assert torch.allclose(attend(q, k, v, bias, sinks), want, atol=1e-5)
 
 

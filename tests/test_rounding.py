@@ -19,7 +19,7 @@ from torch import Tensor
 
 import decoding.runner as runner
 import generate as engines
-from decoding.exactness import same_attention
+from decoding.exactness import invariant_multiples
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from drafts.ngram import NgramDraft
@@ -152,14 +152,14 @@ def made_up(where):
 def test_tiles_of_made_up_attention(where, tile):
     """What a kernel adds up otherwise for some shape is either avoided by the tile or refused."""
     with threads(2):
-        assert same_attention(made_up(where), 1, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16)) == tile
+        assert invariant_multiples(made_up(where), 1, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16)) == tile
 
 
 def test_attention_elsewhere_is_not_vouched_for():
     def attend(*given):
         raise AssertionError("tried on another device")
 
-    assert same_attention(attend, 1, 4, 2, 16, torch.empty(1, device="meta")) is None
+    assert invariant_multiples(attend, 1, 4, 2, 16, torch.empty(1, device="meta")) is None
 
 
 # -------------------------------------------------------------------------------------- products in parts
@@ -451,7 +451,7 @@ def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch
 def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkeypatch):
     model = large_numbers(SHAPE)
     assert Engine(model, 2, 64).identical
-    monkeypatch.setattr(runner, "same_attention", lambda *given: None)
+    monkeypatch.setattr(runner, "invariant_multiples", lambda *given: None)
     assert not Engine(model, 2, 64).identical
 
 

@@ -58,7 +58,7 @@ def module_of(handle: Tensor) -> nn.Module:
 
 
 def recompile_options() -> dict[str, bool]:
-    """Arguments of `torch.compile` for code that is compiled once for each engine, kind and draft length.
+    """Arguments of `torch.compile` for a function that is compiled anew for each engine, kind and draft length.
 
     torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per call; older versions
     get a higher limit.
@@ -78,15 +78,15 @@ def is_small_batch(num_rows: int, max_rows: int) -> bool:
     """Are these at most `max_rows` rows? False for compiled prompts: their number of rows is dynamic."""
     if not torch.compiler.is_compiling():
         return num_rows <= max_rows
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: it imports sympy
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: imports sympy
 
     return statically_known_true(num_rows <= max_rows)
 
 
 def filter_guards(guards: list) -> list[bool]:
     """True for each condition to check before every call: sizes and types of the argument tensors, and conditions on
-    dynamic dimensions. The others guard modules, globals and settings, which an engine does not change: 1,450 checks
-    and a tenth of a CPU's step for a model with 30 layers. Without them the number of threads may change too."""
+    dynamic dimensions. The others guard modules, globals and settings, which an engine does not change. They are 1,450
+    checks and a tenth of a CPU's step for a model with 30 layers; without them the thread count may change too."""
     return [
         guard.guard_type == "SHAPE_ENV"
         or (guard.guard_type == "TENSOR_MATCH" and not re.search(r"_buffers|_parameters|^G\[", guard.name))
@@ -106,7 +106,7 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
 
 @functools.cache
 def repair_cache() -> None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # here: it takes long to import
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # here: a slow import
 
     remove_truncated(cache_dir())
 
@@ -150,7 +150,7 @@ def is_truncated(path: str) -> bool:
 @functools.cache
 def probe_vector_isa() -> None:
     """Find in a thread, during tracing, the vector instructions that generated C++ may use. torch would do so later and
-    wait 1.3 s for ten short programs; it caches the result for this process alone."""
-    from torch._inductor import cpu_vec_isa  # here: it takes as long to import as the rest of torch
+    wait 1.3 s for ten short programs. The result is cached for this process alone."""
+    from torch._inductor import cpu_vec_isa  # here: as slow to import as the rest of torch
 
     threading.Thread(target=cpu_vec_isa.valid_vec_isa_list, daemon=True).start()

@@ -6,7 +6,7 @@
     to_digits, from_digits      float activations as 8-bit digits, whose products with int8 codes are exact sums
 
 A plain Linear rearranges its weights inside every product, which costs as much as reading them (benchmarks/NOTES.md).
-torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled code holds a number for it (`handle`) and
+torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled code holds its number, the `handle`, and
 multiplies through one operator.
 """
 
@@ -23,7 +23,7 @@ from weights.rounding import invariant_row_counts
 LARGE_BYTES = 2**21  # larger weights do not fit the inner caches: reading them is the cost of a product
 FAST_ROWS = 5  # smaller batches are padded: for 4 to 6 rows oneDNN reads 16- and 8-bit weights up to 25 % faster
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)  # numbers of rows to probe
-LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)  # the same for weights whose probe takes milliseconds
+LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)  # for large weights, whose probe takes milliseconds
 ANY_ROWS = 2**31  # as a bound: no bound
 
 LIBRARY.define("packed_product(Tensor x, Tensor handle, int out_features, ScalarType dtype) -> Tensor")
@@ -113,7 +113,7 @@ class PackedWeights(nn.Module):
 
     @staticmethod
     def is_faster(weight: Tensor) -> bool:
-        """Does oneDNN multiply this type here, no slower than a plain product? In float32 only large weights gain."""
+        """Does oneDNN multiply this dtype on this machine, and gain? In float32 only large weights gain."""
         if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         if weight.dtype == torch.bfloat16:
@@ -134,7 +134,7 @@ class PlainWeights(PackedWeights):
 
 
 def prepack_weight(weight: Tensor) -> PackedWeights:
-    """Pack weights (out, in) for products on a CPU, where that gains."""
+    """Weights (out, in) for products on a CPU, packed where packing gains."""
     return PackedWeights(weight) if PackedWeights.is_faster(weight) else PlainWeights(weight)
 
 
@@ -187,10 +187,10 @@ def to_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     digits, a step of max|x| / 8355710, do the same for float32.
     """
     n = 2 if x.dtype == torch.bfloat16 else 3
-    largest = sum(127 * 256**i for i in range(n)) - 1  # the sum of digits of 127, less 1 for rounding x / step
+    max_steps = sum(127 * 256**i for i in range(n)) - 1  # all digits 127, less 1 for rounding x / step
     x = x.float()  # before the maximum: compiled code may hold x unrounded, and a rounded maximum would be too small
-    # clamp keeps NaN, and so does the step, which reaches every result of the row
-    step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / largest
+    # clamp keeps NaN: one NaN makes every result of its row NaN
+    step = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / max_steps
     rest, digits = (x / step).round().to(torch.int32) + sum(128 * 256**i for i in range(n)), []
     for _ in range(n - 1):
         digits.append(rest & 255)
@@ -220,7 +220,7 @@ INT4_KERNEL = torch.ops.quantized.int4mm_packed_weight_cpu
 
 @functools.cache
 def int4_row_counts(dtype: torch.dtype, threads: int) -> Sequence[int]:
-    """The same of int4 codes."""
+    """Numbers of rows with bitwise equal rows in aten's product of int4 codes."""
     codes = torch.ones(64, 512, dtype=torch.int32)  # (1 - 8) * 1 + 8: every weight is 1
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.tensor([1.0, 8.0], dtype=dtype).repeat(4, 64, 1)  # (in / 128, 64, 2)

@@ -34,8 +34,8 @@ def _like_x(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
 
 
 class HostMixture(nn.Module):
-    """A Mixture for a CPU. Compiled code routes, weights and sums inside one operator, which finds the mixture by a
-    number, so that a row has the same bits compiled or not, alone or in a batch."""
+    """A Mixture for a CPU. Compiled code routes, weights and sums inside one operator, which finds the mixture by its
+    handle, so that a row has the same bits compiled or not, alone or in a batch."""
 
     is_packed = True
 
@@ -51,7 +51,7 @@ class HostMixture(nn.Module):
 
 
 class Stack(nn.Module):
-    """One matrix of every expert, stacked: parts (E, rows of a part, …), and the products of chosen experts.
+    """One matrix of every expert, stacked: parts (experts, rows of a part, …), and the products of chosen experts.
 
     Codes of groups are stored as 32-bit words, which a GPU's thread unpacks by shifts (weights/gpu.py).
     """
@@ -64,14 +64,14 @@ class Stack(nn.Module):
         self.in_features, self.out_features = first.in_features, first.out_features * len(linears)
         self.scheme = getattr(first, "scheme", None)
         self.format = formats.FORMATS[self.scheme] if self.scheme else None
-        self.in_words = isinstance(self.format, formats.Int4 | formats.Mx)
+        self.uses_words = isinstance(self.format, formats.Int4 | formats.Mx)
         names = [*first.parts()] if self.scheme else ["weight"]
         self.register_parameter("bias", None)
         for name in [*names, "bias"] if first.bias is not None else names:
             stack = None  # filled one by one: each part is freed before the next is made
             for number, linear in enumerate(linears):
                 part = getattr(linear, name).detach()
-                if name == "codes" and self.in_words:
+                if name == "codes" and self.uses_words:
                     part = gpu.pack_words(part, self.format.bits, self.format.group)
                 stack = part.new_empty(len(linears), *part.shape) if stack is None else stack
                 stack[number] = part
@@ -80,28 +80,27 @@ class Stack(nn.Module):
         release_memory()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """The weights of all experts (E, out, in)."""
+        """The weights of all experts (experts, out, in)."""
         if not self.scheme:
             return self.weight.to(dtype)
-        E = len(self.codes)
         parts = {name: getattr(self, name).flatten(0, 1) for name in self.format.shapes(1, self.in_features)}
-        return self.unpacked(parts).unflatten(0, (E, -1)).to(dtype)
+        return self.unpack(parts).unflatten(0, (len(self.codes), -1)).to(dtype)
 
-    def unpacked(self, parts: dict[str, Tensor]) -> Tensor:
+    def unpack(self, parts: dict[str, Tensor]) -> Tensor:
         """Parts of n rows -> float32 (n, in)."""
-        if not self.in_words:
+        if not self.uses_words:
             return self.format.dequantize(parts)
         codes = gpu.in_order(gpu.unpack_words(parts["codes"], self.format.bits), self.format.group)
         if isinstance(self.format, formats.Mx):
             return self.format.weights(codes, parts["scale"])
         return self.format.weights(codes, parts["scale"].float(), parts["zero"].float())
 
-    def gathered(self, x: Tensor, expert: Tensor) -> Tensor:
-        """x (n, in), each row times the matrix of its expert (n,) -> (n, out). A compiler fuses it into one kernel that
-        reads the stored parts of the chosen experts."""
+    def multiply_gathered(self, x: Tensor, expert: Tensor) -> Tensor:
+        """x (n, in), each row times the matrix of its expert (n,) -> (n, out). Compiled, it is one kernel that reads
+        the stored parts of the chosen experts."""
         if not self.scheme:
             y = gpu.paired_sums([self.weight[expert].float()], x, x.size(1))
-        elif self.in_words:
+        elif self.uses_words:
             words = self.codes[expert]  # (n, out, words)
             codes = [c.view(*words.shape[:2], -1) for c in gpu.unpack_words(words.flatten(0, 1), self.format.bits)]
             scale, zero = self.scale[expert], None  # (n, out, in / g)
@@ -119,11 +118,11 @@ class Stack(nn.Module):
             y = gpu.paired_sums([self.codes[expert].float()], x, self.format.group, self.scale[expert].float())
         return y if self.bias is None else y + self.bias[expert]
 
-    def grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
+    def multiply_grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
         """x (n, in), sorted by expert (n,), the rows of expert e ending before group_ends[e] -> (n, out)."""
         if has_grouped_product(x):
             y = F.grouped_mm(x, self.weights(x.dtype).mT, offs=group_ends)
-        else:  # every expert multiplies all rows, with zeros for those of others
+        else:  # every expert multiplies all rows, with zeros for other experts' rows
             y = sum(
                 F.linear(torch.where((expert == number)[:, None], x, 0), weight)
                 for number, weight in enumerate(self.weights(x.dtype))
@@ -156,15 +155,14 @@ class StackedMixture(nn.Module):
         expert = top_experts.flatten()  # (N * k,)
         if torch.compiler.is_compiling() and is_small_batch(N, MAX_KERNEL_ROWS):
             rows = x[:, None].expand(N, k, x.size(1)).flatten(0, 1)  # (N * k, D)
-            y = self.down.gathered(gated(self.gate_up.gathered(rows, expert)), expert)
+            y = self.down.multiply_gathered(gated(self.gate_up.multiply_gathered(rows, expert)), expert)
         else:
             order = expert.argsort(stable=True)
             expert = expert[order]
-            E = logits.size(1)
-            experts = torch.arange(E, device=x.device)
-            group_ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)  # (E,)
-            y = self.gate_up.grouped(x[order // k], group_ends, expert)
-            y = self.down.grouped(gated(y), group_ends, expert)[order.argsort()]
+            experts = torch.arange(logits.size(1), device=x.device)
+            group_ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)  # (experts,)
+            y = self.gate_up.multiply_grouped(x[order // k], group_ends, expert)
+            y = self.down.multiply_grouped(gated(y), group_ends, expert)[order.argsort()]
         return (y.view(N, k, -1).float() * weight[..., None]).sum(1).to(x.dtype)  # (N, k, D) -> (N, D)
 
 

@@ -63,14 +63,12 @@ def round_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divisor(scale: Tensor) -> Tensor:
-    """A stored scale to divide by: 1 in place of 0, the scale of a row or group of zeros."""
+    """The stored scale as a divisor: 1 in place of 0, which a row or group of zeros has."""
     scale = scale.float()
     return torch.where(scale > 0, scale, 1.0)
 
 
 # --------------------------------------------------------------------------------------------- formats
-
-MIN_ROW_MAX = 1e-30  # a row's largest weight, for NVFP4's reciprocal
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,13 @@ class Format:
     bits: int
     group: int = 0
     ragged: ClassVar[bool] = False  # may a row end inside a group?
-    # The smallest input of `quantize`: full "groups" of a row, full "rows", or the full "matrix" with all that is
-    # stacked in it (q, k and v are one). A rank with less of a weight quantizes all of it and keeps its shard.
+    # The smallest input of `quantize`: full "groups" of a row, full "rows", or the full "matrix" as stored
+    # (q, k and v are one). A rank whose shard is smaller quantizes the full weight, then takes its shard.
     scope: ClassVar[str] = "rows"
     takes_row_max: ClassVar[bool] = False  # can `quantize` take parts of rows, given the rows' largest |weight|?
 
     def __init_subclass__(cls):
-        if "quantize" in vars(cls):  # another `quantize` does not inherit these two
+        if "quantize" in vars(cls):  # a class with a `quantize` of its own does not inherit these two
             cls.scope = vars(cls).get("scope", Format.scope)
             cls.takes_row_max = vars(cls).get("takes_row_max", Format.takes_row_max)
 
@@ -300,7 +298,8 @@ class NvFp4(Mx):
         """`row_max` as in PerRow."""
         w = w.unflatten(1, (-1, self.group))  # (out, in) -> (out, in / 16, 16)
         row_max = w.abs().amax((1, 2)) if row_max is None else row_max
-        global_scale = torch.where(row_max > MIN_ROW_MAX, self.largest * Fp8.max_code / row_max, 1.0)  # (out,)
+        # (out,); the reciprocal of a tiny row_max would overflow
+        global_scale = torch.where(row_max > 1e-30, self.largest * Fp8.max_code / row_max, 1.0)
         scale = w.abs().amax(-1) * global_scale[:, None] / self.largest
         scale = scale.clamp(max=Fp8.max_code).to(torch.float8_e4m3fn)
         codes = self.encode(w / divisor(scale.float() / global_scale[:, None])[..., None])
@@ -383,10 +382,10 @@ def quantize_tensor(weight: Tensor, scheme: str, row_max: Tensor | None = None) 
 
 def dequantize_tensor(tensors: dict[str, Tensor], scheme: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Parts -> weights (out, in)."""
-    return by_chunks(format_of(scheme).dequantize, tensors, dtype, row_chunks(*tensors["codes"].shape))
+    return decode_by_chunks(format_of(scheme).dequantize, tensors, dtype, row_chunks(*tensors["codes"].shape))
 
 
-def by_chunks(
+def decode_by_chunks(
     decode: Callable[[dict[str, Tensor]], Tensor], parts: dict[str, Tensor], dtype: torch.dtype, chunks: Iterable[slice]
 ) -> Tensor:
     """decode(parts), float32 (out, in), cast to `dtype` chunk by chunk. Compiled code fuses and needs no chunks."""

@@ -2,13 +2,13 @@
 
     row_sums        terms (out, in) and rows (M, in) -> (M, out)
     grouped_sums    the same for groups of codes that share a scale
-    paired_sums     the same with a matrix per row: that of its expert
+    paired_sums     the same with a matrix per row, its expert's
     pack_words      stored codes -> 32-bit words, the unit that a thread unpacks
     unpack_words    words -> codes
     in_order        codes of unpack_words -> the order of the inputs
 
-The kernel reads the weights in their stored form. For a library's product they would be unpacked to 16 bits, written
-and read again. benchmarks/NOTES.md compares the kernels that Inductor generates.
+The kernel reads the weights in their stored form. A library's product would need them unpacked to 16 bits, written and
+read again. benchmarks/NOTES.md compares the kernels that Inductor generates.
 """
 
 import torch
@@ -45,7 +45,7 @@ def unpack_words(words: Tensor, bits: int) -> list[Tensor]:
 def in_order(codes: list[Tensor], group: int) -> Tensor:
     """Interleave the tensors of `unpack_words`, P x (out, in / P), back into the order of the inputs (out, in)."""
     n = group // len(codes)
-    return torch.stack([part.unflatten(1, (-1, n)) for part in codes], dim=2).flatten(1)  # (out, in / g, P, n) ->
+    return torch.stack([part.unflatten(1, (-1, n)) for part in codes], dim=2).flatten(1)  # from (out, in / g, P, n)
 
 
 def row_sums(terms: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -77,12 +77,12 @@ def paired_sums(
     values: list[Tensor], x: Tensor, group: int, scale: Tensor | None = None, *, factor: float = 1.0,
     zero: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x (n, in) -> (n, out), row i times its own weights values * factor * scale + zero. values: P x (n, out, in / P)
-    float32 in the order of `unpack_words`; scale and zero (n, out, in / g) apply to the sum over a group."""
+    """x (N, in) -> (N, out), row i times matrix i of values * factor * scale + zero. values: P x (N, out, in / P)
+    float32 in the order of `unpack_words`; scale and zero (N, out, in / g) apply to the sum over a group."""
     P = len(values)
     n = group // P
-    parts = x.float().view(x.size(0), 1, -1, P, n).unbind(3)  # P x (n, 1, in / g, n)
-    y = sum(value.unflatten(2, (-1, n)) * part for value, part in zip(values, parts))  # (n, out, in / g, n)
+    parts = x.float().view(x.size(0), 1, -1, P, n).unbind(3)  # P x (N, 1, in / g, n)
+    y = sum(value.unflatten(2, (-1, n)) * part for value, part in zip(values, parts))  # (N, out, in / g, n)
     y = y if scale is None else y * (factor * scale[..., None])
     if zero is not None:
         y = y + sum(parts) * zero[..., None]

@@ -56,12 +56,12 @@ class QuantizedLinear(nn.Module):
 
     @staticmethod
     def empty(in_features: int, out_features: int, scheme: str, **options) -> "QuantizedLinear":
-        """Of the class with the scheme's kernel; its parts are uninitialised."""
+        """A Linear of the class with the scheme's kernel, without initial values."""
         return KERNELS.get(type(format_of(scheme)), QuantizedLinear)(in_features, out_features, scheme, **options)
 
     @classmethod
     def empty_like(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
-        """Of a Linear's shape, device and dtype; its parts are uninitialised."""
+        """The same with the shape, device and dtype of `linear`."""
         dtype = linear.dtype if isinstance(linear, QuantizedLinear) else linear.weight.dtype
         options = {"bias": linear.bias is not None, "device": next(linear.parameters()).device, "dtype": dtype}
         return cls.empty(linear.in_features, linear.out_features, scheme, **options)
@@ -70,7 +70,7 @@ class QuantizedLinear(nn.Module):
     def from_float(
         cls, linear: "nn.Linear | QuantizedLinear", scheme: str, parts: dict[str, Tensor] | None = None
     ) -> "QuantizedLinear":
-        """A Linear quantized, not packed. `parts` replace rounding to the nearest code."""
+        """`linear` quantized, or quantized anew, and not packed. `parts` replace rounding to the nearest code."""
         if parts is None:
             is_quantized = isinstance(linear, QuantizedLinear)
             weight = linear.dequantized(torch.float32) if is_quantized else linear.weight.detach()
@@ -148,7 +148,7 @@ class QuantizedLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(getattr(self, name).to("meta"), False))
 
     def use_kernel(self, row_counts: Sequence[int], kernel_outputs: int) -> None:
-        """Multiply any number of rows by `kernel` on a CPU, so that a row's result does not depend on their number."""
+        """Let `multiply` run `kernel` on a CPU in parts of row_counts, which round alike."""
         self.row_counts, self.kernel_outputs = row_counts, kernel_outputs
         self.register_buffer("handle", register_handle(self), persistent=False)
 
@@ -183,9 +183,9 @@ def is_fused(x: Tensor) -> bool:
 
 
 @functools.cache
-def warn_no_kernel(scheme: str, dtype: torch.dtype, expanded: bool) -> None:
+def warn_no_kernel(scheme: str, dtype: torch.dtype, is_unpacked: bool) -> None:
     name = str(dtype).removeprefix("torch.")
-    effect = f"weights are held in {name} instead" if expanded else "weights are unpacked for every product: slow"
+    effect = f"weights are held in {name} instead" if is_unpacked else "weights are unpacked for every product: slow"
     print(f"{scheme}: no kernel here reads it; {effect}", file=sys.stderr)
 
 
@@ -237,27 +237,27 @@ class Int4Linear(QuantizedLinear):
     where its numbers are 2^-24 apart, up to 2^-25 * (|code - 8| + 1). float32 loses nothing.
     """
 
-    operator = None  # until packed, and where no kernel fits
+    operator = None  # set by `prepack` where a kernel fits
 
     def prepack(self):
-        device, rows = self.codes.device.type, math.ceil(self.out_features / 16) * 16
-        if device != "cpu" and (device != "cuda" or rows > self.out_features or self.in_features % 32):
+        device, num_outputs = self.codes.device.type, math.ceil(self.out_features / 16) * 16
+        if device != "cpu" and (device != "cuda" or num_outputs > self.out_features or self.in_features % 32):
             return super().prepack()
-        codes = torch.zeros(rows, self.in_features, dtype=torch.int32, device=device)
-        for part in row_chunks(*self.codes.shape):
-            codes[: self.out_features][part] = formats.unpack_bits(self.codes[part], 4)
+        codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32, device=device)
+        for rows in row_chunks(*self.codes.shape):
+            codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
         scale = self.scale.float()
         zero = self.zero.float() + (KERNEL_CENTER - self.format.center) * scale
         pairs = torch.stack((scale, zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
-        pairs = F.pad(pairs, (0, 0, 0, 0, 0, rows - self.out_features))
-        pairs = pairs.transpose(0, 1).contiguous()  # (in / g, rows, 2)
+        pairs = F.pad(pairs, (0, 0, 0, 0, 0, num_outputs - self.out_features))
+        pairs = pairs.transpose(0, 1).contiguous()  # (in / g, num_outputs, 2)
         self.register_buffer("scales_and_zeros", pairs, persistent=False)
         self.expanded_bytes = pairs.nbytes - self.scale.nbytes - self.zero.nbytes
         if device == "cpu":
             # Inductor lowers aten's own operator to this one, but loses the group size inside a region that is compiled
             # once for many layers (torch 2.13).
             self.operator = cpu.INT4_KERNEL
-            self.use_kernel(cpu.int4_row_counts(self.dtype, torch.get_num_threads()), rows)
+            self.use_kernel(cpu.int4_row_counts(self.dtype, torch.get_num_threads()), num_outputs)
             self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         else:
@@ -298,7 +298,7 @@ class MxLinear(QuantizedLinear):
         if not hasattr(self, "words"):
             return super().dequantized(dtype)
         chunks = row_chunks(self.out_features, self.in_features)
-        return formats.by_chunks(self.decode, {"codes": self.words, "scale": self.scale}, dtype, chunks)
+        return formats.decode_by_chunks(self.decode, {"codes": self.words, "scale": self.scale}, dtype, chunks)
 
     def decode(self, parts: dict[str, Tensor]) -> Tensor:
         """Words and scales of n rows -> float32 (n, in)."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-NUM_PROBES = 4  # sums that are compared: two orders of summation agree in about one of a hundred
+NUM_PROBES = 4  # sums to compare: two orders of summation agree in about one sum of a hundred
 
 
 def cancelling(rows: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -54,9 +54,9 @@ def group_by_bits(run: Callable[..., Tensor], shapes: Iterable) -> list[list]:
 def invariant_row_counts(
     product: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, row_counts: Iterable[int], max_first: int
 ) -> list[int]:
-    """The numbers of rows for which product(x (M, n)) gives a row the same bits, whatever the other rows and their
-    number. Several sets may qualify: the one with the largest number wins among those that begin at `max_first` or
-    less. Empty if no set does.
+    """The numbers of rows for which product(x (M, n)) gives a row the same bits, for any other rows and any number
+    of them. If several sets qualify, the one with the largest number wins, among those that begin at `max_first` or
+    less. Empty if none qualifies.
 
     The weights must be equal in each row, so that the rows of `cancelling` sum to 0.
     """

@@ -1,4 +1,4 @@
-"""A walk over a model's Linears that replaces, quantizes or packs each.
+"""A walk over a model's Linears that replaces, quantizes or packs them one by one.
 
 named_linears           the Linears in the order in which they compute
 replace_linears         the loop that replaces them
@@ -31,8 +31,8 @@ def named_linears(model: nn.Module, routers: bool = False) -> Iterator[tuple[str
 def replace_linears(
     model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None], routers: bool = False
 ) -> nn.Module:
-    """Replace each Linear by make(name, linear), one by one; None leaves it. A tied embedding then reads the quantized
-    head. Forward hooks move along: they are tensor parallelism's collectives."""
+    """Replace each Linear by make(name, linear), one by one; None keeps it. A tied embedding then reads the
+    quantized head. Forward hooks move along: they are tensor parallelism's collectives."""
     for name, linear in named_linears(model, routers):
         replacement = make(name, linear)
         if replacement is not None:
@@ -58,7 +58,7 @@ def pack_quantized(model: nn.Module) -> None:
 
 @torch.no_grad()
 def quantize_model(model: nn.Module, scheme: str | None, head: str | None = None) -> nn.Module:
-    """Quantize a model in place, one matrix at a time; do not pack it. `head` is lm_head's scheme; None leaves it."""
+    """Quantize a model in place, one matrix at a time; do not pack it. `head` is lm_head's scheme; None: plain."""
 
     def quantize(name: str, linear: nn.Module) -> QuantizedLinear | None:
         target_scheme = head if name == "lm_head" else scheme
@@ -103,7 +103,7 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
 
 def batch_invariant_rows(model: nn.Module) -> int:
     """The number of rows up to which every product of a packed model gives a row the same bits for any other rows.
-    0 if one product does not, or if it does not run on a CPU."""
+    0 if a product has no such number, or does not run on a CPU."""
     return min(
         (getattr(linear, "batch_invariant_rows", 0) for linear in model.modules() if hasattr(linear, "in_features")),
         default=0,

@@ -36,7 +36,7 @@ import decoding.runner as runner
 from benchmarks.record import record
 from cli.errors import ending_plainly
 from cli.flags import DTYPES, Parser, positive
-from decoding.exactness import same_attention
+from decoding.exactness import invariant_multiples
 from decoding.sampling import GREEDY, Sampling
 from drafts.ngram import NgramDraft
 from generate import Engine, generate
@@ -173,7 +173,8 @@ def patched(*places: tuple[object, str], new: Callable) -> AbstractContextManage
 
 def tiled(change: Callable[[int, int], tuple[int, int]]) -> AbstractContextManager:
     """Engines whose tile of attention (rows, keys) is another."""
-    return patched((runner, "same_attention"), new=lambda *given: change(*(same_attention(*given) or (1, 16))))
+    probe = invariant_multiples
+    return patched((runner, "invariant_multiples"), new=lambda *args: change(*(probe(*args) or (1, 16))))
 
 
 UNDONE = {
