@@ -102,7 +102,8 @@ class SuffixDraft(Drafter):
         self.texts: dict[Request, Text] = {}
         self.guesses: dict[Request, list[Guess]] = {}  # made before the request's latest tokens
         self.pool = [Text(), Text()]  # the latest answers; those before, up to as many
-        self.accepted, self.shares = [2.0] * 32, [4.0] * 32  # running sums by the bits of the match's length
+        # Running sums by the bits of the match's length. They start near the acceptance of SmolLM2's answers.
+        self.accepted, self.shares = [4 * (1 - 1.5 / 2**bits) for bits in range(32)], [4.0] * 32
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)
