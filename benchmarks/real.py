@@ -299,7 +299,7 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
                     *(sum(r[n] for r in reports) for n in ("drafted", "accepted"))
                 )
                 note, pair = f"--draft {name}; {counts}; greedy", {"plain": answers["plain"], "drafted": answers[name]}
-                rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, note)
+                rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, shown_flags)
             ratio = over(answers["suffix"], answers["ngram"])
             rows.append(row(f"smollm2.repeats.{kind}.suffix_over_ngram", ratio, "ratio", "both with K = auto, greedy"))
     finally:
