@@ -296,11 +296,10 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
                     answers[name].append(worker.call(**request))
             for name in ("ngram", "suffix"):
                 reports = [answer["speculative"] for answer in answers[name]]
-                counts = "{} proposed, {} accepted".format(
-                    *(sum(r[n] for r in reports) for n in ("drafted", "accepted"))
-                )
-                note, pair = f"--draft {name}; {counts}; greedy", {"plain": answers["plain"], "drafted": answers[name]}
-                rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, note)
+                drafted, accepted = (sum(report[key] for report in reports) for key in ("drafted", "accepted"))
+                shown_flags = f"--draft {name}; {drafted} proposed, {accepted} accepted; greedy"
+                pair = {"plain": answers["plain"], "drafted": answers[name]}
+                rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, shown_flags)
             ratio = over(answers["suffix"], answers["ngram"])
             rows.append(row(f"smollm2.repeats.{kind}.suffix_over_ngram", ratio, "ratio", "both with K = auto, greedy"))
     finally:

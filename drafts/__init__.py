@@ -1,5 +1,6 @@
 """Drafters with a file each. Delete one, and the rest runs.
 
+    suffix.py           the longest suffix that stood before, in this request or in earlier answers
     ngram.py            prompt lookup, without a model
     pard.py             all K tokens from one pass over mask tokens
     eagle.py            EAGLE-3: one layer over the target's hidden states

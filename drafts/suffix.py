@@ -1,6 +1,6 @@
 """Suffix decoding: a draft without a model, from texts that this process has read and written (arXiv:2411.04975).
 
-    Text            tokens with an index: what followed the longest suffix of a text where it stood before
+    Text            tokens with an index: the tokens that followed the longest suffix of a text before
     SuffixDraft     drafts from the request's text and from earlier answers, and their expected acceptance
 
 The index is dicts on the host: one look-up takes some 50 microseconds in a pool of any size, where the host chooses K.
@@ -66,14 +66,14 @@ class Text:
             end = before[end]
 
     def continuation(self, context: Sequence[int], depth: int, max_length: int, seed: int | None = None) -> list[Guess]:
-        """What most often followed the longest suffix of `context` of at most `depth` tokens. A continuation that
-        reaches the end of the text repeats."""
+        """The tokens that most often followed the longest suffix of `context`, of at most `depth` tokens. A
+        continuation that reaches the end of the text repeats."""
         by_gram = (self.occurrences(context, n, seed) for n in GRAMS if n <= min(depth, len(context)))
-        ends = next(filter(None, ([*itertools.islice(ends, MAX_OCCURRENCES)] for ends in by_gram)), [])
+        positions = next(filter(None, ([*itertools.islice(some, MAX_OCCURRENCES)] for some in by_gram)), [])
         suffix, num_ids = context[: -depth - 1 : -1], len(self.ids)
-        lengths = [common_prefix(suffix, self.ids[max(0, end + 1 - depth) : end + 1][::-1]) for end in ends]
+        lengths = [common_prefix(suffix, self.ids[max(0, end + 1 - depth) : end + 1][::-1]) for end in positions]
         longest, product, guesses = max(lengths, default=0), 1.0, []
-        ahead = [end + 1 for end, length in zip(ends, lengths) if length == longest]
+        ahead = [end + 1 for end, length in zip(positions, lengths) if length == longest]
         while len(guesses) < min(FACTOR * longest, max_length):
             token, count = Counter(self.ids[at] for at in ahead).most_common(1)[0]  # the latest of several
             product *= (share := count / len(ahead))
@@ -102,7 +102,8 @@ class SuffixDraft(Drafter):
         self.texts: dict[Request, Text] = {}
         self.guesses: dict[Request, list[Guess]] = {}  # made before the request's latest tokens
         self.pool = [Text(), Text()]  # the latest answers; those before, up to as many
-        self.accepted, self.shares = [2.0] * 32, [4.0] * 32  # running sums by the bits of the match's length
+        # Running sums by the bits of the match's length. They start near the acceptance measured on SmolLM2.
+        self.accepted, self.shares = [4 * (1 - 1.5 / 2**bits) for bits in range(32)], [4.0] * 32
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)

@@ -139,7 +139,7 @@ def workers(monkeypatch):
         5: Scripted([6.0, 8.0, 4.0]), 10: Scripted([1.0, 1.0, 1.0]),
         "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
     }  # fmt: skip
-    named = {"ngram": "ngram", str(DEMO.with_name("demo-draft")): "demo-draft"}
+    named = {"ngram": "ngram", "suffix": "suffix", str(DEMO.with_name("demo-draft")): "demo-draft"}
     monkeypatch.setattr(real, "quickdraft", lambda file, flag, *more: found[named.get(more[1] if more else None, flag)])
     monkeypatch.setattr(real, "llamacpp", lambda file, lookup=0: found[lookup])
     monkeypatch.setattr(real, "run_program", lambda args: found["program"].call())
@@ -212,6 +212,21 @@ def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypat
     warm = rows["smollm2.spec.distilled.t1.speedup"]  # the same at another temperature, where texts are not compared
     assert "temperature 1, K = 5" in warm["note"] and "texts" not in warm["note"]
     assert rows["smollm2.spec.ngram.speedup"]["value"] == 2  # stays
+
+
+def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeypatch):
+    """The uncounted request is another text: a suffix draft would know its answer."""
+    for name in ("ngram", "suffix"):
+        workers[name] = Scripted([4.0, 8.0, 6.0], speculative=report(k="auto", drafted=8, accepted=4))
+    rows = measured(tmp_path, monkeypatch, "repeats")
+    kinds = {id.split(".")[2] for id in rows}
+    assert kinds == {"copy", "edit", "edit_again", "chat", "story"}
+    assert rows["smollm2.repeats.copy.suffix_over_ngram"]["value"] == 1
+    assert rows["smollm2.repeats.copy.suffix.speedup"]["max"] == 2, "4 over 2, 8 over 4, 6 over 9"
+    remark = rows["smollm2.repeats.copy.suffix.speedup"]["note"]
+    assert remark.startswith("--draft suffix; 24 proposed, 12 accepted; greedy, K = auto")
+    sent = [tuple(request["ids"]) for request in workers["suffix"].requests]
+    assert len(set(sent)) == len(sent) == 18 and workers["suffix"].closed
 
 
 def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):

@@ -125,6 +125,7 @@ CASES = (
     Case("DFlash, K 3, T 3 top-k", "dflash", 3, Sampling(3, top_k=30)),
     Case("model with other tokens, K 5, min-p", "shared", 5, MIN_P),
     Case("demo with its PARD draft, K 5, T 0.8", "demo-pard", 5, Sampling(0.8), "demo", 0.5),
+    Case("demo with suffix drafts, K 5, T 0.6", "suffix", 5, Sampling(0.6), "demo", 0.5),
     Case("demo pair, K 5, T 0.8", "demo-draft", 5, Sampling(0.8), "demo", 0.5),
     Case("demo pair, K 3, top-k top-p", "demo-draft", 3, Sampling(1, top_k=50, top_p=0.9), "demo", 0.5),
 )
