@@ -114,7 +114,7 @@ def without_measures(model: Transformer, engine: Engine) -> Iterator[None]:
         stack.enter_context(mock.patch.object(target, "caches", target.caches._replace(row_multiple=1)))
         for module in model.modules():
             if type(module) is cpu.PackedWeights:
-                for name, value in (("row_counts", (min(module.row_counts[0], cpu.ROWS),)), ("max_split", 0)):
+                for name, value in (("row_counts", (min(module.row_counts[0], cpu.FAST_ROWS),)), ("max_split", 0)):
                     stack.enter_context(mock.patch.object(module, name, value))
         yield
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import bench_gpu, gpu_step, peers, real
+from benchmarks import bench_gpu, context, gpu_step, peers, real
 from benchmarks.record import row, write_results
+from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
 from benchmarks.workers import Contender
 from decoding.sampling import Sampling
@@ -77,6 +78,15 @@ def test_the_tables_of_the_pages_say_what_the_files_say():
     for page, text in texts.items():
         assert fill(text, rows) == text, f"python -m benchmarks.bench --plot changes {page}"
     assert set(re.findall(r"<!-- table (\w+) -->", "".join(texts.values()))) == TABLES.keys()
+
+
+def test_the_price_of_identical_text_is_measured(monkeypatch):
+    """At a tiny shape. The step without exactness changes the products' attributes, which may have been renamed."""
+    monkeypatch.setattr(context, "TINYLLAMA", TINYLLAMA | TINY)
+    monkeypatch.setattr(context, "LENGTHS", (20, 1000))
+    rows = context.measure_identical(types.SimpleNamespace(rounds=1, steps=1))
+    names = [f"1b.{format}{length}" for format in ("bf16", "int8", "int4-g32") for length in ("", ".ctx1k")]
+    assert [r["id"] for r in rows] == [f"{name}.identical_price" for name in names]
 
 
 def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
