@@ -195,6 +195,7 @@ def test_greedy_equals_plain_greedy_with_windows(windows):
 
 
 @pytest.mark.compiled
+@pytest.mark.long
 def test_compiled_rounds_with_windows():
     target, draft = a_pair((9, None))
     want = rows_of(target, PROMPTS, max_new_tokens=60)
