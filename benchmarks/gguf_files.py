@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 
 
-def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
-    """Random named_linears of one kind (BF16, Q8_0, Q4_0), float32 norms, and a vocabulary of numbered tokens."""
+def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
+    """Random matrices of one type (BF16, Q8_0, Q4_0), float32 norms, and a vocabulary of numbered tokens."""
     D, F, V, L = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"], hf["num_hidden_layers"]
     H, G = hf["num_attention_heads"], hf["num_key_value_heads"]
     kv = G * D // H
     writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(0)
-    quantization = getattr(gguf.GGMLQuantizationType, kind)
+    quantization = getattr(gguf.GGMLQuantizationType, type_name)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(D)
     writer.add_block_count(L)
@@ -24,9 +24,9 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
     writer.add_head_count_kv(G)
     writer.add_rope_dimension_count(D // H)
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
-    E = hf.get("num_local_experts", 0)  # Mixtral is an architecture of this name too
-    if E:
-        writer.add_expert_count(E)
+    num_experts = hf.get("num_local_experts", 0)  # llama.cpp calls Mixtral "llama" too
+    if num_experts:
+        writer.add_expert_count(num_experts)
         writer.add_expert_used_count(hf["num_experts_per_tok"])
     writer.add_vocab_size(V)
     writer.add_tokenizer_model("llama")
@@ -45,11 +45,11 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
         dense = [("ffn_gate", F, D), ("ffn_up", F, D), ("ffn_down", D, F)]
         for name, *shape in (
             ("attn_q", D, D), ("attn_k", kv, D), ("attn_v", kv, D), ("attn_output", D, D),
-            *([(f"{name}_exps", E, *shape) for name, *shape in dense] if E else dense),
+            *([(f"{name}_exps", num_experts, *shape) for name, *shape in dense] if num_experts else dense),
         ):  # fmt: skip
             matrix(f"blk.{i}.{name}", *shape)
-        if E:
-            router = rng.standard_normal((E, D), dtype=np.float32) * np.float32(0.02)
+        if num_experts:
+            router = rng.standard_normal((num_experts, D), dtype=np.float32) * np.float32(0.02)
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{name}.weight", np.ones(D, dtype=np.float32))
@@ -60,8 +60,8 @@ def write_gguf(hf: dict, file: Path, kind: str = "BF16") -> None:
 
 
 def write_bf16(source: str | Path, file: str | Path) -> None:
-    """A GGUF file with the same keys and all named_linears in bfloat16."""
-    reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType.BF16
+    """A GGUF file with the same keys, and all matrices in bfloat16."""
+    reader, bf16 = gguf.GGUFReader(source), gguf.GGMLQuantizationType.BF16
     writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
@@ -73,7 +73,7 @@ def write_bf16(source: str | Path, file: str | Path) -> None:
         if weight.ndim == 1:
             writer.add_tensor(tensor.name, weight)
         else:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+            writer.add_tensor(tensor.name, gguf.quants.quantize(weight, bf16), raw_dtype=bf16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,10 @@
-"""Results as JSON that says where they come from: rows with a median and a range, merged by id into one file.
+"""Results as JSON with their source: rows with a median and a range, merged by id into one file.
 
-row, ratios         one result; quotients of two series, round by round
-publish             print rows, and merge them into a results file
-write_results       the merge
-record              a script's other results as a file of their own
-one_of, list_of     names on a command line that stand for measurements, shapes or formats
+    row, ratios         one result; quotients of two series, round by round
+    publish             print rows, and merge them into a results file
+    write_results       the merge
+    record              results of another form, as a file of their own
+    one_of, list_of     types for argparse: names of measurements, shapes or formats
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.pipes import ROOT
-from loading.checkpoint import write_atomically
+from loading.files import write_atomically
 
 
 def row(id: str, values: Iterable[float], unit: str, note: str = "") -> dict:
@@ -49,14 +49,14 @@ def publish(rows: list[dict], file: Path | None, machine: str | None = None, com
 def write_results(
     file: Path, rows: list[dict], command: str, machine: str | None = None, commit: str | None = None
 ) -> None:
-    """Merge rows into a results file by id. `machine`: where they were measured, by default this CPU; `commit`: for
-    checkouts that git does not know."""
+    """Merge rows into a results file by id. `machine` measured them, by default this CPU. `commit` is for a checkout
+    without git."""
     machine, commit, date = machine or hardware(), commit or commit_of_checkout(), str(datetime.date.today())
-    old = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    previous = json.loads(file.read_text()) if file.exists() else {"rows": []}
     # Rows of one file may come from several runs and machines. Old rows without a source have the file's.
-    old_source = {"hardware": old.get("hardware"), "date": old.get("date")}
+    file_source = {"hardware": previous.get("hardware"), "date": previous.get("date")}
     source = {"commit": commit, "command": command, "hardware": machine, "date": date}
-    merged = {r["id"]: old_source | r for r in old["rows"]} | {r["id"]: r | source for r in rows}
+    merged = {r["id"]: file_source | r for r in previous["rows"]} | {r["id"]: r | source for r in rows}
     result = {
         "commit": commit, "date": date, "hardware": machine, "torch": torch.__version__, "command": command,
         "rows": sorted(merged.values(), key=lambda r: r["id"]),
@@ -65,7 +65,7 @@ def write_results(
 
 
 def record(file: Path, results: dict) -> None:
-    """`results` after the command, the commit, the date and torch's version. The file is complete or unchanged."""
+    """Write command, commit, date and torch's version, then `results`. A file that cannot be written stays as it was."""
     source = {
         "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
         "commit": commit_of_checkout(), "date": str(datetime.date.today()), "torch": torch.__version__,
@@ -74,7 +74,6 @@ def record(file: Path, results: dict) -> None:
 
 
 def write_json(file: Path, value: dict) -> None:
-    """A full disk leaves the old file as it was."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_atomically(file, lambda partial: partial.write_text(text, encoding="utf-8"))
 
@@ -88,16 +87,16 @@ def hardware() -> str:
 
 
 def commit_of_checkout() -> str:
-    """The commit, with "-dirty" if the checkout was changed."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    """The commit, with "-dirty" if files differ from it."""
+    describe = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return describe.stdout.strip() or "unknown"
 
 
 # ------------------------------------------------------------------------------------------- command line
 
 
 def command_line() -> str:
-    """The command that runs, without this machine's paths: FILE and DIR stand for them."""
+    """This program's command line, with FILE and DIR in place of this machine's paths."""
     words = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}"]
     for previous, word in zip(sys.argv, sys.argv[1:]):
         if previous == "--write":
@@ -113,7 +112,7 @@ def one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"{kind} {text} does not exist; there are {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"there is no {kind} {text}; take one of {', '.join(names)}")
         return text
 
     return check
