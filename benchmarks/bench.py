@@ -4,24 +4,23 @@
                   llama.cpp, gpt-fast and transformers
     verify        a pass over 6 rows against a step of one, by format
     prefill       prompts of 32, 128 and 512 tokens; with --peers against transformers
-    cache         one step with 100 tokens filled in a cache of 256 and of 32,768; with 100 to 16,000 filled; windowed
+    cache         one step in caches of 256 and of 32,768 positions, 100 filled; with 100 to 16,000 filled, with a
+                  sliding window and without
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
     speculation   a memory-bound pair whose acceptance is set by construction: speed-up, and measured over predicted
     drafts        the same for the demo pair and for prompt lookup
     quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights (memory.py)
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each rank, time per step (memory.py)
-    moe           decode and verify of a sparse 1B shape (moe-1b.json: 4 of 32 experts); bytes are those of the experts
-                  that a token takes
+    moe           decode and verify of a sparse 1B shape (moe-1b.json: 4 of 32 experts)
     context       steps with up to 16,000 tokens filled, in 16-bit caches and in 8-bit ones (context.py)
     prefill8k     a prompt of 8,192 tokens beside transformers and llama.cpp (context.py)
     identical     the price of bit-identical drafting for plain steps (context.py)
     first_token   start of `python generate.py` on the demo until its first byte of text
 
-`--write` merges the rows into a results file after each measurement. `--plot` draws every results file in benchmarks/,
-a PNG beside each, and fills the tables of the READMEs; by itself it measures nothing. Compared programs run in turn,
-A B A B …, each in a process of its own, with the read bandwidth measured in every round. Ratios are taken within a
-round.
+`--write` merges the rows into a results file after each measurement; `--plot` alone measures nothing and draws the
+pictures and tables of all results files. Compared programs run in turn, A B A B …, each in a process of its own, with
+the read bandwidth measured in every round. Ratios are taken within a round.
 """
 
 import argparse
@@ -32,29 +31,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.context import measure_context, measure_identical, measure_prefill8k
 from benchmarks.memory import measure_load, measure_tp
-from benchmarks.pipes import ROOT, Worker, close
+from benchmarks.pipes import ROOT, Worker, close, first_byte_s
 from benchmarks.plots import draw
 from benchmarks.record import one_of, publish, ratios, row
 from benchmarks.shapes import MOE, TINYLLAMA
 from benchmarks.tables import PAGES, fill
-from benchmarks.workers import READ_NOTE, interleave, quickdraft, seconds_of
+from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
 from quantize import SCHEMES
 
 LLAMACPP_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}  # format -> the GGUF type beside it
-FILLED = 100  # tokens, where nothing else is said
+FILLED = 100  # default number of filled positions
 
 
 def peers(args, method: str, format: str = "bf16") -> dict[str, Worker]:
-    """The other programs that are installed (llama_cpp, transformers) or named (a gpt-fast checkout), and that can run
-    this method in this format. None without --peers."""
+    """Name -> worker of every other program that can run this method in this format: installed ones (llama_cpp,
+    transformers) and gpt-fast with --gptfast. Empty without --peers."""
     shape, workers = json.dumps(TINYLLAMA), {}
     if not args.peers:
         return workers
@@ -69,7 +67,7 @@ def peers(args, method: str, format: str = "bf16") -> dict[str, Worker]:
     return workers
 
 
-def best_of(seconds: dict[str, list[float]]) -> str:
+def fastest(seconds: dict[str, list[float]]) -> str:
     """The name with the smallest median."""
     return min(seconds, key=lambda name: statistics.median(seconds[name]))
 
@@ -81,35 +79,35 @@ def measure_decode(args) -> list[dict]:
     """Each format eager and compiled, beside the peers that have such a format."""
     rows = []
     for format in LLAMACPP_TYPES:
-        rows += compare_decode(args, both_ways(TINYLLAMA, format), peers(args, "decode", format), format)
+        rows += compare_decode(args, both_modes(TINYLLAMA, format), peers(args, "decode", format), format)
     return rows
 
 
-def both_ways(hf: dict, format: str) -> dict[str, Worker]:
-    """Eager and compiled."""
+def both_modes(hf: dict, format: str) -> dict[str, Worker]:
+    """{FORMAT: eager, FORMAT.compiled: compiled} workers."""
     return {f"{format}{'.compiled' * c}": quickdraft(hf=hf, format=format, compile=c) for c in (False, True)}
 
 
 def compare_decode(
-    args, workers: dict[str, Worker], others: dict[str, Worker], group: str, shape: str = "1b"
+    args, workers: dict[str, Worker], peer_workers: dict[str, Worker], format: str, shape: str = "1b"
 ) -> list[dict]:
-    """Rates of our workers and shares of the read bandwidth; ratios of the faster one to the others."""
+    """Rates of quickdraft's workers and their shares of the read bandwidth; ratios of the fastest one to every peer."""
     request = {"method": "decode", "steps": args.steps, "filled": FILLED}
-    answers, bandwidths = interleave(workers | others, args.rounds, request)
-    close(workers | others)
+    answers, bandwidths = interleave(workers | peer_workers, args.rounds, request)
+    close(workers | peer_workers)
     seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
     note = f"read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s in the same run"
-    rows = [row(f"{shape}.{group}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidths], "GB/s", READ_NOTE)]
+    rows = [row(f"{shape}.{format}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidths], "GB/s", READ_NOTE)]
     for name, values in seconds.items():
-        id = name if name in workers else f"{group}.{name}"
+        id = name if name in workers else f"{format}.{name}"
         rows.append(row(f"{shape}.{id}.tok_s", [1 / s for s in values], "tok/s", note))
-    best = best_of({name: seconds[name] for name in workers})
+    best_name = fastest({name: seconds[name] for name in workers})
     shares = {name: shares_of(answers[name], bandwidths) for name in workers}
     rows += [row(f"{shape}.{name}.of_read_bandwidth", values, "ratio", note) for name, values in shares.items()]
-    rows.append(row(f"{shape}.{group}.of_read_bandwidth", shares[best], "ratio", f"{best}; {note}"))
-    for peer in others:
-        ratio = ratios(seconds[peer], seconds[best])
-        rows.append(row(f"{shape}.{group}.vs_{peer}", ratio, "ratio", f"{best} against {peer}; {note}"))
+    rows.append(row(f"{shape}.{format}.of_read_bandwidth", shares[best_name], "ratio", f"{best_name}; {note}"))
+    for peer in peer_workers:
+        ratio = ratios(seconds[peer], seconds[best_name])
+        rows.append(row(f"{shape}.{format}.vs_{peer}", ratio, "ratio", f"{best_name} against {peer}; {note}"))
     return list({r["id"]: r for r in rows}.values())
 
 
@@ -124,16 +122,16 @@ def measure_verify(args) -> list[dict]:
 
 
 def compare_verify(args, hf: dict, format: str, shape: str) -> list[dict]:
-    """Eager, compiled, and the better of both under the bare id."""
-    workers = both_ways(hf, format)
+    """Rows of the eager and the compiled worker, and the faster one's as SHAPE.FORMAT.verify6_over_1."""
+    workers = both_modes(hf, format)
     answers, bandwidths = interleave(workers, args.rounds, {"method": "verify", "filled": FILLED})
     close(workers)
     note = f"6 rows over 1, {FILLED} filled; read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s"
     ratio = {name: [a["seconds"] / a["plain"] for a in worker_answers] for name, worker_answers in answers.items()}
     rows = [row(f"{shape}.{name}.verify6_over_1", values, "ratio", note) for name, values in ratio.items()]
-    best = best_of({name: seconds_of(worker_answers) for name, worker_answers in answers.items()})
-    kind = "eager" if best == format else "compiled"
-    rows.append(row(f"{shape}.{format}.verify6_over_1", ratio[best], "ratio", f"{kind}: {note}"))
+    best_name = fastest({name: seconds_of(worker_answers) for name, worker_answers in answers.items()})
+    mode = "eager" if best_name == format else "compiled"
+    rows.append(row(f"{shape}.{format}.verify6_over_1", ratio[best_name], "ratio", f"{mode}: {note}"))
     return list({r["id"]: r for r in rows}.values())
 
 
@@ -142,47 +140,48 @@ def measure_moe(args) -> list[dict]:
     rows = []
     for format in ("bf16", "int8"):
         command = ("benchmarks.peers", "llamacpp", json.dumps(MOE), LLAMACPP_TYPES[format])
-        others = {"llamacpp": Worker(*command)} if args.peers else {}
-        rows += compare_decode(args, both_ways(MOE, format), others, format, "moe")
+        peer_workers = {"llamacpp": Worker(*command)} if args.peers else {}
+        rows += compare_decode(args, both_modes(MOE, format), peer_workers, format, "moe")
     for format in ("bf16", "int8"):
         rows += compare_verify(args, MOE, format, "moe")
-    usual = next(r for r in rows if r["id"] == "moe.bf16.verify6_over_1")
-    return [*rows, {**usual, "id": "moe.verify6_over_1"}]
+    bf16_row = next(r for r in rows if r["id"] == "moe.bf16.verify6_over_1")
+    return [*rows, {**bf16_row, "id": "moe.verify6_over_1"}]
 
 
 def measure_prefill(args) -> list[dict]:
     """Prompts of three lengths in bf16; the ratio against transformers at 512."""
     prefixes = {"bf16": "1b.bf16", "bf16.compiled": "1b.bf16.compiled", "transformers": "1b.transformers"}
-    workers, rows = {**both_ways(TINYLLAMA, "bf16"), **peers(args, "prefill")}, []
+    workers, rows = {**both_modes(TINYLLAMA, "bf16"), **peers(args, "prefill")}, []
     for length in (32, 128, 512):
         answers, _ = interleave(workers, args.rounds, {"method": "prefill", "length": length})
         seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
         for name, values in seconds.items():
             rows.append(row(f"{prefixes[name]}.prefill{length}.tok_s", [length / s for s in values], "tok/s"))
     if "transformers" in workers:
-        best = best_of({name: seconds[name] for name in ("bf16", "bf16.compiled")})
-        note = f"bf16, 512 tokens, {'ours' if best == 'bf16' else 'compiled'} against eager"
-        rows.append(row("1b.prefill512.vs_transformers", ratios(seconds["transformers"], seconds[best]), "ratio", note))
+        best_name = fastest({name: seconds[name] for name in ("bf16", "bf16.compiled")})
+        ratio = ratios(seconds["transformers"], seconds[best_name])
+        note = f"512 tokens, {best_name} against transformers eager"
+        rows.append(row("1b.prefill512.vs_transformers", ratio, "ratio", note))
     close(workers)
     return rows
 
 
 def measure_cache(args) -> list[dict]:
     """Steps by positions filled and allocated, eager and compiled, with a window and without."""
-    long = {**TINYLLAMA, "max_position_embeddings": 40_000}
-    sliding = {**long, "model_type": "mistral", "sliding_window": 1024}
+    full_shape = {**TINYLLAMA, "max_position_embeddings": 40_000}
+    window_shape = {**full_shape, "model_type": "mistral", "sliding_window": 1024}
     request, rows = {"method": "decode", "steps": args.steps}, []
-    for kind, compile in (("", False), (".compiled", True)):
-        workers = {size: quickdraft(hf=long, cache=size, compile=compile) for size in (256, 32_768)}
+    for infix, compile in (("", False), (".compiled", True)):
+        workers = {size: quickdraft(hf=full_shape, cache=size, compile=compile) for size in (256, 32_768)}
         answers, _ = interleave(workers, args.rounds, request | {"filled": FILLED})
         ratio = ratios(seconds_of(answers[32_768]), seconds_of(answers[256]))
-        rows.append(row(f"1b.bf16{kind}.cache32k_over_256", ratio, "ratio", f"one step, {FILLED} tokens filled"))
-        workers["window"] = quickdraft(hf=sliding, cache=32_768, compile=compile)
+        rows.append(row(f"1b.bf16{infix}.cache32k_over_256", ratio, "ratio", f"one step, {FILLED} tokens filled"))
+        workers["window"] = quickdraft(hf=window_shape, cache=32_768, compile=compile)
         workers.pop(256).close()
         for filled in (100, 1000, 4000, 16_000):
             answers, bandwidths = interleave(workers, args.rounds, request | {"filled": filled})
             for worker, name in ((32_768, "full"), ("window", "window1024")):
-                id, gb = f"1b.bf16{kind}.{name}.filled{filled}", answers[worker][0]["bytes"] / 1e9
+                id, gb = f"1b.bf16{infix}.{name}.filled{filled}", answers[worker][0]["bytes"] / 1e9
                 share = statistics.median(shares_of(answers[worker], bandwidths))
                 note = f"{gb:.3f} GB read a step, {share:.2f} of read bandwidth"
                 rows.append(row(f"{id}.ms", [1e3 * s for s in seconds_of(answers[worker])], "ms", note))
@@ -205,14 +204,9 @@ def measure_compile(args) -> list[dict]:
 
 
 def measure_first_token(args) -> list[dict]:
-    """Complete processes: interpreter, imports, load, prefill, first byte on stdout. The first run does not count."""
-    command, seconds = [sys.executable, "generate.py", "--max_new_tokens", "1", "--device", "cpu"], []
-    for _ in range(args.rounds + 1):
-        start = time.perf_counter()
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-            process.stdout.read(1)
-            seconds.append(time.perf_counter() - start)
-    return [row("demo.first_token_s", seconds[1:], "s", "python generate.py to its first byte of text, CPU")]
+    """Complete processes: interpreter, imports, load, prompt, first byte on stdout."""
+    seconds = first_byte_s([sys.executable, "generate.py", "--max_new_tokens", "1", "--device", "cpu"], args.rounds)
+    return [row("demo.first_token_s", seconds, "s", "python generate.py to its first byte of text, CPU")]
 
 
 # ----------------------------------------------------------------------------------------------- drafting
@@ -229,12 +223,12 @@ def measure_speculation(args) -> list[dict]:
     note = "1.1B and 0.1B random bf16 weights, K = 5, greedy, acceptance set by construction"
     for alpha, compile in ((0.5, False), (0.8, False), (0.95, False), (0.8, True)):
         id = f"spec.1b.alpha{round(100 * alpha)}{'.compiled' * compile}"
-        rows += race(id, prompts, 64, note, pair="counting", alpha=alpha, compile=compile)
+        rows += measure_pair(id, prompts, 64, note, pair="counting", alpha=alpha, compile=compile)
     values = [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
     rows.append(row("spec.measured_over_predicted", values, "ratio", "over the four medians of the 1.1B pair"))
     note = "1.1B and 0.1B random bf16 weights, greedy, acceptance 0.8 by construction, eager"
     for k in (1, 2, 3, 5, 8):
-        rows += race(f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k)
+        rows += measure_pair(f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k)
     return rows
 
 
@@ -245,35 +239,26 @@ def measure_drafts(args) -> list[dict]:
         note = "demo pair, bf16, 200 tokens from each of eight openings"
         for k, compile in itertools.product((2, 5, "auto"), (False, True)):
             id = f"spec.demo.{name}.k{k}{'.compiled' * compile}"
-            rows += race(id, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile)
+            rows += measure_pair(id, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile)
     note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, ngram:3, K = 5"
-    rows += race("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
+    rows += measure_pair("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
     note = "1.1B random bf16 weights whose output never repeats, ngram:3: nothing matches"
-    return rows + race("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
+    return rows + measure_pair("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
 
 
-def race(id: str, prompts, new: int, note: str, **pair) -> list[dict]:
-    """Rows of one drafter, from a race for each prompt: speed-up over plain decoding on the same engine, tokens a
-    round, acceptance, costs, and the speed-up over its prediction."""
+def measure_pair(id: str, prompts, new: int, note: str, **pair) -> list[dict]:
+    """A race for every prompt, with the next seed each, on one engine."""
     worker = quickdraft(**pair)
     races = [worker.call(method="race", prompt=prompt, new=new, seed=n) for n, prompt in enumerate(prompts)]
     worker.close()
-    speedups, reports = [r["plain"] / r["drafted"] for r in races], [r["report"] for r in races]
-    rows = [row(f"{id}.speedup", speedups, "ratio", note)]
-    rows.append(row(f"{id}.tokens_per_round", [r["tokens_per_round"] for r in reports], "tokens", note))
-    drafted = [(speedup, r) for speedup, r in zip(speedups, reports, strict=True) if r["predicted_speedup"]]
-    if drafted:
-        over_predicted = [speedup / r["predicted_speedup"] for speedup, r in drafted]
-        rows.append(row(f"{id}.measured_over_predicted", over_predicted, "ratio", note))
-        rows += [row(f"{id}.{key}", [r[key] for _, r in drafted], "ratio", note) for key in ("alpha", "c", "v")]
-    return rows
+    return race_rows(id, races, note)
 
 
 # ------------------------------------------------------------------------------------------------ quality
 
 
 def measure_quality(args) -> list[dict]:
-    """The demo model quantized to every scheme, and int4-g128 by every method (gptq calibrated on --calibration)."""
+    """The demo model in every scheme, int4-g128 by every method (GPTQ reads --calibration), and with an int8 head."""
     if args.text is None or args.calibration is None:
         raise ValueError("quality needs --text FILE and --calibration FILE")
     demo, rows = str(ROOT / "checkpoints" / "demo"), []
@@ -289,8 +274,8 @@ def measure_quality(args) -> list[dict]:
             run_python(*command, "--output", output)
             flags[f"int4-g128.{method}"] = ["--checkpoint", output]
         for name, options in flags.items():
-            text = ["--text", str(args.text.resolve()), "--reference", demo, "--json"]
-            result = json.loads(run_python("-m", "scripts.perplexity", *text, *options))
+            common = ["--text", str(args.text.resolve()), "--reference", demo, "--json"]
+            result = json.loads(run_python("-m", "scripts.perplexity", *common, *options))
             note = f"{result['tokens']} tokens, windows of {result['context']}"
             ppl, ppl_error = result["perplexity"], result["nll_standard_error"] * result["perplexity"]
             for key, unit, value, error in (
@@ -329,12 +314,12 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
 }
 
 
-def show(root: Path) -> None:
-    """Draw benchmarks/*.json, and fill the tables of the pages."""
+def write_pages(root: Path) -> None:
+    """Draw a picture beside every benchmarks/*.json with rows, and fill the tables of the pages."""
     rows = []
     for file in sorted((root / "benchmarks").glob("*.json")):
         results = json.loads(file.read_text())
-        if "rows" not in results:  # another script's
+        if "rows" not in results:  # written by record()
             continue
         draw(results["rows"], file.with_suffix(".png"), f"{results['hardware']}, torch {results['torch']}")
         rows += results["rows"]
@@ -346,15 +331,15 @@ def main() -> None:
     parser, names = Parser(description="Measure quickdraft."), ", ".join(MEASUREMENTS)
     add, measurement = parser.add_argument, one_of("measurement", MEASUREMENTS)
     default = "default: all but quality, or none with --plot"
-    add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"of {names}; {default}")
-    add("--rounds", type=positive, default=5)
-    add("--steps", type=positive, default=16, help="decode steps a round")
+    add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"any of {names}; {default}")
+    add("--rounds", type=positive, default=5, help="measurements of every program; default: %(default)s")
+    add("--steps", type=positive, default=16, help="decode steps a round; default: %(default)s")
     add("--peers", action="store_true", help="also run the other programs that are installed")
     add("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for --peers")
     add("--text", type=Path, metavar="FILE", help="held-out text, for quality")
     add("--calibration", type=Path, metavar="FILE", help="other text, for quality")
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    add("--plot", action="store_true", help="make the pictures and tables of benchmarks/ anew")
+    add("--plot", action="store_true", help="draw the pictures and fill the tables of all results files")
     args = parser.parse_args()
     with ending_plainly():
         run(args)
@@ -365,7 +350,7 @@ def run(args: argparse.Namespace) -> None:
     default = [] if args.plot else [name for name in MEASUREMENTS if name != "quality"]
     rows = [r for name in args.measurements or default for r in publish(MEASUREMENTS[name](args), args.write)]
     if args.plot:
-        show(ROOT)
+        write_pages(ROOT)
     if rows:
         print(json.dumps(rows), flush=True)
 

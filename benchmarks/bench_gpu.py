@@ -5,21 +5,9 @@
     speculation   8B and 1B in int4, acceptance set by construction: speed-up, and measured over predicted
     peers         gpt-fast (--gptfast) and transformers, compiled, in turn with this project's step
 
-Weights are random, at the real shapes, made on the device. Rows are merged by id into --write after every item, so a
-run that is stopped keeps its rows; a run ends when the next item might not fit into --minutes. A step whose logits are
-wrong (gpu_step.py) is reported as "….correct" 0 with the reason, and other failures too; the rest goes on. Compared
-programs run in turn, A B A B …, with the read bandwidth measured in every round.
-
-`--device cpu --tiny` runs the same code on tiny shapes, `--eager` without compiling. For a machine with a GPU that is
-there for half an hour, in this order ($OUT: a folder that stays; --commit: where git does not know it):
-
-    python -m pytest -m gpu tests; python -m benchmarks.bench_gpu decode --formats bf16,int8,int4-g32,fp8,mxfp6 \\
-        --write $OUT/h200.json --minutes 7 --commit COMMIT
-    python -m benchmarks.bench_gpu peers speculation --formats bf16,int8 --gptfast DIR --write $OUT/h200.json \\
-        --minutes 7
-    python -m benchmarks.bench_gpu decode --shapes 1b --formats bf16 --write $OUT/h200.json --minutes 2
-
-If every row of the first command says that a CUDA graph was skipped, repeat it with --lenient.
+Weights are random. Rows are written after every item, and a run ends when the next item might not fit in --minutes. A
+failure, or a step whose logits are wrong (gpu_step.py), is the row "….correct" with value 0 and the reason as its note;
+the other items still run.
 """
 
 import argparse
@@ -37,17 +25,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import gpu_step
-from benchmarks.gpu_step import Contender, K, Subject, no_surprises, shape
+from benchmarks.gpu_step import Contender, Subject, forbid_sync_and_recompile, shape_config
 from benchmarks.pipes import Worker
 from benchmarks.record import list_of, one_of, publish, ratios, row
-from benchmarks.shapes import GPU_SHAPES, counting_model, mislead
+from benchmarks.shapes import GPU_SHAPES, K, counting_model, mislead
+from benchmarks.workers import race, race_rows
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
 from cli.load import pick_device
-from cli.report import speculative
 from decoding.sampling import GREEDY, Sampling
 from decoding.timing import step_times, synchronize
-from generate import Engine, Timing, generate
+from generate import Engine
 from speculative import Costs, ModelDraft
 from weights.formats import SCHEMES
 from weights.walker import pack_model
@@ -57,7 +45,8 @@ CORRECT_NOTE = "within the allowed error of float32"
 
 
 def rounds_of(args: argparse.Namespace, contenders: dict[str, Contender], k: int = 0) -> tuple[dict, list[float]]:
-    """Every contender in turn, after a read of the device's memory: (name -> medians of seconds, bandwidths)."""
+    """Every contender in turn, behind a measurement of the read bandwidth: (name -> median seconds of a step by round,
+    read bandwidth by round)."""
     seconds, reads = {name: [] for name in contenders}, []
     for _ in range(args.rounds):
         reads.append(gpu_step.read_bandwidth(args))
@@ -66,10 +55,10 @@ def rounds_of(args: argparse.Namespace, contenders: dict[str, Contender], k: int
     return seconds, reads
 
 
-def attempt(id: str, make: Callable[[], Rows], note: str = CORRECT_NOTE) -> Rows:
-    """The rows that `make` returns, and "id.correct" 1; or that row alone with 0 and the error."""
+def attempt(id: str, measure: Callable[[], Rows], note: str = CORRECT_NOTE) -> Rows:
+    """The rows of `measure` and ID.correct = 1, or ID.correct = 0 alone with the error as its note."""
     try:
-        return [*make(), row(f"{id}.correct", [1.0], "", note)]
+        return [*measure(), row(f"{id}.correct", [1.0], "", note)]
     except Exception as error:
         return [failure(id, error)]
 
@@ -90,32 +79,32 @@ def free_memory() -> None:
 def measure_decode(args: argparse.Namespace) -> Iterator[Rows]:
     """Each format beside bf16, in turn."""
     for name in args.shapes:
-        base = None
+        bf16 = None
         if len(args.formats) > 1:
             with contextlib.suppress(Exception):  # bf16's own rows have the error
-                base = Contender(Subject(args, name, "bf16"))
+                bf16 = Contender(Subject(args, name, "bf16"))
         for format in args.formats:
-            yield attempt(f"{name}.{format}", functools.partial(decode_rows, args, name, format, base))
+            yield attempt(f"{name}.{format}", functools.partial(decode_rows, args, name, format, bf16))
             free_memory()
 
 
-def decode_rows(args: argparse.Namespace, name: str, format: str, base: Contender | None) -> Rows:
-    contender = base if base and format == "bf16" else Contender(Subject(args, name, format))
-    id, contenders = f"{name}.{format}", {format: contender} | ({"bf16": base} if base else {})
-    seconds, reads = rounds_of(args, contenders)
-    six, _ = rounds_of(args, {format: contender}, K)
+def decode_rows(args: argparse.Namespace, name: str, format: str, bf16: Contender | None) -> Rows:
+    contender = bf16 if bf16 and format == "bf16" else Contender(Subject(args, name, format))
+    id, contenders = f"{name}.{format}", {format: contender} | ({"bf16": bf16} if bf16 else {})
+    seconds, bandwidths = rounds_of(args, contenders)
+    verify_s, _ = rounds_of(args, {format: contender}, K)
     num_bytes, step_s = contender.bytes(), seconds[format]
-    bandwidth = f"read bandwidth {statistics.median(reads) / 1e9:.0f} GB/s"
+    bandwidth = f"read bandwidth {statistics.median(bandwidths) / 1e9:.0f} GB/s"
     note = f"{num_bytes / 1e9:.3f} GB a step, {args.filled} filled; {bandwidth}"
     bound = gpu_step.allowed_error(contender.subject.model.config.n_layers)
     error = f"logits off by {contender.error:.2g} of their size, {bound:.2g} allowed"
     return [
         row(f"{id}.tok_s", [1 / s for s in step_s], "tok/s", note),
         row(f"{id}.step_ms", [1e3 * s for s in step_s], "ms", error),
-        row(f"{id}.of_read_bandwidth", ratios([num_bytes / s for s in step_s], reads), "ratio", note),
-        row(f"{id}.verify6_over_1", ratios(six[format], step_s), "ratio", "6 rows over 1: the price of --one_width"),
+        row(f"{id}.of_read_bandwidth", ratios([num_bytes / s for s in step_s], bandwidths), "ratio", note),
+        row(f"{id}.verify6_over_1", ratios(verify_s[format], step_s), "ratio", "6 rows over 1, as --one_width pays"),
         row(f"{id}.compile_s", [contender.compile_s], "s", "a decode step and a verification, with tuning"),
-        *([row(f"{id}.vs_bf16", ratios(seconds["bf16"], step_s), "ratio", note)] if base else []),
+        *([row(f"{id}.vs_bf16", ratios(seconds["bf16"], step_s), "ratio", note)] if bf16 else []),
     ]
 
 
@@ -123,12 +112,11 @@ def decode_rows(args: argparse.Namespace, name: str, format: str, base: Contende
 
 
 def measure_speculation(args: argparse.Namespace) -> Iterator[Rows]:
-    """Both models in int4. Their heads and embeddings are apart, because rows of a counting model's head say what
-    follows."""
+    """Both models in int4. A counting model cannot tie its head, whose rows are the embedding's in another order."""
     note, values = "random int4 weights, K = 5, greedy, acceptance set by construction", []
     options = {"device": args.device, "quantize": "int4-g32"}
     with gpu_step.larger_chunks(args.device):
-        shapes = [shape(args, name) | {"tie_word_embeddings": False} for name in ("8b", "1b")]
+        shapes = [shape_config(args, name) | {"tie_word_embeddings": False} for name in ("8b", "1b")]
         target, draft = (pack_model(counting_model(hf, 0.0, **options)) for hf in shapes)
     weight = draft.embed.weight.clone()
     engine = Engine(target, 1, gpu_step.POSITIONS, compile=not args.eager, drafter=ModelDraft(draft), speculate_k=K)
@@ -138,52 +126,36 @@ def measure_speculation(args: argparse.Namespace) -> Iterator[Rows]:
         draft.embed.weight.copy_(weight)
         mislead(draft, 1 - alpha)
         id = f"spec.8b_int4_1b_int4.alpha{round(100 * alpha)}"
-        rows = attempt(id, functools.partial(race_rows, args, engine, id, note), "rounds decide as plain steps do")
+        rows = attempt(
+            id, functools.partial(speculation_rows, args, engine, id, note), "rounds decide like plain steps"
+        )
         values += [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
         yield rows + ([row("spec.measured_over_predicted", values, "ratio", note)] if values else [])
 
 
-def race_rows(args: argparse.Namespace, engine: Engine, id: str, note: str) -> Rows:
-    """Plain decoding and rounds in turn, once for each of --rounds prompts."""
-    engine.costs = measure_costs(args, engine)
-    vocab_size = engine.model.config.vocab_size
-    plain, drafted, reports = zip(*(race(args, engine, [997 * (n + 1) % vocab_size]) for n in range(args.rounds)))
-    speedups = ratios(plain, drafted)
-    over_predicted = ratios(speedups, [report["predicted_speedup"] for report in reports])
-    rows = [
-        row(f"{id}.speedup", speedups, "ratio", note),
-        row(f"{id}.measured_over_predicted", over_predicted, "ratio", note),
-        row(f"{id}.plain_tok_s", [1 / s for s in plain], "tok/s", note),
-        row(f"{id}.tok_s", [1 / s for s in drafted], "tok/s", note),
+def speculation_rows(args: argparse.Namespace, engine: Engine, id: str, note: str) -> Rows:
+    """A race for each of --rounds prompts. Only the loop's own reading of events may wait for the device. ValueError if
+    rounds decide other tokens than plain steps."""
+    engine.costs, races, vocab_size = measure_costs(args, engine), [], engine.model.config.vocab_size
+    options = {"sampling": Sampling(0), "max_new_tokens": 24 if args.tiny else 256}
+    forbid = functools.partial(forbid_sync_and_recompile, engine.device)
+    for prompt in ([997 * (n + 1) % vocab_size] for n in range(args.rounds)):
+        races.append(race(engine, prompt, K, forbid, **options))
+        plain, drafted = races[-1]["texts"]
+        if plain != drafted:
+            raise ValueError(f"wrong: rounds decided {drafted[:8]}…, plain steps {plain[:8]}…")
+    return [
+        *race_rows(id, races, note),
+        row(f"{id}.plain_tok_s", [1 / r["plain"] for r in races], "tok/s", note),
+        row(f"{id}.tok_s", [1 / r["drafted"] for r in races], "tok/s", note),
     ]
-    keys = ("alpha", "c", "v", "tokens_per_round")
-    return rows + [row(f"{id}.{key}", [report[key] for report in reports], "", note) for key in keys]
-
-
-def race(args: argparse.Namespace, engine: Engine, prompt: list[int]) -> tuple[float, float, dict]:
-    """Seconds a token of decoding plainly and with rounds, and the report of speculation. After the prompt only the
-    loop's own reading of events may wait for the device. ValueError if the two decide different tokens."""
-    seconds, texts = [], []
-    for k in (0, K):
-        engine.clear()
-        engine.speculate_k, timing = k, Timing()
-        options = {"sampling": Sampling(0), "max_new_tokens": 24 if args.tiny else 256, "engine": engine}
-        stream = generate(engine.model, [prompt], timing=timing, **options)
-        ids = [next(stream)[1]]
-        with no_surprises(engine.device):
-            ids += [id for _, id in stream]
-        seconds.append(timing.decode_s / (timing.decoded[0] - 1))
-        texts.append(ids)
-    if texts[0] != texts[1]:
-        raise ValueError(f"wrong: rounds decided {texts[1][:8]}…, plain steps {texts[0][:8]}…")
-    return *seconds, speculative(engine, [timing])
 
 
 @torch.inference_mode()
 def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
-    """As Engine.calibrate, but back to back. With a pause before each, a GPU's step seems to cost what the host takes
-    to launch it, and a small draft's step more than it does."""
-    rows, parts = engine.rows(0, 1), {}
+    """As Engine.calibrate, but with steps back to back. After a pause a GPU waits for the host to launch the step, so
+    that a small draft's step seems to take longer than it does."""
+    rows, times = engine.rows(0, 1), {}
     rows.state.pos.fill_(args.filled - 1)
     rows.state.done.fill_(True)
     for k in (0, K):
@@ -192,9 +164,9 @@ def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
             steps.append(engine.run(rows, args.filled, k))
             engine.draft_lag = 0
         synchronize(engine.device)
-        parts[k] = [step_times(step) for step in steps[gpu_step.UNCOUNTED :]]  # (draft, verify) seconds
-    draft_s = statistics.median(draft_s for draft_s, _ in parts[K])
-    plain_s, verify_s = (statistics.median(verify_s for _, verify_s in parts[k]) for k in (0, K))
+        times[k] = [step_times(step) for step in steps[gpu_step.UNCOUNTED :]]  # (draft, verify) seconds
+    draft_s = statistics.median(draft_s for draft_s, _ in times[K])
+    plain_s, verify_s = (statistics.median(verify_s for _, verify_s in times[k]) for k in (0, K))
     return Costs(plain_s, {K: draft_s}, {K: verify_s})
 
 
@@ -204,69 +176,65 @@ def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
 def measure_peers(args: argparse.Namespace) -> Iterator[Rows]:
     """Each peer in a process of its own that waits while the others run."""
     for name, format in itertools.product(args.shapes, args.formats):
-        hf, device, peers = json.dumps(shape(args, name)), str(args.device), {}
+        hf, device, peers = json.dumps(shape_config(args, name)), str(args.device), {}
         if args.gptfast:
             peers["gptfast"] = ("gptfast", hf, str(args.gptfast.resolve()), format, device)
         if format == "bf16":
             peers["transformers"] = ("transformers_compiled", hf, device)
         for peer, command in peers.items():
-            make = functools.partial(peer_rows, args, name, format, peer, command)
-            yield attempt(f"{name}.{format}.vs_{peer}", make)
+            measure = functools.partial(peer_rows, args, name, format, peer, command)
+            yield attempt(f"{name}.{format}.vs_{peer}", measure)
             free_memory()
 
 
 def peer_rows(args: argparse.Namespace, name: str, format: str, peer: str, command: tuple) -> Rows:
     contender, worker = Contender(Subject(args, name, format)), Worker("benchmarks.peers", *command)
-    ours, theirs = [], []
+    step_s, peer_s = [], []
     for number in range(args.rounds + 1):
         answer = worker.call(method="decode", steps=args.steps, filled=args.filled)
         if number:  # the first round compiles
-            theirs.append(answer["seconds"])
-            ours.append(statistics.median(contender.run(args.steps)))
+            peer_s.append(answer["seconds"])
+            step_s.append(statistics.median(contender.run(args.steps)))
     worker.close()
-    note = f"plain against {peer}, {args.filled} filled"
+    note = f"plain steps against {peer}, {args.filled} filled"
     return [
-        row(f"{name}.{format}.vs_{peer}", ratios(theirs, ours), "ratio", note),
-        row(f"{name}.{format}.{peer}.tok_s", [1 / s for s in theirs], "tok/s", note),
+        row(f"{name}.{format}.vs_{peer}", ratios(peer_s, step_s), "ratio", note),
+        row(f"{name}.{format}.{peer}.tok_s", [1 / s for s in peer_s], "tok/s", note),
     ]
 
 
 # ------------------------------------------------------------------------------------------- command line
 
-MEASUREMENTS = {
-    "decode": measure_decode,
-    "speculation": measure_speculation,
-    "peers": measure_peers,
-}
+MEASUREMENTS = {"decode": measure_decode, "speculation": measure_speculation, "peers": measure_peers}
 
 
 def with_failure(name: str, items: Iterator[Rows]) -> Iterator[Rows]:
-    """The items, and a row with the error if the next one cannot be started."""
+    """The items; if one raises, a row with the error in its place, and no further items."""
     try:
         yield from items
     except Exception as error:
         yield [failure(name, error)]
 
 
-def until(items: Iterator[Rows], end: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Rows]:
-    """The items, for as long as another one that takes as long as the longest so far would end before `end`."""
-    longest, start = 0.0, clock()
+def until_deadline(items: Iterator[Rows], deadline: float) -> Iterator[Rows]:
+    """The items, up to the first after which another one of the longest duration so far would miss the deadline."""
+    max_s, start = 0.0, time.monotonic()
     for rows in items:
         yield rows
-        now = clock()
-        longest, start = max(longest, now - start), now
-        if now + longest > end:
-            print("out of time: the rest is left out", file=sys.stderr)
+        now = time.monotonic()
+        max_s, start = max(max_s, now - start), now
+        if now + max_s > deadline:
+            print("--minutes are over: the remaining items do not run", file=sys.stderr)
             return
 
 
 def run(args: argparse.Namespace) -> None:
-    end = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + 60 * args.minutes
     machine = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else None
     for name in args.measurements:
-        for rows in until(with_failure(name, MEASUREMENTS[name](args)), end):
+        for rows in until_deadline(with_failure(name, MEASUREMENTS[name](args)), deadline):
             publish(rows, args.write, machine, args.commit)
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return
 
 
@@ -274,22 +242,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser, names = Parser(description="Measure quickdraft on one GPU."), ", ".join(MEASUREMENTS)
     add, formats = parser.add_argument, ["bf16", *SCHEMES]
     measurement = one_of("measurement", MEASUREMENTS)
-    add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"of {names}")
-    add(
-        "--formats", type=list_of("format", formats), default="bf16,int8,int4-g32,fp8,mxfp6", help="bf16 or a scheme, …"
-    )
-    add("--shapes", type=list_of("shape", GPU_SHAPES), default="8b", help=f"of {', '.join(GPU_SHAPES)}; default: 8b")
-    add("--minutes", type=float, default=1e9, metavar="M", help="start nothing that may end later")
+    add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"any of {names}")
+    commas = "with commas between; default: %(default)s"
+    default = "bf16,int8,int4-g32,fp8,mxfp6"
+    add("--formats", type=list_of("format", formats), default=default, help=f"bf16 and schemes, {commas}")
+    add("--shapes", type=list_of("shape", GPU_SHAPES), default="8b", help=f"any of {', '.join(GPU_SHAPES)}, {commas}")
+    add("--minutes", type=float, default=1e9, metavar="M", help="start no item that may end after M minutes")
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    add("--rounds", type=positive, default=5)
-    add("--steps", type=positive, default=32, help="of each contender a round")
-    add("--filled", type=positive, default=100, help="positions, the step's own included")
+    add("--rounds", type=positive, default=5, help="measurements of every step; default: %(default)s")
+    add("--steps", type=positive, default=32, help="steps of every program a round; default: %(default)s")
+    add("--filled", type=positive, default=100, help="positions that a step attends to; default: %(default)s")
     add("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for peers")
-    add("--commit", metavar="TEXT", help="where git does not know it")
-    add("--device", type=pick_device, default=None, help="cuda; cpu to try the program out")
+    add("--commit", metavar="TEXT", help="the commit, for a checkout without git")
+    add("--device", type=pick_device, default=None, help="default: cuda; cpu needs --tiny")
     add("--tiny", action="store_true", help="tiny shapes, to try the program out")
     add("--eager", action="store_true", help="without compiling")
-    add("--lenient", action="store_true", help="also measure steps of which torch makes no CUDA graph")
+    add("--lenient", action="store_true", help="also measure steps that torch does not make a CUDA graph of")
     args = parser.parse_args(argv)
     args.device = args.device or pick_device(None)
     if args.device.type != "cuda" and not args.tiny:

@@ -4,9 +4,9 @@
     smollm2.clients8.PROGRAM.tok_s          the rates, prompts included
     smollm2.clients8.PROGRAM.ttft_s         seconds to the first token of a newcomer behind seven that decode
 
-Each client sends a prompt of 30 to 300 tokens, reads 128 greedy tokens, and sends the next. No two prompts begin alike,
-so nothing is reused. Ours is an Engine of eight slots, whose prompts run eagerly as in generate.py; theirs is
-peers.LlamaCppClients.
+Each client sends a prompt of 30 to 300 tokens, reads 128 greedy tokens, and sends the next prompt. No two prompts begin
+alike, so nothing is reused. quickdraft is an Engine of eight slots, whose prompts run eagerly as in generate.py;
+llama.cpp is peers.LlamaCppClients.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from weights.walker import pack_model
 CLIENTS = 8  # and slots
 REQUESTS = 3  # of each client in a round
 LENGTHS = (30, 300)  # tokens of the shortest and the longest prompt
-PROGRAMS = ("compiled", "eager", "llamacpp")
 
 
 class EngineClients(Clients):
@@ -52,22 +51,22 @@ class EngineClients(Clients):
 
 
 def requests_of(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    """(requests `serve`, requests `join`), one of each a round, of text from the demo's stories."""
+    """Requests for `Clients.serve` and for `Clients.join`, one of each a round, with text of the demo's stories."""
     text, rng = (ROOT / "checkpoints" / "stories.txt").read_text(), random.Random(0)
     ids = load_tokenizer(args.checkpoint).encode(text)
-    longest = min(LENGTHS[1], len(ids) - 1)
+    max_length = min(LENGTHS[1], len(ids) - 1)
 
     def prompt() -> list[int]:
-        """A first token of its own keeps two prompts from a common beginning."""
-        start = rng.randrange(len(ids) - longest)
-        return [rng.randrange(1000, 2000), *ids[start : start + rng.randrange(LENGTHS[0], longest)]]
+        """A random first token, so that no two prompts begin alike, and a part of the text."""
+        start = rng.randrange(len(ids) - max_length)
+        return [rng.randrange(1000, 2000), *ids[start : start + rng.randrange(LENGTHS[0], max_length)]]
 
     serve, join = [], []
     for _ in range(args.rounds):
         prompts = [[prompt() for _ in range(REQUESTS)] for _ in range(CLIENTS)]
         serve.append({"method": "serve", "prompts": prompts, "new": args.new})
         running = [prompt() for _ in range(CLIENTS - 1)]
-        newcomer = (prompt() + ids[:longest])[: sum(LENGTHS) // 2]  # as long in every round
+        newcomer = (prompt() + ids[:max_length])[: sum(LENGTHS) // 2]  # of the same length in every round
         join.append({"method": "join", "prompts": running, "newcomer": newcomer, "new": args.new})
     return serve, join
 
@@ -77,7 +76,7 @@ def measure_clients(args: argparse.Namespace) -> list[dict]:
     spec = [str(args.checkpoint), CLIENTS, context]
     workers = {
         kind: Worker("benchmarks.clients", json.dumps([*spec, kind == "compiled" and args.compile]))
-        for kind in PROGRAMS[:2]
+        for kind in ("compiled", "eager")
     }
     workers["llamacpp"] = Worker("benchmarks.peers", "llamacpp_clients", json.dumps(spec[0]), *map(str, spec[1:]))
     try:
@@ -86,23 +85,23 @@ def measure_clients(args: argparse.Namespace) -> list[dict]:
         first_tokens, _ = interleave(workers, args.rounds, *join)
     finally:
         close(workers)
-    theirs = answers["llamacpp"][0]
+    llamacpp = answers["llamacpp"][0]
     note = (
         f"{CLIENTS} clients, {REQUESTS} requests each, {args.new} greedy tokens after {LENGTHS[0]} to"
         f" {LENGTHS[1]}; read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s in the same rounds;"
-        f" llama.cpp {'with' if theirs['repacks'] else 'without'} its extra buffers, flash attention on, one cache for"
-        f" all; {theirs['system']}"
+        f" llama.cpp {'with' if llamacpp['repacks'] else 'without'} its extra buffers, flash attention on, one cache"
+        f" for all; {llamacpp['system']}"
     )
     id, rates = f"smollm2.clients{CLIENTS}", {}
     rows = [row(f"{id}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidths], "GB/s", note)]
-    for name, served in answers.items():
-        rates[name] = [answer["tokens"] / answer["seconds"] for answer in served]
+    newcomer_note = f"a prompt of {len(join[0]['newcomer'])} tokens behind {CLIENTS - 1} that decode; {note}"
+    for name, worker_answers in answers.items():
+        rates[name] = [answer["tokens"] / answer["seconds"] for answer in worker_answers]
         rows.append(row(f"{id}.{name}.tok_s", rates[name], "tok/s", note))
         seconds = [answer["ttft_s"] for answer in first_tokens[name]]
-        tokens = f"a prompt of {len(join[0]['newcomer'])} tokens behind {CLIENTS - 1} that decode"
-        rows.append(row(f"{id}.{name}.ttft_s", seconds, "s", f"{tokens}; {note}"))
-    for name, part in (("compiled", ""), ("eager", ".eager")):
-        rows.append(row(f"{id}{part}.vs_llamacpp", ratios(rates[name], rates["llamacpp"]), "ratio", f"{name}; {note}"))
+        rows.append(row(f"{id}.{name}.ttft_s", seconds, "s", newcomer_note))
+    for name, infix in (("compiled", ""), ("eager", ".eager")):
+        rows.append(row(f"{id}{infix}.vs_llamacpp", ratios(rates[name], rates["llamacpp"]), "ratio", f"{name}; {note}"))
     return rows
 
 

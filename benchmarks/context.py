@@ -1,10 +1,10 @@
-"""Steps and prompts of the 1.1B shape in this process: for `python -m benchmarks.bench context prefill8k identical`.
+"""Steps and prompts of the 1.1B shape, for `python -m benchmarks.bench context prefill8k identical`.
 
     measure_context     a step with 1,000 to 16,000 tokens filled, in 16-bit caches and in 8-bit ones
-    measure_prefill8k   8,192 tokens beside transformers and llama.cpp
+    measure_prefill8k   a prompt of 8,192 tokens, beside transformers and llama.cpp
     measure_identical   the price of bit-identical drafting for plain steps
 
-Whatever is compared runs in turn on the same packed weights.
+Compared engines share the packed weights of this process and run in turn. Prompts run in worker processes.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from unittest import mock
 
 from benchmarks.pipes import Worker, close
 from benchmarks.record import ratios, row
-from benchmarks.shapes import TINYLLAMA, scheme_of
+from benchmarks.shapes import TINYLLAMA, K, scheme_of
 from benchmarks.workers import interleave, median_step, quickdraft, seconds_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.kv_8bit import KINDS
@@ -29,9 +29,8 @@ from model import Transformer
 from weights import cpu
 from weights.walker import pack_model
 
-K = 5  # tokens that a verification has besides the first
-PROMPT = 8192
-CACHE_NAMES = {"model": "bf16", "int8": "kv_int8"}  # kinds of caches, as ids have them
+PROMPT = 8192  # tokens
+CACHE_NAMES = {"model": "bf16", "int8": "kv_int8"}  # kind of cache -> its name in ids
 LENGTHS = (100, 1000, 4000, 16_000)
 
 
@@ -41,34 +40,37 @@ def long_model(format: str, length: int) -> Transformer:
 
 
 def measure_context(args) -> list[dict]:
-    """One query and six; bf16 weights, then int8 ones, beside which caches weigh more."""
+    """Steps of one query and of six, with bf16 weights, then with int8 ones, where a cache is more of the bytes."""
     rows = []
     for format, shape in (("bf16", "1b"), ("int8", "1b.int8")):
         model, options = long_model(format, 16_200), {"speculate_k": K}
-        engines = {k: Engine(model, 1, 16_100, drafter=NgramDraft(), kind=KINDS[k], **options) for k in CACHE_NAMES}
-        seconds = {(kind, filled): ([], []) for kind in engines for filled in LENGTHS}  # of one query and six
+        engines = {
+            kind: Engine(model, 1, 16_100, drafter=NgramDraft(), kind=KINDS[kind], **options) for kind in CACHE_NAMES
+        }
+        seconds = {(kind, filled): ([], []) for kind in engines for filled in LENGTHS}  # of one query and of six
         for number in range(args.rounds + 1):
-            for (kind, filled), (one, six) in seconds.items():
+            for (kind, filled), (decode_s, verify_s) in seconds.items():
                 costs = engines[kind].calibrate(Sampling(0), filled, rounds=5)
                 if number:  # the first round warms up
-                    one.append(costs.decode_s)
-                    six.append(costs.verify_s[K])
+                    decode_s.append(costs.decode_s)
+                    verify_s.append(costs.verify_s[K])
         for filled in LENGTHS[1:]:
             rows += context_rows(model, seconds, shape, filled)
     return rows
 
 
 def context_rows(model: Transformer, seconds: dict, shape: str, filled: int) -> list[dict]:
+    """Rows of one number of filled positions; seconds: (kind of cache, filled) -> (of one query, of six), by round."""
     rows, context = [], f"ctx{filled // 1000}k"
     for kind, name in CACHE_NAMES.items():
-        (one, six), (short, _) = seconds[kind, filled], seconds[kind, LENGTHS[0]]
-        per_position = position_bytes(model, KINDS[kind])
-        read, short_read = (weight_bytes(model) + attended_bytes(per_position, n) for n in (filled, LENGTHS[0]))
-        medians = [f"{statistics.median(values) * 1e3:.1f}" for values in (one, six)]
+        (decode_s, verify_s), (base_s, _) = seconds[kind, filled], seconds[kind, LENGTHS[0]]
+        kv_bytes = position_bytes(model, KINDS[kind])
+        num_bytes, base_bytes = (weight_bytes(model) + attended_bytes(kv_bytes, n) for n in (filled, LENGTHS[0]))
+        medians = [f"{statistics.median(values) * 1e3:.1f}" for values in (decode_s, verify_s)]
         note = f"{filled} tokens filled; medians {medians[0]} and {medians[1]} ms for one query and six"
-        over = [ratio * short_read / read for ratio in ratios(one, short)]
-        rows.append(row(f"{shape}.{name}.{context}_over_bytes", over, "ratio", f"step over its bytes' time; {note}"))
-        rows.append(row(f"{shape}.{name}.{context}.verify6_over_1", ratios(six, one), "ratio", note))
+        price = [ratio * base_bytes / num_bytes for ratio in ratios(decode_s, base_s)]
+        rows.append(row(f"{shape}.{name}.{context}_over_bytes", price, "ratio", f"step over its bytes' time; {note}"))
+        rows.append(row(f"{shape}.{name}.{context}.verify6_over_1", ratios(verify_s, decode_s), "ratio", note))
     speedup, verify_speedup = map(ratios, seconds["model", filled], seconds["int8", filled])
     id, note = f"{shape}.kv_int8.{context}", f"over a bf16 cache, {filled} filled"
     return [
@@ -100,10 +102,9 @@ def measure_prefill8k(args) -> list[dict]:
 
 
 @contextlib.contextmanager
-def without_measures(model: Transformer, engine: Engine) -> Iterator[None]:
-    """Plain products and attention, without decoding/exactness.py's measures: products of the exact number of rows, but
-    for the padding that makes large ones faster; attention over the exact length, for the exact number of query
-    rows."""
+def without_exactness(model: Transformer, engine: Engine) -> Iterator[None]:
+    """Inside, attention takes the exact length and number of query rows, and products take the exact number of rows;
+    large products stay padded, because that is faster. Results may depend on these numbers."""
 
     def exact_length(self: ModelRunner, length: int) -> int:
         return min(length, self.S)
@@ -120,7 +121,7 @@ def without_measures(model: Transformer, engine: Engine) -> Iterator[None]:
 
 
 def measure_identical(args) -> list[dict]:
-    """Seconds of a step as it is, over one without the measures."""
+    """Seconds of a step, over those of a step that may round differently in another batch."""
     rows = []
     for format in ("bf16", "int8", "int4-g32"):
         length = LENGTHS[-1] + args.steps + 1
@@ -130,12 +131,12 @@ def measure_identical(args) -> list[dict]:
             price = []
             for number in range(args.rounds + 1):
                 seconds = {}
-                for is_plain in (False, True) if number % 2 else (True, False):
-                    with without_measures(model, engine) if is_plain else contextlib.nullcontext():
-                        seconds[is_plain] = median_step(engine, filled, args.steps)
+                for is_exact in (True, False) if number % 2 else (False, True):
+                    with contextlib.nullcontext() if is_exact else without_exactness(model, engine):
+                        seconds[is_exact] = median_step(engine, filled, args.steps)
                 if number:  # the first round warms up
-                    price.append(seconds[False] / seconds[True])
+                    price.append(seconds[True] / seconds[False])
             id = f"1b.{format}{f'.ctx{filled // 1000}k' * (filled >= 1000)}.identical_price"
-            note = f"time of a step over one without the measures, {filled} tokens filled"
+            note = f"time of a step over one without exactness, {filled} tokens filled"
             rows.append(row(id, price, "ratio", note))
     return rows

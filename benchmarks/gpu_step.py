@@ -1,8 +1,8 @@
 """One compiled step on a GPU: its time, and whether its logits are right.
 
-    timed, read_bandwidth   seconds of calls back to back; bytes/s
-    Subject                 random weights of a shape in a format, and their logits in float32
-    Contender               a subject's steps and verifications, as generate.py compiles them
+    time_calls, read_bandwidth   seconds of calls back to back; bytes/s
+    Subject                      random weights of a shape in a format, and their logits in float32
+    Contender                    a subject's steps and verifications, as generate.py compiles them
 
 Steps run back to back with an event between them. While they are timed, waiting for the device and compiling anew are
 errors. A Contender compares its logits with those that the same stored weights give in float32, eagerly, before
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.shapes import GPU_SHAPES, TINY, config_json, scheme_of
+from benchmarks.shapes import GPU_SHAPES, TINY, K, config_json, scheme_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.sampling import Sampling
 from decoding.timing import mark, seconds_between, synchronize
@@ -36,13 +36,12 @@ from weights import formats
 from weights.linears import QuantizedLinear
 from weights.walker import quantized_linears
 
-K = 5  # drafted tokens that a verification takes
 POSITIONS = 1024  # of a cache
 UNCOUNTED = 2  # calls before those that are timed
 
 
-def shape(args: argparse.Namespace, name: str) -> dict:
-    """The config.json of a shape; under --tiny a small one of its kind."""
+def shape_config(args: argparse.Namespace, name: str) -> dict:
+    """The config.json of a shape, with tiny sizes under --tiny."""
     hf = config_json(GPU_SHAPES[name])
     return hf | TINY if args.tiny else hf
 
@@ -50,12 +49,12 @@ def shape(args: argparse.Namespace, name: str) -> dict:
 # ----------------------------------------------------------------------------------------------- timing
 
 
-def timed(device: torch.device, call: Callable[[], object], count: int) -> list[float]:
+def time_calls(device: torch.device, call: Callable[[], object], count: int) -> list[float]:
     """Seconds of each of `count` calls, back to back."""
     for _ in range(UNCOUNTED):
         call()
     synchronize(device)
-    with no_surprises(device):
+    with forbid_sync_and_recompile(device):
         marks = [mark(device)]
         for _ in range(count):
             call()
@@ -65,22 +64,22 @@ def timed(device: torch.device, call: Callable[[], object], count: int) -> list[
 
 
 @functools.cache
-def buffer_of(device: torch.device, numbers: int) -> Tensor:
-    """float32, far larger than the caches; not zeros, which may move faster."""
-    return torch.empty(numbers, device=device).normal_()
+def buffer_of(device: torch.device, num_elements: int) -> Tensor:
+    """float32, far larger than the caches; random, because zeros may move faster."""
+    return torch.empty(num_elements, device=device).normal_()
 
 
 def read_bandwidth(args: argparse.Namespace) -> float:
-    """Bytes/s of reading: the faster of a sum and a dot product of halves."""
+    """Bytes/s of reading, by the faster of a sum and a dot product of halves."""
     data = buffer_of(args.device, 2**20 if args.tiny else 2**30)
     halves = data.chunk(2)
     reads = (data.sum, lambda: torch.dot(*halves))
-    return data.nbytes / min(statistics.median(timed(args.device, call, 5)) for call in reads)
+    return data.nbytes / min(statistics.median(time_calls(args.device, call, 5)) for call in reads)
 
 
 @contextlib.contextmanager
-def no_surprises(device: torch.device) -> Iterator[None]:
-    """Inside, waiting for the GPU is an error, and so is compiling what had been compiled."""
+def forbid_sync_and_recompile(device: torch.device) -> Iterator[None]:
+    """Inside, waiting for the GPU is an error, and so is compiling a function again."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         if device.type != "cuda":
             yield
@@ -100,7 +99,7 @@ class Subject:
 
     def __init__(self, args: argparse.Namespace, name: str, format: str):
         self.args, self.name, self.format = args, name, format
-        scheme, config = scheme_of(format), config_from_hf(shape(args, name))
+        scheme, config = scheme_of(format), config_from_hf(shape_config(args, name))
         with larger_chunks(args.device):
             self.model = random_model(config, device=args.device, quantize=scheme, head=scheme, pack=False)
         generator = torch.Generator().manual_seed(1)
@@ -112,19 +111,19 @@ class Subject:
 
 
 def larger_chunks(device: torch.device):
-    """More weights at a time than suit a CPU's caches."""
+    """Inside, a GPU quantizes more weights at a time; the default suits a CPU's caches."""
     return mock.patch.object(formats, "CHUNK_WEIGHTS", formats.CHUNK_WEIGHTS if device.type == "cpu" else 2**26)
 
 
 @torch.inference_mode()
-def float32_logits(model: Transformer, tokens: Tensor, last: int) -> Tensor:
-    """Logits (last, V) of tokens (1, T) without cache or kernel: each block as the model's own code computes it in
-    float32, with the weights that its stored parts stand for."""
+def float32_logits(model: Transformer, tokens: Tensor, num_last: int) -> Tensor:
+    """Logits (num_last, V) of the last of tokens (1, T), without cache or kernel: the model's own blocks in float32,
+    with dequantized weights."""
     pos = torch.arange(tokens.size(1), device=tokens.device)[None]  # (1, T)
     x, rope, keys = model.embed(tokens).float(), model.rope(pos), model.visible_by_window(pos, None, torch.float32)
     for layer, window in zip(model.layers, model.windows):
         x = float32_block(model.config, layer)(x, pos, rope, keys[window], None)
-    x = F.rms_norm(x[0, -last:], x.shape[-1:], model.norm.weight.float(), model.config.norm_eps)  # (last, D)
+    x = F.rms_norm(x[0, -num_last:], x.shape[-1:], model.norm.weight.float(), model.config.norm_eps)  # (num_last, D)
     return F.linear(x, float32_weight(model.lm_head))
 
 
@@ -148,9 +147,9 @@ def float32_weight(linear: nn.Module) -> Tensor:
 
 
 def allowed_error(n_layers: int) -> float:
-    """The largest ||logits - expected|| / ||expected|| of a right step: twelve roundings to bfloat16 a layer and two
-    behind, each of 2^-9 at most, independent, none of which grows on its way. For comparison, leaving out one group of
-    32 in 4096 inputs changes a product by 9 %."""
+    """The largest ||logits - expected|| / ||expected|| of a right step. It assumes twelve roundings to bfloat16 a layer
+    and two behind the layers, independent, of 2^-9 at most, which do not grow. For comparison, a product without one
+    group of 32 of its 4096 inputs differs by 9 %."""
     return 2**-9 * math.sqrt(12 * n_layers + 2)
 
 
@@ -178,7 +177,7 @@ class FixedDraft(Drafter):
 
 
 class Contender:
-    """A subject's compiled steps at one position: each step decides the same token again. ValueError if its logits are
+    """A subject's compiled steps at one position, where every step decides the same token. ValueError if its logits are
     wrong."""
 
     def __init__(self, subject: Subject):
@@ -195,7 +194,7 @@ class Contender:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Everything that traces or runs this contender's steps happens in here."""
+        """All tracing and running of this contender's steps happens inside."""
         from torch._inductor import config as inductor
 
         is_strict = self.device.type == "cuda" and not self.args.lenient
@@ -207,8 +206,8 @@ class Contender:
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Fill the caches with the prompt; seconds until every step that will be timed has been compiled, recorded and
-        replayed."""
+        """Fill the caches with the prompt, then compile, record and replay every step that will be timed, and
+        return the seconds of that."""
         state, n, tokens = self.rows.state, self.args.filled, self.subject.prompt
         state.tokens[:, :n] = tokens
         state.pos.fill_(n - 1)
@@ -240,7 +239,7 @@ class Contender:
     def run(self, count: int, k: int = 0) -> list[float]:
         """Seconds of each of `count` steps, or verifications of k drafted tokens, back to back."""
         with self.active():
-            return timed(self.device, lambda: self.engine.run(self.rows, self.args.filled, k), count)
+            return time_calls(self.device, lambda: self.engine.run(self.rows, self.args.filled, k), count)
 
     def bytes(self) -> int:
         """Bytes that one step reads."""

@@ -1,4 +1,4 @@
-"""What loading takes: memory and bytes, in one process and over two ranks. For `python -m benchmarks.bench load tp`.
+"""Memory and bytes of loading, in one process and over two ranks, for `python -m benchmarks.bench load tp`.
 
     measure_load    peak of anonymous memory over the weights, and seconds
     measure_tp      bytes and memory of each of two gloo ranks, time per step
@@ -24,11 +24,11 @@ from benchmarks.record import ratios, row
 from benchmarks.shapes import TINYLLAMA
 from benchmarks.workers import read_bandwidth
 from cli.errors import silent
+from cli.report import stored_bytes
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import load_model, random_model, save_model
 from loading.config import config_from_hf
-from model import Transformer
 
 
 class PeakMemory:
@@ -58,10 +58,6 @@ def anonymous_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise ValueError("/proc/self/status has no RssAnon: this measurement needs Linux")
-
-
-def stored_bytes(model: Transformer) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def run_here(call: str, num_ranks: int = 1) -> list:
@@ -107,29 +103,29 @@ def measure_load(args) -> list[dict]:
 
 
 def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
-    """One rank of a launch, or a process alone: load its part, run steps with 100 tokens filled. Rank 0 prints a line
-    of JSON for each rank: lines of two processes can run into each other."""
-    ranks, copied, shard = tp.join(torch.device("cpu"), 300), [], tp.shard
+    """One rank of a launch, or the only process: load its part, and run steps with 100 tokens filled. Rank 0 prints a
+    line of JSON for every rank, because lines of two processes could mix."""
+    ranks, shards, shard = tp.join(torch.device("cpu"), 300), [], tp.shard
     torch.set_num_threads(threads)
 
-    def counted(*args, **kwargs) -> torch.Tensor:
-        copied.append(shard(*args, **kwargs))
-        return copied[-1]
+    def recording_shard(*args, **kwargs) -> torch.Tensor:
+        shards.append(shard(*args, **kwargs))
+        return shards[-1]
 
-    tp.shard = counted
+    tp.shard = recording_shard
     with PeakMemory() as peak:
         model = load_model(folder, tp=ranks)
     facts = {"rank": ranks.rank, "peak": peak.bytes}
-    facts["copied"] = sum(part.nbytes for part in copied)
-    copied.clear()
+    facts["copied"] = sum(part.nbytes for part in shards)
+    shards.clear()
     engine = Engine(model, 1, 256)
     engine.calibrate(Sampling(0), 100, rounds=2)
     facts["step_s"] = engine.calibrate(Sampling(0), 100, rounds=steps).decode_s
-    gathered = [facts | {"weights": stored_bytes(model)}] * ranks.world
+    all_facts = [facts | {"weights": stored_bytes(model)}] * ranks.world
     if ranks.world > 1:
-        torch.distributed.all_gather_object(gathered, gathered[0])
-    for part in gathered if ranks.rank == 0 else ():
-        print(json.dumps(part), flush=True)
+        torch.distributed.all_gather_object(all_facts, all_facts[0])
+    for rank_facts in all_facts if ranks.rank == 0 else ():
+        print(json.dumps(rank_facts), flush=True)
     tp.leave()
 
 
@@ -138,21 +134,21 @@ def measure_tp(args) -> list[dict]:
     than one process with two threads, so one thread alone is measured too."""
     buffer, bandwidths, note = torch.ones(2**28), [], "1.1B shape in bf16, gloo, eager"
     launches = {"1thread": (1, 1), "1rank": (1, 2), "2ranks": (2, 1)}  # name -> (ranks, threads of each)
-    rounds: dict[str, list[list[dict]]] = {name: [] for name in launches}
+    results: dict[str, list[list[dict]]] = {name: [] for name in launches}  # by round, by rank
     with tempfile.TemporaryDirectory() as folder:
         save_model(random_model(config_from_hf(TINYLLAMA)), folder, TINYLLAMA)
         for _ in range(args.rounds):
             bandwidths.append(read_bandwidth(buffer) / 1e9)
             for name, (num_ranks, threads) in launches.items():
-                rounds[name].append(run_here(f"tp_rank({folder!r}, {args.steps}, {threads})", num_ranks))
+                results[name].append(run_here(f"tp_rank({folder!r}, {args.steps}, {threads})", num_ranks))
     rows = [row("tp.1b.read_bandwidth", bandwidths, "GB/s", "plain read, two threads, in the same rounds")]
-    weights = rounds["1rank"][0][0]["weights"]
+    num_bytes = results["1rank"][0][0]["weights"]
     meanings = {"peak": "peak of anonymous memory while loading", "copied": "bytes taken from the files"}
-    step_s = {name: [parts[0]["step_s"] for parts in launched] for name, launched in rounds.items()}
+    step_s = {name: [ranks[0]["step_s"] for ranks in launch_results] for name, launch_results in results.items()}
     for name, (n, _) in launches.items():
         rows.append(row(f"tp.1b.step_ms.{name}", [1e3 * s for s in step_s[name]], "ms", note))
         for key, meaning in meanings.items():
-            shares = [part[key] / (weights / n) for parts in rounds[name] for part in parts]
+            shares = [rank[key] / (num_bytes / n) for ranks in results[name] for rank in ranks]
             rows.append(
                 row(f"tp.1b.{key}_over_share.{name}", shares, "ratio", f"{meaning}, over weights / {n}; {note}")
             )

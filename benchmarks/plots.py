@@ -1,7 +1,7 @@
 """A results file as one picture: rate against the limit, cost against context, speed-up against draft length, quality
 against bits.
 
-    draw        rows of a results file -> a picture in the format that the file's name says
+    draw        rows of a results file -> a picture, in the format of the file's suffix
 
 Figures that were not measured are left out. Only `python -m benchmarks.bench --plot`, which calls it, needs matplotlib.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from weights.formats import FORMATS, SCHEMES
 
 COLOURS = {"quickdraft": "#1b6ca8", "llama.cpp": "#d1793b", "gpt-fast": "#8f8f8f", "transformers": "#5a9a5a"}
-RATED = ("bf16", "int8", "int4-g32")
+RATE_FORMATS = ("bf16", "int8", "int4-g32")
 
 
 def draw(rows: list[dict], file: Path, title: str) -> None:
@@ -28,7 +28,7 @@ def draw(rows: list[dict], file: Path, title: str) -> None:
         panel(trial, row_by_id)
         panels += [panel] * trial.has_data()
     if not panels:
-        raise ValueError(f"{file}: nothing among {len(row_by_id)} rows that --plot knows how to draw")
+        raise ValueError(f"{file}: --plot can draw none of its {len(row_by_id)} rows")
     figure = Figure(figsize=(0.7 + 4.5 * len(panels), 4.2), layout="constrained", dpi=110)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         panel(axes, row_by_id)
@@ -38,7 +38,7 @@ def draw(rows: list[dict], file: Path, title: str) -> None:
 
 def draw_rates(axes, row_by_id: dict[str, dict]) -> None:
     """Tokens/s by format and program, under what the read bandwidth of the same run allows."""
-    for column, format in enumerate(RATED):
+    for column, format in enumerate(RATE_FORMATS):
         ours = [row_by_id[id] for id in (f"1b.{format}.tok_s", f"1b.{format}.compiled.tok_s") if id in row_by_id]
         if not ours:
             continue
@@ -59,13 +59,13 @@ def draw_rates(axes, row_by_id: dict[str, dict]) -> None:
             axes.plot([column - 0.1, column + 0.7], [limit, limit], "k--", lw=1, label=label)
     if not axes.has_data():
         return
-    axes.set_xticks([column + 0.2 for column in range(len(RATED))], RATED)
+    axes.set_xticks([column + 0.2 for column in range(len(RATE_FORMATS))], RATE_FORMATS)
     axes.set(title="1.1B, one row, 100 tokens filled", ylabel="tokens/s")
     axes.legend(fontsize=8)
 
 
 def draw_context(axes, row_by_id: dict[str, dict]) -> None:
-    """Milliseconds a step by positions filled, and what they would be if they followed the bytes read."""
+    """Milliseconds a step by positions filled, and the same in proportion to the bytes read."""
     for kind, colour in (("full", "#1b6ca8"), ("window1024", "#d1793b")):
         points = []
         for filled in (100, 1000, 4000, 16_000):
@@ -99,15 +99,15 @@ def draw_drafts(axes, row_by_id: dict[str, dict]) -> None:
 
 
 def draw_quality(axes, row_by_id: dict[str, dict]) -> None:
-    """How far the demo model is from itself in bf16, by bits a weight: by rounding, and int4 with better codes."""
+    """KL divergence of the demo model to itself in bf16 by bits a weight: all schemes, and better codes of int4."""
     names = {name: name for name in SCHEMES}
     names |= {f"int4-g128.{method}": "int4-g128" for method in ("search", "gptq")}
     points = {name: FORMATS[scheme].bits_per_weight for name, scheme in names.items() if f"demo.{name}.kl" in row_by_id}
     for name, bits in points.items():
         row = row_by_id[f"demo.{name}.kl"]
         axes.errorbar(bits, row["value"], row["max"] - row["value"], fmt="o", color=COLOURS["quickdraft"])
-        crowded = any(0.01 < other - bits < 0.4 for other in points.values())  # on its right
-        options = {"xytext": (-6 if crowded else 6, -3), "ha": "right" if crowded else "left"}
+        has_neighbour = any(0.01 < other - bits < 0.4 for other in points.values())  # on its right
+        options = {"xytext": (-6 if has_neighbour else 6, -3), "ha": "right" if has_neighbour else "left"}
         axes.annotate(name, (bits, row["value"]), **options, textcoords="offset points", fontsize=8)
     if points:
         axes.set(title="demo model", xlabel="bits a weight", ylabel="KL to bf16, nats a token", yscale="log")

@@ -1,10 +1,10 @@
 """Results as JSON with their source: rows with a median and a range, merged by id into one file.
 
-    row, ratios         one result; quotients of two series, round by round
-    publish             print rows, and merge them into a results file
-    write_results       the merge
-    record              results of another form, as a file of their own
-    one_of, list_of     types for argparse: names of measurements, shapes or formats
+row, ratios         one result; quotients of two series, round by round
+publish             print rows, and merge them into a results file
+write_results       the merge
+record              results of another form, as a file of their own
+one_of, list_of     types for argparse: names of measurements, shapes or formats
 """
 
 import argparse
@@ -65,7 +65,7 @@ def write_results(
 
 
 def record(file: Path, results: dict) -> None:
-    """Write command, commit, date and torch's version, then `results`. A file that cannot be written stays as it was."""
+    """Write command, commit, date and torch's version, then `results`. If that fails, the file stays as it was."""
     source = {
         "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
         "commit": commit_of_checkout(), "date": str(datetime.date.today()), "torch": torch.__version__,

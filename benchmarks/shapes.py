@@ -1,10 +1,10 @@
 """Shapes that figures are quoted for, and random models of them whose acceptance is set by construction.
 
-    TINYLLAMA, SMALL, MOE   config.json of the 1.1B shape, of its draft's, and of a sparse one
-    GPU_SHAPES              names on bench_gpu's command line -> files in shapes/
-    K                       drafted tokens of a verification
-    scheme_of               a format's name -> `quantize` of load_model; None for bf16
-    counting_model          a model that predicts i + 1 after token i
+TINYLLAMA, SMALL, MOE   config.json of the 1.1B shape, of its draft's, and of a sparse one
+GPU_SHAPES              names on bench_gpu's command line -> files in shapes/
+K                       drafted tokens of a verification
+scheme_of               a format's name -> `quantize` of load_model; None for bf16
+counting_model          a model that predicts i + 1 after token i
 """
 
 import json

@@ -60,7 +60,7 @@ def quality(rows: RowById) -> Lines:
         figures = (rows.get(f"demo.{id}.{name}") for name in ("ppl", "kl", "top1"))
         lines.append([label, f"{bits:.3g}", *(f"{row['value']:.4g}" if row else "–" for row in figures)])
     lines.sort(key=lambda line: -float(line[1]))
-    return [["", "bits a weight", "perplexity", "KL, nats a token", "same likeliest token"], *lines]
+    return [["", "bits a weight", "perplexity", "KL, nats a token", "same most likely token"], *lines]
 
 
 TABLES = {name: functools.partial(by_column, table) for name, table in TABLES_BY_COLUMN.items()}
@@ -75,13 +75,13 @@ def cell(rows: RowById, id: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three figures, or all that stand before the point."""
+    """Three significant digits, or all digits before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def markdown(lines: Lines) -> str:
-    head, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
-    return head + "|" + "---|" * len(lines[0]) + "\n" + "".join(rest)
+    head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
+    return head + "|" + "---|" * len(lines[0]) + "\n" + "".join(body)
 
 
 def fill(text: str, rows: list[dict]) -> str:

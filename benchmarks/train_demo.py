@@ -27,8 +27,9 @@ from tqdm import tqdm
 from benchmarks.shapes import config_json
 from cli.errors import ending_plainly
 from cli.flags import Parser
-from loading.checkpoint import save_model, write_atomically
+from loading.checkpoint import save_model
 from loading.config import config_from_hf
+from loading.files import write_atomically
 from model import Transformer
 from scripts.distill_draft import adamw, init_weights, learning_rate, update
 
@@ -52,7 +53,7 @@ def train_tokenizer(text: Path, output: Path) -> None:
 
 
 class Windows:
-    """Random windows of a text, each with BOS in front. Half of them start a story, the others after some space."""
+    """Random windows of a text, each led by BOS. Half of them begin with a story, the others behind any space."""
 
     def __init__(self, text: str, tokenizer, context: int, seed: int):
         self.text, self.tokenizer, self.context, self.seed = text, tokenizer, context, seed
@@ -70,7 +71,7 @@ class Windows:
             start = rng.choice(self.stories)
             if rng.random() < 0.5:
                 start = self.text.find(" ", rng.randrange(len(self.text))) + 1
-            # English has more than two characters a token. A text with fewer is drawn again.
+            # 6 characters a token are enough for English. A window that is too short is drawn again.
             ids = [BOS, *self.tokenizer.encode(self.text[start : start + 6 * self.context])]
             if len(ids) > self.context:
                 return ids[: self.context + 1]
@@ -161,10 +162,10 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, required=True, help="training stories")
     add("--heldout", type=Path, required=True, help="other stories, for the figures")
-    add("--output", type=Path, default=Path("checkpoints"), help="gets demo/")
+    add("--output", type=Path, default=Path("checkpoints"), help="folder for demo/; default: %(default)s")
     add("--work", type=Path, default=Path("build/train_demo"), help="training state, to resume from")
     add("--steps", type=int, default=4500)
-    add("--batch", type=int, default=8, help="rows of --context tokens")
+    add("--batch", type=int, default=8, help="rows of --context tokens in a step; default: %(default)s")
     add("--context", type=int, default=512)
     add("--lr", type=float, default=2e-3)
     add("--dropout", type=float, default=0.1)

@@ -1,14 +1,16 @@
 """This project's side of a comparison: models that decode inside a worker process, and the device's read bandwidth.
 
-    quickdraft      a worker of this project; `Contender` and `Pair` have the keys of its spec
+    quickdraft      a worker process, by the parameters of Contender or of Pair
     Contender       random weights: seconds of a step, of a verification, of a prompt
-    Pair            a target with a drafter: plain decoding and rounds in turn
+    Pair            a target with a drafter
+    race            one prompt decoded plainly and with rounds, in turn
     interleave      every worker in turn, with the read bandwidth of each round
 
-Run as a program (`python -m benchmarks.workers SPEC`), it answers lines of JSON. All decoding is greedy unless a spec
-has a temperature.
+`python -m benchmarks.workers SPEC` is such a worker: it answers lines of JSON. Decoding is greedy unless the spec has a
+temperature.
 """
 
+import contextlib
 import json
 import statistics
 import sys
@@ -17,13 +19,15 @@ import time
 import torch
 
 from benchmarks.pipes import ROOT, Worker, answer_lines, in_turn
-from benchmarks.shapes import SMALL, TINYLLAMA, counting_model, scheme_of
+from benchmarks.record import row
+from benchmarks.shapes import SMALL, TINYLLAMA, K, counting_model, scheme_of
 from cli.report import attended_bytes, position_bytes, speculative, weight_bytes
 from decoding.runner import Rows
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
+from decoding.timing import Timing
 from drafts.ngram import NgramDraft
-from generate import Engine, Timing, generate
+from generate import Engine, generate
 from loading.checkpoint import load_model, random_model
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
@@ -35,7 +39,7 @@ READ_NOTE = "faster of a sum and a dot product over 2 GiB of float32"
 
 
 def quickdraft(**spec) -> Worker:
-    """Keys as in Contender, or in Pair if there is "pair"; `env` adds to the environment."""
+    """A process with a Contender, or with a Pair if the spec has "pair". `env` adds to its environment."""
     env = spec.pop("env", None)
     return Worker("benchmarks.workers", json.dumps(spec), env=env)
 
@@ -52,28 +56,28 @@ class Contender:
         self.engine = Engine(self.model, batch, cache, compile=compile)
         self.compile_s = self.engine.warm_up(GREEDY) if compile else 0.0
         self.batch = batch
-        self.verifying: Engine | None = None
+        self.verifying_engine: Engine | None = None
 
     def decode(self, steps: int, filled: int) -> dict:
-        """Median seconds of a step, and its bytes. The first step has `filled` positions in every row, its own one
+        """Median seconds of a step, and its bytes. The first step attends to `filled` positions in every row, its own
         included."""
-        seconds = median_step(self.engine, filled, steps)
-        read = weight_bytes(self.model) + self.batch * attended_bytes(position_bytes(self.model), filled + steps // 2)
-        return {"seconds": seconds, "bytes": read, "compile_s": self.compile_s}
+        seconds, kv_bytes = median_step(self.engine, filled, steps), position_bytes(self.model)
+        num_bytes = weight_bytes(self.model) + self.batch * attended_bytes(kv_bytes, filled + steps // 2)
+        return {"seconds": seconds, "bytes": num_bytes, "compile_s": self.compile_s}
 
-    def verify(self, filled: int, k: int = 5) -> dict:
-        """Median seconds of verifying k drafted tokens, and of a plain step, in turn."""
-        if self.verifying is None:
-            options = {"compile": self.engine.compile, "drafter": NgramDraft(), "speculate_k": k}
-            self.verifying = Engine(self.model, 1, self.engine.max_seq_length, **options)
-            if self.verifying.compile:
-                self.verifying.warm_up(GREEDY)
-        costs = self.verifying.calibrate(Sampling(0), filled)
-        return {"seconds": costs.verify_s[k], "plain": costs.decode_s}
+    def verify(self, filled: int) -> dict:
+        """Median seconds of verifying K drafted tokens, and of a plain step, in turn."""
+        if self.verifying_engine is None:
+            options = {"compile": self.engine.compile, "drafter": NgramDraft(), "speculate_k": K}
+            self.verifying_engine = Engine(self.model, 1, self.engine.max_seq_length, **options)
+            if self.engine.compile:
+                self.verifying_engine.warm_up(GREEDY)
+        costs = self.verifying_engine.calibrate(Sampling(0), filled)
+        return {"seconds": costs.verify_s[K], "plain": costs.decode_s}
 
     @torch.inference_mode()
     def prefill(self, length: int) -> dict:
-        """Seconds until the logits after `length` tokens are there. The rows' prompts have nothing in common."""
+        """Seconds of prompts of `length` tokens, up to the logits. No two rows' prompts begin alike."""
         timing, prompts = Timing(), [[7 + row] * length for row in range(self.batch)]
         self.engine.clear()
         list(generate(self.model, prompts, sampling=Sampling(0), max_new_tokens=1, engine=self.engine, timing=timing))
@@ -81,7 +85,7 @@ class Contender:
 
 
 def fill_slots(engine: Engine, filled: int, steps: int) -> Rows:
-    """All slots, each with room for `steps` greedy steps behind `filled` positions, which no pass has computed."""
+    """Occupy all slots: `filled` positions, which no pass has computed, and room for `steps` greedy steps behind."""
     for slot in range(engine.batch_size):
         engine.state.fill(slot, Request(slot, [7] * filled, Sampling(0), steps + 1))
         engine.state.activate(slot, filled)
@@ -100,14 +104,17 @@ def median_step(engine: Engine, filled: int, steps: int) -> float:
 
 
 class Pair:
-    """A target with a drafter: plain decoding and speculation in turn, on one engine."""
+    """A target with a drafter: plain decoding and speculation in turn, on one engine. `pair`:
+
+    "counting"   1.1B and 0.1B; a drafted token is accepted with probability alpha
+    "count"      1.1B whose output never repeats, with prompt lookup
+    "cycle"      1.1B that repeats its prompt of 100 tokens, with prompt lookup
+    "demo"       the target and draft in checkpoints/
+    """
 
     def __init__(
-        self, pair: str, temperature: float = 0.0, k: int | str = 5, alpha: float = 0.8, compile: bool = False,
-        positions: int = 400,
-    ):  # fmt: skip
-        """pair: 'counting' (1.1B and 0.1B, accepted with probability alpha), 'count' and 'cycle' (1.1B whose output
-        never repeats, or copies its prompt, with prompt lookup), or 'demo' (the shipped pair)."""
+        self, pair: str, temperature: float = 0.0, k: int | str = K, alpha: float = 0.8, compile: bool = False
+    ):
         self.sampling, self.k, self.tokenizer = Sampling(temperature), k, None
         if pair in ("counting", "count", "cycle"):
             self.model = pack_model(counting_model(TINYLLAMA, 0.0, period=100 if pair == "cycle" else None))
@@ -117,27 +124,50 @@ class Pair:
             folder = ROOT / "checkpoints"
             self.model, self.tokenizer = pack_model(load_model(folder / "demo")), load_tokenizer(folder / "demo")
             drafter = ModelDraft(pack_model(load_model(folder / "demo-draft")))
-        self.engine = Engine(self.model, 1, positions, compile=compile, drafter=drafter, speculate_k=k)
+        self.engine = Engine(self.model, 1, 400, compile=compile, drafter=drafter, speculate_k=k)
         if compile:
             self.engine.warm_up(self.sampling.kind)
 
     def race(self, prompt: list[int] | str, new: int, seed: int = 0) -> dict:
-        """Seconds a token without and with the drafter, and the report of speculation."""
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt)
-        self.engine.calibrate(self.sampling, min(len(prompt) + new // 2, self.engine.max_seq_length - 1), rounds=5)
-        seconds, options = [], {"sampling": self.sampling, "max_new_tokens": new, "seed": seed, "engine": self.engine}
-        for k in (0, self.k):
-            self.engine.clear()
-            self.engine.speculate_k, timing = k, Timing()
-            list(generate(self.model, [prompt], **options, timing=timing))
-            seconds.append(timing.decode_s / (timing.decoded[0] - 1))
-        return {"plain": seconds[0], "drafted": seconds[1], "report": speculative(self.engine, [timing])}
+        """As `race`, after measuring the costs at the middle of the text."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.engine.calibrate(self.sampling, min(len(ids) + new // 2, self.engine.max_seq_length - 1), rounds=5)
+        return race(self.engine, ids, self.k, sampling=self.sampling, max_new_tokens=new, seed=seed)
+
+
+def race(engine: Engine, prompt: list[int], k: int | str, decoding=contextlib.nullcontext, **options) -> dict:
+    """Seconds a token of decoding a prompt plainly and with K = k, the tokens of both, and the report of speculation.
+    All tokens but the first are decoded inside decoding()."""
+    seconds, texts = [], []
+    for speculate_k in (0, k):
+        engine.clear()
+        engine.speculate_k, timing = speculate_k, Timing()
+        pairs = generate(engine.model, [prompt], engine=engine, timing=timing, **options)
+        ids = [next(pairs)[1]]
+        with decoding():
+            ids += [id for _, id in pairs]
+        seconds.append(timing.decode_s / (timing.decoded[0] - 1))
+        texts.append(ids)
+    return {"plain": seconds[0], "drafted": seconds[1], "texts": texts, "report": speculative(engine, [timing])}
+
+
+def race_rows(id: str, races: list[dict], note: str) -> list[dict]:
+    """Rows of one drafter from its races: speed-up, tokens a round, acceptance, costs, and the speed-up over its
+    prediction. Races in which nothing was drafted have no prediction."""
+    speedups, reports = [r["plain"] / r["drafted"] for r in races], [r["report"] for r in races]
+    rows = [row(f"{id}.speedup", speedups, "ratio", note)]
+    rows.append(row(f"{id}.tokens_per_round", [r["tokens_per_round"] for r in reports], "tokens", note))
+    predicted = [(speedup, r) for speedup, r in zip(speedups, reports, strict=True) if r["predicted_speedup"]]
+    if predicted:
+        over_predicted = [speedup / r["predicted_speedup"] for speedup, r in predicted]
+        rows.append(row(f"{id}.measured_over_predicted", over_predicted, "ratio", note))
+        rows += [row(f"{id}.{key}", [r[key] for _, r in predicted], "ratio", note) for key in ("alpha", "c", "v")]
+    return rows
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:
-    """Bytes/s of reading a buffer that is far larger than the caches: the faster of a sum and a dot product of its
-    halves. The sum is slower by a fifth on an Intel Xeon, and faster by half on an AMD EPYC."""
+    """Bytes/s of reading a buffer far larger than the caches, by the faster of a sum and a dot product of its halves.
+    The sum is slower by a fifth on an Intel Xeon, and faster by half on an AMD EPYC."""
     half, seconds = buffer.numel() // 2, []
     for read in (buffer.sum, lambda: torch.dot(buffer[:half], buffer[half:])):
         start = time.perf_counter()
@@ -147,7 +177,7 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
 
 
 def interleave(workers: dict[str, Worker], rounds: int, *requests: dict) -> tuple[dict[str, list[dict]], list[float]]:
-    """As `in_turn`: (worker -> answers, read bandwidth of each round in bytes/s)."""
+    """(name of a worker -> its answers, read bandwidth of each round in bytes/s), as `in_turn` runs them."""
     buffer = torch.ones(READ_BYTES // 4)
     return in_turn(workers, rounds, requests, lambda: max(read_bandwidth(buffer) for _ in range(2)))
 
