@@ -3,13 +3,13 @@
     transformers [DEVICE]                   eager with a dynamic cache
     transformers_compiled [DEVICE]          compiled with a static one
     llamacpp [KIND [CONTEXT]]               llama.cpp through its binding, on a GGUF file of the shape, random weights
-    llamacpp_file [LOOKUP [CONTEXT]]        the same on a file: `generate`
-    llamacpp_clients [SLOTS [CONTEXT]]      the same for several clients at a time: `serve`, `join`
+    llamacpp_file [LOOKUP [CONTEXT]]        llama.cpp on a file: `generate`
+    llamacpp_clients [SLOTS [CONTEXT]]      llama.cpp on a file, with several clients: `serve`, `join`
     gptfast CHECKOUT [FORMAT [DEVICE]]      its decode_one_token, compiled as its own main() does; int4 on CUDA only
 
-A class for each builds random weights in bfloat16, or quantized, and measures seconds: `decode(steps, filled)`, and
-`prefill(length)` where it is compared. gpt-fast is imported from a checkout. torch is imported only by those that need
-it: llama.cpp and torch in one process may crash.
+Each name has a class that builds random weights and measures seconds with `decode(steps, filled)` and
+`prefill(length)`; the classes of a file answer the methods named above. torch is imported inside functions, because
+llama.cpp and torch in one process may crash.
 """
 
 import dataclasses
@@ -138,9 +138,9 @@ class TransformersCompiled(Transformers):
 
 
 def load_llama(file: str | Path, repacks: bool | None = None, context: dict | None = None, **options) -> tuple:
-    """(llama_cpp.Llama of a file, whether it repacks weights into extra buffers). Some builds crash in the AMX code of
-    these buffers, so without `repacks` another process tries first. `context` sets fields of llama.cpp's context that
-    the binding has no argument for."""
+    """(llama_cpp.Llama of a file, `repacks`). repacks: copy weights into extra buffers for AMX. Some builds crash in
+    that code, so None tries it in another process first. context: fields of llama.cpp's context without an argument in
+    the binding."""
     import llama_cpp
 
     if repacks is None:
@@ -149,9 +149,9 @@ def load_llama(file: str | Path, repacks: bool | None = None, context: dict | No
     fields = {"model": {"use_extra_bufts": repacks}, "context": context or {}}
     for kind, values in fields.items():
         name = f"llama_{kind}_default_params"
-        with_fields = functools.partial(changed_params, getattr(llama_cpp, name, None), values)
+        params_with_fields = functools.partial(changed_params, getattr(llama_cpp, name, None), values)
         for module in (llama_cpp, llama_cpp.llama_cpp) if values else ():
-            setattr(module, name, with_fields)
+            setattr(module, name, params_with_fields)
     threads = len(os.sched_getaffinity(0))
     options = {"n_batch": 512, "n_threads": threads, "n_threads_batch": threads, "verbose": False} | options
     return llama_cpp.Llama(str(file), **options), repacks
@@ -165,7 +165,7 @@ def changed_params(default_params: Callable, values: dict):
 
 
 def llama_probe(file: str) -> None:
-    """Run a prompt and a step with repacked weights. The exit status tells whether the process survives them."""
+    """Run a prompt and a step with repacked weights. A crash shows in the exit status."""
     llm, _ = load_llama(file, repacks=True, n_ctx=256)
     llm.eval([7] * 64)
     llm.eval([7])
@@ -198,28 +198,28 @@ class LlamaCppFile:
 
 
 class Clients:
-    """Several clients of a program with `add(prompt, new) -> id`, and `step() -> [(id, token), …]` of greedy tokens. A
-    request ends with its last new token. All slots are free before and after each method."""
+    """Several clients of one program. A subclass has `add(prompt, new) -> id` for a request of `new` greedy tokens, and
+    `step() -> [(id, token), …]`. All slots are free before and after `serve` and `join`."""
 
     def serve(self, prompts: list[list[list[int]]], new: int) -> dict:
-        """Seconds until all clients have their answers. Each client sends its prompts one by one, the next as soon as
-        the last answer is complete."""
-        queues, client_by_id, remaining = [iter(client) for client in prompts], {}, {}
+        """Seconds until all clients have their answers. Each client sends its next prompt as soon as its last answer is
+        complete."""
+        queues, client_by_id, num_remaining = [iter(client) for client in prompts], {}, {}
 
         def send(client: int) -> None:
             if (prompt := next(queues[client], None)) is not None:
                 id = self.add(prompt, new)
-                client_by_id[id], remaining[id] = client, new
+                client_by_id[id], num_remaining[id] = client, new
 
         self.clear()
         start = time.perf_counter()
         for client in range(len(prompts)):
             send(client)
-        while remaining:
+        while num_remaining:
             for id, _ in self.step():
-                remaining[id] -= 1
-                if not remaining[id]:
-                    del remaining[id]
+                num_remaining[id] -= 1
+                if not num_remaining[id]:
+                    del num_remaining[id]
                     send(client_by_id[id])
         return {"seconds": time.perf_counter() - start, "tokens": new * sum(map(len, prompts)), **self.settings()}
 
@@ -231,29 +231,29 @@ class Clients:
         return {}
 
     def join(self, prompts: list[list[int]], newcomer: list[int], new: int) -> dict:
-        """Seconds to the first token of a newcomer, from its request on, while answers to `prompts` are decoded."""
+        """Seconds from the request of a newcomer to its first token, while answers to `prompts` are decoded."""
         self.clear()
-        remaining = {self.add(prompt, new): new for prompt in prompts}
-        while max(remaining.values()) > new - 8:
+        num_remaining = {self.add(prompt, new): new for prompt in prompts}
+        while max(num_remaining.values()) > new - 8:
             for id, _ in self.step():
-                remaining[id] -= 1
-        start, last = time.perf_counter(), self.add(newcomer, 1)
-        remaining[last], ttft_s = 1, 0.0
-        while any(remaining.values()):
+                num_remaining[id] -= 1
+        start, newcomer_id = time.perf_counter(), self.add(newcomer, 1)
+        num_remaining[newcomer_id], ttft_s = 1, 0.0
+        while any(num_remaining.values()):
             for id, _ in self.step():
-                remaining[id] -= 1
-                ttft_s = time.perf_counter() - start if id == last else ttft_s
+                num_remaining[id] -= 1
+                ttft_s = time.perf_counter() - start if id == newcomer_id else ttft_s
         return {"ttft_s": ttft_s}
 
 
 @dataclasses.dataclass
-class Sequence:
+class LlamaSequence:
     """A request in llama.cpp's batches."""
 
     slot: int
-    tokens: list[int]  # that no pass has read
-    num_new: int  # tokens that are still to come
-    position: int = 0
+    tokens: list[int]  # not yet read by a pass
+    num_new: int  # tokens to decode
+    position: int = 0  # of the next token that a pass reads
 
 
 class LlamaCppClients(Clients):
@@ -268,11 +268,11 @@ class LlamaCppClients(Clients):
         self.api, self.limit = api, 512  # tokens of a pass
         self.batch = api.llama_batch_init(self.limit, 0, 1)
         self.free_slots, self.ids = list(range(int(slots))), itertools.count()
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, LlamaSequence] = {}
 
     def add(self, prompt: list[int], new: int) -> int:
         id = next(self.ids)
-        self.sequences[id] = Sequence(self.free_slots.pop(0), list(prompt), new)
+        self.sequences[id] = LlamaSequence(self.free_slots.pop(0), list(prompt), new)
         return id
 
     def step(self) -> list[tuple[int, int]]:

