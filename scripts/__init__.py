@@ -1,3 +1,3 @@
 """Programs around the core, run as `python -m scripts.NAME`."""
 
-import cli  # noqa: F401  before torch: it decides what Ctrl-C does from the first moment on
+import cli  # noqa: F401  before torch, to handle Ctrl-C from the first moment on

@@ -4,9 +4,9 @@
     Row         one answer: a prompt with settings, then its tokens
     Decoder     the queue and the slots; the thread that calls `step` decodes
 
-A row takes a slot of the engine as soon as one is free, while others decode. Waiting jobs are served in rotation, so
-that a request for many answers delays another by one of them. Each row equals its prompt alone. This file knows no HTTP
-and no flag.
+A row takes a slot of the engine as soon as one is free, while others decode. Waiting jobs take turns, so a request for
+many answers delays another one by a single answer. Each row gets the answer that its prompt alone would get. This file
+knows no HTTP and no flag.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from decoding.timing import Timing
 from scripts.openai_form import Event, Refusal, TextRequest, Token
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
-FRAME_S = 1 / 30  # tokens of one frame travel together: each event costs the decoding thread time
+FRAME_S = 1 / 30  # tokens of one frame are sent together, because an event costs the decoding thread time
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -53,7 +53,8 @@ class Job:
 
 
 class Row:
-    """Answer `index` of a job. `max_new_tokens` is 0 for an echo alone, which decodes one token and discards it."""
+    """Answer `index` of a job. `stops`: the server's stop strings, besides the request's. `max_new_tokens` is 0 for an
+    echo alone, which decodes one token and discards it."""
 
     def __init__(self, job: Job, text_request: TextRequest, index: int, ids: list[int], max_new_tokens: int, seed: int,
         session: Session, stops: Sequence[str] = (),
@@ -68,7 +69,7 @@ class Row:
         self.returns_logprobs = text_request.tokens or text_request.num_logprobs is not None
 
     def feed(self, number: int) -> None:
-        """Token `number` of the answer was decided. Send pending tokens when a frame is over, never within a step."""
+        """Add token `number` of the answer. Send pending tokens when a frame is over, never within a step."""
         request, printer, num_pieces = self.request, self.printer, len(self.printer.pieces)
         id, record = request.tokens[number], request.token_records[number] if request.token_records else None
         printer.feed(id)
@@ -136,8 +137,8 @@ class Decoder:
             return row
 
     def step(self, timeout_s: float) -> None:
-        """Give free slots to waiting rows and decode one step; without any row wait up to `timeout_s` for one. The
-        clients of a step that failed get one line; stderr gets the traceback."""
+        """Give free slots to waiting rows and decode one step. Without any row, wait up to `timeout_s` for one. If the
+        step fails, its clients get one line and stderr the traceback."""
         with self.wakeup:
             self.wakeup.wait_for(lambda: self.waiting or self.rows, timeout_s)
         for id in [id for id, row in self.rows.items() if row.job.is_abandoned]:
@@ -172,13 +173,13 @@ class Decoder:
         returns_logprobs = any(row.returns_logprobs for row in self.rows.values())
         self.engine.state.return_logprobs = self.engine.compile or returns_logprobs
 
-    def feed(self, decided: list[tuple[int, int]]) -> None:
-        """(request id, token) pairs of a step to their rows; rows that have finished or failed free their slots."""
-        numbers = {id: len(row.printer.ids) for id, row in self.rows.items()}
-        for id, _ in decided:
+    def feed(self, tokens: list[tuple[int, int]]) -> None:
+        """Give (request id, token) pairs of a step to their rows, and free the slots of finished and failed rows."""
+        next_numbers = {id: len(row.printer.ids) for id, row in self.rows.items()}
+        for id, _ in tokens:
             if id in self.rows and not self.rows[id].is_finished:
-                self.rows[id].feed(numbers[id])
-                numbers[id] += 1
+                self.rows[id].feed(next_numbers[id])
+                next_numbers[id] += 1
         for id, row in list(self.rows.items()):
             if row.request.error is not None:
                 self.fail(row, row.request.error)
@@ -194,7 +195,7 @@ class Decoder:
         row.job.send(Refusal(f"decoding failed: {error}", status=500))
 
     def ending(self, row: Row) -> dict:
-        """The facts that the last event of a row brings."""
+        """`Event.ending` of a row: finish_reason and timings."""
         request, num_tokens = row.request, len(row.printer.ids)
         queue_s = request.started - row.job.created
         return {"finish_reason": row.printer.finish_reason(), "timings": {
@@ -209,14 +210,14 @@ class Decoder:
     @torch.inference_mode()
     def echo(self, row: Row) -> list[Token]:
         """The prompt as tokens of the answer, with log-probabilities on request; the first token has none."""
-        model, device, n = self.engine.model, self.engine.device, row.text_request.num_logprobs
+        model, device, num_logprobs = self.engine.model, self.engine.device, row.text_request.num_logprobs
         stream, ids = self.session.tokenizer.stream(), torch.tensor([row.ids], device=device)  # (1, T)
         top_logprobs = [None] * len(row.ids)
-        if n is not None:
+        if num_logprobs is not None:
             hidden = model.hidden(ids, torch.arange(ids.size(1), device=device))[0, :-1]  # (T - 1, D)
             rows = (log_p for h in hidden.split(HEAD_ROWS) for log_p in model.head(h).log_softmax(-1))  # (V,) each
             for i, (id, log_p) in enumerate(zip(row.ids[1:], rows), 1):
-                top = log_p.topk(n)
+                top = log_p.topk(num_logprobs)
                 pairs = [(id, log_p[id].item()), *zip(top.indices.tolist(), top.values.tolist())]
                 top_logprobs[i] = [(id, max(x, MIN_LOGPROB)) for id, x in pairs]
         tokens = [Token(id, stream.feed(id), top_logprobs=pairs) for id, pairs in zip(row.ids, top_logprobs)]

@@ -1,14 +1,14 @@
-"""Two configurations of generate.py on the same prompts: do they print the same, and which one is faster?
+"""Compare two configurations of generate.py on the same prompts: their tokens, and their rates.
 
     python -m scripts.compare --a "--temperature 0" --b "--temperature 0 --draft ngram" --prompt_file prompts.txt
 
     side_args, load_sides, Side    two strings of flags as two engines; equal weights are loaded once
-    compare                        every prompt decoded by a, b, b, a, so that a steady drift of the machine cancels
+    compare                        every prompt by a, b, b, a: a steady drift of the machine's speed cancels
     describe, top_gap              the first token that differs, and how close a's two largest logits are there
     run, print_report              the results as one JSON object, or as text
 
-Exit status 1 says that greedy tokens differ. Sampled tokens are compared too, but may differ: a drafter promises their
-distribution alone. `--live` first draws both sides on the first prompt (live.py), uncounted.
+Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because a drafter promises only their
+distribution. With `--live` both sides first decode the first prompt on the screen (live.py); that run does not count.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from weights.walker import pack_model
 REFUSED = ("interactive", "system", "json", "prompt", "prompt_file", "num_samples", "profile", "show_drafts",
            "prompt_cache", "draft_memory")  # fmt: skip
 TARGET_FLAGS = ("checkpoint", "random_weights", "quantize", "quantize_head", "dtype", "device")
-WARM_UP_TOKENS = 8  # per prompt of each side's first batch, uncounted
-CONTEXT_TOKENS = 8  # printed before a difference, and half as many behind it
+WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
+CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many behind it
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Side:
     session: Session
     num_threads: int
     rows: list[Request]
-    timings: list[Timing] = field(default_factory=list)  # of all runs
+    timings: list[Timing] = field(default_factory=list)  # one for every `decode`
 
     def decode(self, rows: Sequence[Request]) -> list[list[int]]:
         """New ids of each row, decoded from an empty cache, as many rows at a time as the engine has slots."""
@@ -81,11 +81,11 @@ def side_args(name: str, flags: str) -> argparse.Namespace:
         raise ValueError(f"--{name} {flags}: {error}") from None
     options = {word.partition("=")[0] for word in words}
     if options & {"-h", "--help"}:
-        raise ValueError(f"--{name}: --help stands alone: python generate.py --help")
+        raise ValueError(f"--{name}: --help stands alone; run python generate.py --help for the flags")
     args, defaults = generate_args(words), generate_args([])
     for option in REFUSED:
         if f"--{option}" in options or getattr(args, option) != getattr(defaults, option):
-            raise ValueError(f"--{name}: --{option} has no meaning here; give prompts to this program itself")
+            raise ValueError(f"--{name}: --{option} has no meaning here; this program has its own --prompt and --json")
     check_options(args)
     return args
 
@@ -93,7 +93,7 @@ def side_args(name: str, flags: str) -> argparse.Namespace:
 def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Request]) -> tuple[Side, Side]:
     """Both sides, warmed up. Where no flag limits new tokens, both sides get as many as the shorter context holds.
     ValueError for different tokenizers, and for prompts that do not fit."""
-    targets, parts, contexts = {}, [], []
+    targets, parts, contexts = {}, [], []  # parts: (model, tokenizer, drafter) of a side
     for args in (a, b):
         key = tuple(getattr(args, flag) for flag in TARGET_FLAGS)
         targets[key] = targets.get(key) or load_target(args, pick_device(args.device), ALONE)
@@ -139,15 +139,15 @@ def load_side(args, model, tokenizer, drafter, prompts: list[Request], limit: in
 
 
 def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], list[list[tuple[str, list[int]]]]]:
-    """Decode all rows by a, b, b, a, as many at a time as fill both sides' batches. Returns the tok/s of (a, b) of each
-    group and round, and by row the (side, new ids) of its runs."""
-    rates, runs, size = [], [[] for _ in a.rows], math.lcm(a.args.batch_size, b.args.batch_size)
-    for begin in range(0, len(a.rows), size):
+    """Decode all rows by a, b, b, a, as many at a time as fill both sides' batches. Returns (tok/s of a, tok/s of b) of
+    every group and round, and for every row its runs as (name of the side, new ids)."""
+    rates, runs, group_size = [], [[] for _ in a.rows], math.lcm(a.args.batch_size, b.args.batch_size)
+    for begin in range(0, len(a.rows), group_size):
         for _ in range(rounds):
             num_tokens, seconds = Counter(), Counter()
             for name in "abba":
                 side = a if name == "a" else b
-                group = side.decode(side.rows[begin : begin + size])
+                group = side.decode(side.rows[begin : begin + group_size])
                 num_tokens[name] += sum(map(len, group)) - len(group)  # a row's first token belongs to its prompt
                 seconds[name] += side.timings[-1].decode_s
                 for row, ids in enumerate(group, begin):
@@ -157,23 +157,23 @@ def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], l
 
 
 def describe(number: int, text: str, runs: list[tuple[str, list[int]]], a: Side, greedy: bool) -> dict:
-    """One prompt of the report: equal, or the first token at which another run parts from a's first run. Differences of
-    b go before those of a's later runs."""
-    (_, first), *others = runs
-    name, ids = min(others, key=lambda run: (run[1] == first, run[0] == "a"))
-    report = {"row": number, "prompt": text, "tokens": len(first), "equal": ids == first, "difference": None}
-    if ids == first:
+    """One prompt of the report: equal, or the first token at which another run differs from a's first run. A run of b
+    that differs is preferred to a later one of a."""
+    (_, first_ids), *later_runs = runs
+    name, ids = min(later_runs, key=lambda run: (run[1] == first_ids, run[0] == "a"))
+    report = {"row": number, "prompt": text, "tokens": len(first_ids), "equal": ids == first_ids, "difference": None}
+    if ids == first_ids:
         return report
-    position, tokenizer = common_prefix(first, ids), a.session.tokenizer
-    around = slice(max(0, position - CONTEXT_TOKENS), position + CONTEXT_TOKENS // 2)
+    position, tokenizer = common_prefix(first_ids, ids), a.session.tokenizer
+    context = slice(max(0, position - CONTEXT_TOKENS), position + CONTEXT_TOKENS // 2)
     report["difference"] = {
         "against": name, "position": position,
-        "top_gap": top_gap(a, a.rows[number].ids + first[:position]) if greedy else None,
+        "top_gap": top_gap(a, a.rows[number].ids + first_ids[:position]) if greedy else None,
     }  # fmt: skip
-    for side, row in (("a", first), ("b", ids)):
-        id = row[position] if position < len(row) else None  # None: the row has ended
+    for side, side_ids in (("a", first_ids), ("b", ids)):
+        id = side_ids[position] if position < len(side_ids) else None  # None: the text has ended
         id_text = None if id is None else continuation(tokenizer, [id])
-        texts = {f"{side}_text": id_text, f"{side}_around": continuation(tokenizer, row[around])}
+        texts = {f"{side}_text": id_text, f"{side}_around": continuation(tokenizer, side_ids[context])}
         report["difference"] |= {side: id, **texts}
     return report
 
@@ -186,8 +186,8 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 @torch.inference_mode()
 def top_gap(side: Side, ids: list[int]) -> float:
-    """The largest logit after `ids` minus the second largest, from one pass over all of them. Kernels that sum in
-    another order may part where the gap is as small as their rounding; where it is larger, one of them is wrong."""
+    """The largest logit after `ids` minus the second largest, from one pass over `ids`. If the gap is as small as
+    rounding, kernels that sum in another order may decide differently. If it is larger, one of the sides is wrong."""
     model = side.session.engine.model
     device = model.norm.weight.device
     h = model.hidden(torch.tensor([ids], device=device), torch.arange(len(ids), device=device))  # (1, T, D)
@@ -221,10 +221,10 @@ def totals(rates: list[tuple[float, float]]) -> dict:
     """Median, min and max of the rates and of b over a. Pairs in which a side decoded no second token do not count."""
     rates = [(a, b) for a, b in rates if a and b]
     values = {"a_tok_s": [a for a, _ in rates], "b_tok_s": [b for _, b in rates], "ratio": [b / a for a, b in rates]}
-    spreads = {
+    summaries = {
         key: {"median": statistics.median(x), "min": min(x), "max": max(x)} if x else None for key, x in values.items()
     }
-    return {"pairs": len(rates), **spreads}
+    return {"pairs": len(rates), **summaries}
 
 
 def print_report(result: dict) -> None:
@@ -239,34 +239,34 @@ def print_report(result: dict) -> None:
             print(f"{side}:", *summary(speculation), sep="\n  ")
     if result["ratio"]:
         a, b, ratio = (
-            f"{result[key]['median']:{form}} ({result[key]['min']:{form}}–{result[key]['max']:{form}})"
-            for key, form in (("a_tok_s", ".1f"), ("b_tok_s", ".1f"), ("ratio", ".2f"))
+            f"{result[key]['median']:{digits}} ({result[key]['min']:{digits}}–{result[key]['max']:{digits}})"
+            for key, digits in (("a_tok_s", ".1f"), ("b_tok_s", ".1f"), ("ratio", ".2f"))
         )
         print(f"a {a} tok/s, b {b} tok/s, b/a {ratio} over {result['pairs']} pair{'s' * (result['pairs'] > 1)}")
 
 
 def outcome(prompt: dict, dtype: str) -> str:
-    parting = prompt["difference"]
-    if parting is None:
+    diff = prompt["difference"]
+    if diff is None:
         return f"equal, {prompt['tokens']} tokens"
-    a, b = ("ends" if parting[side] is None else f"{parting[side]} {parting[f'{side}_text']!r}" for side in "ab")
-    other = "b" if parting["against"] == "b" else "a in another run"
-    gap = "" if parting["top_gap"] is None else f"; a's two best logits lie {parting['top_gap']:.2g} apart ({dtype})"
-    texts = "".join(f"\n  {side} …{parting[f'{side}_around']!r}" for side in "ab")
-    return f"token {parting['position']} differs: a {a}, {other} {b}{gap}{texts}"
+    a, b = ("ends" if diff[side] is None else f"{diff[side]} {diff[f'{side}_text']!r}" for side in "ab")
+    name = "b" if diff["against"] == "b" else "a in another run"
+    gap = "" if diff["top_gap"] is None else f"; a's two best logits lie {diff['top_gap']:.2g} apart ({dtype})"
+    texts = "".join(f"\n  {side} …{diff[f'{side}_around']!r}" for side in "ab")
+    return f"token {diff['position']} differs: a {a}, {name} {b}{gap}{texts}"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Two configurations of generate.py on the same prompts: equal? faster?")
+    parser = Parser(description="Compare the tokens and the rates of two configurations of generate.py.")
     add = parser.add_argument
     add("--a", required=True, metavar="FLAGS", help='flags of generate.py, such as "--temperature 0"')
     add("--b", required=True, metavar="FLAGS", help="the other configuration; ratios are b over a")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="Once upon a time")
-    source.add_argument("--prompt_file", metavar="FILE", help="as generate.py's")
-    add("--rounds", type=positive, default=1, metavar="N", help="times that each prompt is decoded by a, b, b, a")
-    add("--live", action="store_true", help="first draw both sides decoding the first prompt, on stderr (needs rich)")
-    add("--json", action="store_true", help="one object on stdout")
+    source.add_argument("--prompt", default="Once upon a time", help="default: %(default)s")
+    source.add_argument("--prompt_file", metavar="FILE", help="one prompt a line, or JSONL, as in generate.py")
+    add("--rounds", type=positive, default=1, metavar="N", help="decode each prompt N times by a, b, b, a; default: 1")
+    add("--live", action="store_true", help="first show both sides decode the first prompt, on stderr (needs rich)")
+    add("--json", action="store_true", help="print one JSON object")
     words = iter(sys.argv[1:] if argv is None else argv)
     # argparse would take a --compile behind --a for a flag of this program. So --a FLAGS becomes --a=FLAGS.
     return parser.parse_args(["=".join((w, *itertools.islice(words, 1))) if w in ("--a", "--b") else w for w in words])

@@ -27,7 +27,7 @@ def download(repo: str, output: Path, revision: str | None = None) -> Path:
 def main() -> None:
     parser = Parser(description="Fetch a model's safetensors, tokenizer and config files.")
     parser.add_argument("repo", help="OWNER/NAME on the hub")
-    parser.add_argument("--output", type=Path, default=Path("checkpoints"), help="gets a folder NAME")
+    parser.add_argument("--output", type=Path, default=Path("checkpoints"), help="parent of NAME; default: %(default)s")
     parser.add_argument("--revision", help="branch, tag or commit")
     args = parser.parse_args()
     try:

@@ -1,7 +1,7 @@
 """Tasks of the lm-evaluation-harness on a folder: `python -m scripts.eval_lm --checkpoint DIR --tasks hellaswag,gsm8k`.
 
     QuickdraftLM    the harness's interface to a model: log-likelihoods, rolling ones, generation, the chat template
-    score           rows of tokens through the model -> log-likelihoods of their last tokens
+    score           rows of tokens -> log-likelihoods of the tokens that follow their last positions
     sampling_of     a task's generation settings -> Sampling; refuses settings that would change the text
     run, main       the command line: the harness's own table on stdout, all else on stderr
 
@@ -45,24 +45,24 @@ except ImportError as error:
 
 HEAD_ROWS = 512  # positions that the head scores at once: 0.26 GB of logits for a vocabulary of 128k
 MAX_GEN_TOKS = 256  # the harness's default for tasks without their own
-ANSWER_END = "\ufdd2"  # a noncharacter; marks the end of a task's start of an answer in a rendered template
+ANSWER_END = "\ufdd2"  # a noncharacter; marks in a rendered template where a task's beginning of an answer ends
 
 
 @torch.inference_mode()
 def score(
     model: Transformer, rows: Sequence[Sequence[int]], continuations: Sequence[tuple[int, Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """(log-likelihood in nats, whether each token is the most likely one) of each continuation: the index of a row, and
-    the tokens that follow its last positions, one each.
+    """(log-likelihood in nats, is every token the most likely one?) of each continuation. A continuation is (index of a
+    row, target tokens): one target follows each of the row's last positions.
 
-    Rows are padded at the end, where none of their positions attends. Only the positions of continuations go through
-    the head: logits of all, (B, T, V), would be 2 GB a row of 4096 tokens with a vocabulary of 128k.
+    Rows are padded at the end, which no earlier position attends to. Only the positions of continuations go through the
+    head, because all logits (B, T, V) would take 2 GB for a row of 4096 tokens and a vocabulary of 128k.
     """
     device, T = model.norm.weight.device, max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)  # (B, T)
     hidden = model.hidden(tokens, torch.arange(T, device=device))  # (B, T, D)
-    places = [(row, len(rows[row]) - n) for row, targets in continuations for n in range(len(targets), 0, -1)]
-    row, position = torch.tensor(places, device=device).unbind(1)  # (N,) each
+    positions = [(row, len(rows[row]) - n) for row, targets in continuations for n in range(len(targets), 0, -1)]
+    row, position = torch.tensor(positions, device=device).unbind(1)  # (N,) each
     target = torch.tensor([id for _, targets in continuations for id in targets], device=device)  # (N,)
     log_p, is_top = [], []
     for h, ids in zip(hidden[row, position].split(HEAD_ROWS), target.split(HEAD_ROWS)):
@@ -78,8 +78,8 @@ def score(
 
 
 def sampling_of(settings: dict) -> Sampling:
-    """The harness's normalized generation settings, without `until` and `max_gen_toks`. ValueError for a setting that
-    would change the text and is not a field of Sampling."""
+    """A task's normalized generation settings, without `until` and `max_gen_toks`, as a Sampling. ValueError for a
+    setting that would change the text and is not a field of Sampling."""
     names = [field.name for field in dataclasses.fields(Sampling)]
     for name, value in settings.items():
         is_supported = name in names or name == "do_sample" or (name == "num_beams" and value == 1)
@@ -94,11 +94,11 @@ def sampling_of(settings: dict) -> Sampling:
 
 
 class QuickdraftLM(TemplateLM):
-    """A model and its tokenizer as lm_eval.simple_evaluate takes them.
+    """A model and its tokenizer, in the form that lm_eval.simple_evaluate takes.
 
-    `max_length`: input tokens of one pass; default: the model's context. Longer inputs lose their first tokens, and
-    one line on stderr counts them. `drafter` is for generation. `seed` is that of the first request for text, and grows
-    by one with each. The harness stores requests under `name`.
+    `max_length`: input tokens of one pass; default: the model's context. Longer inputs lose their first tokens, and one
+    line on stderr counts these requests. `drafter` is used for generation. Request n for text has seed `seed` + n. The
+    harness stores requests under `name`.
     """
 
     def __init__(
@@ -113,8 +113,9 @@ class QuickdraftLM(TemplateLM):
             raise ValueError("the tokenizer has neither BOS nor an end token to precede a text's first token")
         self.model, self.tokenizer, self.drafter = model, tokenizer, drafter
         self.batch_size, self.max_length, self.seed, self.name = batch_size, max_length or limit, seed, name
-        draft = drafter.model.config.max_seq_length if getattr(drafter, "owns_cache", False) else self.max_length
-        self._positions = min(self.max_length, draft)  # of a prompt and its new tokens
+        owns_cache = getattr(drafter, "owns_cache", False)
+        draft_length = drafter.model.config.max_seq_length if owns_cache else self.max_length
+        self._max_positions = min(self.max_length, draft_length)  # of a prompt and its new tokens
         self._notices: set[str] = set()
         self.engine: Engine | None = None  # of the last generation; serves later ones that fit in it
         self._device = model.norm.weight.device
@@ -126,7 +127,7 @@ class QuickdraftLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Precedes the first token of a text: BOS, or without BOS (Qwen) the end of the text before."""
+        """The token before the first one of a text: BOS, or without BOS (Qwen) the end of the text before."""
         return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     @property
@@ -134,8 +135,8 @@ class QuickdraftLM(TemplateLM):
         return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Ids of a text. Names of special tokens become those tokens, since a rendered chat template is a text like any
-        other here. BOS leads the ids if the folder's policy says so and the text does not begin with it."""
+        """Ids of a text. Names of special tokens in it become those tokens, because a rendered chat template arrives as
+        text. BOS leads the ids if the folder adds BOS and the text does not begin with it."""
         ids, bos = self.tokenizer.parse(string), self.tokenizer.bos_id
         needs_bos = ids[:1] != [bos] if add_special_tokens is None else add_special_tokens
         return [bos, *ids] if needs_bos and self.tokenizer.add_bos and bos is not None else ids
@@ -153,24 +154,24 @@ class QuickdraftLM(TemplateLM):
         try:
             text = template.render(messages, add_generation_prompt)
         except ValueError as error:
-            others = [message for message in messages if message["role"] != "system"]
-            if len(others) == len(messages):
+            without_system = [message for message in messages if message["role"] != "system"]
+            if len(without_system) == len(messages):
                 raise
-            text = template.render(others, add_generation_prompt)
+            text = template.render(without_system, add_generation_prompt)
             if str(error) not in self._notices:
                 self._notices.add(str(error))
                 print(f"without system messages: {error}", file=sys.stderr)
         if add_generation_prompt:
             return text
-        text, mark, rest = text.rpartition(ANSWER_END)
-        if not mark:
+        text, separator, ending = text.rpartition(ANSWER_END)
+        if not separator:
             raise ValueError("the chat template leaves out the last message, which the task continues")
-        return text if rest.startswith(" ") else text.rstrip()  # the template trims messages: trim this one too
+        return text if ending.startswith(" ") else text.rstrip()  # a template that trims messages trims this one too
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """Requests are (strings or None, context ids, continuation ids); the inherited `loglikelihood` encodes the two
-        together and moves the context's trailing spaces. Requests with the same input tokens, such as choices of one
-        token each, share a row."""
+        """Requests are (strings or None, context ids, continuation ids). The inherited `loglikelihood` has encoded the
+        two texts together and moved spaces from the context's end to the continuation. Requests with the same input
+        tokens, such as choices of one token each, share a row."""
         numbers_by_row: dict[tuple[int, ...], list[int]] = {}
         for number, (strings, context, continuation) in enumerate(requests):
             if not 1 <= len(continuation) <= self.max_length:
@@ -179,11 +180,11 @@ class QuickdraftLM(TemplateLM):
                     f" {self.max_length}, the positions of the model; the request is {str(strings)[:200]}"
                 )
             ids = [*(context or [self.prefix_token_id]), *continuation]
-            row = tuple(ids[-self.max_length - 1 : -1])  # the last token is scored, and no input
+            row = tuple(ids[-self.max_length - 1 : -1])  # the last token is a target and no input
             numbers_by_row.setdefault(row, []).append(number)
         self._report_truncated(sum(len(a) + len(b) > self.max_length + 1 for _, a, b in requests), len(requests))
         results: list = [None] * len(requests)
-        rows = sorted(numbers_by_row, key=len, reverse=True)  # a row that does not fit in memory fails at once
+        rows = sorted(numbers_by_row, key=len, reverse=True)  # if one does not fit in memory, the first one fails
         with tqdm(total=len(requests), desc="score", leave=False, disable=disable_tqdm) as bar:
             for start in range(0, len(rows), self.batch_size):
                 batch = rows[start : start + self.batch_size]
@@ -200,14 +201,14 @@ class QuickdraftLM(TemplateLM):
         """Log-likelihood of each text, in windows of max_length tokens that score every token once. The text is encoded
         without BOS, and the prefix token leads its first window. The harness's Hugging Face model leaves the
         tokenizer's BOS behind the prefix, and scores it as a token of the text."""
-        windows, owners = [], []
+        windows, window_numbers = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(pair)))
-                owners.append(number)
+                window_numbers.append(number)
         totals = [0.0] * len(requests)
-        for number, (log_p, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm)):
+        for number, (log_p, _) in zip(window_numbers, self._loglikelihood_tokens(windows, disable_tqdm)):
             totals[number] += log_p
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -216,11 +217,11 @@ class QuickdraftLM(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Text up to a stop string, a stop token or the task's number of tokens. Each text is that of `generate` for
         its prompt alone with its seed, in any batch."""
-        options = [self._options(number, *request.args) for number, request in enumerate(requests)]
-        lengths = [len(o["prompt"]) for o in options]
-        for o in options:
-            o["prompt"] = o["prompt"][-(self._positions - o["max_new_tokens"]) :]
-        self._report_truncated(sum(n > len(o["prompt"]) for n, o in zip(lengths, options)), len(requests))
+        options, num_truncated = [self._options(number, *request.args) for number, request in enumerate(requests)], 0
+        for kwargs in options:
+            prompt, max_length = kwargs["prompt"], self._max_positions - kwargs["max_new_tokens"]
+            kwargs["prompt"], num_truncated = prompt[-max_length:], num_truncated + (len(prompt) > max_length)
+        self._report_truncated(num_truncated, len(requests))
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="generate", leave=False, disable=disable_tqdm) as bar:
             for number, text in self._texts(options):
@@ -230,22 +231,24 @@ class QuickdraftLM(TemplateLM):
         return texts
 
     def _options(self, number: int, context: str, gen_kwargs: dict) -> dict:
-        """The arguments of Engine.add_request, and "stops"."""
+        """The keyword arguments of Engine.add_request, and "stops"."""
         settings = dict(normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS))
-        new, stops = settings.pop("max_gen_toks"), [stop for stop in settings.pop("until") if stop]
-        if not 1 <= new < self._positions:
+        max_new_tokens, stops = settings.pop("max_gen_toks"), [stop for stop in settings.pop("until") if stop]
+        if not 1 <= max_new_tokens < self._max_positions:
             raise ValueError(
-                f"max_gen_toks = {new} must be at least 1 and leave room for a prompt in {self._positions} positions:"
-                " set another with --gen_kwargs max_gen_toks=N"
+                f"max_gen_toks = {max_new_tokens} must lie between 1 and {self._max_positions - 1}, to leave room"
+                f" for a prompt in {self._max_positions} positions: set --gen_kwargs max_gen_toks=N"
             )
         # Decoded text does not show special tokens, so a stop that names one becomes an id.
         stop_ids = self.tokenizer.stop_ids | {id for name, id in self.tokenizer.specials.items() if name in stops}
-        return {"prompt": self.tok_encode(context) or [self.prefix_token_id], "max_new_tokens": new, "stops": stops,
-                "sampling": sampling_of(settings), "stop_ids": stop_ids, "seed": self.seed + number}  # fmt: skip
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        return {"prompt": prompt, "max_new_tokens": max_new_tokens, "sampling": sampling_of(settings),
+                "stop_ids": stop_ids, "seed": self.seed + number, "stops": stops}  # fmt: skip
 
     def _fit_engine(self, options: list[dict]) -> Engine:
         """The last engine, or a larger one where these requests need it."""
-        rows, length = min(self.batch_size, len(options)), max(len(o["prompt"]) + o["max_new_tokens"] for o in options)
+        rows = min(self.batch_size, len(options))
+        length = max(len(kwargs["prompt"]) + kwargs["max_new_tokens"] for kwargs in options)
         if self.engine is not None:
             rows, length = max(rows, self.engine.batch_size), max(length, self.engine.max_seq_length)
             if (rows, length) == (self.engine.batch_size, self.engine.max_seq_length):
@@ -255,14 +258,14 @@ class QuickdraftLM(TemplateLM):
         return self.engine
 
     def _texts(self, options: list[dict]) -> Iterator[tuple[int, str]]:
-        """(index of the request, its text) as they end. An answer is decoded as a text without its prompt: it has no
-        leading space where the tokenizer puts one before every text (sentencepiece)."""
+        """(index of a request, its text) when it ends. An answer is decoded without its prompt, so it has no leading
+        space if the tokenizer puts one before every text (sentencepiece)."""
         if not options:
             return
         engine, running = self._fit_engine(options), {}
-        for number, o in enumerate(options):
-            stops = StopStrings(o.pop("stops"))
-            id = engine.add_request(**o)
+        for number, kwargs in enumerate(options):
+            stops = StopStrings(kwargs.pop("stops"))
+            id = engine.add_request(**kwargs)
             running[id] = number, engine.requests[id], self.tokenizer.stream(), stops, []
         while running:
             for id, token in engine.step():
@@ -297,8 +300,8 @@ def run(args: argparse.Namespace) -> dict:
     tasks, manager = [name.strip() for name in args.tasks.split(",")], TaskManager(include_path=args.include_path)
     for name in tasks:
         if name not in manager.all_tasks:
-            near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"nearest: {', '.join(near)}" if near else "--include_path DIR adds a folder of YAML tasks"
+            names = get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"nearest: {', '.join(names)}" if names else "--include_path DIR adds a folder of YAML tasks"
             raise ValueError(f"--tasks: the harness has no task {name!r}; {hint}")
     model, tokenizer, drafter = load(args, pick_device(args.device), ALONE)
     lm = QuickdraftLM(
@@ -314,26 +317,26 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Tasks of the lm-evaluation-harness.")
+    parser = Parser(description="Run tasks of the lm-evaluation-harness on a model.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
-    add("--tasks", required=True, metavar="NAME,NAME", help="of the harness, or of --include_path")
+    add("--tasks", required=True, metavar="NAME,NAME", help="tasks of the harness, or of --include_path")
     add("--include_path", metavar="DIR", help="a folder of your own YAML tasks")
     add("--limit", type=positive, metavar="N", help="only the first N documents of each task")
     add("--num_fewshot", type=int, metavar="N", help="examples before each question; default: the task's")
-    add("--batch_size", type=positive, default=8)
+    add("--batch_size", type=positive, default=8, help="requests that run together; default: %(default)s")
     add("--max_length", type=positive, metavar="N", help="input tokens of one pass; default: the model's context")
-    add("--apply_chat_template", action="store_true", help="prompts in the folder's chat format")
+    add("--apply_chat_template", action="store_true", help="write prompts in the folder's chat template")
     add("--system", metavar="TEXT", help="system message, or text before every prompt")
-    add("--gen_kwargs", metavar="KEY=VALUE,…", help="in place of the tasks' own: max_gen_toks, temperature, …")
+    add("--gen_kwargs", metavar="KEY=VALUE,…", help="replace a task's settings, such as max_gen_toks or temperature")
     add("--output", metavar="FILE", help="write the harness's results as JSON")
-    add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
-    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
+    add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
+    add("--quantize_head", metavar="SCHEME", help="quantize the head and an embedding tied to it; default: as stored")
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model drafts generated text")
     draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
-    add("--dtype", choices=DTYPES)
-    add("--device")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
     # Flags of generate.py that loading reads.
     parser.set_defaults(random_weights=None, draft_quantize=None, draft_tp="replicated")
     return parser.parse_args()

@@ -1,11 +1,11 @@
 """Both sides of scripts.compare decoding one prompt, drawn side by side with rich.
 
-    watch      both sides in turns: drawn as they go on a terminal, printed once elsewhere
+    watch      decodes both sides in turn; draws them while they run, or prints them once if there is no terminal
     Column     one side's answer, and the seconds that it has taken
     picture    the columns as a table
 
-The column that has taken fewer seconds decodes the next step, so both show the same moment of their own clocks. The
-other side's steps push weights out of a processor's caches: rates here may be lower than those of a side alone.
+The column that has taken fewer seconds decodes the next step, so both columns show the same second of decoding. Each
+side's steps push the other's weights out of the processor's caches, so rates may be lower than those of one side alone.
 """
 
 import itertools
@@ -70,8 +70,8 @@ class Column:
         drafts = RowStatistics(self.answer.request.token_records)
         num_verified, num_accepted = sum(drafts.reached.values()), sum(drafts.accepted.values())
         tok_s = rate(len(self.answer.printer.ids) - 1, self.seconds - self.first_token_s)
-        accepted = f"{num_accepted / num_verified:.0%} of drafts accepted" if num_verified else "nothing drafted"
-        return f"{tok_s:.1f} tok/s after {self.seconds:.2f} s\n{accepted}"
+        acceptance = f"{num_accepted / num_verified:.0%} of drafts accepted" if num_verified else "nothing drafted"
+        return f"{tok_s:.1f} tok/s after {self.seconds:.2f} s\n{acceptance}"
 
 
 def picture(console: Console, columns: list[Column], height: int | None) -> Table:
@@ -96,8 +96,8 @@ def watch(columns: list[Column]) -> None:
     num_lines = len(console.render_lines(picture(console, columns, 1)))  # and one for the ^C that a terminal echoes
     height = max(3, console.height - num_lines) if console.is_terminal else None
     with Live(console=console, auto_refresh=False) as live, interrupts_held() as interrupts:
-        while not interrupts and (running := [column for column in columns if not column.is_finished]):
-            min(running, key=lambda column: column.seconds).step()
+        while not interrupts and (unfinished_columns := [column for column in columns if not column.is_finished]):
+            min(unfinished_columns, key=lambda column: column.seconds).step()
             if console.is_terminal and time.perf_counter() > frame_at + FRAME_S:
                 live.update(picture(console, columns, height), refresh=True)
                 frame_at = time.perf_counter()

@@ -26,7 +26,7 @@ ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's orde
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# Values that change nothing, of keys that are not supported.
+# Values of unsupported keys that change nothing, and so are accepted.
 NEUTRAL = {
     "suffix": [""], "tools": [[]],
     "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"], "modalities": [["text"]],
@@ -48,12 +48,12 @@ class Refusal(Exception):
 
 
 def as_list(x: object) -> object:
-    """One stop string or one prompt as a list of one."""
+    """A single stop string, text or list of token ids, in a list; a list of these as it is."""
     return [x] if isinstance(x, str) or (isinstance(x, list) and all(type(part) is int for part in x)) else x
 
 
 def setting_type(hint: object) -> object:
-    """A field of Sampling as JSON has it: (token id, number) pairs are an object."""
+    """The type of a Sampling field in a request, where (token id, number) pairs are an object."""
     if get_origin(hint) is not tuple:
         return hint | None
     ids = Annotated[str, Field(pattern="^[0-9]{1,8}$")]
@@ -119,8 +119,8 @@ class Message(BaseModel):
     content: Annotated[str, BeforeValidator(join_parts)]
 
     def model_post_init(self, context: object) -> None:
-        if others := [key for key, value in self.model_extra.items() if value and key not in ("name", "refusal")]:
-            raise ValueError(f"{others[0]:.99} is not supported: there are no tools")
+        if keys := [key for key, value in self.model_extra.items() if value and key not in ("name", "refusal")]:
+            raise ValueError(f"{keys[0]:.99} is not supported: there are no tools")
 
 
 class Chat(TextRequest):
@@ -140,12 +140,12 @@ class Chat(TextRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-def read_request(body: object, chat: bool, model: str, usual: Sampling) -> TextRequest:
-    """The body of /v1/chat/completions or /v1/completions, checked. A setting that it leaves out is `usual`'s."""
+def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> TextRequest:
+    """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of its settings."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
     neutral = NEUTRAL | {"best_of": [body.get("n", 1)]}
-    defaults = {f.name: value for f in fields(usual) if (value := getattr(usual, f.name)) != f.default}
+    defaults = {f.name: value for f in fields(sampling) if (value := getattr(sampling, f.name)) != f.default}
     body = defaults | {
         key: value for key, value in body.items()
         if value is not None and key not in IGNORED and (key in SETTINGS or value not in neutral.get(key, ()))
@@ -155,14 +155,14 @@ def read_request(body: object, chat: bool, model: str, usual: Sampling) -> TextR
     try:
         return (Chat if chat else Completion).model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        key, *inner = first["loc"] or ("body",)
-        path = f"messages[{inner[0]}]" if key == "messages" and inner else key[:99]
-        if first["type"] == "extra_forbidden":
+        problem = error.errors()[0]
+        key, *indices = problem["loc"] or ("body",)
+        path = f"messages[{indices[0]}]" if key == "messages" and indices else key[:99]
+        if problem["type"] == "extra_forbidden":
             raise Refusal(f"{path!r} is not supported by this server", path, 400, "unknown_parameter") from None
-        if first["type"] == "missing":
-            raise Refusal(f"{'.'.join(map(str, first['loc']))} is missing", path) from None
-        raise Refusal(f"{path} = {first['input']!r:.99}: {first['msg']}", path) from None
+        if problem["type"] == "missing":
+            raise Refusal(f"{'.'.join(map(str, problem['loc']))} is missing", path) from None
+        raise Refusal(f"{path} = {problem['input']!r:.99}: {problem['msg']}", path) from None
 
 
 # ---------------------------------------------------------------------------------------------- answers
@@ -247,13 +247,13 @@ class Answer:
         return {"content": [chosen | {"top_logprobs": others} for chosen, *others in entries], "refusal": None}
 
     def completion_logprobs(self, event: Event) -> dict:
-        """A list for each kind of fact. A token is listed as the characters that it adds to the text: none for BOS or
-        part of a character. text_offset points at them. Of tokens with the same text the likeliest is listed."""
-        texts, offsets, end = [token.text for token in event.tokens], [], self.num_characters.get(event.index, 0)
+        """Four lists of an entry a token. `tokens` has the characters that a token adds to the text, none for BOS or
+        part of a character; text_offset is their place. Of top tokens with the same text only the first is listed."""
+        texts, offsets, offset = [token.text for token in event.tokens], [], self.num_characters.get(event.index, 0)
         for text in texts:
-            offsets.append(end)
-            end += len(text)
-        self.num_characters[event.index] = end
+            offsets.append(offset)
+            offset += len(text)
+        self.num_characters[event.index] = offset
         pairs = [token.top_logprobs for token in event.tokens]
         top = [p and {self.pieces[id].decode(errors="replace"): x for id, x in reversed(p[1:])} for p in pairs]
         return {

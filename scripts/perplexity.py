@@ -1,4 +1,4 @@
-"""Perplexity of a folder on a text, and how far it is from a reference folder: the daily measure of quality.
+"""Perplexity of a model on a text, and its distance to a reference model.
 
     python -m scripts.perplexity --checkpoint DIR --text FILE [--quantize int4-g32] [--reference DIR]
 
@@ -28,12 +28,12 @@ from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import SCHEMES
 
-LOGITS = 2**25  # computed at once: 128 MB, and as much for each tensor between them and a divergence
+MAX_LOGITS = 2**25  # computed at once: 128 MB, and as much for every intermediate tensor of a divergence
 MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity overflows: None
 
 
 def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
-    """Consecutive windows (n, context), led by BOS where there is one: (n, context + 1). ValueError for none."""
+    """Consecutive windows (n, context), or (n, context + 1) led by BOS. ValueError if the text has no full window."""
     n = len(ids) // context
     if n == 0:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of --context {context}")
@@ -43,11 +43,11 @@ def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
 
 @torch.inference_mode()
 def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every token of `rows` (n, T + 1) but the first: negative log likelihood, KL divergence to the reference, and
-    whether the most likely tokens agree; (n, T) each."""
+    """For all tokens of `rows` (n, T + 1) but the first: negative log-likelihood, KL divergence to the reference, and 1
+    where both models have the same most likely token. Three tensors (n, T)."""
     device = model.norm.weight.device
     tokens, pos = rows[:, :-1].to(device), torch.arange(rows.size(1) - 1, device=device)
-    size, parts = max(1, LOGITS // model.config.vocab_size), []
+    size, parts = max(1, MAX_LOGITS // model.config.vocab_size), []
     models = [model] if reference is None else [model, reference]
     hidden = [m.hidden(tokens, pos).flatten(0, 1).split(size) for m in models]  # (size, D) each
     for h, reference_h, ids in zip(hidden[0], hidden[-1], rows[:, 1:].to(device).flatten().split(size)):
@@ -64,7 +64,7 @@ def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tu
 def measure(
     model: Transformer, rows: Tensor, batch_size: int, reference: Transformer | None = None, bos: bool = True
 ) -> dict:
-    """This script's result for rows of `windows`. ValueError for logits that are not finite."""
+    """The object that --json prints, for rows of `windows`. ValueError for logits that are not finite."""
     nlls, kls, agreements = means = ([], [], [])  # one mean a window; all windows have the same length
     for batch in tqdm(rows.split(batch_size), desc="score", leave=False):
         for values, scores in zip(means, score(model, batch, reference)):
@@ -115,18 +115,18 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Perplexity, and distance to a reference.")
+    parser = Parser(description="Perplexity of a model on a text, and its distance to a reference.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
     add("--text", required=True, metavar="FILE", help="UTF-8 text to score")
-    add("--context", type=positive, default=512, help="tokens a window")
-    add("--batch_size", type=positive, default=8, help="windows scored together")
-    add("--dtype", choices=DTYPES)
-    add("--device")
-    add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
-    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
-    add("--reference", metavar="PATH", help="a folder or .gguf file: adds KL divergence and agreement")
-    add("--json", action="store_true")
+    add("--context", type=positive, default=512, help="tokens of a window; default: %(default)s")
+    add("--batch_size", type=positive, default=8, help="windows scored together; default: %(default)s")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
+    add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
+    add("--quantize_head", metavar="SCHEME", help="quantize the head and an embedding tied to it; default: as stored")
+    add("--reference", metavar="PATH", help="a folder or .gguf file to compare with: KL divergence, agreement")
+    add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 

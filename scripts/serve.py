@@ -3,9 +3,9 @@
     Api             /v1/models, /v1/completions, /v1/chat/completions, /health and the page, on FastAPI and uvicorn
     run, main       flags, loading, a thread for the connections, signals
 
-The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that compiled it; connections
-have a thread of their own. scripts/openai_form.py has the protocol's objects, scripts/serve.html the page. The server
-listens on loopback, under loopback's names, unless --host says otherwise; no request can name a path or a file.
+The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that compiled it; a second
+thread serves connections. scripts/openai_form.py has the protocol's objects, scripts/serve.html the page. The server
+listens on this machine's loopback address unless --host names another; no request can name a path or a file.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class Api:
         return app
 
     async def admit(self, request: Request) -> None:
-        """Refusal without the key, or under a foreign Host: a page from elsewhere can give its own name our address."""
+        """Raise a Refusal without the key, or for a foreign Host: a page's owner can point the page's name here."""
         try:
             name = urlsplit(f"//{request.headers.get('host', '')}").hostname
         except ValueError as error:
@@ -154,8 +154,8 @@ class Api:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
         seed = next(self.seeds) if request.seed is None else request.seed
         rows = [
-            Row(job, request, i * request.n + n, ids, new, as_int64(seed + n), self.session, args.stop)
-            for i, (ids, new) in enumerate(prompts)
+            Row(job, request, i * request.n + n, ids, max_new_tokens, as_int64(seed + n), self.session, args.stop)
+            for i, (ids, max_new_tokens) in enumerate(prompts)
             for n in range(request.n)
         ]
         self.decoder.add(rows)
@@ -187,7 +187,7 @@ class Api:
             check_settings(engine.model, request.sampling, 0, (), 0)
         except ValueError as error:
             raise Refusal(str(error), "logit_bias") from None
-        limit = self.args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        requested = self.args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         try:
             for prompt in request.prompts:
                 if request.chat:
@@ -195,10 +195,10 @@ class Api:
                 else:
                     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 room = max(1, engine.max_seq_length - len(ids))
-                is_unlimited = request.chat and limit is None
-                new = room if is_unlimited else min(room, new_tokens(limit, ids, engine.max_seq_length))
-                check_lengths(engine.model, [ids], [max(1, new)], engine.max_seq_length, engine.drafter)
-                encoded.append((ids, new))
+                is_unlimited = request.chat and requested is None
+                limit = room if is_unlimited else min(room, new_tokens(requested, ids, engine.max_seq_length))
+                check_lengths(engine.model, [ids], [max(1, limit)], engine.max_seq_length, engine.drafter)
+                encoded.append((ids, limit))
         except ValueError as error:
             message = str(error).removeprefix("prompt 0 ").partition(", or lower")[0]
             code = "context_length_exceeded" if "positions" in message else None
@@ -207,12 +207,12 @@ class Api:
 
 
 def as_int64(seed: int) -> int:
-    """The seed after the largest is the smallest. The sampler hashes all 64 bits, so negative seeds need no mapping."""
+    """The seed, wrapped around to int64. The sampler hashes all 64 bits, so negative seeds need no mapping."""
     return (seed - MIN_SEED) % 2**64 + MIN_SEED
 
 
 async def read_body(request: Request) -> object:
-    """A JSON body. Browsers do not send JSON to another site without its consent."""
+    """The body as JSON. Content-Type must say so: browsers do not send JSON to another site without its consent."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("the body must be JSON, with Content-Type: application/json", None, 415)
     body = bytearray()
@@ -231,21 +231,21 @@ async def read_body(request: Request) -> object:
 
 async def stream_events(job: Job, answer: Answer, num_rows: int, prompt_tokens: int) -> AsyncIterator[str]:
     """The answer as server-sent events. An error ends it."""
-    request, events, line = answer.request, [], lambda body: f"data: {json.dumps(body)}\n\n"
+    request, events, as_line = answer.request, [], lambda body: f"data: {json.dumps(body)}\n\n"
     for index in range(num_rows if request.chat else 0):
-        yield line(answer.opening(index))
+        yield as_line(answer.opening(index))
     try:
         async for event in job.events(num_rows):
             if event.tokens:
-                yield line(answer.chunk(answer.choice(event._replace(ending=None))))
+                yield as_line(answer.chunk(answer.choice(event._replace(ending=None))))
             if event.ending:
-                yield line(answer.chunk(answer.choice(event._replace(tokens=[]))))
+                yield as_line(answer.chunk(answer.choice(event._replace(tokens=[]))))
             events.append(event)
     except Refusal as error:
-        yield line(error.body)
+        yield as_line(error.body)
         return
     if request.stream_options.get("include_usage"):
-        yield line(answer.chunk(usage=answer.usage(prompt_tokens, events)))
+        yield as_line(answer.chunk(usage=answer.usage(prompt_tokens, events)))
     yield "data: [DONE]\n\n"
 
 
@@ -256,26 +256,26 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f" {NUM_SLOTS}) are decoded at a time, others wait for a free slot.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; default: this machine alone, %(default)s")
-    add("--port", type=int, default=8000, metavar="N", help="default: %(default)s; 0: any free port")
-    add("--api_key", metavar="KEY", help="required of every request but for the page and /health; visible in `ps`,"
-        " unlike --api_key_file and the variable QUICKDRAFT_API_KEY; default: none")  # fmt: skip
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here; default: this machine alone, %(default)s")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one; default: %(default)s")
+    add("--api_key", metavar="KEY", help="key of every request but those for the page and /health; `ps` shows it, so"
+        " prefer --api_key_file or the variable QUICKDRAFT_API_KEY")  # fmt: skip
     add("--api_key_file", metavar="FILE", help="a file that holds the key")
     add("--cors", action="append", metavar="ORIGIN", help="let pages of this origin use the server, such as"
         " http://localhost:3000; *: of any; may be repeated")  # fmt: skip
     add("--model_alias", metavar="NAME", help="the model's name in requests; default: the checkpoint's")
     add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
     add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
-    server_args, rest = parser.parse_known_args(argv)
-    has_slots = any(word.partition("=")[0] == "--batch_size" for word in rest)
-    args, usual = generate_flags(rest if has_slots else [*rest, f"--batch_size={NUM_SLOTS}"]), generate_flags([])
-    if wrong := [name for name in REQUEST_FLAGS if getattr(args, name) != getattr(usual, name)]:
-        fail(f"--{wrong[0]} is about generate.py's own prompts and output: a server's come with its requests")
+    server_args, words = parser.parse_known_args(argv)
+    has_slots = any(word.partition("=")[0] == "--batch_size" for word in words)
+    args, defaults = generate_flags(words if has_slots else [*words, f"--batch_size={NUM_SLOTS}"]), generate_flags([])
+    if refused_flags := [name for name in REQUEST_FLAGS if getattr(args, name) != getattr(defaults, name)]:
+        fail(f"--{refused_flags[0]} is about generate.py's own prompts and output; a request to the server brings them")
     return argparse.Namespace(**vars(args), **vars(server_args))
 
 
 def check_server_flags(args: argparse.Namespace) -> None:
-    """ValueError for a number or origin that cannot work. Replaces args.api_key by the key of any source."""
+    """Set args.api_key to the key of any source. ValueError for a number, an origin or a key that cannot work."""
     if not 0 < args.answer_s < 1e6:
         raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
     if not 0 <= args.port < 2**16:
@@ -306,7 +306,7 @@ def read_api_key(args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, and return the exit status. SIGTERM stops accepting requests and finishes the running ones;
+    """Serve until a signal; returns the exit status. SIGTERM stops accepting requests and finishes the running ones;
     SIGINT ends at once."""
     check_options(args)
     check_server_flags(args)
@@ -324,7 +324,7 @@ def run(args: argparse.Namespace) -> int:
     address, port = listener.getsockname()[:2]
     is_local = ip_address(address).is_loopback
     if not is_local and not args.api_key:
-        print(f"anybody who reaches {address} may use this server; --api_key_file FILE locks it", file=sys.stderr)
+        print(f"anybody who reaches {address} may use this server; --api_key_file FILE asks for a key", file=sys.stderr)
     api = Api(args, decoder, {"localhost", "127.0.0.1", "::1", args.host} if is_local else None)
     server = uvicorn.Server(uvicorn.Config(
         api.app(), log_level="warning", lifespan="off", limit_concurrency=MAX_CONNECTIONS, server_header=False,

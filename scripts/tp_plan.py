@@ -28,9 +28,9 @@ def plan(
     config: Config, world: int, dtype: torch.dtype = torch.bfloat16, scheme: str | None = None, head: str | None = None,
     overrides: dict[str, str | None] | None = None, context: int = 0,
 ) -> dict:  # fmt: skip
-    """Rank 0 of `world`, in bytes: its weights (of blocks, head and embedding), the weights and, with `context` cached
-    tokens, the keys and values that a step reads, and a step's collectives. Schemes as in `empty_model`. ValueError for
-    a model that tp.py cannot divide."""
+    """Rank 0 of `world`, in bytes: the weights that it holds, the weights that a step reads and, with `context` cached
+    tokens, the keys and values, and a step's collectives. `scheme` is that of the blocks, `head` of the head,
+    `overrides` of single matrices by name. ValueError for a model that tp.py cannot divide."""
     check_divisible(config, world, checkpoint.max_group(scheme, overrides or {}))
     model = checkpoint.empty_model(config, dtype, scheme, head, Ranks(0, world), overrides or {})
     specs, kv_bytes = [shard_spec(name) for name, _ in model.named_modules()], position_bytes(model)
@@ -48,8 +48,8 @@ def plan(
 
 
 def storage(path: Path, config: Config, quantize: str | None) -> checkpoint.StoredForm:
-    """The schemes in which a folder, a GGUF file or a config.json alone has its weights. ValueError where the tensors
-    alone tell, and neither they nor `quantize` are given."""
+    """The schemes of the weights of a folder, of a GGUF file or of a config.json alone. ValueError if only the tensors
+    show them, and neither tensors nor `quantize` are there."""
     if is_gguf(path) or any(path.glob("*.safetensors")):
         return checkpoint.open_folder(path, config)[0]
     file = path / "config.json" if path.is_dir() else path
@@ -64,8 +64,8 @@ def storage(path: Path, config: Config, quantize: str | None) -> checkpoint.Stor
 
 
 def seconds(row: dict, bandwidth: float, latency: float, link: float) -> float:
-    """A step of a plan: bytes over memory bandwidth; a ring moves 2 (N - 1) / N of the bytes of an all-reduce, and each
-    collective adds its latency. Bandwidths of one rank in bytes/s, latency in s."""
+    """Seconds of a step of a plan: its bytes over memory bandwidth, the sent bytes over the link, and the latency of
+    every collective. A ring sends 2 (N - 1) / N of the bytes of an all-reduce. Rates of one rank in bytes/s."""
     N = row["ranks"]
     num_collectives = row["all_reduces"] + 2 * (N > 1)  # and the logits gathered, the token broadcast
     sent = (N - 1) / N * (2 * row["all_reduces"] * row["all_reduce_bytes"] + row["gather_bytes"])
@@ -86,19 +86,19 @@ def print_row(row: dict, context: int, memory: float | None) -> None:
 
 @ending_plainly()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="What each rank of a tensor-parallel launch would hold, read and send.")
+    parser = Parser(description="The bytes that each rank of a tensor-parallel launch would hold, read and send.")
     add = parser.add_argument
     add("config", metavar="PATH", help="a config.json, a Hugging Face folder or a .gguf file")
-    add("--ranks", default="1,2,4,8", help="numbers of ranks, default 1,2,4,8")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--quantize", metavar="SCHEME", help=", ".join(SCHEMES))
-    add("--quantize_head", metavar="SCHEME")
-    add("--context", type=int, help="cached tokens of the predicted step, default 1000 or the model's positions")
-    add("--bandwidth", type=float, default=3350, help="of one device's memory, GB/s; default: an H100's datasheet")
-    add("--link", type=float, default=450, help="between devices, GB/s each way; default: an H100's NVLink")
-    add("--latency", type=float, default=20, help="of one collective, microseconds")
-    add("--memory", type=float, help="of one device, GB: names the launches that do not fit")
-    add("--json", action="store_true", help="one object per number of ranks, in bytes and seconds")
+    add("--ranks", default="1,2,4,8", help="numbers of ranks, with commas between; default: %(default)s")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of plain weights; default: %(default)s")
+    add("--quantize", metavar="SCHEME", help=f"quantize the weights: {', '.join(SCHEMES)}")
+    add("--quantize_head", metavar="SCHEME", help="quantize the head, and an embedding tied to it")
+    add("--context", type=int, help="cached tokens of the predicted step; default: 1000, or all positions of the model")
+    add("--bandwidth", type=float, default=3350, help="memory bandwidth of a device, GB/s; default: an H100's, 3350")
+    add("--link", type=float, default=450, help="bandwidth between devices each way, GB/s; default: NVLink's, 450")
+    add("--latency", type=float, default=20, help="latency of a collective, microseconds; default: 20")
+    add("--memory", type=float, help="memory of a device, GB: marks the launches that do not fit")
+    add("--json", action="store_true", help="print a JSON object for every number of ranks, in bytes and seconds")
     args = parser.parse_args(argv)
     for scheme in filter(None, (args.quantize, args.quantize_head)):
         format_of(scheme)  # ValueError for an unknown one, once and not in each row

@@ -747,7 +747,7 @@ def test_perplexity_never_makes_all_logits(text_folder, monkeypatch):
     rows = torch.randint(0, 384, (5, 21), generator=torch.Generator().manual_seed(0))
     model, other = (load_model(text_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None))
     want = perplexity.score(model, rows, other)
-    monkeypatch.setattr(perplexity, "LOGITS", 384 * 7, raising=False)
+    monkeypatch.setattr(perplexity, "MAX_LOGITS", 384 * 7)
     with Largest() as seen:
         got = perplexity.score(model, rows, other)
     assert seen.elements < 5 * 20 * 384
