@@ -327,7 +327,7 @@ def llama3_specials(folder: Path) -> list[str]:
 def read_tokenizers(file: Path, settings: dict) -> dict:
     import tokenizers
 
-    with library_errors(file, "not a tokenizer of the tokenizers library_errors"):
+    with library_errors(file, "not a tokenizer of the tokenizers library"):
         text = file.read_text(encoding="utf-8-sig")
         tokenizer_json = json.loads(text)
         if max_growth(tokenizer_json.get("normalizer")) > MAX_GROWTH:

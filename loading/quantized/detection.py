@@ -14,8 +14,8 @@ from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
 from loading.quantized.merged_experts import is_mxfp4
 
 # Notes on settings that are ignored: only weights are quantized here.
-DYNAMIC = "its activations would be quantized as they come; here they are not, require its weights"
-STATIC = "its activations would be quantized by stored scales (input_scale); here they are not, require its weights"
+DYNAMIC = "its activations would be quantized as they come; here only its weights are"
+STATIC = "its activations would be quantized by stored scales (input_scale); here only its weights are"
 CACHE = "its kv_cache_scheme is not used: keys and values keep their type"
 
 
