@@ -22,13 +22,14 @@ from tqdm import tqdm
 
 from cli.prompts import conversation_ids
 from decoding.sampling import Sampling
-from generate import generate
+from generate import Engine, generate
 from loading.files import write_atomically
 from loading.tokenizer import Tokenizer
 from model import Transformer
 
 END = "<|endoftext|>"
-SAMPLE_ROWS = 16  # documents that the target writes together
+SAMPLE_ROWS = 128  # documents that are stored together
+SLOTS = 64  # documents that the target writes at a time
 OPENING = 8  # tokens of a document that the target continues
 HELD_OUT = 0.1  # of the tokens, at most
 
@@ -90,8 +91,8 @@ def sampled_documents(
     start = tokenizer.bos_id if tokenizer.bos_id is not None else end
     if start is None and not texts and not prompts:
         raise ValueError(f"--sampled: {args.target} has no BOS and no end token to start from; give --text too")
-    if args.temperature == 0 and not texts:
-        raise ValueError("--sampled at --temperature 0 writes the same document again and again; give --text too")
+    if args.temperature == 0 and not texts and not prompts:
+        raise ValueError("--sampled at --temperature 0 writes one document again and again; give --text or --prompts")
 
     def opening(number: int) -> list[int]:
         if prompts:
@@ -101,6 +102,7 @@ def sampled_documents(
     settings["texts to continue"] = digest([torch.tensor(ids) for ids in prompts] or texts)
     file, bos = args.work / "sampled.jsonl", [] if start is None or prompts else [start]
     documents = read_samples(file, settings)
+    engine = Engine(target, SLOTS, args.context)
     bar = tqdm(total=args.sampled, initial=sum(map(len, documents)), desc="sample", unit="token", leave=False)
     with file.open("a", encoding="utf-8") as stream, bar:
         while sum(map(len, documents)) < args.sampled:
@@ -109,7 +111,7 @@ def sampled_documents(
             for row, id in generate(
                 target, [bos + ids for ids in rows], sampling=Sampling(args.temperature), stop_ids=tokenizer.stop_ids,
                 max_new_tokens=[args.context - len(bos) - len(ids) for ids in rows],
-                seed=[args.seed + number for number in numbers],
+                seed=[args.seed + number for number in numbers], engine=engine,
             ):  # fmt: skip
                 rows[row].append(id)
             stream.write("".join(json.dumps({"text": tokenizer.decode(ids), "tokens": ids}) + "\n" for ids in rows))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from conftest import BASE, FAMILIES, ROOT, config_json
 from safetensors.torch import load_file
 
+from benchmarks import self_prompts
 from cli.main import main as decode
 from decoding.sampling import Sampling
 from generate import generate
@@ -18,7 +20,7 @@ from loading.checkpoint import load_config, load_model, random_model, save_model
 from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
-from scripts import distill_draft, draft_kinds
+from scripts import distill_draft, draft_kinds, draft_text
 from scripts.distill_draft import add_gradients, best_evaluation, blocks, distill, learning_rate, parse_args, predict
 from scripts.draft_start import draft_config, init_weights, project_embedding
 from scripts.draft_text import Windows, hold_out
@@ -337,9 +339,11 @@ def small_target(tmp_path, story_tokenizer):
     return folder
 
 
-def test_documents_of_the_target_are_written_once(small_target, tmp_path, run_main, fixed_costs):
+def test_documents_of_the_target_are_written_once(small_target, tmp_path, run_main, fixed_costs, monkeypatch):
     """Every document is what the target generates by itself from BOS with its own seed; a line that a kill cut off is
     written again, the same; other settings are refused. The draft keeps the padded vocabulary."""
+    monkeypatch.setattr(draft_text, "SAMPLE_ROWS", 16)
+    monkeypatch.setattr(draft_text, "SLOTS", 5)
     options = {"target": small_target, "sampled": 1500, "steps": 2, "temperature": 0.9, "context": 32}
     assert run_main(flags(None, tmp_path, **options)) == (0, [])
     assert config_json(tmp_path / "draft")["vocab_size"] == 384
@@ -408,6 +412,26 @@ def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, r
     file.write_text("the cat\n")
     status, (message,) = run_main(flags(None, tmp_path, "again", **options))
     assert status == 2 and "texts to continue" in message
+
+
+def test_a_chat_model_asks_itself_questions(tmp_path, monkeypatch):
+    """Question n is what the model alone writes with seed n, where its template puts a user's message."""
+    folder = shutil.copytree("checkpoints/demo", tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("Tom said:\n{{ messages[0]['content'] }} The end.")
+    monkeypatch.setattr(self_prompts, "BATCH", 24)
+    monkeypatch.setattr(self_prompts, "MAX_TOKENS", 220)
+    questions = self_prompts.questions(folder, 2)
+    assert len(set(questions)) == 2 and questions == self_prompts.questions(folder, 2)
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    settings = {"sampling": Sampling(1.0), "max_new_tokens": 220, "stop_ids": tokenizer.stop_ids}
+    for seed in range(24):
+        prompt = tokenizer.encode("Tom said:\n", bos=False)
+        ids = [id for _, id in generate(model, [prompt], seed=seed, **settings)]
+        line = tokenizer.decode(ids[:-1]).strip()
+        if ids[-1] in tokenizer.stop_ids and line.isprintable() and len(line) > 10:
+            assert line == questions[0]
+            return
+    raise AssertionError("no seed gives a question")
 
 
 # -------------------------------------------------------------------------------------------- refusals
