@@ -8,6 +8,7 @@
                   sliding window and without
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
     speculation   a memory-bound pair whose acceptance is set by construction: speed-up, and measured over predicted
+    both          such a pair in int8 over the plain target in bf16
     drafts        the same for the demo pair and for prompt lookup
     quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights (memory.py)
@@ -232,6 +233,21 @@ def measure_speculation(args) -> list[dict]:
     return rows
 
 
+def measure_both(args) -> list[dict]:
+    """Drafted and quantized, over plain decoding of the same shape in bf16: two pairs, asked in turn, all compiled."""
+    formats = {"bf16": None, "int8": "int8"}
+    workers = {name: quickdraft(pair="counting", compile=True, quantize=format) for name, format in formats.items()}
+    requests = [{"method": "race", "prompt": [1000 * (n + 1)], "new": 64, "seed": n} for n in range(args.rounds)]
+    answers, _ = interleave(workers, args.rounds, *requests)
+    close(workers)
+    note = "1.1B and 0.1B random int8 weights, K = 5, greedy, acceptance 0.8 by construction, compiled"
+    rows = race_rows("spec.1b_int8.alpha80", answers["int8"], note)
+    for key, name in (("drafted", ""), ("plain", ".undrafted")):
+        speedups = [a["plain"] / b[key] for a, b in zip(answers["bf16"], answers["int8"])]
+        rows.append(row(f"spec.1b_int8.alpha80{name}.vs_bf16_plain", speedups, "ratio", note))
+    return rows
+
+
 def measure_drafts(args) -> list[dict]:
     """The demo pair, bound by launches and not by bytes, and prompt lookup."""
     rows = []
@@ -302,6 +318,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "cache": measure_cache,
     "compile": measure_compile,
     "speculation": measure_speculation,
+    "both": measure_both,
     "drafts": measure_drafts,
     "quality": measure_quality,
     "load": measure_load,

@@ -7,13 +7,13 @@
     spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
             named by its folder (--distilled, --pard, --eagle3, --dflash; greedy and at temperature 1): speed-up over
             plain decoding, acceptance, and the speed-up that both predict; llama.cpp's own prompt lookup
+    best    the Q4_1 file with each of these drafts, over plain decoding of the BF16 file
     repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second edit of the same
             files, chats and stories: each prompt once, because a suffix draft would know its answer the second time
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
 A worker runs generate.py's `main` with requests from a pipe in place of a chat; `busy` and `start` run generate.py
-itself. Ratios are taken within a round, and rows are written after every part. `--instructions` prints the prompts that
-the distilled draft learned from.
+itself. Ratios are taken within a round, and rows are written after every part.
 """
 
 import argparse
@@ -46,8 +46,7 @@ from loading.tokenizer import load_tokenizer
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
 
-# Drafts learn from instruction_forms with instruction_topics. Measured are answers to `questions` about other topics,
-# second copies of `passages`, edits of files, and stories.
+# Measured are answers to `questions`, second copies of `passages`, edits of files, and stories.
 PROMPTS = json.loads((ROOT / "benchmarks" / "prompts.json").read_text())
 
 
@@ -268,6 +267,25 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def measure_best(args: argparse.Namespace) -> list[dict]:
+    """The Q4_1 file with each trained draft given, over plain decoding of the BF16 file: the best of them."""
+    tokenizer, rows, kinds = load_tokenizer(args.checkpoint), [], [kind for kind in FOLDERS if getattr(args, kind)]
+    if not kinds:
+        return rows
+    requests = [r | {"stop_ids": sorted(tokenizer.stop_ids)} for r in chats(tokenizer, args)]
+    with bf16_file(args) as bf16:
+        workers = {"plain": quickdraft(bf16, args.compiled), "undrafted": quickdraft(args.checkpoint, args.compiled)}
+        for kind in kinds:
+            flags = ("--draft_checkpoint", str(getattr(args, kind)), "--speculate_k", "auto")
+            workers[kind] = quickdraft(args.checkpoint, args.compiled, *flags)
+        answers = answers_of(workers, args.rounds, requests)
+    for name in workers:
+        ratio = over(answers[name], answers["plain"])
+        rows.append(row(f"smollm2.{name}.vs_bf16_plain", ratio, "ratio", f"the Q4_1 file, {name}, K = auto, greedy"))
+    best = max(rows[2:], key=lambda measured: measured["value"])
+    return [*rows[1:], best | {"id": "smollm2.best.vs_bf16_plain"}]
+
+
 def measure_repeats(args: argparse.Namespace) -> list[dict]:
     """Every prompt once, answered by three workers in turn, after an uncounted request about another text."""
     tokenizer, rows = load_tokenizer(args.checkpoint), []
@@ -320,6 +338,7 @@ PARTS = {
     "busy": measure_busy,
     "start": measure_start,
     "spec": measure_spec,
+    "best": measure_best,
     "repeats": measure_repeats,
     "clients": measure_clients,
 }
@@ -347,7 +366,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=DRAFTS, default=list(DRAFTS), help="drafts of spec; default: all")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="--no-compile: only to try this program")
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    add("--instructions", action="store_true", help="print the prompts that a draft is distilled on, and end")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.compiled = "--compile" if args.compile else "--no-compile"
@@ -371,9 +389,6 @@ def main() -> None:
     args = options()
     if args.worker:
         return answer_requests(args.worker)
-    if args.instructions:
-        forms, topics = PROMPTS["instruction_forms"], PROMPTS["instruction_topics"]
-        return print("\n".join(form.format(topic) for topic in topics for form in forms))
     with ending_plainly():
         print(json.dumps(run(args)))
 

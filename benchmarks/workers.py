@@ -106,19 +106,21 @@ def median_step(engine: Engine, filled: int, steps: int) -> float:
 class Pair:
     """A target with a drafter: plain decoding and speculation in turn, on one engine. `pair`:
 
-    "counting"   1.1B and 0.1B; a drafted token is accepted with probability alpha
+    "counting"   1.1B and 0.1B, both in the scheme `quantize`; a drafted token is accepted with probability alpha
     "count"      1.1B whose output never repeats, with prompt lookup
     "cycle"      1.1B that repeats its prompt of 100 tokens, with prompt lookup
     "demo"       the target and draft in checkpoints/
     """
 
     def __init__(
-        self, pair: str, temperature: float = 0.0, k: int | str = K, alpha: float = 0.8, compile: bool = False
-    ):
+        self, pair: str, temperature: float = 0.0, k: int | str = K, alpha: float = 0.8, compile: bool = False,
+        quantize: str | None = None,
+    ):  # fmt: skip
         self.sampling, self.k, self.tokenizer = Sampling(temperature), k, None
         if pair in ("counting", "count", "cycle"):
-            self.model = pack_model(counting_model(TINYLLAMA, 0.0, period=100 if pair == "cycle" else None))
-            draft = pack_model(counting_model(SMALL, 1 - alpha)) if pair == "counting" else None
+            period = 100 if pair == "cycle" else None
+            self.model = pack_model(counting_model(TINYLLAMA, 0.0, period, quantize=quantize))
+            draft = pack_model(counting_model(SMALL, 1 - alpha, quantize=quantize)) if pair == "counting" else None
             drafter = NgramDraft() if draft is None else ModelDraft(draft)
         else:
             folder = ROOT / "checkpoints"

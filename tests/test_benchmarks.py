@@ -224,6 +224,15 @@ def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypat
     assert rows["smollm2.spec.ngram.speedup"]["value"] == 2  # stays
 
 
+def test_the_best_draft_is_the_fastest_one(workers, tmp_path, monkeypatch):
+    """Its ratio is over the BF16 file without a draft. Nothing is measured where no draft is given."""
+    assert not any("vs_bf16_plain" in id for id in measured(tmp_path, monkeypatch, "best"))
+    draft = str(DEMO.with_name("demo-draft"))
+    rows = measured(tmp_path, monkeypatch, "best", "--distilled", draft, "--eagle3", draft)
+    values = {kind: rows[f"smollm2.{kind}.vs_bf16_plain"]["value"] for kind in ("distilled", "eagle3", "best")}
+    assert values["best"] == max(values["distilled"], values["eagle3"]) and values["distilled"] != values["eagle3"]
+
+
 def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeypatch):
     """The uncounted request is another text: a suffix draft would know its answer."""
     for name in ("ngram", "suffix"):
