@@ -279,14 +279,15 @@ def measure_quality(args) -> list[dict]:
         raise ValueError("quality needs --text FILE and --calibration FILE")
     demo, rows = str(ROOT / "checkpoints" / "demo"), []
     flags = {"bf16": ["--checkpoint", demo]}
-    flags |= {scheme: ["--checkpoint", demo, "--quantize", scheme] for scheme in SCHEMES}
+    flags |= {name: ["--checkpoint", demo, "--quantize", name, "--quantize_head", "none"] for name in SCHEMES}
     for scheme in ("int8", "int4-g128"):
-        flags[f"{scheme}.head-int8"] = [*flags[scheme], "--quantize_head", "int8"]
+        flags[f"{scheme}.head-int8"] = [*flags[scheme][:-1], "int8"]
     with tempfile.TemporaryDirectory() as folder:
         for method in ("search", "gptq"):
             output = f"{folder}/{method}"
             calibration = ["--calibration", str(args.calibration.resolve())] if method == "gptq" else []
-            command = ["quantize.py", "--checkpoint", demo, "--scheme", "int4-g128", "--method", method, *calibration]
+            command = ["quantize.py", "--checkpoint", demo, "--scheme", "int4-g128", "--head", "none"]
+            command += ["--method", method, *calibration]
             run_python(*command, "--output", output)
             flags[f"int4-g128.{method}"] = ["--checkpoint", output]
         for name, options in flags.items():

@@ -14,6 +14,7 @@ from cli.errors import fail
 from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
 from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
+from loading.quantization import HEAD_CHOICES, HEAD_HELP, head_scheme
 from loading.tokenizer import StopStrings
 from tp import launched
 from weights.formats import SCHEMES, format_of
@@ -75,7 +76,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint", default=str(demo), metavar="PATH", help=f"{path}; default: checkpoints/demo")
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
     add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
-    add("--quantize_head", metavar="SCHEME", help="of the head, and of an embedding tied to it; default: as stored")
+    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
 
     group = parser.add_argument_group("prompt")
@@ -180,7 +181,7 @@ def check_options(args: argparse.Namespace) -> None:
          "stdin is closed, which --interactive and --prompt_file - read: give --prompt or a file"),
         (args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1),
          "--interactive is one conversation in text: not with --json, --num_samples or --batch_size"),
-        (args.quantize_head and not args.quantize, "--quantize_head needs --quantize"),
+        (args.quantize_head not in HEAD_CHOICES and not args.quantize, "--quantize_head needs --quantize"),
         (args.draft_quantize and not args.draft_checkpoint, "--draft_quantize needs --draft_checkpoint"),
         (args.draft_memory and (args.draft or "").partition(":")[0] != "suffix", "--draft_memory needs --draft suffix"),
         (args.draft_tp == "sharded" and not args.draft_checkpoint,
@@ -200,7 +201,7 @@ def check_options(args: argparse.Namespace) -> None:
     ):  # fmt: skip
         if wrong:
             raise ValueError(message)
-    for scheme in (args.quantize, args.quantize_head, args.draft_quantize):
+    for scheme in (args.quantize, head_scheme(args.quantize, args.quantize_head), args.draft_quantize):
         if scheme is not None:
             format_of(scheme)
     speculate_k(args)

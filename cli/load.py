@@ -18,6 +18,7 @@ from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import load_config, load_model, random_model, read_config
 from loading.drafts import check_draft, is_folder, load_drafter, pick_dtype
+from loading.quantization import head_scheme
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.vocabularies import read_json
 from model import Config, KVCache, Transformer
@@ -96,6 +97,7 @@ def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) ->
             raise ValueError(f"--draft {args.draft}: a folder belongs to --draft_checkpoint")
         check_draft(Path(args.draft_checkpoint) if args.draft_checkpoint else args.draft, config)
     if args.random_weights:
+        options["head"] = head_scheme(args.quantize, args.quantize_head)
         model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)
         return model, number_tokenizer(config.vocab_size)
     dtype = pick_dtype(args.dtype, config.dtype, device)

@@ -29,6 +29,7 @@ from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.files import write_atomically
+from loading.quantization import HEAD_HELP
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Transformer
 from quantize import SCHEMES
@@ -331,7 +332,7 @@ def parse_args() -> argparse.Namespace:
     add("--gen_kwargs", metavar="KEY=VALUE,…", help="replace a task's settings, such as max_gen_toks or temperature")
     add("--output", metavar="FILE", help="write the harness's results as JSON")
     add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
-    add("--quantize_head", metavar="SCHEME", help="quantize the head and an embedding tied to it; default: as stored")
+    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
     draft = parser.add_mutually_exclusive_group()
     draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model drafts generated text")
     draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME")

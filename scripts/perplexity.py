@@ -24,6 +24,7 @@ from cli.flags import DTYPES, Parser, positive
 from cli.load import pick_device
 from loading.checkpoint import load_config, load_model
 from loading.drafts import check_same_tokens, pick_dtype
+from loading.quantization import HEAD_HELP
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import SCHEMES
@@ -124,7 +125,7 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
     add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
-    add("--quantize_head", metavar="SCHEME", help="quantize the head and an embedding tied to it; default: as stored")
+    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
     add("--reference", metavar="PATH", help="a folder or .gguf file to compare with: KL divergence, agreement")
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()

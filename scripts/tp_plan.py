@@ -15,6 +15,7 @@ from cli.errors import ending_plainly
 from cli.flags import DTYPES, Parser
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading import checkpoint
+from loading.quantization import HEAD_HELP, head_scheme
 from loading.quantized.merged_experts import is_mxfp4
 from loading.quantized.reader import find_layout
 from loading.vocabularies import is_gguf
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--ranks", default="1,2,4,8", help="numbers of ranks, with commas between; default: %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of plain weights; default: %(default)s")
     add("--quantize", metavar="SCHEME", help=f"quantize the weights: {', '.join(SCHEMES)}")
-    add("--quantize_head", metavar="SCHEME", help="quantize the head, and an embedding tied to it")
+    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
     add("--context", type=int, help="cached tokens of the predicted step; default: 1000, or all positions of the model")
     add("--bandwidth", type=float, default=3350, help="memory bandwidth of a device, GB/s; default: an H100's, 3350")
     add("--link", type=float, default=450, help="bandwidth between devices each way, GB/s; default: NVLink's, 450")
@@ -100,8 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--memory", type=float, help="memory of a device, GB: marks the launches that do not fit")
     add("--json", action="store_true", help="print a JSON object for every number of ranks, in bytes and seconds")
     args = parser.parse_args(argv)
-    for scheme in filter(None, (args.quantize, args.quantize_head)):
-        format_of(scheme)  # ValueError for an unknown one, once and not in each row
+    for scheme in (args.quantize, head_scheme(args.quantize, args.quantize_head)):
+        scheme and format_of(scheme)  # ValueError for an unknown one, once and not in each row
     if not all(part.isdigit() and int(part) for part in args.ranks.split(",")):
         raise ValueError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
     if min(args.bandwidth, args.link) <= 0 or args.latency < 0 or (args.context or 0) < 0:

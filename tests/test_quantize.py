@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cli.main as program
 import quantize as quantize_program
 from cli.flags import parse_args
+from cli.load import load_target
 from decoding.sampling import Sampling
 from generate import Engine, Timing, generate
 from loading.checkpoint import load_config, load_model, random_model, save_model
@@ -27,6 +28,7 @@ from quantize import gptq, quantize_model, quantized_copy, search_range
 from scripts import perplexity
 from scripts.perplexity import measure, windows
 from speculative import ModelDraft
+from tp import ALONE
 from weights import cpu, formats, linears
 from weights.formats import FORMATS, dequantize_tensor, format_of, pack_bits, quantize_tensor, round_scale, unpack_bits
 from weights.linears import QuantizedLinear
@@ -415,6 +417,27 @@ def test_a_head_alone_is_refused_not_ignored(head, wide_folder):
             build(wide_folder, head=head)
 
 
+@pytest.mark.parametrize(
+    ("flags", "scheme"),
+    [
+        ("--quantize int4-g32", "int8"), ("--quantize int4-g32 --quantize_head none", None), ("--quantize int8", None),
+        ("--quantize int4-g32 --quantize_head int4-g32", "int4-g32"), ("", None),
+    ],
+)  # fmt: skip
+def test_int4_brings_an_int8_head(flags, scheme, tmp_path):
+    """Unless told otherwise; in quantize.py too, whose folder loads with and without the flag that made it."""
+    args = parse_args(["--checkpoint", "checkpoints/demo", *flags.split()])
+    model, _ = load_target(args, torch.device("cpu"), ALONE)
+    assert getattr(model.lm_head, "scheme", None) == scheme
+    if args.quantize:
+        written = [*flags.replace("--quantize_head", "--head").replace("--quantize", "--scheme").split()]
+        folder = tmp_path / "written"
+        quantize_program.main(["--checkpoint", "checkpoints/demo", "--output", str(folder), *written])
+        for again in ([], ["--quantize", args.quantize]):
+            args = parse_args(["--checkpoint", str(folder), *again])
+            assert getattr(load_target(args, torch.device("cpu"), ALONE)[0].lm_head, "scheme", None) == scheme
+
+
 def test_a_tied_head_is_quantized_once(folder_of):
     """One copy serves lookup and logits; float32 logits are those of the dequantized table."""
     folder = folder_of("qwen2")
@@ -644,12 +667,12 @@ def quantize(*arguments) -> types.SimpleNamespace:
     return types.SimpleNamespace(returncode=status, stderr=err.getvalue())
 
 
-@pytest.mark.parametrize("head", [[], ["--head", "int8"]])
+@pytest.mark.parametrize("head", [[], ["--head", "none"], ["--head", "int4-g32"]])
 def test_a_folder_written_layer_by_layer_is_what_loading_would_make(text_folder, tmp_path, head):
     done = quantize("--checkpoint", text_folder, "--scheme", "int4-g32", "--output", tmp_path / "q", *head)
     assert done.returncode == 0 and "times smaller" in done.stderr, done.stderr
     stored = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
-    options = {"quantize": "int4-g32", "head": "int8" if head else None, "pack": False}
+    options = {"quantize": "int4-g32", "head": head[-1] if head else "int8", "pack": False}
     way = load_model(text_folder, dtype=torch.float32, **options)
     names = [name for name, _ in stored.named_parameters()]
     assert names == [name for name, _ in way.named_parameters()]
