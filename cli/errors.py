@@ -43,7 +43,7 @@ def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) ->
             check_single_process()
         yield
         if sys.stdout is not None:
-            sys.stdout.flush()  # an error here can still be said
+            sys.stdout.flush()  # an error here can still be printed
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as error:
@@ -139,7 +139,7 @@ def leave_ranks() -> None:
 
 
 def use_threads(num_threads: int | None) -> int:
-    """Use --threads, or torch's number within the share of this process; a rank takes its part of that. How many."""
+    """Use --threads, or torch's number within the share of this process, of which a rank takes its part. Returns it."""
     share, usual = cpu_share(), torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable
     if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, if the user says nothing

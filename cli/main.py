@@ -114,9 +114,9 @@ def open_session(
     args: argparse.Namespace, lines: list[Request], device: torch.device, ranks: Ranks, num_slots: int | None = None,
     piped: bool = False, answered: dict | None = None, num_replicas: int = 1,
 ) -> tuple[Session, list[Request], list[str]]:  # fmt: skip
-    """Load, and make and warm up an engine that these requests fit in, or, of `num_slots` or for a pipe, one for
-    requests of all kinds that come later. Also the requests' samples but those that --output's file has `answered`, and
-    an error for each line that does not fit."""
+    """Load the models, and make and warm up an engine: one that these requests fit in; with `num_slots` or for a pipe,
+    one for requests of all kinds. Returns it with the samples that --output's file has not `answered` yet, and an error
+    for each line that does not fit."""
     limit = context_limit(args, target_config(args))
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):

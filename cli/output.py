@@ -71,7 +71,7 @@ class ResultFile:
 
 
 def unanswered(rows: Iterable[Request], answered: dict[str, tuple]) -> list[Request]:
-    """ValueError where a row's answer is one to another prompt or seed."""
+    """The rows without an answer yet. ValueError where a row's answer is one to another prompt or seed."""
     rows, remaining = list(rows), []
     for row in rows:
         earlier = answered.get(row_key(row.labels()))

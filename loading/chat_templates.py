@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SECONDS, MAX_MB = 5, 512
-MAX_ADDED_CHARS = 2**22  # an answer may have so many characters, and 16 times its request
+MAX_ADDED_CHARS = 2**22  # a rendered text has at most 16 times the characters of its request, and these
 
 
 class Generation(Extension):

@@ -51,7 +51,7 @@ MAX_SIZE = 2**24  # no dimension, vocabulary or context of a real decoder is lar
 class Section(dict):
     """An object of config.json. A key that is null counts as absent."""
 
-    prefix = ""  # of its keys in messages
+    prefix = ""  # stands before a key in messages: "rope_scaling."
 
     def refused(self, key: str, reason: str) -> ValueError:
         return ValueError(f"config.json: {self.prefix}{key} = {self.get(key)!r} {reason}")

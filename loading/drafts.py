@@ -27,13 +27,14 @@ from tp import ranks_of
 from weights.rooms import resolve
 from weights.walker import pack_model
 
-# check(folder, its config.json, config of the target) -> load(target, tokenizer, **options of load_drafter) -> Drafter
+# The kind of a folder -> check(folder, its config.json, the target's Config), which raises ValueError or returns
+# load(target, tokenizer, **options of load_drafter) -> Drafter.
 FOLDERS = {"model": "loading.drafts:check_model", "pard": "drafts.pard:check", "eagle3": "drafts.eagle:check",
            "dflash": "drafts.dflash:check"}  # fmt: skip
-# parse(value, config of the target) -> make(target) -> Drafter
+# The name of a spec -> parse(its value, the target's Config), which returns make(target) -> Drafter.
 SPECS = {"suffix": "drafts.suffix:from_spec", "ngram": "drafts.ngram:from_spec",
          "layers": "speculative:layers_from_spec", "quantized": "speculative:quantized_from_spec"}  # fmt: skip
-# A key of config.json -> the kind that it marks, the first one first. A kind without a row in FOLDERS is refused.
+# A key of config.json -> the kind of its folder. The first key that is there decides; a kind not in FOLDERS is refused.
 KIND_BY_KEY = {
     "medusa_num_heads": "Medusa", "markov_rank": "DSpark", "dflash_config": "dflash", "ptd_token_id": "P-EAGLE",
     "draft_vocab_size": "eagle3", "pard_token": "pard",

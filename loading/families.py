@@ -47,7 +47,7 @@ class Family:
     supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
     fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that all files share
     computed_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config that only this family has
-    text_models: tuple[str, ...] = ()  # model_types that "text_config" may hold: this config.json wraps that one
+    text_models: tuple[str, ...] = ()  # of a wrapper: the model_types that its "text_config" may have
     # The key that turns a bias on, or whether there always is one.
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"

@@ -47,13 +47,13 @@ INNER = {
 
 
 class Kind(NamedTuple):
-    """A stored type: blocks of so many weights in so many bytes."""
+    """A stored type. A block has `weights` weights in `bytes` bytes."""
 
     name: str
     weights: int
     bytes: int
     dtype: torch.dtype | None = None  # of plain floats
-    scheme: str | None = None  # of ours that holds it bit for bit
+    scheme: str | None = None  # our scheme that keeps its values exactly
 
 
 KINDS = {

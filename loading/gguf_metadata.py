@@ -251,10 +251,10 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
 
 
 def tokenizer_model(keys: dict[str, object]) -> bytes:
-    """A sentencepiece model: the few fields of its protocol buffer that matter."""
+    """A sentencepiece model: the fields of its protocol buffer that encoding and decoding read."""
     tokens = vocabulary(keys)
     scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
-    # llama.cpp writes the spaces of these as spaces; sentencepiece looks for them in texts that have none.
+    # llama.cpp stores spaces of user-defined tokens as they are; sentencepiece matches after it has made each a ▁.
     tokens = [token.replace(" ", "▁") if type == USER_DEFINED else token for token, type in zip(tokens, types)]
     pieces = (
         field(1, field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, type))
@@ -262,7 +262,7 @@ def tokenizer_model(keys: dict[str, object]) -> bytes:
     )
     settings, prefix = tokenizer_config(keys), keys.get("tokenizer.ggml.add_space_prefix", True)
     names = {45: "unk_token", 46: "bos_token", 47: "eos_token", 48: "pad_token"}
-    trainer = number(3, 2) + number(35, 1)  # BPE, with bytes for what no piece holds
+    trainer = number(3, 2) + number(35, 1)  # BPE; characters without a piece become bytes
     trainer += b"".join(field(tag, settings[name].encode()) for tag, name in names.items() if name in settings)
     normalizer = field(1, b"identity") + number(3, bool(prefix)) + number(4, 0) + number(5, 1)  # spaces kept, as U+2581
     return b"".join(pieces) + field(2, trainer) + field(3, normalizer)

@@ -27,7 +27,7 @@ class StoredForm(NamedTuple):
     scheme: str | None = None  # of all matrices but the head
     head: str | None = None
     overrides: Mapping[str, str | None] = MappingProxyType({})  # our name of a matrix -> its scheme: a GGUF file's
-    requantize_to: str | None = None  # where no scheme holds another program's weights exactly
+    requantize_to: str | None = None  # the scheme of weights that no scheme keeps exactly
     notes: tuple[str, ...] = ()  # for the user
     tie_embeddings: bool = False
 

@@ -94,8 +94,8 @@ class Tokenizer:
     to_bytes: Callable[[int], bytes]  # of one id; b"" for a special token
     vocab_size: int  # one more than the largest id of both tokenizer and model
     bos_id: int | None = None
-    add_bos: bool = False  # the folder's policy for `encode`
-    leading_ids: tuple[int, ...] = ()  # the ids that this policy puts in front, if not bos_id alone
+    add_bos: bool = False  # does `encode` put BOS in front by default?
+    leading_ids: tuple[int, ...] = ()  # ids that it puts in front instead of bos_id alone
     stop_ids: frozenset[int] = frozenset()  # generation ends after these
     strip_first_space: bool = False  # does the library put a space before every text?
     specials: dict[str, int] = field(default_factory=dict)  # matched only in the output of a chat template
