@@ -15,6 +15,7 @@ from decoding.timing import Timing
 from generate import Engine
 from loading.tokenizer import StopStrings, Tokenizer
 
+DIM, END_COLOUR = "\033[2m", "\033[0m"
 COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
 
 
@@ -31,6 +32,7 @@ class Printer:
         self.ids: list[int] = []
         self.pieces: list[str] = []
         self.coloured_pieces: list[str] = []
+        self.dims_thinking = self.in_thinking = False
 
     @property
     def at_stop_string(self) -> bool:
@@ -40,6 +42,10 @@ class Printer:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def dim_thinking(self, prompt: str) -> None:
+        """Dim text between <think> and </think>, also where the prompt's end has opened it."""
+        self.dims_thinking, self.in_thinking = True, prompt.rstrip().endswith("<think>")
+
     def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
         self.ids.append(id)
         if id not in self.stop_ids:
@@ -47,8 +53,12 @@ class Printer:
 
     def _add(self, text: str, origin: int = PLAIN_TOKEN) -> None:
         colour = COLOURS.get(origin) if self.coloured and text else None
+        if self.dims_thinking and text:
+            self.in_thinking |= "<think>" in text
+            colour = DIM if self.in_thinking else colour
+            self.in_thinking &= "</think>" not in text
         self.pieces.append(text)
-        self.coloured_pieces.append(f"{colour}{text}\033[0m" if colour else text)
+        self.coloured_pieces.append(f"{colour}{text}{END_COLOUR}" if colour else text)
         if self.streaming and text:
             print(self.coloured_pieces[-1], end="", flush=True)
 

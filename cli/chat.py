@@ -1,39 +1,82 @@
-"""--interactive: turns from stdin, answers on stdout. This file knows no model and no sampling."""
+"""--interactive: turns from stdin, answers on stdout. This file knows no model and no sampling.
+
+chat            answer turn after turn
+Conversation    the messages so far; the oldest turns go where the context is full
+read_message    a message of one or more lines; line_history: from one run to the next
+"""
 
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-from cli.answers import Answer
+from cli.answers import DIM, END_COLOUR, Answer
+from cli.errors import print_error
 from cli.prompts import DEFAULT_NEW_TOKENS, Request, conversation_ids, template_names
 from cli.report import RowStatistics, rate
 from cli.session import Session
 
-HELP = """/reset  start a new conversation
-/drop   when the context is full: drop the oldest turns and send the message again
-/help   this list
-/exit   end, as end of file does
-Blank lines are skipped. A paste of several lines is one message."""
+HELP = """/reset      start a new conversation
+/undo       forget the last message and its answer
+/retry      answer the last message again
+/save FILE  append the conversation to FILE, a line of JSON
+/help       this list
+/exit       end, as end of file does
+Blank lines are skipped. A line that ends in \\ continues in the next one; a paste of several lines is one message.
+Ctrl-C ends an answer. The oldest turns leave a full context."""
+COMMANDS = ("", "/reset", "/undo", "/save", "/help")  # after these there is nothing to answer
+HISTORY, HISTORY_LINES = "~/.quickdraft_history", 1000
 
 
-def read_line() -> str | None:
-    """The next line without its end; None at the end of stdin. On a terminal with line editing and pastes of several
-    lines; the prompt goes to stderr."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        return line.strip("\ufeff\r\n") if line else None
-    with contextlib.suppress(ImportError):  # a Python without it reads plain lines
+def on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def has_colours(stream) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+@contextlib.contextmanager
+def line_history() -> Iterator[None]:
+    """Line editing on a terminal, whose lines the next run knows too: in the file QUICKDRAFT_HISTORY, or in HISTORY; in
+    none where the variable is empty."""
+    file = os.path.expanduser(os.environ.get("QUICKDRAFT_HISTORY", HISTORY))
+    try:
         import readline  # input() uses it, beyond the 4,095 bytes that a terminal keeps of a line
 
         readline.parse_and_bind("set enable-bracketed-paste on")
+    except ImportError:  # a Python without it reads plain lines
+        file = ""
+    if not on_terminal() or not file:
+        yield
+        return
+    with contextlib.suppress(OSError):  # the first run has none
+        readline.read_history_file(file)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        try:
+            readline.write_history_file(file)
+        except OSError as error:
+            print_error(f"QUICKDRAFT_HISTORY {file}: the lines of this chat are not stored: {error.strerror}")
+
+
+def read_line(prompt: str = "> ") -> str | None:
+    """The next line without its end; None at the end of stdin. The prompt goes to stderr."""
+    if not on_terminal():
+        print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        return line.strip("\ufeff\r\n") if line else None
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)  # readline writes to file descriptor 1, which is the answers'
     try:
-        return input("> ")
+        return input(prompt)
     except EOFError:
         print(file=sys.stderr)
         return None
@@ -42,68 +85,124 @@ def read_line() -> str | None:
         os.close(stdout)
 
 
+def read_message() -> str | None:
+    """A line, with the lines that a \\ at its end joins to it on a terminal; None at the end of stdin."""
+    lines = [read_line()]
+    while on_terminal() and lines[-1] is not None and lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(read_line("… "))
+    return "\n".join(line for line in lines if line is not None) if lines[0] is not None else None
+
+
+class Conversation:
+    """The messages of a chat, and their prompt for a context of `limit` positions."""
+
+    def __init__(self, session: Session, args: argparse.Namespace):
+        self.args, self.tokenizer, self.ranks = args, session.tokenizer, session.engine.ranks
+        self.limit = session.engine.max_seq_length
+        self.opening = [{"role": "system", "content": args.system}] if args.system else []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages, self.has_dropped = list(self.opening), False
+
+    def take_back(self) -> str | None:
+        """Remove the last message and its answer, and return that message; None where there is none."""
+        if len(self.messages) == len(self.opening):
+            print("there is no message before this one", file=sys.stderr)
+            return None
+        question, _ = self.messages[-2:]
+        del self.messages[-2:]
+        return question["content"]
+
+    def save(self, file: str) -> None:
+        if self.ranks.rank:
+            return
+        try:
+            with Path(file).expanduser().open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            print(f"saved to {file}", file=sys.stderr)
+        except OSError as error:
+            print_error(f"/save FILE: {error}")
+
+    def encode(self, text: str) -> list[int]:
+        conversation = [*self.messages, {"role": "user", "content": text}]
+        return self.ranks.broadcast_object(conversation_ids(self.tokenizer, conversation, **template_names(self.args)))
+
+    def prompt(self, text: str) -> list[int] | None:
+        """Ids of the conversation with this message. The oldest turns leave, until an answer has room; None if it has
+        none without any of them."""
+        new, prompt = self.args.max_new_tokens, self.encode(text)
+        room = new or min(DEFAULT_NEW_TOKENS, self.limit // 4)
+        while len(prompt) + room > self.limit and len(self.messages) > len(self.opening):
+            del self.messages[len(self.opening) : len(self.opening) + 2]  # a message and its answer
+            prompt = self.encode(text)
+            if not self.has_dropped:
+                print(f"the context of {self.limit} positions is full: the oldest turns leave it", file=sys.stderr)
+            self.has_dropped = True
+        if len(prompt) + (new or 1) > self.limit:
+            needed = f"{len(prompt)} tokens and {new or 1} new ones do not fit in {self.limit} positions"
+            print(f"this message is too long: {needed}; --max_seq_length sets another number", file=sys.stderr)
+            return None
+        return prompt
+
+    def add(self, text: str, answer: str) -> None:
+        answered = {"role": "assistant", "content": self.args.prefill + answer}
+        self.messages += [{"role": "user", "content": text}, answered]
+
+
 def chat(session: Session, args: argparse.Namespace) -> None:
     """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. Cached positions are reused as
     far as ids agree, because templates rewrite history."""
-    tokenizer, limit, ranks = session.tokenizer, session.engine.max_seq_length, session.engine.ranks
-    if tokenizer.template is None:
+    conversation, ranks = Conversation(session, args), session.engine.ranks
+    if session.tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
-    opening = [{"role": "system", "content": args.system}] if args.system else []
-    messages = list(opening)
-
-    def encode(text: str) -> list[int]:
-        conversation = [*messages, {"role": "user", "content": text}]
-        return ranks.broadcast_object(conversation_ids(tokenizer, conversation, **template_names(args)))
-
-    print(f"context of {limit} positions; /help lists the commands, end of file ends", file=sys.stderr)
-    unsent = None  # a message that the context had no room for
-    for turn_number in itertools.count():
-        text = ranks.broadcast_object(read_line() if ranks.rank == 0 else None)
-        if text is None or text.strip() == "/exit":
-            return
-        command = text.strip()
-        if command == "/reset":
-            messages, unsent = list(opening), None
-        if command == "/help":
-            print(HELP, file=sys.stderr)
-        if command in ("", "/reset", "/help"):
-            continue
-        if command == "/drop":
-            if unsent is None:
-                print("nothing to drop: the context is not full", file=sys.stderr)
+    print(f"context of {conversation.limit} positions; /help lists the commands, end of file ends", file=sys.stderr)
+    with line_history():
+        for turn_number in itertools.count():
+            text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
+            if text is None or text.strip() == "/exit":
+                return
+            command, _, file = text.strip().partition(" ")
+            if command == "/reset":
+                conversation.reset()
+            elif command == "/help":
+                print(HELP, file=sys.stderr)
+            elif command == "/save":
+                conversation.save(file.strip())
+            elif command in ("/undo", "/retry"):
+                text = conversation.take_back()
+            if command in COMMANDS or text is None or (prompt := conversation.prompt(text)) is None:
                 continue
-            room, text, num_dropped = args.max_new_tokens or min(DEFAULT_NEW_TOKENS, limit // 4), unsent, 0
-            while len(messages) > len(opening) and len(encode(text)) + room > limit:
-                del messages[len(opening) : len(opening) + 2]  # a question and its answer
-                num_dropped += 1
-            print(f"[{num_dropped} turns dropped]", file=sys.stderr)
-        prompt = encode(text)
-        if len(prompt) + (args.max_new_tokens or 1) > limit:
-            needed = f"{len(prompt)} tokens and {args.max_new_tokens or 1} new ones"
-            print(f"the context is full: {needed} do not fit in {limit} positions; "
-                  "/drop drops the oldest turns, /reset starts anew", file=sys.stderr)  # fmt: skip
-            unsent = text
-            continue
-        unsent = None
-        budget = limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
-        request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn_number)
-        answer = Answer(request, session.printer(args.stop, streaming=True))
-        try:
-            list(session.decode([answer]))
-            printer, request = answer.printer, answer.request
-            if request.error is not None:
-                raise ValueError(request.error)
-            rates = f"{rate(len(printer.ids) - 1, request.decode_s):.1f} tok/s"
-            if request.token_records:
-                rates += f", {rate(RowStatistics(request.token_records).tokens, len(request.steps)):.2f} tokens a round"
-            by = "--max_new_tokens" if args.max_new_tokens else "the context's end"
-            if printer.finish_reason() == "stop":
-                by = "--stop" if printer.at_stop_string else "the model"
-            read = f"{len(prompt) - request.num_reused} tokens read, {request.num_reused} kept"
-            print(f"[{read}, ended by {by}, {rates}]", file=sys.stderr)
-        except KeyboardInterrupt:
-            if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
-                raise
-            print("[interrupted]", file=sys.stderr)
-        answered = {"role": "assistant", "content": args.prefill + answer.printer.text}
-        messages += [{"role": "user", "content": text}, answered]
+            budget = conversation.limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
+            request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn_number)
+            answer = Answer(request, session.printer(args.stop, streaming=True))
+            if has_colours(sys.stdout):
+                answer.printer.dim_thinking(args.prefill or session.tokenizer.decode(prompt[-4:]))
+            try:
+                list(session.decode([answer]))
+                if answer.request.error is not None:
+                    raise ValueError(answer.request.error)
+                dim, end = (DIM, END_COLOUR) if has_colours(sys.stderr) else ("", "")
+                print(f"{dim}[{statistics(answer, args)}]{end}", file=sys.stderr)
+            except KeyboardInterrupt:
+                if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
+                    raise
+                print("[interrupted]", file=sys.stderr)
+            conversation.add(text, answer.printer.text)
+
+
+def statistics(answer: Answer, args: argparse.Namespace) -> str:
+    """Tokens read, the end's reason, the rate; with drafts the tokens of a round and the share that was accepted."""
+    printer, request = answer.printer, answer.request
+    by = "--max_new_tokens" if args.max_new_tokens else "the context's end"
+    if printer.finish_reason() == "stop":
+        by = "--stop" if printer.at_stop_string else "the model"
+    read = f"{len(answer.row.ids) - request.num_reused} tokens read, {request.num_reused} kept"
+    rates = f"{rate(len(printer.ids) - 1, request.decode_s):.1f} tok/s"
+    if request.token_records:
+        counts = RowStatistics(request.token_records)
+        rates += f", {rate(counts.tokens, len(request.steps)):.2f} tokens a round"
+        if counts.reached:
+            rates += f", {counts.accepted.total() / counts.reached.total():.0%} accepted"
+    return f"{read}, ended by {by}, {rates}"

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import termios
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -426,11 +428,12 @@ def chat_folder(text_folder, tmp_path):
 class Terminal:
     """generate.py --interactive behind a pseudo-terminal."""
 
-    def __init__(self, folder, *arguments: str, stdout=None):
+    def __init__(self, folder, *arguments: str, stdout=None, history: str | Path = ""):
         self.master, slave = pty.openpty()
         command = [sys.executable, ROOT / "generate.py", "--checkpoint", folder, "--interactive", "--device", "cpu"]
         self.process = subprocess.Popen(
             [*command, *arguments], stdin=slave, stdout=stdout or slave, stderr=slave, close_fds=True,
+            env={**os.environ, "QUICKDRAFT_HISTORY": str(history)},
             preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
         )  # fmt: skip
         os.close(slave)
@@ -488,7 +491,9 @@ def test_ctrl_c_ends_the_answer_not_the_chat(chat_folder):
     terminal.wait_for(r"\[interrupted\]")
     terminal.wait_for("> ")
     terminal.type("b\n")  # the interrupted answer and 1960 new tokens are more than fits
-    terminal.wait_for("the context is full: .* do not fit in 2000 positions")
+    terminal.wait_for("the context of 2000 positions is full: the oldest turns leave it")
+    terminal.type("\x03")
+    terminal.wait_for(r"\[interrupted\]")
     terminal.wait_for("> ")
     for _ in range(6):  # CPython's readline may miss a signal that comes just before it waits for a key
         terminal.type("\x03")
@@ -574,12 +579,50 @@ def test_a_chats_lines_may_end_as_in_windows(chat_folder, capsys, monkeypatch):
 def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch):
     """Afterwards the chat is the one that never had them."""
     options = ("--max_new_tokens", 30, "--ignore_eos", "--max_seq_length", 100, "--seed", 0)
-    typed = "/drop\n" + "the little cat and a big dog went to play\n" + "a red ball\n/drop\n/help\n"
-    out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
-    assert "nothing to drop" in err and "/drop drops the oldest turns" in err and "[1 turns dropped]" in err
-    assert "/exit" in err and err.count("tokens read") == 2
-    alone = chatted(capsys, monkeypatch, chat_folder, "a red ball\n", *options)[0]
+    first, last = "the little cat and a big dog went to play\n", "a red ball\n"
+    out, err = chatted(capsys, monkeypatch, chat_folder, first * 3 + last + "word " * 90 + "\n/help\n", *options)
+    assert err.count("the oldest turns leave it") == 1 and err.count("tokens read") == 4 and "/exit" in err
+    assert "this message is too long: " in err and "do not fit in 100 positions" in err
+    alone = chatted(capsys, monkeypatch, chat_folder, last, *options)[0]
     assert out.endswith("\n" + alone)
+    system = ("--system", "Be a cat.", "--max_new_tokens", 20)
+    out, err = chatted(capsys, monkeypatch, chat_folder, first * 3 + last, *options, *system)
+    assert err.count("the oldest turns leave it") == 1
+    assert out.endswith("\n" + chatted(capsys, monkeypatch, chat_folder, last, *options, *system)[0])
+
+
+def test_a_chat_goes_back_and_is_saved(chat_folder, tmp_path, capsys, monkeypatch):
+    """After /undo the chat is the one without that turn; /retry answers the last message with what stood before it."""
+    options = ("--max_new_tokens", 12, "--ignore_eos")
+    want, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
+    cat, dog = want.splitlines()
+    file = tmp_path / "chats.jsonl"
+    typed = f"/undo\nthe cat\na ball\n/undo\na dog\n/save {file}\n/retry\n/save {file}\n/save\n/retry\n"
+    out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
+    lines = out.splitlines()
+    assert (lines[0], *lines[2:]) == (cat, dog, dog, dog) and "there is no message before this one" in err
+    assert "error: /save FILE: " in err and err.count(f"saved to {file}") == 2
+    saved = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert saved[0] == saved[1] and [m["content"] for m in saved[0]] == ["the cat", cat, "a dog", dog]
+
+
+def test_thoughts_leave_the_next_turn_as_the_template_says(chat_folder, capsys, monkeypatch):
+    template = (chat_folder / "chat_template.jinja").read_text()
+    stripped = template.replace("m.content }}", "m.content.split('</think>')[-1] }}")
+    (chat_folder / "chat_template.jinja").write_text(stripped)
+    prompts, decode = [], Session.decode
+
+    def remember(session, answers):
+        prompts.extend(answer.row.ids for answer in answers)
+        yield from decode(session, answers)
+
+    monkeypatch.setattr(Session, "decode", remember)
+    options = ("--max_new_tokens", 5, "--ignore_eos", "--prefill", "<think>a ball</think>")
+    out, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
+    tokenizer, first = load_tokenizer(chat_folder), out.splitlines()[0]
+    texts = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": first}]
+    want = tokenizer.chat([*texts, {"role": "user", "content": "a dog"}], prefill="<think>a ball</think>")
+    assert prompts[1] == want and "\x1b" not in out
 
 
 def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
@@ -592,7 +635,7 @@ def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
         terminal.wait_for("> ")
         line = "the little cat " * 500
         terminal.type(line + "\n")
-        full = terminal.wait_for(r"is full: (\d+) tokens")
+        full = terminal.wait_for(r"is too long: (\d+) tokens")
         assert int(full[1]) == len(tokenizer.chat([{"role": "user", "content": line}]))
         terminal.wait_for("> ")
         terminal.type("\n")  # a blank line ends nothing
@@ -612,6 +655,43 @@ def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
         assert terminal.process.wait(timeout=30) == 0
     text = answers.read_text()
     assert text.count("> ") == 0 and "\x1b[?2004" not in text and text.strip()
+
+
+def test_a_terminal_knows_the_lines_of_earlier_chats(chat_folder, tmp_path):
+    """Arrow up in a second run; a line that ends in a backslash goes on; the report is dim, and NO_COLOR is obeyed."""
+    tokenizer, history = load_tokenizer(chat_folder), tmp_path / "history"
+    message = [{"role": "user", "content": "the cat\na dog"}]
+    for keys, dim in (("the cat\\\na dog\n", True), ("\x1b[A\x1b[A\n\x1b[A\x1b[A\n", False)):
+        os.environ.pop("NO_COLOR", None) if dim else os.environ.update(NO_COLOR="1")
+        try:
+            terminal = Terminal(chat_folder, "--max_new_tokens", "4", "--ignore_eos", history=history)
+        finally:
+            os.environ.pop("NO_COLOR", None)
+        terminal.wait_for("> ")
+        terminal.type(keys)
+        report = terminal.wait_for(r"(\x1b\[2m)?\[(\d+) tokens read")
+        assert int(report[2]) == len(tokenizer.chat(message)) and (report[1] is not None) == dim
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=30) == 0
+    assert history.stat().st_mode & 0o077 == 0
+    file = tmp_path / "missing" / "history"
+    terminal = Terminal(chat_folder, "--max_new_tokens", "4", history=file)
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    terminal.wait_for("error: QUICKDRAFT_HISTORY .*not stored")
+    assert terminal.process.wait(timeout=30) == 0
+
+
+def test_thoughts_are_dim(chat_folder, capsys):
+    session = types.SimpleNamespace(tokenizer=load_tokenizer(chat_folder))
+    for prompt, dim in (("<think>\n", "the cat</think>"), ("", "")):
+        printer = Printer(session.tokenizer, frozenset(), streaming=True)
+        printer.dim_thinking(prompt)
+        for text in ("the cat", "</think>", " a dog"):
+            printer._add(text)
+        shown = capsys.readouterr().out
+        assert "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown)) == dim and printer.text == "the cat</think> a dog"
 
 
 def test_the_help_text_knows_a_chats_length(capsys):
