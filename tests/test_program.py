@@ -491,7 +491,7 @@ def test_ctrl_c_ends_the_answer_not_the_chat(chat_folder):
     terminal.wait_for(r"\[interrupted\]")
     terminal.wait_for("> ")
     terminal.type("b\n")  # the interrupted answer and 1960 new tokens are more than fits
-    terminal.wait_for("the context of 2000 positions is full: the oldest turns leave it")
+    terminal.wait_for("the context of 2000 positions is full: the oldest turns leave it\r\n.{20}")
     terminal.type("\x03")
     terminal.wait_for(r"\[interrupted\]")
     terminal.wait_for("> ")
