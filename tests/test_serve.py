@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -444,6 +445,21 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     assert [request.num_logprobs for request in numbers] == [3, None]
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
+
+
+def test_the_pages_table_of_other_servers_keys_is_true():
+    page = (ROOT / "docs" / "serve.md").read_text().partition("## Keys of other servers")[2].partition("\n\nPaths")[0]
+    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 10
+    for keys, _, here in rows:
+        for key in re.findall(r"`(\w+)`", keys):
+            body = {"messages": [{"role": "user", "content": "a"}], key: "value"}
+            if here.strip().startswith("ignored"):
+                read_request(body, True, "m", Sampling())
+                continue
+            with pytest.raises(Refusal) as caught:
+                read_request(body, True, "m", Sampling())
+            assert caught.value.body["error"]["param"] == key
 
 
 def test_seeds_are_int64_and_decide_an_answer(server):
