@@ -96,7 +96,7 @@ def alone(model, tokenizer, rows):
 def test_json_obeys_its_schema_under_every_draft_beside_free_text(
     spec, lag, model, tokenizer, rows, alone, monkeypatch
 ):
-    """Greedy rows are what they are alone and undrafted. A host that reads steps late, as a GPU's does, must not fill
+    """Greedy rows equal the same rows alone and undrafted. A host that reads steps late, as a GPU's does, must not fill
     masks from old tokens."""
     if lag and spec not in ("none", "model"):
         pytest.skip("the host is the same for all drafts")
