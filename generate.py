@@ -25,7 +25,7 @@ from torch import Tensor
 
 import decoding.validation as validation
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
-from decoding.sampling import Sampling, common_kind, sample, uniform
+from decoding.sampling import Sampling, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
 from decoding.slots import MAX_STOP_IDS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
@@ -93,7 +93,7 @@ class Engine:
         self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
-        K = max(self.ks, default=0)  # a round at the end of the context writes K positions more
+        V, K = model.config.vocab_size, max(self.ks, default=0)  # a round at the context's end writes K positions more
         self.compile_prompts = compile if compile_prompts is None else compile_prompts
         prompts = functools.partial(compiled, device=self.device, prompts=True) if self.compile_prompts else None
         self.runner = ModelRunner(model, batch_size, max_seq_length + K, K + 1, compile, prompts, kind=kind)
@@ -102,7 +102,7 @@ class Engine:
         self.identical = self.runner.attends_alike and self.ranks.world == 1 and num_rows <= batch_invariant_rows(model)
         self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
-            self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs)
+            self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs, V)
         self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
         self.steps: dict[tuple, Callable] = {}  # compiled
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
@@ -152,10 +152,11 @@ class Engine:
 
     def add_request(
         self, prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int, stop_ids: Iterable[int] = (),
-        seed: int = 0, draft: bool = True,
+        seed: int = 0, draft: bool = True, grammar=None,
     ) -> int:  # fmt: skip
         """Add a prompt, which waits while all slots are busy; returns its id. `draft`: may its tokens be drafted?
-        ValueError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop ids."""
+        `grammar`: an object of its own that masks tokens (decoding/grammar.py), or None. ValueError for an empty
+        prompt, an unknown id, a prompt that does not fit, and too many stop ids."""
         prompt, stop_ids = list(prompt), frozenset(stop_ids)
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
@@ -164,7 +165,7 @@ class Engine:
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         id = next(self.request_ids)
-        request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long)
+        request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long, grammar)
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
@@ -205,15 +206,16 @@ class Engine:
         whose logits are not finite, ends alone, with the exception as its `error`."""
         try:
             events, budget, was_idle = [], self.chunk, not self.scheduler.decoding()
+            lag = 0 if any(request.grammar for request in self.requests.values()) else self.readback.lag
             while budget > 0 and (request := self.next_prompt()) is not None:
                 budget -= max(self.prefill(request), PREFILL_COST.get(self.device.type, PREFILL_CHUNK // 2))
-                events += self.read(self.readback.lag)
+                events += self.read(lag)
             if events and was_idle:
                 return events  # first tokens should not wait for a step
             if requests := self.scheduler.decoding():
                 step, launch = self.plan(requests)
                 self.readback.send(self.run(*step), launch)
-            return events + self.read(self.readback.lag if requests else 0)
+            return events + self.read(lag if requests else 0)
         except BaseException:
             self.reset()
             raise
@@ -264,7 +266,7 @@ class Engine:
                 slot.num_draft = end
             request.num_computed = end
             if request.is_active:
-                state.kind = request.sampling.kind
+                state.serve([(0, request)])
                 decide(state, self.model.head(h))
         except (RuntimeError, ValueError) as error:
             if lost_contact(error):
@@ -289,12 +291,11 @@ class Engine:
         # A drafter lacks at most the tokens since the prompt.
         self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)
         rows = self.rows(begin, end)
-        rows.state.kind = common_kind(request.sampling for request in requests)
         for request in requests:
             request.num_launched += 1
-        all_draft = all(request.draft for request in requests)
         launch = Launch([(request.slot.index - begin, request) for request in requests], time.perf_counter())
-        return (rows, min(length, self.max_seq_length), k, all_draft), launch
+        rows.state.serve(launch.requests)
+        return (rows, min(length, self.max_seq_length), k), launch
 
     def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
         """The range of rows for these slots. Compiled steps have one row or all; a CUDA graph has fixed addresses."""
@@ -303,11 +304,9 @@ class Engine:
             return 0, self.batch_size
         return begin, end
 
-    def run(
-        self, rows: Rows, length: int, k: int = 0, all_draft: bool = True, other: Tensor | None = None
-    ) -> StepResult:
-        """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided positions. Unless
-        `all_draft`, some rows decide without a draft. `other` (B, k) replaces the drafted tokens."""
+    def run(self, rows: Rows, length: int, k: int = 0, other: Tensor | None = None) -> StepResult:
+        """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided positions. `other`
+        (B, k) replaces the drafted tokens."""
         state, target, drafter = rows
         start = draft_end = mark(self.device)
         state.k, state.length = k, length + k
@@ -316,9 +315,7 @@ class Engine:
             self.draft_lag += 1
             self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
-            draft_end = run_round(
-                drafter, self.model, caches, state, self.draft_lag, self.maybe_compile, other, all_draft
-            )
+            draft_end = run_round(drafter, self.model, caches, state, self.draft_lag, self.maybe_compile, other)
             self.draft_lag = 0
         return self.result(state, drafter, k, (start, draft_end, mark(self.device)))
 

@@ -75,20 +75,21 @@ def accept(
 
 def run_round(
     drafter: "Drafter", model: Transformer, caches: Caches, state: nn.Module, lag: int, maybe_compile: Callable,
-    other: Tensor | None = None, all_draft: bool = True,
+    other: Tensor | None = None,
 ) -> object:  # fmt: skip
     """Decide 1 to K + 1 tokens of every row, K = state.k; returns the time between drafting and verifying.
 
-    `lag`: tokens that a row may have received since the last round. `other` (B, K) replaces the drafted tokens. Unless
-    `all_draft`, rows that state.drafts excludes are decided as in plain decoding.
+    `lag`: tokens that a row may have received since the last round. `other` (B, K) replaces the drafted tokens. Rows
+    that state.drafts excludes are decided as in plain decoding.
     """
     # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew from.
     if lag:
         drafter.catch_up(state, lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens instead of {state.k}"
-    draft_probs = draft_probs if all_draft else draft_probs * state.drafts[:, None, None]
+    draft_probs = draft_probs if state.all_draft else draft_probs * state.drafts[:, None, None]
     drafted_at, draft_tokens = mark(draft_tokens.device), draft_tokens if other is None else other
+    state.write_masks(draft_tokens)
     maybe_compile(verify_step, state, state.k)(model, caches, state, draft_tokens, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
     return drafted_at

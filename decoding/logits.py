@@ -1,6 +1,7 @@
 """Changes of logits before sampling, and log-probabilities of the unmodified logits.
 
     penalize        logit_bias and the penalties of every row, position by position
+    apply_masks     minus infinity for the tokens that a row's grammar forbids
     top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
 Any function of logits, tokens and positions may process logits too (Engine's `process`). Its result for a position must
@@ -30,6 +31,12 @@ def penalize(
         penalized = SETTINGS[name].penalty(penalized, value_by_name[name], *counts)
         is_penalized = is_penalized | (value_by_name[name] != SETTINGS[name].neutral)
     return torch.where(is_penalized, penalized, logits)
+
+
+def apply_masks(logits: Tensor, masks: Tensor) -> Tensor:
+    """logits (B, T, V), bits masks (B, T, W) int32 with 32 W >= V -> logits with minus infinity where a bit is 0."""
+    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1  # (B, T, W, 32)
+    return logits.masked_fill(bits.flatten(-2)[..., : logits.size(-1)] == 0, float("-inf"))
 
 
 def sums_by_id(ids: Tensor, weights: Tensor, V: int) -> Tensor:

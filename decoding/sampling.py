@@ -213,9 +213,9 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
 
 
-def common_kind(samplings: Iterable[Sampling]) -> str:
-    """The kind whose code serves all of these."""
-    return max((sampling.kind for sampling in samplings), key=KINDS.index)
+def common_kind(owners: Iterable) -> str:
+    """The kind whose code serves all of these samplings or requests."""
+    return max((owner.kind for owner in owners), key=KINDS.index)
 
 
 def _bits(p: Tensor) -> Tensor:

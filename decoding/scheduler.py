@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decoding.sampling import INVALID, Sampling
+from decoding.sampling import INVALID, PENALIZED, Sampling
 from decoding.slots import NO_TOKEN
 from decoding.timing import StepRecord, StepResult, TokenRecord, seconds_between
 
@@ -40,6 +40,7 @@ class Request:
     seed: int = 0
     draft: bool = True  # may its tokens be drafted?
     is_long: tuple[bool, ...] = ()  # for each model with caches: does longrope take it for a long text?
+    grammar: object = None  # of its answer: decoding/grammar.py
 
     slot: "Slot | None" = None
     num_computed: int = 0  # prompt positions that the target's cache holds
@@ -61,6 +62,11 @@ class Request:
     token_records: list[TokenRecord] = field(default_factory=list)  # with a drafter
     top_logprobs: list[list] = field(default_factory=list)
     token_probs: list[list[float]] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its sampling, or the one whose code also reads masks."""
+        return self.sampling.kind if self.grammar is None else PENALIZED
 
     @property
     def num_positions(self) -> int:

@@ -6,14 +6,14 @@
 This file knows no model, no step and no text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decoding.logits import penalize, top_logprobs
-from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, distribution
+from decoding.logits import apply_masks, penalize, top_logprobs
+from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_kind, distribution
 from tp import ALONE, Ranks
 
 NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
@@ -32,12 +32,13 @@ class State(nn.Module):
 
     def __init__(
         self, B: int, S: int, device: torch.device, K: int = 0, ranks: Ranks = ALONE,
-        process: Callable | None = None, logprobs: int | None = None,
+        process: Callable | None = None, logprobs: int | None = None, vocab_size: int = 0,
     ):  # fmt: skip
         super().__init__()
         self.process, self.num_top_logprobs, self.return_logprobs = process, logprobs, logprobs is not None
         self.kind, self.broadcast, self.parking = GREEDY, ranks.broadcast, S
         self.k = self.length = 0  # for drafters: tokens to draft in this round, positions filled after it
+        self.all_draft, self.constrained = True, []  # of `serve`; constrained: (row, request) pairs with a grammar
 
         def fixed(name: str, *shape: int, fill=0, dtype=torch.int64) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device))
@@ -52,6 +53,7 @@ class State(nn.Module):
         fixed("drafts", B, fill=True, dtype=torch.bool)  # may the row's tokens be drafted?
         fixed("values", B, len(SETTINGS), dtype=torch.float32)  # of the rows' samplings
         fixed("biases", B, 2, MAX_BIASES, dtype=torch.float32)
+        fixed("masks", B, K + 1, -(-vocab_size // 32), fill=-1, dtype=torch.int32)  # bits of the allowed tokens
         # The last step's decisions, for the host: tokens, then NO_TOKEN; accepted tokens, -1 if the row had no draft;
         # the sum of min(p, q) at each drafted position, -1 behind a row's draft; and whether drafting can go on.
         fixed("out", B, K + 1, fill=NO_TOKEN)
@@ -76,6 +78,24 @@ class State(nn.Module):
         self.stop_ids[slot] = torch.tensor(stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids)))
         self.values[slot] = request.sampling.values
         self.biases[slot] = request.sampling.biases
+        self.masks[slot].fill_(-1)
+
+    def serve(self, requests: Sequence[tuple[int, object]]) -> None:
+        """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks of their grammars."""
+        self.kind = common_kind(request for _, request in requests)
+        self.all_draft = all(request.draft for _, request in requests)
+        self.constrained = [(row, request) for row, request in requests if request.grammar is not None]
+        self.write_masks()
+
+    def write_masks(self, draft_tokens: Tensor | None = None) -> None:
+        """Write which tokens may come next, and which behind each of draft_tokens (B, K); all behind a wrong one."""
+        for row, request in self.constrained:
+            masks = request.grammar.masks(request.tokens, [] if draft_tokens is None else draft_tokens[row].tolist())
+            masks = masks[:, : self.masks.size(2)].to(self.masks.device)
+            num_rows, num_words = masks.shape
+            self.masks[row, :num_rows].zero_()  # forbids ids that only the model has
+            self.masks[row, :num_rows, :num_words] = masks
+            self.masks[row, num_rows:].fill_(-1)
 
     def activate(self, slot: int, num_tokens: int) -> None:
         """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""
@@ -94,8 +114,10 @@ class State(nn.Module):
         return penalize(logits, self.tokens, pos, self.prompt_length, self.values, self.biases)
 
     def process_logits(self, logits: Tensor, pos: Tensor) -> Tensor:
-        """logits (B, T, V) at pos (B, T) as tokens are drawn from them: penalized, then changed by `process`."""
+        """logits (B, T, V) at pos (B, T) as tokens are drawn from them: penalized, masked, changed by `process`."""
         logits = self.penalize(logits, pos)
+        if self.kind == PENALIZED:
+            logits = apply_masks(logits, self.masks[:, : logits.size(1)])
         return logits if self.process is None else self.process(logits, self.tokens, pos)
 
     def record_logprobs(self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:

@@ -22,6 +22,7 @@ import torch
 from cli.errors import print_error
 from cli.report import PLAIN_TOKEN, origin, rate, speculative
 from cli.session import Session
+from decoding.grammar import Grammar
 from decoding.scheduler import Request
 from decoding.timing import Timing
 from scripts.openai_form import Event, Refusal, TextRequest, Token
@@ -37,6 +38,7 @@ class Job:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.queue, self.created = loop, asyncio.Queue(), time.perf_counter()
         self.is_abandoned = False  # the client has left, or has its answer
+        self.grammar: Grammar | None = None  # of every answer
 
     def send(self, event: Event | Refusal) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is shutting down
@@ -61,6 +63,7 @@ class Row:
     ):  # fmt: skip
         self.job, self.text_request, self.index, self.ids = job, text_request, index, ids
         self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.grammar = job.grammar and job.grammar.copy()
         self.printer = session.printer([*text_request.stop, *stops])
         self.request: Request | None = None  # the engine's, once the row has a slot
         self.pending: list[Token] = []  # not sent yet
@@ -165,6 +168,7 @@ class Decoder:
             id = self.engine.add_request(
                 row.ids, sampling=row.text_request.sampling, max_new_tokens=max(1, row.max_new_tokens),
                 stop_ids=self.session.stop_ids, seed=row.seed, draft=row.text_request.draft,
+                grammar=row.grammar,
             )  # fmt: skip
             row.request, self.rows[id] = self.engine.requests[id], row
         except (RuntimeError, ValueError) as error:

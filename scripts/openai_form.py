@@ -10,6 +10,7 @@ This project adds the keys top_k, min_p, chat_template_kwargs, `draft` (false: d
 (true: list each token's text, origin, round, p, q and second). This file knows no HTTP and no model.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from loading.tokenizer import join_parts
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id"}  # as templates read them
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Values of unsupported keys that change nothing, and so are accepted.
@@ -60,6 +62,16 @@ def setting_type(hint: object) -> object:
     return Annotated[dict[ids, float], AfterValidator(lambda x: tuple({int(id): x[id] for id in x}.items()))] | None
 
 
+def answer_schema(x: object) -> dict:
+    """The JSON schema of a response_format."""
+    match x:
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return schema
+    raise ValueError('give {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {…}}}')
+
+
 HINTS = get_type_hints(Sampling)
 SETTINGS = {field.name: (setting_type(HINTS[field.name]), None) for field in fields(Sampling)}
 NonEmpty = Field(min_length=1)
@@ -75,6 +87,7 @@ class SharedKeys(BaseModel):
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
+    response_format: Annotated[dict | None, BeforeValidator(answer_schema)] = None
     tokens: bool = False
     draft: bool = True
 
@@ -113,27 +126,44 @@ class Completion(TextRequest):
     echo: bool = False
 
 
+class Function(BaseModel):
+    name: str
+    arguments: Annotated[dict, BeforeValidator(lambda x: json.loads(x) if isinstance(x, str) else x)]
+
+
+class ToolCall(BaseModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: Annotated[str, BeforeValidator(join_parts)]
+    content: Annotated[str | None, BeforeValidator(join_parts)] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
     def model_post_init(self, context: object) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        self.content = self.content or ""
         if keys := [key for key, value in self.model_extra.items() if value and key not in ("name", "refusal")]:
-            raise ValueError(f"{keys[0]:.99} is not supported: there are no tools")
+            raise ValueError(f"{keys[0]:.99} is not supported")
 
 
 class Chat(TextRequest):
     chat: ClassVar = True
     echo: ClassVar = False
     messages: Annotated[list[Message], NonEmpty]
+    tools: list[dict] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: Annotated[dict, AfterValidator(lambda names: check_names(names) or names)] = Field({})
 
     @property
     def prompts(self) -> list[list[dict]]:
-        return [[{"role": message.role, "content": message.content} for message in self.messages]]
+        return [[message.model_dump(include=MESSAGE_KEYS, exclude_none=True) for message in self.messages]]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -10,6 +10,7 @@ listens on this machine's loopback address unless --host names another; no reque
 
 import argparse
 import asyncio
+import functools
 import hmac
 import itertools
 import json
@@ -34,6 +35,7 @@ from cli.load import pick_device
 from cli.main import open_session
 from cli.prompts import conversation_ids, new_tokens
 from cli.report import greedy_text
+from decoding.grammar import Grammar, JsonGrammars
 from decoding.validation import check_lengths, check_settings
 from scripts.batches import Decoder, Job, Row
 from tp import ALONE
@@ -150,6 +152,7 @@ class Api:
             async with asyncio.timeout(args.answer_s):
                 request = read_request(await read_body(http_request), is_chat, self.name, self.session.sampling)
                 prompts = await job.loop.run_in_executor(self.encoder, self.encode_prompts, request)
+                job.grammar = await job.loop.run_in_executor(self.encoder, self.compile_grammar, request)
         except TimeoutError:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
         seed = next(self.seeds) if request.seed is None else request.seed
@@ -180,6 +183,19 @@ class Api:
             job.send(Refusal(f"not done after {self.args.answer_s:g} s, the server's --answer_s", None, 504, "timeout"))
         self.decoder.drop(job)
 
+    @functools.cached_property
+    def grammars(self) -> JsonGrammars:
+        return JsonGrammars(self.session.tokenizer, self.session.stop_ids)
+
+    def compile_grammar(self, request: TextRequest) -> Grammar | None:
+        """The grammar of a request's response_format. Refusal for a schema that cannot be obeyed."""
+        if request.response_format is None:
+            return None
+        try:
+            return self.grammars.compile(request.response_format)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"response_format: {error}", "response_format") from None
+
     def encode_prompts(self, request: TextRequest) -> list[tuple[list[int], int]]:
         """(ids, max_new_tokens) of every prompt. max_tokens is clipped to the room that the prompt leaves."""
         tokenizer, engine, encoded = self.session.tokenizer, self.session.engine, []
@@ -191,7 +207,9 @@ class Api:
         try:
             for prompt in request.prompts:
                 if request.chat:
-                    ids = conversation_ids(tokenizer, prompt, **request.chat_template_kwargs)
+                    if request.tools and tokenizer.template and "tools" not in tokenizer.template.source_for([]):
+                        raise ValueError("this model's chat template has no tools")
+                    ids = conversation_ids(tokenizer, prompt, tools=request.tools, **request.chat_template_kwargs)
                 else:
                     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 room = max(1, engine.max_seq_length - len(ids))
@@ -263,7 +281,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--api_key_file", metavar="FILE", help="a file that holds the key")
     add("--cors", action="append", metavar="ORIGIN", help="let pages of this origin use the server, such as"
         " http://localhost:3000; *: of any; may be repeated")  # fmt: skip
-    add("--model_alias", metavar="NAME", help="the model's name in requests; default: the checkpoint's")
+    add("--served_model_name", "--model_alias", dest="model_alias", metavar="NAME",
+        help="the model's name in requests; default: the checkpoint's")  # fmt: skip
     add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
     add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
     server_args, words = parser.parse_known_args(argv)

@@ -4,6 +4,7 @@ Expected answers come from `generate` on the same model, one prompt at a time wi
 process, so that none takes the seconds of importing torch.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import functools
@@ -11,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,8 +21,10 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 import torch
 from conftest import ROOT, started, status_of
@@ -280,6 +284,10 @@ def test_a_client_that_leaves_frees_its_row(server, plain_answer, tokenizer):
     assert server.ask("Once there was a", max_tokens=10).choices[0].text == plain_answer("Once there was a", 10)[0]
 
 
+def json_format(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
 REFUSED = {
     "an impossible penalty": ({"presence_penalty": 2.5}, 400, "presence_penalty"),
     "a bias of no token": ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
@@ -295,6 +303,9 @@ REFUSED = {
     "another model": ({"model": "gpt-4"}, 404, "model"),
     "an unknown key": ({"extra_body": {"mirostat": 2}}, 400, "mirostat"),
     "options of a stream": ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    "no format of answers": ({"extra_body": {"response_format": {"type": "xml"}}}, 400, "response_format"),
+    "no schema": ({"extra_body": {"response_format": {"type": "json_schema"}}}, 400, "response_format"),
+    "a broken schema": ({"extra_body": {"response_format": json_format({"type": "objct"})}}, 400, "response_format"),
     "both lengths": ({"extra_body": {"max_completion_tokens": 3}}, 400, "max_tokens"),
 }
 
@@ -348,7 +359,7 @@ def test_key_queue_and_time_are_bounded(serving):
     others = (
         "--api_key",
         "k",
-        "--model_alias",
+        "--served_model_name",
         "mine",
         "--cors",
         "http://a.example:3000",
@@ -421,8 +432,9 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     neutral = {"presence_penalty": 0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "user": "me"}
     ask = read_request({"messages": [{"role": "user", "content": "a"}], **neutral}, True, "m", Sampling(0.5))
     assert ask.sampling == Sampling(0.5) and ask.prompts == [[{"role": "user", "content": "a"}]]
-    with pytest.raises(Refusal):
-        read_request({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, True, "m", Sampling())
+    for message in ({"content": "a", "tool_calls": [{}]}, {"content": None}, {}, {"content": "a", "audio": {"id": 1}}):
+        with pytest.raises(Refusal, match="messages"):
+            read_request({"messages": [{"role": "user", **message}]}, True, "m", Sampling())
     with pytest.raises(Refusal):
         read_request({"prompt": "a", "temperature": math.nan}, False, "m", Sampling())
     chat = {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}
@@ -433,6 +445,21 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     assert [request.num_logprobs for request in numbers] == [3, None]
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
+
+
+def test_the_pages_table_of_other_servers_keys_is_true():
+    page = (ROOT / "docs" / "serve.md").read_text().partition("## Keys of other servers")[2].partition("\n\nPaths")[0]
+    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 10
+    for keys, _, here in rows:
+        for key in re.findall(r"`(\w+)`", keys):
+            body = {"messages": [{"role": "user", "content": "a"}], key: "value"}
+            if here.strip().startswith("ignored"):
+                read_request(body, True, "m", Sampling())
+                continue
+            with pytest.raises(Refusal) as caught:
+                read_request(body, True, "m", Sampling())
+            assert caught.value.body["error"]["param"] == key
 
 
 def test_seeds_are_int64_and_decide_an_answer(server):
@@ -510,6 +537,85 @@ def test_max_tokens_are_clipped_to_the_room_that_the_prompt_leaves(server, token
 
 
 @pytest.mark.long
+class Pet(pydantic.BaseModel, extra="forbid"):
+    kind: Literal["cat", "dog"]
+    age: int = pydantic.Field(ge=0, le=9)
+
+
+def test_answers_obey_a_schema_drafted_or_not_beside_free_ones(server, plain_answer):
+    """Streamed too, with several answers, and through the client's parser."""
+    schema = Pet.model_json_schema()
+    options = {"extra_body": {"response_format": json_format(schema)}, "prompt": "Tom has a", "max_tokens": 120}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        free = pool.submit(server.ask, PROMPTS[0])
+        sampled = pool.submit(server.ask, **options, temperature=1, n=3)
+        greedy = server.ask(**options).choices[0]
+        assert free.result().choices[0].text == plain_answer(PROMPTS[0])[0]
+    for choice in (greedy, *sampled.result().choices):
+        assert choice.finish_reason == "stop" and Pet.model_validate_json(choice.text, strict=True)
+    assert greedy.timings["speculative"]["drafted"] > 0
+    plain = server.ask(**{**options, "extra_body": {**options["extra_body"], "draft": False}}).choices[0]
+    assert plain.text == greedy.text and plain.timings["speculative"] is None
+    assert "".join(chunk.choices[0].text for chunk in server.ask(**options, stream=True)) == greedy.text
+    short = server.ask(**{**options, "max_tokens": 3}).choices[0]
+    assert short.finish_reason == "length" and greedy.text.startswith(short.text)
+    chat = {"messages": [{"role": "user", "content": "Tom has a"}], "model": "demo", "max_tokens": 120}
+    assert isinstance(server.client.chat.completions.parse(**chat, response_format=Pet).choices[0].message.parsed, Pet)
+    answer = server.client.chat.completions.create(**chat, temperature=0, response_format={"type": "json_object"})
+    assert answer.choices[0].message.content.startswith("{")
+
+
+def test_an_agent_frameworks_client(server):
+    """pydantic-ai: text, a stream, and an answer of a type."""
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    options = {"model_settings": {"temperature": 0, "max_tokens": 120}}
+    agent = Agent(OpenAIChatModel("demo", provider=provider), instructions="Be brief.")
+    text = agent.run_sync("Tom has a", **options).output
+    assert len(text) > 20
+
+    async def stream() -> str:
+        async with agent.run_stream("Tom has a", **options) as result:
+            return "".join([part async for part in result.stream_text(delta=True)])
+
+    assert asyncio.run(stream()) == text
+    agent = Agent(OpenAIChatModel("demo", provider=provider), output_type=NativeOutput(Pet))
+    assert isinstance(agent.run_sync("Tom has a", **options).output, Pet)
+
+
+def test_tools_and_their_results_reach_the_template(serving, tmp_path):
+    """The raw text comes back; a template that mentions no tools refuses them (the demo's folder has none)."""
+    folder = tmp_path / "folder"
+    shutil.copytree(DEMO, folder)
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %} {{ c.function.name }}({{ c.function.arguments.name }}){% endfor %} "
+        "{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    running = serving("--checkpoint", str(folder))
+    call = {"id": "1", "type": "function", "function": {"name": "call", "arguments": '{"name": "Max"}'}}
+    messages = [
+        {"role": "user", "content": "Tom"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "barks"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "call", "parameters": {}}}]
+    ask = functools.partial(running.client.chat.completions.create, model="folder", max_tokens=8, temperature=0)
+    text = ask(messages=messages, tools=tools).choices[0].message.content
+    prompt = load_tokenizer(folder).parse("call Tom  call(Max) barks ")
+    assert text == running.ask(prompt, model="folder", max_tokens=8).choices[0].text
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    running = serving("--checkpoint", str(folder))
+    body = json.dumps({"messages": messages[:1], "tools": tools}).encode()
+    status, answer = running.raw("/v1/chat/completions", body)
+    assert status == 400 and "template has no tools" in answer["error"]["message"]
+    body = json.dumps({"messages": messages[:1], "tools": tools, "tool_choice": "required"}).encode()
+    assert running.raw("/v1/chat/completions", body)[1]["error"]["param"] == "tool_choice"
+
+
 def test_the_evaluation_harness_gets_eval_lms_figures(serving):
     """Through the server's echoed log-probabilities, in float32: other shapes, the same figures."""
     from lm_eval import simple_evaluate

@@ -13,6 +13,7 @@ from test_dflash import dflash_folder
 from test_drafts import eagle_folder, pard_folder
 
 import decoding.scheduler as scheduler
+import decoding.slots
 import generate as program
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
@@ -200,7 +201,7 @@ def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
     elif broken == "parking":
         monkeypatch.setattr(program.State, "park", lambda self, slot: self.done[slot].fill_(False))
     else:
-        monkeypatch.setattr(program, "common_kind", lambda samplings: next(iter(samplings)).kind)
+        monkeypatch.setattr(decoding.slots, "common_kind", lambda requests: next(iter(requests)).kind)
     wrong = set()
     for seed in (7, 13):
         wrong |= set(parted(model_of(), "none", 5, seed=seed))

@@ -1,0 +1,73 @@
+"""Grammars of answers as bit masks, so that a request decodes JSON that obeys a schema.
+
+    JsonGrammars    JSON schemas -> Grammar, for one tokenizer; the library llguidance reads the schemas
+    Grammar         the state of one answer; `masks` says which tokens may follow, also behind drafted ones
+
+A drafter may propose any token: the masks change the target's logits, and verification decides by these. The engine
+(add_request) takes any object with such a `masks`. This file knows the bytes of tokens, and no model.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+# A space, or a new line with its indent: models repeat whitespace to the end of their context where they may.
+OPTIONS = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,16}"}
+
+
+class JsonGrammars:
+    """Grammars for the answers of a loading.tokenizer.Tokenizer, which one of stop_ids ends. ValueError without
+    llguidance or without stop_ids."""
+
+    def __init__(self, tokenizer, stop_ids: Collection[int]):
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError("JSON answers need llguidance: pip install llguidance") from None
+        if not stop_ids:
+            raise ValueError("JSON answers need an end token: the model has none, or --ignore_eos ignores it")
+        self.matcher_type, self.stop_ids, self.to_ids = llguidance.LLMatcher, sorted(stop_ids), tokenizer.to_ids
+        # Attributes that TokenizerWrapper reads.
+        self.tokens, self.special_token_ids = tokenizer.pieces(), sorted(tokenizer.specials.values())
+        self.bos_token_id, self.eos_token_id = None, self.stop_ids[0]
+        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=self.stop_ids)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of text inside an answer. The control character keeps sentencepiece from putting a space in front."""
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return self.to_ids("\x02" + text)[len(self.to_ids("\x02")) :]
+
+    def compile(self, schema: dict) -> "Grammar":
+        """ValueError for a schema that is broken, contradictory, too large, or has unsupported keys."""
+        grammar = self.matcher_type.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
+        matcher = self.matcher_type(self.tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError("the schema: " + " ".join(matcher.get_error().split())[:300])
+        return Grammar(matcher, self.stop_ids)
+
+
+class Grammar:
+    def __init__(self, matcher, stop_ids: Collection[int]):
+        self.matcher, self.stop_ids, self.num_consumed = matcher, stop_ids, 0
+
+    def copy(self) -> "Grammar":
+        """The same grammar for another answer; call it before the first `masks`."""
+        return Grammar(self.matcher.deep_copy(), self.stop_ids)
+
+    def masks(self, tokens: Sequence[int], draft_tokens: Sequence[int] = ()) -> Tensor:
+        """int32 (n, W), n <= 1 + K: bit i of word w allows token 32 w + i after `tokens`, the answer so far, and then
+        after each of K draft_tokens, up to one that is not allowed or ends the answer. Zeros if the grammar failed."""
+        self.matcher.consume_tokens(tokens[self.num_consumed :])
+        self.num_consumed, rows = len(tokens), [self.mask()]
+        for id in draft_tokens:
+            if id in self.stop_ids or not self.matcher.try_consume_tokens([id]):
+                break
+            rows.append(self.mask())
+        self.matcher.rollback(len(rows) - 1)
+        return torch.stack(rows)
+
+    def mask(self) -> Tensor:
+        mask = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
+        return torch.zeros_like(mask) if self.matcher.is_error() else mask
