@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 import cli.main
-from cli.flags import check_options, parse_args
+from cli.flags import parse_args
 from cli.main import run
 from cli.page import page
 
@@ -92,18 +92,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_loading(flags, message,
 
 def test_other_runs_record_nothing(monkeypatch, tmp_path):
     records = []
-
-    def record(session, *args):
-        records.append(session.engine.state.return_logprobs)
-        return iter(())
-
-    monkeypatch.setattr(cli.main.Session, "decode", record)
+    monkeypatch.setattr(cli.main, "report", lambda timings, engine: records.append(engine.state.return_logprobs))
     for flags in ([], ["--report", str(tmp_path / "report.html")]):
-        args = parse_args([*flags, "--max_new_tokens", "2", "--device", "cpu"])
-        check_options(args)
-        monkeypatch.setattr(cli.main, "write_report", lambda *args: None)
-        monkeypatch.setattr(cli.main, "report", lambda *args: None)
-        run(args)
+        run(parse_args([*flags, "--max_new_tokens", "2", "--device", "cpu"]))
     assert records == [False, True]
 
 
