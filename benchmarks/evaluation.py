@@ -112,7 +112,11 @@ def run(args: argparse.Namespace) -> list[dict]:
         lines = "".join(json.dumps(document) + "\n" for document in documents(args.documents))
         Path(folder, "documents.jsonl").write_text(lines, "utf-8")
         worker_args = json.dumps(vars(args) | {"write": None, "folder": folder})
-        workers = {program: Worker("benchmarks.evaluation", "--worker", program, worker_args) for program in programs}
+        # cli/ sets this for this project alone.
+        spin_count, workers = {"GOMP_SPINCOUNT": os.environ.pop("GOMP_SPINCOUNT", "10000")}, {}
+        for program in programs:
+            env = None if program == "transformers" else spin_count
+            workers[program] = Worker("benchmarks.evaluation", "--worker", program, worker_args, env=env)
         try:
             for task in TASKS:
                 answers, _ = in_turn(workers, args.rounds, [{"method": "evaluate", "task": task}])
