@@ -123,15 +123,15 @@ def run(args: argparse.Namespace) -> list[dict]:
                 rates = {program: [answer["rate"] for answer in answers[program]] for program in programs}
                 first = {program: answers[program][0] for program in programs}
                 metrics = ", ".join(f"{program} {first[program]['metric']:.3f}" for program in programs)
-                note = f"{args.documents} documents, batches of {args.batch_size}, {args.dtype}; scores: {metrics}"
+                comment = f"{args.documents} documents, batches of {args.batch_size}, {args.dtype}; scores: {metrics}"
                 if first["quickdraft"]["texts"]:
                     pairs = zip(first["quickdraft"]["texts"], first["transformers"]["texts"], strict=True)
-                    note += f"; {sum(a == b for a, b in pairs)} texts equal"
-                rows += [row(f"{name}.eval.{task}.{program}.documents_s", rates[program], "documents/s", note)
+                    comment += f"; {sum(a == b for a, b in pairs)} texts equal"
+                rows += [row(f"{name}.eval.{task}.{program}.documents_s", rates[program], "documents/s", comment)
                          for program in programs]  # fmt: skip
                 rows += [
                     row(f"{name}.eval.{task}.{'drafted.' * (program == 'drafted')}vs_transformers",
-                        ratios(rates[program], rates["transformers"]), "ratio", note)
+                        ratios(rates[program], rates["transformers"]), "ratio", comment)
                     for program in programs if program != "transformers"
                 ]  # fmt: skip
         finally:

@@ -83,9 +83,10 @@ def section(answer: Answer, engine: Engine) -> dict:
     labels = (f"{key} {value}" for key, value in row.labels().items())
     numbers, last = step_numbers(request), len(printer.ids) - 1
     texts = [*printer.pieces[:last], "".join(printer.pieces[last:])]  # the end of a text may come after its last token
-    ends = list(itertools.accumulate((step.seconds for step in request.steps), initial=request.prefill_s))
+    end_times = list(itertools.accumulate((step.seconds for step in request.steps), initial=request.prefill_s))
     tokens = [
-        token_of(request, i, text, number + 1, ends[number], 0) for i, (text, number) in enumerate(zip(texts, numbers))
+        token_of(request, i, text, number + 1, end_times[number], 0)
+        for i, (text, number) in enumerate(zip(texts, numbers))
     ]
     return {
         "prompt": row.text, "label": ", ".join([*filter(None, [row.location]), *labels]),
