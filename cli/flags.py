@@ -151,9 +151,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ordered", action="store_true", help="--json in the file's order; default: each line as soon as its row ends")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
         " before penalties, temperature and filters")  # fmt: skip
+    add("--report", metavar="FILE", help="a page of the answers: each token's origin, p and q, acceptance along the"
+        " text, cost by K; records log-probabilities as --logprobs 0 does")  # fmt: skip
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
     args = parser.parse_args(argv)
     args.json = args.json or args.output is not None
+    args.logprobs = 0 if args.report and args.logprobs is None else args.logprobs
     if args.prompt_file is None:
         args.batch_size = args.batch_size or args.num_samples
     return args
@@ -175,7 +178,7 @@ def check_options(args: argparse.Namespace) -> None:
         (args.system and not args.interactive, "--system needs --interactive"),
         ((args.chat_template_kwargs or args.tools is not None or args.prefill) and not chats,
          "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive or a --prompt_file of them"),
-        (args.logprobs is not None and (args.logprobs < 0 or not args.json),
+        (args.logprobs is not None and (args.logprobs < 0 or not (args.json or args.report)),
          f"--logprobs {args.logprobs} must be a number from 0 on, and needs --json"),
         (sys.stdin is None and (args.interactive or args.prompt_file == "-"),
          "stdin is closed, which --interactive and --prompt_file - read: give --prompt or a file"),
@@ -193,11 +196,14 @@ def check_options(args: argparse.Namespace) -> None:
         (world % tp, f"--tp {tp}: {world} ranks cannot be divided into replicas of {tp}"),
         (tp < world and not args.prompt_file,
          f"--tp {tp}: {world} ranks are {world // tp} replicas, which share the lines of a --prompt_file: give one"),
+        (args.report and (args.interactive or tp < world),
+         "--report is for the answers of one replica: not with --interactive or --tp"),
+        (args.report and Path(args.report).is_dir(), f"--report {args.report} is a folder: name a file in it"),
         (args.prompt_cache and launched(), "--prompt_cache is one process's: start it without torchrun"),
         *((file and not os.access(Path(file).resolve().parent, os.W_OK),
            f"--{name} {file}: its folder does not exist or cannot be written to")
           for name, file in (("profile", args.profile), ("prompt_cache", args.prompt_cache),
-                             ("draft_memory", args.draft_memory))),
+                             ("draft_memory", args.draft_memory), ("report", args.report))),
     ):  # fmt: skip
         if wrong:
             raise ValueError(message)

@@ -20,6 +20,7 @@ from cli.errors import end_with_launcher, ending_plainly, free_memory, print_err
 from cli.flags import check_options, parse_args, speculate_k
 from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
 from cli.output import Output, ResultFile, print_skipped, unanswered
+from cli.page import write_report
 from cli.pipe import is_open_pipe, piped_answers
 from cli.prompt_cache import PromptCache
 from cli.prompts import Request, encoded, requests, sampling_of
@@ -84,6 +85,8 @@ def main(args: argparse.Namespace | None = None) -> None:
                 output.wait_for_others(len(rows))
         if output.answers:
             report(output.timings(), session.engine)
+        if args.report and replicas.is_root:
+            write_report(args, output.answers, session.engine)
         output.print_total()
         has_errors = bool(broken or refused or output.has_errors)
         if everyone.broadcast_object(has_errors):  # no rank may end before the others by its exit status
@@ -96,7 +99,7 @@ run = main.__wrapped__
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """Settings that must be equal on all ranks. Paths may differ between machines."""
     files = ("checkpoint", "draft_checkpoint", "draft_memory", "random_weights", "prompt_file", "output", "profile",
-             "tools")  # fmt: skip
+             "report", "tools")  # fmt: skip
     flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **flag_values}

@@ -20,16 +20,16 @@ from collections.abc import AsyncIterator, Sequence
 import torch
 
 from cli.errors import print_error
-from cli.report import PLAIN_TOKEN, origin, rate, speculative
+from cli.page import MIN_LOGPROB, Token, token_of
+from cli.report import rate, speculative
 from cli.session import Session
 from decoding.grammar import Grammar
 from decoding.scheduler import Request
 from decoding.timing import Timing
-from scripts.openai_form import Event, Refusal, TextRequest, Token
+from scripts.openai_form import Event, Refusal, TextRequest
 
 HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
 FRAME_S = 1 / 30  # tokens of one frame are sent together, because an event costs the decoding thread time
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class Job:
@@ -74,22 +74,16 @@ class Row:
     def feed(self, number: int) -> None:
         """Add token `number` of the answer. Send pending tokens when a frame is over, never within a step."""
         request, printer, num_pieces = self.request, self.printer, len(self.printer.pieces)
-        id, record = request.tokens[number], request.token_records[number] if request.token_records else None
-        printer.feed(id)
+        record = request.token_records[number] if request.token_records else None
+        printer.feed(request.tokens[number])
         is_last = request.finish_reason is not None and number + 1 == len(request.tokens)
         self.is_finished = printer.at_stop_string or is_last
         if self.is_finished:
             printer.close()
         self.num_rounds += record is None or record.index == 0
-        token = Token(
-            id, "".join(printer.pieces[num_pieces:]), origin(record) if record else PLAIN_TOKEN, self.num_rounds,
-            request.prefill_s + request.decode_s,
-        )  # fmt: skip
-        if self.returns_logprobs:
-            pairs = request.top_logprobs[number][: 1 + (self.text_request.num_logprobs or 0)]
-            (p, q), is_drafted = request.token_probs[number], record is not None and record.index < record.k
-            token = token._replace(p=p, top_logprobs=[(int(id), max(x, MIN_LOGPROB)) for id, x in pairs])
-            token = token._replace(q=q, overlap=record.overlap) if is_drafted else token
+        text, at = "".join(printer.pieces[num_pieces:]), request.prefill_s + request.decode_s
+        num_logprobs = (self.text_request.num_logprobs or 0) if self.returns_logprobs else None
+        token = token_of(request, number, text, self.num_rounds, at, num_logprobs)
         self.pending += [token] if self.max_new_tokens else []
         ends_step = record is None or record.index >= record.accepted
         if not self.is_finished and ends_step and time.perf_counter() > self.sent + FRAME_S:

@@ -2,6 +2,7 @@
 
     QuickdraftLM    the harness's interface to a model: log-likelihoods, rolling ones, generation, the chat template
     score           rows of tokens -> log-likelihoods of the tokens that follow their last positions
+    score_branches  the same for several continuations of a context, which runs once
     sampling_of     a task's generation settings -> Sampling; refuses settings that would change the text
     run, main       the command line: the harness's own table on stdout, all else on stderr
 
@@ -21,6 +22,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import ending_plainly, fail
@@ -31,7 +33,7 @@ from generate import Engine
 from loading.files import write_atomically
 from loading.quantization import HEAD_HELP
 from loading.tokenizer import StopStrings, Tokenizer
-from model import Transformer
+from model import Caches, Transformer
 from quantize import SCHEMES
 from tp import ALONE
 
@@ -49,19 +51,27 @@ MAX_GEN_TOKS = 256  # the harness's default for tasks without their own
 ANSWER_END = "\ufdd2"  # a noncharacter; marks in a rendered template where a task's beginning of an answer ends
 
 
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    T = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)  # (B, T)
+
+
 @torch.inference_mode()
 def score(
-    model: Transformer, rows: Sequence[Sequence[int]], continuations: Sequence[tuple[int, Sequence[int]]]
-) -> list[tuple[float, bool]]:
+    model: Transformer, rows: Sequence[Sequence[int]], continuations: Sequence[tuple[int, Sequence[int]]],
+    starts: Tensor | None = None, caches: Caches | None = None,
+) -> list[tuple[float, bool]]:  # fmt: skip
     """(log-likelihood in nats, is every token the most likely one?) of each continuation. A continuation is (index of a
     row, target tokens): one target follows each of the row's last positions.
 
     Rows are padded at the end, which no earlier position attends to. Only the positions of continuations go through the
-    head, because all logits (B, T, V) would take 2 GB for a row of 4096 tokens and a vocabulary of 128k.
+    head, because all logits (B, T, V) would take 2 GB for a row of 4096 tokens and a vocabulary of 128k. `starts` (B,):
+    the positions of the rows' first tokens; `caches` have the positions before them.
     """
-    device, T = model.norm.weight.device, max(map(len, rows))
-    tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)  # (B, T)
-    hidden = model.hidden(tokens, torch.arange(T, device=device))  # (B, T, D)
+    device = model.norm.weight.device
+    tokens = padded(rows, device)
+    pos = torch.arange(tokens.size(1), device=device)  # (T,), or (B, T) with starts
+    hidden = model.hidden(tokens, pos if starts is None else starts[:, None] + pos, caches)  # (B, T, D)
     positions = [(row, len(rows[row]) - n) for row, targets in continuations for n in range(len(targets), 0, -1)]
     row, position = torch.tensor(positions, device=device).unbind(1)  # (N,) each
     target = torch.tensor([id for _, targets in continuations for id in targets], device=device)  # (N,)
@@ -76,6 +86,24 @@ def score(
     if any(math.isnan(total) for total, _ in results):
         raise ValueError("the model's logits are not finite")
     return results
+
+
+@torch.inference_mode()
+def score_branches(
+    model: Transformer, prefixes: Sequence[Sequence[int]], branches: Sequence[Sequence[tuple[Sequence[int], list]]]
+) -> Iterator[list[tuple[float, bool]]]:
+    """Scores of the continuations of each prefix, which runs once. A branch is (tokens behind the prefix, its
+    continuations, each of target tokens): every one overwrites the positions of the one before. Yields the scores of
+    the first branch of all prefixes, then those of the second."""
+    device = model.norm.weight.device
+    starts = torch.tensor([len(prefix) for prefix in prefixes], device=device)  # (B,)
+    length = max(map(len, prefixes))
+    caches = model.make_caches(len(prefixes), length + max(len(branch[0]) for row in branches for branch in row))
+    model.hidden(padded(prefixes, device), torch.arange(length, device=device), caches.slice_to(length))
+    for number in range(max(map(len, branches))):
+        rows = [row[min(number, len(row) - 1)][0] for row in branches]
+        continuations = [(i, t) for i, row in enumerate(branches) if number < len(row) for t in row[number][1]]
+        yield score(model, rows, continuations, starts, caches)
 
 
 def sampling_of(settings: dict) -> Sampling:
@@ -172,7 +200,7 @@ class QuickdraftLM(TemplateLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """Requests are (strings or None, context ids, continuation ids). The inherited `loglikelihood` has encoded the
         two texts together and moved spaces from the context's end to the continuation. Requests with the same input
-        tokens, such as choices of one token each, share a row."""
+        tokens, such as choices of one token each, share a row; rows with the same context run it once."""
         numbers_by_row: dict[tuple[int, ...], list[int]] = {}
         for number, (strings, context, continuation) in enumerate(requests):
             if not 1 <= len(continuation) <= self.max_length:
@@ -185,17 +213,38 @@ class QuickdraftLM(TemplateLM):
             numbers_by_row.setdefault(row, []).append(number)
         self._report_truncated(sum(len(a) + len(b) > self.max_length + 1 for _, a, b in requests), len(requests))
         results: list = [None] * len(requests)
-        rows = sorted(numbers_by_row, key=len, reverse=True)  # if one does not fit in memory, the first one fails
+        branches: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # prefix -> rows that continue it, such as choices
+        for row, numbers in numbers_by_row.items():
+            num_targets = max(len(requests[number][2]) for number in numbers)
+            branches.setdefault(row[:-num_targets], []).append(row)
+        config, longest = self.model.config, max(len(continuation) for _, _, continuation in requests)
+        # Padding must fit in the context. longrope depends on a row's last position, so it shares nothing.
+        limit = 0 if config.rope_long else config.max_seq_length - longest
+        shared = {prefix: rows for prefix, rows in branches.items() if 0 < len(prefix) <= limit and len(rows) > 1}
+        rows = {row for rows in branches.values() for row in rows} - {row for rows in shared.values() for row in rows}
+        rows = sorted(rows, key=len, reverse=True)  # if one does not fit in memory, the first one fails
+        prefixes = sorted(shared, key=len, reverse=True)
         with tqdm(total=len(requests), desc="score", leave=False, disable=disable_tqdm) as bar:
-            for start in range(0, len(rows), self.batch_size):
-                batch = rows[start : start + self.batch_size]
-                numbers = [(i, number) for i, row in enumerate(batch) for number in numbers_by_row[row]]
-                scores = score(self.model, batch, [(i, requests[number][2]) for i, number in numbers])
-                for (_, number), result in zip(numbers, scores):
+
+            def add(numbers: list[int], scores: list[tuple[float, bool]]) -> None:
+                for number, result in zip(numbers, scores, strict=True):
                     results[number] = result
                     if requests[number][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[number][0], result)
                 bar.update(len(numbers))
+
+            for start in range(0, len(prefixes), self.batch_size):
+                batch = prefixes[start : start + self.batch_size]
+                targets = {row: [requests[n][2] for n in numbers_by_row[row]] for p in batch for row in shared[p]}
+                parts = [[(row[len(prefix) :], targets[row]) for row in shared[prefix]] for prefix in batch]
+                for branch, scores in enumerate(score_branches(self.model, batch, parts)):
+                    branch_rows = [shared[prefix][branch] for prefix in batch if branch < len(shared[prefix])]
+                    add([number for row in branch_rows for number in numbers_by_row[row]], scores)
+            for start in range(0, len(rows), self.batch_size):
+                batch = rows[start : start + self.batch_size]
+                numbers = [(i, number) for i, row in enumerate(batch) for number in numbers_by_row[row]]
+                scores = score(self.model, batch, [(i, requests[number][2]) for i, number in numbers])
+                add([number for _, number in numbers], scores)
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:

@@ -3,7 +3,7 @@
     Refusal             an error as OpenAI's clients expect it, with its HTTP status
     TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add their own
     read_request        a checked request; a key that this server cannot honour is refused by name
-    Token, Event        the tokens that one step decided for one answer
+    Event               the tokens that one step decided for one answer
     Answer              the objects of one request's answers: chunks of a stream, or complete choices
 
 This project adds the keys top_k, min_p, chat_template_kwargs, `draft` (false: decode without the draft) and `tokens`
@@ -19,11 +19,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, get_origin, get_typ
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
+from cli.page import Token
 from cli.prompts import check_names
 from decoding.sampling import Sampling
 from loading.tokenizer import join_parts
 
-ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id"}  # as templates read them
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
@@ -198,21 +198,6 @@ def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> Te
 # ---------------------------------------------------------------------------------------------- answers
 
 
-class Token(NamedTuple):
-    """A token of an answer: the text that it adds, its origin, the number of its round, and that round's probabilities
-    p of the target and q of the draft. at: seconds of decoding until it was decided."""
-
-    id: int
-    text: str
-    origin: int = 0
-    round: int = 0
-    at: float = 0.0
-    p: float | None = None
-    q: float | None = None
-    overlap: float | None = None  # sum of min(p, q) over the vocabulary
-    top_logprobs: Sequence[tuple[int, float]] | None = None  # (id, log-probability), its own first; None: not recorded
-
-
 class Event(NamedTuple):
     """New tokens of answer `index` of a request; `ending`, once: its finish_reason and timings."""
 
@@ -262,11 +247,7 @@ class Answer:
             logprobs = self.chat_logprobs(event.tokens) if request.chat else self.completion_logprobs(event)
         choice = {"index": event.index, **content, "logprobs": logprobs, "finish_reason": ending.get("finish_reason")}
         if request.tokens and event.tokens:
-            choice["tokens"] = [
-                {"origin": ORIGINS[token.origin], "logprob": token.top_logprobs and token.top_logprobs[0][1]}
-                | {key: getattr(token, key) for key in ("text", "round", "at", "p", "q", "overlap")}
-                for token in event.tokens
-            ]
+            choice["tokens"] = [token.as_json() for token in event.tokens]
         return choice | ({"timings": ending["timings"]} if ending else {})
 
     def chat_logprobs(self, tokens: list[Token]) -> dict:

@@ -33,6 +33,7 @@ from cli.flags import Parser, check_options, positive
 from cli.flags import parse_args as generate_flags
 from cli.load import pick_device
 from cli.main import open_session
+from cli.page import page
 from cli.prompts import conversation_ids, new_tokens
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
@@ -62,7 +63,7 @@ POLICY = (
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "json", "profile", "show_drafts",
-                 "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache")  # fmt: skip
+                 "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache", "report")  # fmt: skip
 
 
 def json_response(body: dict, status: int = 200) -> Response:
@@ -76,7 +77,7 @@ class Api:
     def __init__(self, args: argparse.Namespace, decoder: Decoder, hosts: set[str] | None):
         self.args, self.decoder, self.session, self.hosts = args, decoder, decoder.session, hosts
         self.name = args.model_alias or Path(args.random_weights or args.checkpoint).resolve().name
-        self.pieces, self.html = self.session.tokenizer.pieces(), Path(__file__).with_suffix(".html").read_text("utf-8")
+        self.pieces, self.html = self.session.tokenizer.pieces(), page(Path(__file__).with_suffix(".html"))
         self.created, self.seeds = int(time.time()), itertools.count(args.seed)  # seeds of requests without one
         self.encoder = ThreadPoolExecutor(1)  # encodes one prompt after the other: templates share a process
 

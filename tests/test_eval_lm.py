@@ -142,7 +142,7 @@ def test_exactly_what_fits_is_not_cut(model, tokenizer, capsys):
     lm = QuickdraftLM(model, tokenizer, max_length=40)
     ids = [1, *tokenizer.encode(STORY, bos=False)[:41]]
     inputs = []
-    hidden, model.hidden = model.hidden, lambda tokens, pos: inputs.append(tokens.tolist()) or hidden(tokens, pos)
+    hidden, model.hidden = model.hidden, lambda tokens, *rest: inputs.append(tokens.tolist()) or hidden(tokens, *rest)
     try:
         (fits,) = lm._loglikelihood_tokens([(None, ids[:38], ids[38:41])], disable_tqdm=True)
         assert "first tokens" not in capsys.readouterr().err
@@ -152,6 +152,28 @@ def test_exactly_what_fits_is_not_cut(model, tokenizer, capsys):
     assert inputs == [[ids[:40]], [ids[1:41]]] and "1 of 1" in capsys.readouterr().err
     assert abs(fits[0] - direct(model, ids[:41], 3)[0]) < PER_TOKEN * 3
     assert abs(truncated[0] - direct(model, ids[1:42], 3)[0]) < PER_TOKEN * 3
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_choices_run_their_context_once(model, tokenizer, batch_size):
+    """Contexts and choices of unequal lengths, some near the context's end, and one request without a sibling."""
+    contexts = [STORY[:n] for n in (200, 61, 340)] + [tokenizer.decode(tokenizer.encode(STORY * 3)[:505])]
+    arguments = [(context, f" {choice}") for context in contexts for choice in ("a", "ball", "the park and a dog")]
+    arguments = [arguments[0], ("Tim", " ran"), *arguments[1:]]
+    num_inputs, hidden = [], model.hidden
+    lm = QuickdraftLM(model, tokenizer, batch_size=batch_size)
+    want = [direct(model, *encoded(tokenizer, *pair)) for pair in arguments]
+    model.hidden = lambda tokens, *rest: num_inputs.append(tokens.numel()) or hidden(tokens, *rest)
+    try:
+        results = lm.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True)
+        num_inputs.clear()
+        lm.loglikelihood(requests("loglikelihood", arguments[4:7]), disable_tqdm=True)
+    finally:
+        del model.hidden
+    for (got, is_top), (log_p, top), pair in zip(results, want, arguments, strict=True):
+        num_targets = encoded(tokenizer, *pair)[1]
+        assert abs(got - log_p) < PER_TOKEN * num_targets and is_top == top, pair
+    assert sum(num_inputs) < 0.8 * sum(len(encoded(tokenizer, *pair)[0]) for pair in arguments[4:7])
 
 
 def test_only_continuations_go_through_the_head(lm, model, tokenizer):

@@ -69,7 +69,7 @@ def slow_after_first(cases: list[str]) -> list:
 
 @pytest.mark.parametrize("command", slow_after_first(commands()))
 def test_command_runs(command):
-    outputs = [ROOT / name for name in re.findall(r"--(?:output|prompt_cache) (\S+)", command)]
+    outputs = [ROOT / name for name in re.findall(r"--(?:output|prompt_cache|report) (\S+)", command)]
     remove(outputs)
     names = f'python() {{ {sys.executable} "$@"; }}; torchrun() {{ python -m torch.distributed.run "$@"; }}'
     script = f"{names}; {command}"
