@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import loading.checkpoint as checkpoint
 from loading.files import complete_folder
-from loading.quantization import HEAD_HELP, head_scheme, stored_scheme
+from loading.quantization import stored_scheme
 from loading.tokenizer import copy_files, load_tokenizer
 from loading.vocabularies import is_gguf
 from model import Block, Config, Transformer, scaled
@@ -152,15 +152,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--scheme", metavar="SCHEME", help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights")
     add("--output", required=True, metavar="DIR", help="must not exist yet")
     add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
-    add("--head", default="auto", metavar="SCHEME", help=HEAD_HELP)
+    add("--head", metavar="SCHEME", help="of lm_head, and of an embedding tied to it; default: as it is")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="of plain weights; default: the checkpoint's")
     add("--calibration", metavar="FILE", help="text for gptq")
     add("--samples", type=int, default=128, help="windows of the text, for gptq")
     add("--context", type=int, help="tokens a window; default: 512, or one less than the model's context")
     add("--device", default="cpu")
-    args = parser.parse_args(argv)
-    args.head = head_scheme(args.scheme, args.head)
-    return args
+    return parser.parse_args(argv)
 
 
 def check_request(args: argparse.Namespace, config: Config, stored: str | None) -> None:

@@ -286,8 +286,7 @@ def measure_quality(args) -> list[dict]:
         for method in ("search", "gptq"):
             output = f"{folder}/{method}"
             calibration = ["--calibration", str(args.calibration.resolve())] if method == "gptq" else []
-            command = ["quantize.py", "--checkpoint", demo, "--scheme", "int4-g128", "--head", "none"]
-            command += ["--method", method, *calibration]
+            command = ["quantize.py", "--checkpoint", demo, "--scheme", "int4-g128", "--method", method, *calibration]
             run_python(*command, "--output", output)
             flags[f"int4-g128.{method}"] = ["--checkpoint", output]
         for name, options in flags.items():

@@ -133,7 +133,7 @@ def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_fold
     terminal = Terminal(text_folder, *common, "--max_new_tokens", "60")
     terminal.wait_for("> ")
     terminal.type("the little cat\n")
-    shown = terminal.wait_for(r"cat\r\n(.*)\r\n\[\d+ tokens read[^>]*> ")[1]
+    shown = terminal.wait_for(r"cat\r\n(.*)\r\n(?:\x1b\[2m)?\[\d+ tokens read[^>]*> ")[1]
     shown = shown.replace("\x1b[?2004l\r", "")  # the end of a line that may be pasted
     terminal.type("\x04")
     assert terminal.process.wait(timeout=30) == 0
