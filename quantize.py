@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import loading.checkpoint as checkpoint
 from loading.files import complete_folder
+from loading.hub import PATH_HELP, checkpoint_path
 from loading.quantization import stored_scheme
 from loading.tokenizer import copy_files, load_tokenizer
 from loading.vocabularies import is_gguf
@@ -148,7 +149,7 @@ class Parser(argparse.ArgumentParser):
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Quantize a Hugging Face folder, layer by layer; or make one of a GGUF file.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
+    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
     add("--scheme", metavar="SCHEME", help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights")
     add("--output", required=True, metavar="DIR", help="must not exist yet")
     add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")

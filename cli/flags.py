@@ -14,6 +14,7 @@ from cli.errors import fail
 from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
 from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
+from loading.hub import PATH_HELP, checkpoint_path
 from loading.quantization import HEAD_CHOICES, HEAD_HELP, head_scheme
 from loading.tokenizer import StopStrings
 from tp import launched
@@ -72,8 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("model").add_argument
     demo = Path(__file__).parent.parent / "checkpoints" / "demo"
-    path = "a Hugging Face folder or a .gguf file"
-    add("--checkpoint", default=str(demo), metavar="PATH", help=f"{path}; default: checkpoints/demo")
+    help = f"{PATH_HELP}; default: checkpoints/demo"
+    add("--checkpoint", type=checkpoint_path, default=str(demo), metavar="PATH", help=help)
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
     add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
     add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
@@ -115,7 +116,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("drafting")
     draft, add = group.add_mutually_exclusive_group(), group.add_argument
     draft.add_argument(
-        "--draft_checkpoint", metavar="PATH", help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft"
+        "--draft_checkpoint",
+        type=checkpoint_path,
+        metavar="PATH",
+        help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft",
     )
     draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or"
         " quantized:SCHEME")  # fmt: skip

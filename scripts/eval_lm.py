@@ -31,6 +31,7 @@ from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.files import write_atomically
+from loading.hub import PATH_HELP, checkpoint_path
 from loading.quantization import HEAD_HELP
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Caches, Transformer
@@ -369,7 +370,7 @@ def run(args: argparse.Namespace) -> dict:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Run tasks of the lm-evaluation-harness on a model.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
+    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
     add("--tasks", required=True, metavar="NAME,NAME", help="tasks of the harness, or of --include_path")
     add("--include_path", metavar="DIR", help="a folder of your own YAML tasks")
     add("--limit", type=positive, metavar="N", help="only the first N documents of each task")
@@ -383,7 +384,8 @@ def parse_args() -> argparse.Namespace:
     add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
     add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
     draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("--draft_checkpoint", metavar="PATH", help="a smaller model drafts generated text")
+    help = "a smaller model that drafts generated text"
+    draft.add_argument("--draft_checkpoint", type=checkpoint_path, metavar="PATH", help=help)
     draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")

@@ -24,6 +24,7 @@ from cli.flags import DTYPES, Parser, positive
 from cli.load import pick_device
 from loading.checkpoint import load_config, load_model
 from loading.drafts import check_same_tokens, pick_dtype
+from loading.hub import PATH_HELP, checkpoint_path
 from loading.quantization import HEAD_HELP
 from loading.tokenizer import load_tokenizer
 from model import Transformer
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> dict:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Perplexity of a model on a text, and its distance to a reference.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="PATH", help="a Hugging Face folder or a .gguf file")
+    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
     add("--text", required=True, metavar="FILE", help="UTF-8 text to score")
     add("--context", type=positive, default=512, help="tokens of a window; default: %(default)s")
     add("--batch_size", type=positive, default=8, help="windows scored together; default: %(default)s")
@@ -126,7 +127,8 @@ def parse_args() -> argparse.Namespace:
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
     add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
     add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
-    add("--reference", metavar="PATH", help="a folder or .gguf file to compare with: KL divergence, agreement")
+    help = f"to compare with, by KL divergence and agreement: {PATH_HELP}"
+    add("--reference", type=checkpoint_path, metavar="PATH", help=help)
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 

@@ -38,6 +38,7 @@ from cli.prompts import conversation_ids, new_tokens
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.validation import check_lengths, check_settings
+from loading.hub import model_name
 from scripts.batches import Decoder, Job, Row
 from tp import ALONE
 
@@ -76,7 +77,7 @@ class Api:
 
     def __init__(self, args: argparse.Namespace, decoder: Decoder, hosts: set[str] | None):
         self.args, self.decoder, self.session, self.hosts = args, decoder, decoder.session, hosts
-        self.name = args.model_alias or Path(args.random_weights or args.checkpoint).resolve().name
+        self.name = args.model_alias or model_name(args.random_weights or args.checkpoint)
         self.pieces, self.html = self.session.tokenizer.pieces(), page(Path(__file__).with_suffix(".html"))
         self.created, self.seeds = int(time.time()), itertools.count(args.seed)  # seeds of requests without one
         self.encoder = ThreadPoolExecutor(1)  # encodes one prompt after the other: templates share a process
@@ -140,7 +141,7 @@ class Api:
         engine, args = self.session.engine, self.args
         about = {
             "context": engine.max_seq_length, "rows": engine.batch_size, "k": engine.speculate_k,
-            "draft": Path(args.draft_checkpoint).resolve().name if args.draft_checkpoint else args.draft,
+            "draft": model_name(args.draft_checkpoint) if args.draft_checkpoint else args.draft,
             "greedy_text": greedy_text(engine), "plain_tok_s": 1 / engine.costs.decode_s if engine.costs else None,
             "temperature": args.temperature, "chat_template": self.session.tokenizer.template is not None,
         }  # fmt: skip

@@ -41,7 +41,6 @@ from decoding.timing import Timing
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from scripts.download import download
 
 
 def run(capsys, *arguments) -> tuple[list[dict], str]:
@@ -720,30 +719,6 @@ def test_a_tokenizer_may_know_a_token_that_the_model_has_not(text_folder, tmp_pa
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="'<pad>', whose id 384 lies outside the model's vocabulary of 384"):
         run(capsys, *prompt, folder)
-
-
-def test_a_download_takes_weights_once_and_every_tokenizer(monkeypatch, tmp_path):
-    """Mistral's repositories hold the weights a second time, in its own layout, and its own tokenizer besides."""
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    wanted = [
-        "config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json", "tekken.json", "tokenizer.json", "tokenizer.model.v3", "tokenizer_config.json",
-    ]  # fmt: skip
-    others = [
-        "README.md", "consolidated.safetensors", "consolidated.safetensors.index.json", "params.json",
-        "original/model.safetensors", "pytorch_model.bin",
-    ]  # fmt: skip
-    taken = []
-
-    def snapshot_download(repo, *, allow_patterns, ignore_patterns, **_):
-        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        taken.extend(filter_repo_objects([*wanted, *others], **patterns))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert download("mistralai/Mistral-Nemo-Instruct-2407", tmp_path).name == "Mistral-Nemo-Instruct-2407"
-    assert taken == wanted
 
 
 def test_threads_stay_within_a_containers_share(tmp_path):

@@ -37,7 +37,6 @@ SNIPPETS = [textwrap.dedent(code) for code in blocks("python") if LOCAL not in c
 # Parts of a command that this test leaves out, and why. `.ci/run` runs the line with pytest.
 SET_UP = ("python3 -m venv", ". .venv/bin/activate", "pip install", "python -m pytest")
 ELSEWHERE = (
-    "scripts.download",
     "train_demo",
     "benchmarks.",
     "tests.attacks",
