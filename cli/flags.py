@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cli.errors import fail
 from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
+from cli.version import Version
 from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
 from loading.hub import PATH_HELP, checkpoint_path
@@ -25,6 +26,10 @@ CACHE_TYPES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_argument("--version", action=Version)
+
     def error(self, message: str):
         fail(message)
 

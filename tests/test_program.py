@@ -407,6 +407,40 @@ def test_start_up_imports_nothing_it_does_not_need():
     assert done.stderr.strip() == ""
 
 
+@pytest.mark.attack
+def test_the_installed_command_is_the_program(tmp_path):
+    """`pip install .` away from the checkout: the same version line and the same text."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "tests", "benchmarks", "*.partial", ".*_cache")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+    ]
+    subprocess.run([*install, str(source)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    for flags in (["--version"], ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu"]):
+        command = [sys.executable, target / "bin" / "quickdraft", *flags]
+        ours = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        theirs = subprocess.run([sys.executable, "generate.py", *flags], cwd=ROOT, capture_output=True, text=True)
+        assert (ours.returncode, ours.stdout) == (0, theirs.stdout) and ours.stdout.strip(), ours.stderr
+
+
+def test_the_version_names_torch_and_the_processor(capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_args(["--version"])
+    line = capsys.readouterr().out
+    assert not exit.value.code and torch.__version__ in line and torch.backends.cpu.get_cpu_capability() in line
+    assert line.startswith("quickdraft ") and line.count("\n") == 1
+
+
 # -------------------------------------------------------------------------------------------------- chat
 
 
