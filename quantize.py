@@ -150,6 +150,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Quantize a Hugging Face folder, layer by layer; or make one of a GGUF file.")
     add = parser.add_argument
     add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
+    add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged before quantizing")
     add("--scheme", metavar="SCHEME", help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights")
     add("--output", required=True, metavar="DIR", help="must not exist yet")
     add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
@@ -195,7 +196,7 @@ def run(args: argparse.Namespace) -> None:
     check_request(args, config, stored_scheme(folder / "config.json"))
     dtypes = {"bfloat16", "float16", "float32"}
     dtype = getattr(torch, args.dtype or (config.dtype if config.dtype in dtypes else "bfloat16"))
-    stored, read = checkpoint.open_folder(folder, config)
+    stored, read = checkpoint.open_folder(folder, config, args.adapter)
     config = replace(config, tie_embeddings=stored.tie_embeddings)
     for message in () if is_gguf(folder) else stored.notes:
         print(f"{folder}: {message}", file=sys.stderr)

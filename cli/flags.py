@@ -80,6 +80,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     demo = Path(__file__).parent.parent / "checkpoints" / "demo"
     help = f"{PATH_HELP}; default: checkpoints/demo"
     add("--checkpoint", type=checkpoint_path, default=str(demo), metavar="PATH", help=help)
+    add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged while loading")
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
     add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
     add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
@@ -194,6 +195,7 @@ def check_options(args: argparse.Namespace) -> None:
         (args.interactive and (args.json or args.num_samples > 1 or args.batch_size > 1),
          "--interactive is one conversation in text: not with --json, --num_samples or --batch_size"),
         (args.quantize_head not in HEAD_CHOICES and not args.quantize, "--quantize_head needs --quantize"),
+        (args.adapter and args.random_weights, "--adapter needs the weights of a --checkpoint"),
         (args.draft_quantize and not args.draft_checkpoint, "--draft_quantize needs --draft_checkpoint"),
         (args.draft_memory and (args.draft or "").partition(":")[0] != "suffix", "--draft_memory needs --draft suffix"),
         (args.draft_tp == "sharded" and not args.draft_checkpoint,

@@ -91,6 +91,7 @@ def target_config(args: argparse.Namespace) -> Config:
 def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer]:
     """This rank's part of --checkpoint, or of random weights of a shape, not packed; and the tokenizer."""
     options = {"device": device, "quantize": args.quantize, "head": args.quantize_head, "tp": ranks, "pack": False}
+    options["adapter"] = args.adapter
     config = target_config(args)
     if args.draft_checkpoint or args.draft:
         if args.draft and is_folder(args.draft):
@@ -98,6 +99,7 @@ def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) ->
         check_draft(Path(args.draft_checkpoint) if args.draft_checkpoint else args.draft, config)
     if args.random_weights:
         options["head"] = head_scheme(args.quantize, args.quantize_head)
+        del options["adapter"]
         model = random_model(config, dtype=pick_dtype(args.dtype, config.dtype, device), **options)
         return model, number_tokenizer(config.vocab_size)
     dtype = pick_dtype(args.dtype, config.dtype, device)

@@ -98,8 +98,8 @@ run = main.__wrapped__
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """Settings that must be equal on all ranks. Paths may differ between machines."""
-    files = ("checkpoint", "draft_checkpoint", "draft_memory", "random_weights", "prompt_file", "output", "profile",
-             "report", "tools")  # fmt: skip
+    files = ("adapter", "checkpoint", "draft_checkpoint", "draft_memory", "random_weights", "prompt_file", "output",
+             "profile", "report", "tools")  # fmt: skip
     flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **flag_values}

@@ -22,6 +22,7 @@ from torch import Tensor
 from decoding.runner import caches_by_name
 from decoding.scheduler import common_prefix
 from generate import Engine
+from loading.adapter import adapter_hash
 from loading.checkpoint import fingerprints, read_config
 from loading.files import open_shards, shards, write_atomically
 from loading.vocabularies import plain_file
@@ -122,6 +123,7 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
     identity, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
         identity[flag] = json.dumps(path and checkpoint_identity(Path(path)))
+    identity["--adapter"] = str(args.adapter and adapter_hash(args.adapter))
     shape = args.random_weights and hashlib.sha256(Path(args.random_weights).read_bytes()).hexdigest()
     identity["--random_weights"] = str(shape)
     return identity | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}

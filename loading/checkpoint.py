@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from loading.adapter import adapter_hash, merge_adapter
 from loading.config import config_from_hf, text_part
 from loading.families import FAMILIES, family_of
 from loading.files import (
@@ -147,8 +148,11 @@ def fill(model: Transformer, names: Iterable[str], read: Callable[[str], Tensor]
             fill_shard(part, stored, spec, number, model.config, ranks, len(targets) == 1)
 
 
-def open_folder(folder: Path, config: Config) -> tuple[StoredForm, Callable[[str], Tensor]]:
-    """(form, read) of a folder whose headers are checked; `read` returns the tensor of a Hugging Face name.
+def open_folder(
+    folder: Path, config: Config, adapter: str | Path | None = None
+) -> tuple[StoredForm, Callable[[str], Tensor]]:
+    """(form, read) of a folder whose headers are checked; `read` returns the tensor of a Hugging Face name, with the
+    LoRA folder `adapter` merged.
 
     A head that differs from the embedding is not tied to it, whatever config.json says, as in transformers.
     """
@@ -160,6 +164,12 @@ def open_folder(folder: Path, config: Config) -> tuple[StoredForm, Callable[[str
         config = replace(config, tie_embeddings=False)
         notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
     form, read = open_tensors(folder, config, readers)
+    if adapter is not None:
+        if form.scheme or form.overrides or form.requantize_to:
+            raise ValueError(f"--adapter {adapter}: {folder} is stored quantized; merge into the original weights")
+        expected = expected_tensors(config, empty_model(config, torch.float32))
+        shapes = {name: shape for name, (shape, _) in expected.items()}
+        read = merge_adapter(Path(adapter), shapes, config.tie_embeddings, read)
     return form._replace(notes=notes + form.notes, tie_embeddings=config.tie_embeddings), read
 
 
@@ -237,6 +247,7 @@ def load_model(
     tp: Ranks | None = None,
     progress: bool = False,
     head: str | None = None,
+    adapter: str | Path | None = None,
     pack: bool = True,
 ) -> Transformer:
     """Load a Hugging Face folder (config.json and safetensors; no tokenizer is needed) or a GGUF file.
@@ -245,6 +256,7 @@ def load_model(
         full precision. Without it a quantized folder loads as stored, and so do a GGUF file's blocks of 4 and 8 bits.
         Another program's folder that no scheme holds exactly is quantized again, with a note on stderr.
     `head`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
+    `adapter`: a LoRA folder of PEFT, merged as the weights are read.
     `tp`: the Ranks over which the model is sharded. This process reads and holds its shard alone.
     `progress`: show a bar on stderr.
     `pack`: False leaves quantized matrices as stored, to be saved, copied or packed later.
@@ -253,13 +265,14 @@ def load_model(
     """
     folder, ranks = Path(checkpoint_dir), tp or ALONE
     config = load_config(folder)
-    form, read = open_folder(folder, config)
+    form, read = open_folder(folder, config, adapter)
     config = replace(config, tie_embeddings=form.tie_embeddings)
     scheme, head, overrides = resolve_schemes(form, folder, quantize, head)
     num_requantized = len(form.overrides) - len(overrides)  # a GGUF file's matrices, with `quantize`
     with error_prefix(folder):
         check_divisible(config, ranks.world, max_group(scheme, overrides))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
+    ranks.check_same(lambda: {"its adapter": adapter and adapter_hash(adapter)})
     model = allocate(empty_model(config, dtype, scheme, head, ranks, overrides), device)
     stored_names = {name for name, _ in named_linears(model)} if form.scheme else overrides
     squares, total = [0.0, 0.0], sum(parameter.nbytes for parameter in model.parameters())

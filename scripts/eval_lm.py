@@ -390,7 +390,7 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
     # Flags of generate.py that loading reads.
-    parser.set_defaults(random_weights=None, draft_quantize=None, draft_tp="replicated")
+    parser.set_defaults(random_weights=None, adapter=None, draft_quantize=None, draft_tp="replicated")
     return parser.parse_args()
 
 
