@@ -59,7 +59,8 @@ class Kind(NamedTuple):
 KINDS = {
     0: Kind("F32", 1, 4, torch.float32), 1: Kind("F16", 1, 2, torch.float16), 30: Kind("BF16", 1, 2, torch.bfloat16),
     28: Kind("F64", 1, 8, torch.float64), 2: Kind("Q4_0", 32, 18, None, "q4_1"), 3: Kind("Q4_1", 32, 20, None, "q4_1"),
-    8: Kind("Q8_0", 32, 34, None, "q8_0"), 39: Kind("MXFP4", 32, 17, None, "mxfp4"),
+    8: Kind("Q8_0", 32, 34, None, "q8_0"), 12: Kind("Q4_K", 256, 144, None, "q4_k"),
+    39: Kind("MXFP4", 32, 17, None, "mxfp4"),
 }  # fmt: skip
 
 
@@ -176,7 +177,7 @@ class Blocks:
         if self.kind.dtype:
             weights = rows.view(self.kind.dtype)
         elif self.kind.scheme:
-            names = ("codes", "scale", "zero") if self.kind.scheme == "q4_1" else ("codes", "scale")
+            names = ("codes", "scale", "zero") if self.kind.scheme in ("q4_1", "q4_k") else ("codes", "scale")
             weights = dequantize_tensor({name: self.part(name, rows) for name in names}, self.kind.scheme)
         else:
             import gguf
@@ -192,6 +193,8 @@ class Blocks:
         blocks = (self.rows() if rows is None else rows).unflatten(1, (-1, self.kind.bytes))  # (out, in / 32, bytes)
         if self.kind.name == "MXFP4" and name == "scale":
             return blocks[..., 0]
+        if self.kind.name == "Q4_K":
+            return q4_k_part(name, blocks)
         scale, rest = blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
         if name == "scale":
             return scale
@@ -204,6 +207,24 @@ class Blocks:
         if not zero.isfinite().all():
             raise ValueError("its scales hold NaN or infinity, or are beyond what float16 holds 8 times")
         return zero
+
+
+def q4_k_part(name: str, blocks: Tensor) -> Tensor:
+    """A part of q4_k, of blocks (out, in / 256, 144): two float16 d, 8 pairs of 6 bits s in 12 bytes, and 4 times 32
+    bytes of codes, the first 32 in the low halves. A group of 32 has scale d[0] * s[0] and zero -d[1] * s[1], exact in
+    float32."""
+    if name == "codes":
+        codes = blocks[..., 16:].unflatten(-1, (4, 1, 32))  # (out, n, 4, 1, 32)
+        codes = torch.cat((codes & 15, codes >> 4), dim=-2).flatten(1)  # (out, in)
+        return codes[:, ::2] | codes[:, 1::2] << 4
+    is_zero = int(name == "zero")
+    d = blocks[..., :4].contiguous().view(torch.float16)[..., is_zero].float()  # (out, n)
+    if not d.isfinite().all():
+        raise ValueError("its scales hold NaN or infinity")
+    packed = blocks[..., 4:16].unflatten(-1, (3, 4))  # (out, n, 3, 4): six bits of each s, and two bits more
+    low, high = packed[..., is_zero, :], packed[..., 2, :] >> 4 if is_zero else packed[..., 2, :] & 15
+    s = torch.cat((low & 63, high | low >> 6 << 4), dim=-1)  # (out, n, 8)
+    return (d[..., None] * (-s.float() if is_zero else s.float())).flatten(1)  # (out, in / 32)
 
 
 class File(NamedTuple):

@@ -127,6 +127,8 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
     elif scheme.startswith("int4"):
         scale, zero = parts["scale"].float(), parts["zero"].float()
         limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(FORMATS[scheme].group, 1)
+    elif scheme == "q4_k":  # float32 rounds by 2^-24
+        limit = (parts["scale"] / 2 * (1 + 2**-20) + parts["zero"].abs() * 2**-22).repeat_interleave(32, 1)
     elif scheme in ("q4_1", "q8_0"):  # float16 rounds to nearest, and is 2^-24 apart below 6e-5
         scale, zero = parts["scale"].float(), parts.get("zero", torch.zeros(1)).float()
         largest = 15 if scheme == "q4_1" else 127
@@ -225,9 +227,9 @@ def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
     parts = quantize_tensor(linear.weight, scheme)
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
-    if scheme == "q4_1":  # whose zero is moved to where the kernel wants it
+    if scheme in ("q4_1", "q4_k"):  # whose zero is moved to where the kernel wants it
         parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
-    if "zero" in parts and (scheme.endswith("-float32") or scheme == "q4_1"):
+    if "zero" in parts and (scheme.endswith("-float32") or scheme in ("q4_1", "q4_k")):
         zero = parts["zero"].double().repeat_interleave(FORMATS[scheme].group or 1, 1)
     dtype = linear.weight.dtype
     inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 300)]

@@ -5,8 +5,8 @@
     dequantize_tensor   parts -> (out, in) weights
 
 Users choose from int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6, mxfp4. Other schemes
-hold other programs' files exactly: float32 scales (int4-g128-float32), fp8-g128 for blocks of fp8, nvfp4, and q4_1 and
-q8_0 for GGUF's Q4_0, Q4_1 and Q8_0. Parts can be sharded by rows or by full groups.
+hold other programs' files exactly: float32 scales (int4-g128-float32), fp8-g128 for blocks of fp8, nvfp4, and q4_1,
+q4_k and q8_0 for GGUF's Q4_0, Q4_1, Q4_K and Q8_0. Parts can be sharded by rows or by full groups.
 """
 
 import contextlib
@@ -328,6 +328,7 @@ FORMATS |= {
     if not isinstance(format, Mx)
 }
 FORMATS |= {"q4_1": Int4(4, 32, torch.float16, center=0), "q8_0": Int8Groups(8, 32)}  # GGUF's
+FORMATS |= {"q4_k": Int4(4, 32, torch.float32, center=0)}
 FORMATS |= {"fp8-g128": Fp8Groups(8, 128, torch.bfloat16), "fp8-g128-float32": Fp8Groups(8, 128, torch.float32)}
 FORMATS |= {"nvfp4": NvFp4(4, 16, mantissa=1, bias=1, largest=6.0)}
 
