@@ -160,8 +160,8 @@ def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
 
 
 def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
-    """Bytes that may still be allocated on the device; infinity where the system does not say. On a CPU what the
-    machine or a container's limit leaves, caches of files counted as free (Linux, cgroups v2)."""
+    """Bytes that this process may still allocate on the device; infinity where the system does not say. On a CPU its
+    share of what the machine or a container's limit leaves, caches of files counted as free (Linux, cgroups v2)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
@@ -170,7 +170,7 @@ def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         used = number_of(f"{folder}/memory.current") - number_of(f"{folder}/memory.stat", "inactive_file")
         free = min(free, number_of(f"{folder}/memory.max") - used)
-    return max(0, free)
+    return max(0, free) / (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() else 1)
 
 
 def number_of(file: str, name: str = "") -> int:

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import functools
 import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from cli.draft_memory import draft_memory
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
 from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
+from cli.memory import check_memory
 from cli.output import Output, ResultFile, print_skipped, unanswered
 from cli.page import write_report
 from cli.pipe import is_open_pipe, piped_answers
@@ -35,7 +35,7 @@ from loading.checkpoint import fingerprints
 from loading.files import open_shards, shards, write_atomically
 from model import Config, Transformer
 from speculative import Drafter
-from tp import Ranks, join, launched, local_device
+from tp import Ranks, join, local_device
 from weights.walker import batch_invariant_rows
 
 COMPILED_PROMPTS = 8192  # tokens of prompts that repay a CPU the compilation of prompts (benchmarks/NOTES.md)
@@ -121,6 +121,13 @@ def open_session(
     one for requests of all kinds. Returns it with the samples that --output's file has not `answered` yet, and an error
     for each line that does not fit."""
     limit = context_limit(args, target_config(args))
+    max_new = max((line.max_new_tokens or args.max_new_tokens or 1 for line in lines), default=0)
+    num_open = len(lines) * args.num_samples - len(answered or ())
+    num_rows = num_slots or (args.batch_size or 1 if piped else max(1, min(args.batch_size or 1, num_open)))
+    length = limit if args.max_seq_length else min(limit, max_new or CHAT_LENGTH)
+    if num_replicas == 1 or device.type == "cuda":  # replicas on one CPU load at different times
+        has_length = args.max_seq_length or not lines
+        check_memory(args, device, ranks, num_rows, length, max_new + 1 if has_length else math.inf)
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
@@ -179,8 +186,7 @@ def default_batch_size(
     models = [model] + ([drafter.model] if drafter is not None and drafter.owns_cache else [])
     kind = cache_type(args)
     row_bytes = (length + K) * sum(sum(position_bytes(cached, kind).values()) for cached in models)
-    num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() and device.type == "cpu" else 1
-    max_fitting = free_memory(device) / 2 / num_sharing // row_bytes
+    max_fitting = free_memory(device) / 2 // row_bytes
     return int(max(1, min(max_rows, max_fitting, batch_invariant_rows(model) // (K + 1) or max_rows)))
 
 
