@@ -42,9 +42,9 @@ def check_memory(args: argparse.Namespace, device: torch.device, ranks: Ranks, r
             max_positions = int(free - weights) // per_position
             fitting += [f"{flags}--batch_size {max_positions // length}"] * (max_positions >= length)
             fitting += [f"{flags}--max_seq_length {max_positions // rows}"] * (max_positions // rows >= lowest)
-    message = "{} GB or more, but {} GB of memory are free: weights {}, packing them {}, caches {}".format(*sizes)
+    message = "needs {} GB or more, but {} GB of memory are free: weights {}, packing them {}, caches {}".format(*sizes)
     advice = f"this fits: {' or '.join(fitting)}" if fitting else "neither quantized weights nor smaller caches fit"
-    raise ValueError(f"{args.random_weights or args.checkpoint}: needs {message}; {advice}")
+    raise ValueError(f"{args.random_weights or args.checkpoint}: {message}; {advice}")
 
 
 def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.device, ranks: Ranks) -> tuple:
@@ -78,7 +78,8 @@ def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.
 def packing_bytes(linear: torch.nn.Module, is_tied: bool) -> tuple[int, int]:
     """(bytes that a Linear gains when it is packed for a CPU, bytes in use meanwhile beyond these). An embedding that
     is tied to it reads the stored parts. Otherwise they are freed."""
-    shape, parts = (linear.out_features, linear.in_features), [x for x in linear.parameters() if x.dim() > 1]
+    shape = linear.out_features, linear.in_features
+    parts = [part for name, part in linear.named_parameters() if name != "bias"]
     dtype = getattr(linear, "dtype", parts[0].dtype)  # of activations
     freed = 0 if is_tied else sum(part.nbytes for part in parts)
     codes, weight = (torch.empty(1, dtype=x).expand(shape) for x in (torch.int8, dtype))  # shapes without memory
