@@ -87,6 +87,7 @@ def packing_bytes(linear: torch.nn.Module, is_tied: bool) -> tuple[int, int]:
         return codes.nbytes // 2 + 2 * dtype.itemsize * linear.scale.numel() - freed, 4 * codes.nbytes  # as int32
     if isinstance(linear, Int8Linear) and (PackedInt8.is_faster(codes) or shape[1] % KERNEL_LANES == 0):
         return is_tied * PackedInt8.is_faster(codes) * codes.nbytes, 0
-    is_packed = PackedWeights.is_faster(weight)
-    gained = weight.nbytes - freed if is_packed or parts[0].dtype != dtype else 0
-    return gained, weight.nbytes * (1 + is_packed)  # its kernel is probed with other weights of this shape
+    is_packed, is_plain = PackedWeights.is_faster(weight), parts[0].dtype == dtype
+    gained = weight.nbytes - freed if is_packed or not is_plain else 0
+    extra = weight.nbytes if is_plain else freed  # a plain one: of the probe of kernels for this shape
+    return gained, extra + is_packed * weight.nbytes
