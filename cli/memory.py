@@ -19,18 +19,20 @@ from weights.linears import KERNEL_LANES, Int4Linear, Int8Linear
 from weights.walker import named_linears
 
 
-def check_memory(args: argparse.Namespace, device: torch.device, ranks: Ranks, rows: int, length: int, lowest: float):
+def check_memory(
+    args: argparse.Namespace, device: torch.device, ranks: Ranks, rows: int, length: int, min_length: float
+):
     """ValueError for `rows` rows of `length` positions that cannot fit in the free memory. It names flags that make
-    them fit, with `lowest` positions or more. Loading reports the faults of files."""
+    them fit, with `min_length` positions or more. Loading reports the faults of files."""
     free, fitting = ranks.broadcast_object(free_memory(device)), []  # measured before any rank loads
     for scheme in dict.fromkeys((args.quantize, "int8", "int4-g32")):
         try:
-            weights, peak, per_position, longest = session_bytes(args, scheme, device, ranks)
+            weights, peak, per_position, max_length = session_bytes(args, scheme, device, ranks)
         except ValueError:  # also for a folder in another scheme, and inputs that do not divide
             if scheme == args.quantize:
                 return
             continue
-        length, flags = min(length, longest), f"--quantize {scheme} " if scheme != args.quantize else ""
+        length, flags = min(length, max_length), f"--quantize {scheme} " if scheme != args.quantize else ""
         caches = rows * length * per_position
         if not flags:
             sizes = [f"{size / 1e9:.4g}" for size in (max(peak, weights + caches), free, weights, peak, caches)]
@@ -41,7 +43,7 @@ def check_memory(args: argparse.Namespace, device: torch.device, ranks: Ranks, r
         elif peak <= free:
             max_positions = int(free - weights) // per_position
             fitting += [f"{flags}--batch_size {max_positions // length}"] * (max_positions >= length)
-            fitting += [f"{flags}--max_seq_length {max_positions // rows}"] * (max_positions // rows >= lowest)
+            fitting += [f"{flags}--max_seq_length {max_positions // rows}"] * (max_positions // rows >= min_length)
     message = "needs {} GB or more, but {} GB of memory are free: weights {}, packing them {}, caches {}".format(*sizes)
     advice = f"this fits: {' or '.join(fitting)}" if fitting else "neither quantized weights nor smaller caches fit"
     raise ValueError(f"{args.random_weights or args.checkpoint}: {message}; {advice}")
@@ -63,7 +65,7 @@ def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.
         config = replace(config, tie_embeddings=form.tie_embeddings)
         models.append(empty_model(config, dtype, scheme, head, ranks_of_model, overrides))
     per_position = sum(position_bytes(model, cache_type(args)).total() for model in models)
-    longest = min(model.config.max_seq_length for model in models)
+    max_length = min(model.config.max_seq_length for model in models)
     if (args.draft or "").startswith("quantized:"):
         models.append(empty_model(models[0].config, dtype, args.draft.partition(":")[2], ranks=ranks).layers)
     weights = peak = sum(parameter.nbytes for model in models for parameter in model.parameters())
@@ -72,7 +74,7 @@ def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.
             gained, extra = packing_bytes(linear, name == "lm_head" and model.config.tie_embeddings)
             weights += gained
             peak = max(peak, weights + extra)
-    return weights, peak, per_position, longest
+    return weights, peak, per_position, max_length
 
 
 def packing_bytes(linear: torch.nn.Module, is_tied: bool) -> tuple[int, int]:

@@ -65,9 +65,9 @@ def needed(args, rows: int, length: int) -> int:
     return max(peak, weights + rows * length * per_position)
 
 
-def refusal(args, rows: int, length: int, lowest: float = 1) -> str:
+def refusal(args, rows: int, length: int, min_length: float = 1) -> str:
     with pytest.raises(ValueError) as error:
-        check_memory(args, CPU, ALONE, rows, length, lowest)
+        check_memory(args, CPU, ALONE, rows, length, min_length)
     return str(error.value)
 
 
@@ -116,8 +116,8 @@ def test_nothing_is_refused_that_fits_to_the_byte(free, rows, length, options):
 
 
 def test_caches_drafts_and_kinds_count():
-    plain, peak, per_position, longest = session_bytes(flags(), None, CPU, ALONE)
-    assert (per_position, longest) == (6 * 2 * 4 * 32 * 2, 512)  # layers, keys and values, heads, channels, bytes
+    plain, peak, per_position, max_length = session_bytes(flags(), None, CPU, ALONE)
+    assert (per_position, max_length) == (6 * 2 * 4 * 32 * 2, 512)  # layers, keys and values, heads, channels, bytes
     assert session_bytes(flags("--kv_cache_dtype", "int8"), None, CPU, ALONE)[2] == 6 * 2 * 4 * (32 + 4)
     draft_flags = ("--draft_checkpoint", ROOT / "checkpoints/demo-draft")
     alone = session_bytes(flags("--checkpoint", ROOT / "checkpoints/demo-draft"), None, CPU, ALONE)
