@@ -84,19 +84,19 @@ def test_the_estimate_is_below_the_measured_peak_and_near_it(shape, options):
     """Bounds: at most the measured growth, which is at most 1.3 times the estimate and 150 MB of kernels, tokenizers
     and activations."""
     estimate, nothing = peak_of("nothing", "--random_weights", shape, *options)
-    growth = peak_of("load", "--random_weights", shape, *options)[1] - nothing
-    assert estimate <= growth <= 1.3 * estimate + 150e6, (estimate, growth)
+    added_bytes = peak_of("load", "--random_weights", shape, *options)[1] - nothing
+    assert estimate <= added_bytes <= 1.3 * estimate + 150e6, (estimate, added_bytes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_estimate_of_the_demo_is_below_its_peak():
     """A mapped file counts once: the measured growth has its pages too, the estimate has the copy alone."""
     estimate, nothing = peak_of("nothing")
-    growth = peak_of("load")[1] - nothing
+    added_bytes = peak_of("load")[1] - nothing
     stored = (ROOT / "checkpoints/demo/model.safetensors").stat().st_size
-    assert stored <= estimate <= 2 * stored and estimate <= growth <= 1.3 * estimate + stored + 150e6, (
+    assert stored <= estimate <= 2 * stored and estimate <= added_bytes <= 1.3 * estimate + stored + 150e6, (
         estimate,
-        growth,
+        added_bytes,
     )
 
 
@@ -121,8 +121,10 @@ def test_caches_drafts_and_kinds_count():
     assert session_bytes(flags("--kv_cache_dtype", "int8"), None, CPU, ALONE)[2] == 6 * 2 * 4 * (32 + 4)
     draft_flags = ("--draft_checkpoint", ROOT / "checkpoints/demo-draft")
     alone = session_bytes(flags("--checkpoint", ROOT / "checkpoints/demo-draft"), None, CPU, ALONE)
-    both = session_bytes(flags(*draft_flags), None, CPU, ALONE)
-    assert (both[0], both[2]) == (plain + alone[0], per_position + alone[2]) and both[1] >= peak + alone[0] // 2
+    with_draft = session_bytes(flags(*draft_flags), None, CPU, ALONE)
+    assert (with_draft[0], with_draft[2]) == (plain + alone[0], per_position + alone[2]) and with_draft[
+        1
+    ] >= peak + alone[0] // 2
     assert plain < session_bytes(flags("--draft", "quantized:int4-g32"), None, CPU, ALONE)[0] < 2 * plain
     assert session_bytes(flags("--draft", "ngram"), None, CPU, ALONE)[0] == plain
     for scheme in ("fp8", "mxfp4"):  # without a kernel on a CPU
@@ -134,10 +136,10 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
     """One line and exit status 2, of the program and of a server's session; with the numbers in GB."""
     monkeypatch.setattr(cli.main, "load", None)
     free(3e6)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main.main(flags("--device", "cpu"))
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and re.fullmatch(
+    assert exit_info.value.code == 2 and re.fullmatch(
         r"error: \S*checkpoints/demo: needs 0\.01\d+ GB or more, but 0\.003 GB of memory are free: weights 0\.01\d*,"
         r" packing them 0\.01\d*, caches \S+; neither quantized weights nor smaller caches fit\n", err,
     ), err  # fmt: skip
