@@ -143,11 +143,12 @@ def is_gguf(file: Path) -> bool:
 
 @contextlib.contextmanager
 def error_prefix(prefix: object) -> Iterator[None]:
-    """Put a prefix, such as the file's name, in front of a ValueError's message, unless it is there."""
+    """Put a prefix, such as a file's path, in front of a ValueError's message that lacks it or has its name alone."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{prefix}: {str(error).removeprefix(f'{prefix}: ')}") from None
+        message = str(error).removeprefix(f"{prefix}: ").removeprefix(f"{Path(str(prefix)).name}: ")
+        raise ValueError(f"{prefix}: {message}") from None
 
 
 @contextlib.contextmanager

@@ -183,3 +183,14 @@ def test_wrong_flags_are_refused_before_weights_are_read(text_folder, monkeypatc
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), *flags)
     assert status == 2 and not out and len(lines) == 1 and message in lines[0], lines
+
+
+@pytest.mark.parametrize("key", ["medusa_num_heads", "pard_token", "dflash_config", "draft_vocab_size"])
+def test_the_refusal_of_a_draft_names_its_file_once(text_folder, tmp_path, monkeypatch, capsys, key):
+    """A loader puts the path in front of messages that begin with config.json."""
+    folder = shutil.copytree(text_folder, tmp_path / "draft")
+    edit_config(folder, **{key: -1})
+    flags = ["--checkpoint", str(text_folder), "--draft_checkpoint", str(folder)]
+    status, out, (line,) = run_main(monkeypatch, capsys, *flags)
+    assert status == 2 and not out and line.startswith(f"error: {folder}/config.json: "), line
+    assert line.count("config.json: ") == 1, line
