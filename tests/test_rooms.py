@@ -81,3 +81,17 @@ def test_the_demo_runs_without(room, story, tmp_path):
     assert len(errors) == len(runs) and "Traceback" not in done.stderr, done.stderr
     for error, missing in zip(errors, (file, "loading/quantized/reader.py")):
         assert f"{missing} is missing" in error
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4-g32"])
+def test_without_the_other_formats_quantize_fails_before_it_writes(scheme, tmp_path):
+    """int8 and fp8 are saved in a format of other programs; int4 is not, and needs no room."""
+    copy_without(tmp_path, ["loading/quantized"])
+    command = [sys.executable, "quantize.py", "--checkpoint", "checkpoints/demo", "--scheme", scheme, "--output", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    if scheme == "int4-g32":
+        assert done.returncode == 0 and (tmp_path / "out/config.json").exists(), done.stderr
+        return
+    error = "error: loading/quantized/reader.py is missing: this copy was made without it\n"
+    assert (done.returncode, done.stderr) == (2, error)
+    assert not list(tmp_path.glob("out*"))
