@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's layout, merged into the weights of a folder while they are read.
 
-    merge_adapter   read of a folder's tensors -> read of merged ones
+    merge_adapter   a function that reads tensors -> one that reads merged tensors
     scale_of        alpha / r of a matrix, from adapter_config.json
 
 Merged is W + alpha / r * B A (arXiv:2106.09685), computed in float32 and rounded once, to the model's dtype or scheme.
@@ -41,7 +41,7 @@ def merge_adapter(
         match = re.fullmatch(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?", name.removeprefix(PREFIX))
         target = f"{match[1]}.weight" if match else name.removeprefix(PREFIX).replace(".base_layer.", ".")
         if target not in shapes:
-            raise ValueError(f"{folder}: {name} fits no tensor of this model; is the adapter of another one?")
+            raise ValueError(f"{folder}: {name} fits no tensor of this model; use the model that it was trained on")
         if is_tied and target in ("model.embed_tokens.weight", "lm_head.weight"):
             raise ValueError(f"{folder}: {name} changes an embedding that is also the head, which would change both")
         if match:
@@ -63,13 +63,13 @@ def merge_adapter(
         a, b = (reader.get_tensor(stored_name).float() for reader, stored_name, _ in parts_of(pairs[name]))
         delta = b @ a  # (out, r) (r, in) -> (out, in); an embedding's is stored as (D, r) (r, V)
         delta = delta.T if pairs[name]["A"][2] else delta
-        return torch.add(weight.float(), delta, alpha=scale_of(settings, name.removesuffix(".weight"), len(a)))
+        return torch.add(weight.float(), delta, alpha=scale_of(file, settings, name.removesuffix(".weight"), len(a)))
 
     return read_merged
 
 
 def adapter_hash(folder: str | Path) -> str:
-    """Of both files, all bytes: adapters are small."""
+    """SHA-256 of both files, all bytes, because adapters are small."""
     names = "adapter_config.json", "adapter_model.safetensors"
     return hashlib.sha256(b"".join(Path(folder, name).read_bytes() for name in names)).hexdigest()
 
@@ -88,11 +88,11 @@ def check_pair(folder: Path, target: str, parts: dict, shape: tuple[int, ...]) -
         raise ValueError(f"{folder}: lora_A {a} and lora_B {b} of {target} make no matrix of shape {shape}")
 
 
-def scale_of(settings: dict, module: str, rank: int) -> float:
+def scale_of(file: Path, settings: dict, module: str, rank: int) -> float:
     """alpha / r, or alpha / sqrt(r) with use_rslora; alpha_pattern has modules with an alpha of their own."""
     patterns = settings.get("alpha_pattern") or {}
     key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = patterns[key] if key else settings.get("lora_alpha", 8)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"adapter_config.json: lora_alpha of {module} is {alpha!r:.99}, and must be a number")
+        raise ValueError(f"{file}: lora_alpha of {module} is {alpha!r:.99}, and must be a number")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
