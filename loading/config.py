@@ -101,7 +101,7 @@ def config_from_hf(hf: dict) -> Config:
     if head_dim % 2:
         raise ValueError(f"config.json: head_dim = {head_dim} is odd; RoPE rotates pairs")
     if n_heads * head_dim > MAX_SIZE:
-        raise ValueError(f"config.json: {n_heads} heads of head_dim = {head_dim} are over {MAX_SIZE:,} in all")
+        raise ValueError(f"config.json: num_attention_heads * head_dim = {n_heads * head_dim:,} is over {MAX_SIZE:,}")
 
     def has_bias(key: str | bool) -> bool:
         return hf.flag(key) if isinstance(key, str) else key
@@ -171,7 +171,7 @@ def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     n_experts = hf.size("num_local_experts" if new_count is None else "num_experts", defaults.num_experts)
     n_chosen = hf.size("num_experts_per_tok", defaults.num_chosen)
     if n_chosen > n_experts:
-        raise hf.refused("num_experts_per_tok", f"is more than there are experts, {n_experts}")
+        raise hf.refused("num_experts_per_tok", f"is more than the number of experts, {n_experts}")
     dense, step = hf.get("mlp_only_layers") or [], hf.size("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
@@ -233,7 +233,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int) -> dict:
     fields = {"rope_type": rope_type, "rope_theta": theta, "rope_local_theta": rope.number("local_theta", theta)}
     if rope_type == "dynamic":
         if "alpha" not in family.computed or rope.get("alpha") is None:
-            raise rope.refused("rope_type", "is supported for hunyuan_v1_dense with alpha alone")
+            raise rope.refused("rope_type", "is supported only for hunyuan_v1_dense, with alpha")
         stretched = theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
         return fields | {"rope_type": "default", "rope_theta": stretched}
     if "partial_rotary_factor" in family.computed:
@@ -282,7 +282,7 @@ def rope_section(hf: Section, family: Family) -> Section:
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     local_theta = hf.get("rope_local_base_freq")
     if family.requires_rope and not hf.get(name):
-        raise ValueError(f"config.json: rope_scaling is missing, which {hf['model_type']} does not do without")
+        raise ValueError(f"config.json: rope_scaling is missing; {hf['model_type']} needs it")
     if family.default_rope and hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         hf, name = Section({**hf, "rope_parameters": family.default_rope}), "rope_parameters"
     if family.sliding_rope and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
@@ -319,8 +319,8 @@ def rope_section(hf: Section, family: Family) -> Section:
 
 
 def full_rope_and_local_theta(hf: Section, name: str) -> tuple[dict, object]:
-    """(RoPE's object of layers that attend to all tokens, theta of layers that slide). ValueError where the second
-    have more than a theta."""
+    """(RoPE's object of layers that attend to all tokens, theta of sliding layers). ValueError where sliding layers
+    have other settings than a theta."""
     full, sliding = (hf[name].get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
     if not isinstance(full, dict) or not isinstance(sliding, dict):
         raise hf.refused(name, "must hold objects")

@@ -101,7 +101,7 @@ REFUSED = [  # (config, what the message must name)
         ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias = 'no'"),
         ("ernie4_5", {"use_bias": "no"}, "use_bias = 'no'"),
         ("ernie4_5", {"mlp_bias": True}, "mlp_bias = True"),
-        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "with alpha alone"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "only for hunyuan"),
         ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts = 8"),
         ("exaone4", {"sliding_window": 9, "sliding_window_pattern": "LGL"}, "sliding_window_pattern = 'LGL'"),
