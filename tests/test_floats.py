@@ -306,7 +306,7 @@ def test_tables_become_plain_weights_and_say_so(name, written, capsys):
     layer = load_model(folder, dtype=F32).layers[0]
     for ours in FUSED:
         assert torch.equal(layer.get_submodule(ours).weight, published(weights, ours)), ours
-    assert f"bitsandbytes' {name[:3]}: its weights are held as plain ones" in capsys.readouterr().err
+    assert f"keeps bitsandbytes' {name[:3]} exactly: it loads as plain weights" in capsys.readouterr().err
     again = load_model(folder, quantize="int8").layers[0].ffn.down
     assert isinstance(again, QuantizedLinear) and again.scheme == "int8"
 

@@ -38,7 +38,7 @@ def require_object(settings: dict, prefix: str, key: str) -> dict:
 def read_group_size(settings: dict, prefix: str, key: str = "group_size") -> int:
     size = settings.get(key)
     if type(size) is not int or (size < 1 and size != -1):
-        raise ValueError(f"config.json: {prefix}{key} = {size!r} is not supported; it must be positive, or -1 for rows")
+        raise ValueError(f"config.json: {prefix}{key} = {size!r} is not supported; use a positive one, or -1 for rows")
     return size
 
 
@@ -49,7 +49,7 @@ def find_layout(hf: dict) -> Layout | None:
     prefix, settings = "quantization_config: ", require_object(hf, "", "quantization_config")
     method = require(settings, prefix, "quant_method", *METHODS)
     if hf.get("quantization") is not None and method != "compressed-tensors":  # quantize.py writes it too
-        raise ValueError("config.json: it has both quantization and quantization_config; one of them must be wrong")
+        raise ValueError("config.json: it has both quantization and quantization_config; remove the wrong one")
     return METHODS[method](settings, prefix)
 
 
@@ -117,7 +117,7 @@ def compressed_layout(settings: dict, prefix: str) -> Layout:
     """compressed-tensors, src/compressed_tensors/quantization/{quant_config,quant_args}.py"""
     groups = require_object(settings, prefix, "config_groups")
     if len(groups) != 1:
-        raise ValueError(f"config.json: {prefix}config_groups = {sorted(groups)} is not supported; one group is")
+        raise ValueError(f"config.json: {prefix}config_groups = {sorted(groups)} is not supported; only one group is")
     notes = (CACHE,) if settings.get("kv_cache_scheme") else ()
     require(settings, prefix, "transform_config", None, {})
     sparsity = settings.get("sparsity_config")
@@ -131,7 +131,7 @@ def compressed_layout(settings: dict, prefix: str) -> Layout:
         activations = require_object(scheme, prefix, "input_activations")
         is_dynamic = require(activations, f"{prefix}input_activations: ", "dynamic", True, False, "local", None)
         notes += (DYNAMIC if is_dynamic is True else STATIC,)
-    return _by_format(scheme if scheme.get("format") is not None else settings, weights, f"{prefix}weights: ", notes)
+    return format_layout(scheme if scheme.get("format") is not None else settings, weights, f"{prefix}weights: ", notes)
 
 
 STRATEGIES = {  # compressed-tensors' format -> supported types of codes, bits, and strategies of sharing scales
@@ -145,7 +145,7 @@ STRATEGIES = {  # compressed-tensors' format -> supported types of codes, bits, 
 }
 
 
-def _by_format(settings: dict, weights: dict, prefix: str, notes: tuple[str, ...]) -> Layout:
+def format_layout(settings: dict, weights: dict, prefix: str, notes: tuple[str, ...]) -> Layout:
     """The layout of compressed-tensors' `weights` stored in settings["format"]."""
     format = require(settings, "quantization_config: ", "format", *STRATEGIES)
     kinds, num_bits, strategies = STRATEGIES[format]

@@ -165,16 +165,16 @@ class ModelOptNvFp4(NvFp4):
 @dataclass(frozen=True)
 class Table4(Layout):
     """bitsandbytes' 4 bits: weight (out * in / 2, 1) uint8, high nibble first, over all weights in a row; quant_map, 16
-    entries; absmax, the factor of each `blocksize` weights, uint8 where it is quantized too: then it stands for
-    nested_quant_map[absmax] * nested_absmax + nested_offset, nested_absmax one for each nested_blocksize. The numbers
-    stand as JSON in quant_state.bitsandbytes__nf4. Source: bitsandbytes, functional.py (QuantState,
+    entries; absmax, a factor per `blocksize` weights. A uint8 absmax means nested_quant_map[absmax] * nested_absmax +
+    nested_offset, with a nested_absmax per nested_blocksize factors. quant_state.bitsandbytes__nf4 has blocksize,
+    nested_blocksize and nested_offset as JSON. Source: bitsandbytes, functional.py (QuantState,
     dequantize_blockwise) and backends/default/ops.py (dequantize_4bit)."""
 
     kind: str = "nf4"
     act_order: bool = False
     key = "weight.quant_map"
     zeros_only = ()
-    mixes = True
+    stacks_with_plain = True
 
     def tensors(self, m):
         size, state = m.rows * m.columns, self.state(m)
@@ -210,7 +210,7 @@ class Table4(Layout):
         self.state(m)
 
     def scheme(self, matrices):
-        return None, f"no scheme here holds bitsandbytes' {self.kind}: its weights are held as plain ones"
+        return None, f"no scheme here keeps bitsandbytes' {self.kind} exactly: it loads as plain weights"
 
     def weight(self, m):
         state = self.state(m)

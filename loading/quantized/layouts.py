@@ -5,11 +5,10 @@
     Gptq, Awq, PackQuantized    4 and 8 bits, packed into int32 words; floats.py has the other layouts
 
 Every program means w[o, i] = scale[o, g] * (code[o, i] - zero_point[o, g]), g the group of input i. Our int4 has
-(code - 8) * scale + zero, so zero = (8 - zero_point) * scale. In float32 (int4-g128-float32) nothing of this rounds if
-the folder's scales are float16 or bfloat16: 11 bits of a scale times 4 bits of the other factor are 15 of float32's 24,
-and the sum is a multiple of the same last bit, of at most 15 scales. The weights are then the published ones, bit for
-bit. If the scales are float32 and zero points not 8, they are so within 2^-20 scale. If the inputs of a group are not
-neighbours, no scheme holds them: the weights are computed and quantized again.
+(code - 8) * scale + zero, so zero = (8 - zero_point) * scale. With float16 or bfloat16 scales, our float32 schemes
+(int4-g128-float32) give the published weights bit for bit: a scale's 11 bits times the other factor's 4 bits fit in
+float32's 24, and the sum is a multiple of the same last bit, at most 15 scales. With float32 scales and zero points
+other than 8, a weight differs by at most 2^-20 scale. Groups of inputs that are not neighbours are quantized again.
 """
 
 import math
@@ -60,11 +59,11 @@ class Layout:
     symmetric: bool = False
     act_order: bool = True  # is the group of every input stored?
 
-    key, scale_key, zero_key, order_key = "qweight", "scales", "qzeros", "g_idx"  # a quantized matrix has the first
+    key, scale_key, zero_key, order_key = "qweight", "scales", "qzeros", "g_idx"  # `key` marks a quantized matrix
     inputs_first = True  # is every matrix stored transposed?
     zeros_only = ()  # tensors that some writers add; they are ignored if they hold zeros
     has_zeros = True
-    mixes = False  # may matrices of full precision be stacked with quantized ones?
+    stacks_with_plain = False  # may matrices of full precision be stacked with quantized ones?
 
     def tensors(self, m: Matrix) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
         """Tensor -> (shape, supported stored types)."""
@@ -101,13 +100,13 @@ class Layout:
 
     def group_of(self, m: Matrix) -> Tensor:
         """(in,): the group of every input."""
-        return m.get(self.order_key).long() if self.act_order else torch.arange(m.columns) // self.size(m)
+        return m.get(self.order_key).long() if self.act_order else torch.arange(m.columns) // self.group_size(m)
 
-    def size(self, m: Matrix) -> int:
+    def group_size(self, m: Matrix) -> int:
         return m.columns if self.group == -1 else self.group
 
     def groups(self, m: Matrix) -> int:
-        return math.ceil(m.columns / self.size(m))
+        return math.ceil(m.columns / self.group_size(m))
 
     def words(self, n: int) -> int:
         """The number of int32 words for n codes."""
@@ -135,7 +134,7 @@ class Layout:
         for size in (128, 64, 32):
             if all(m.columns % size == 0 and are_runs(self.group_of(m), size) for m in matrices):
                 return f"int4-g{size}{suffix}", None
-        return "int4-g32", "the inputs of its groups are not are_runs of 32 neighbours, as with act-order"
+        return "int4-g32", "its groups are not runs of 32 neighbouring inputs, as with act-order"
 
     def is_bfloat16(self, matrices: Collection[Matrix]) -> bool:
         """Are all scales bfloat16?"""
@@ -189,8 +188,8 @@ class Gptq(Layout):
 
 @dataclass(frozen=True)
 class Awq(Layout):
-    """AutoAWQ's version "gemm": qweight (in, out / 8) int32, of the eight outputs in a word the ones called 0 2 4 6 1 3
-    5 7 from the lowest bits on; qzeros (groups, out / 8) alike; scales (groups, out). Source: AutoAWQ,
+    """AutoAWQ's version "gemm": qweight (in, out / 8) int32, a word's eight outputs in the order 0 2 4 6 1 3 5 7 from
+    the lowest bits on; qzeros (groups, out / 8) alike; scales (groups, out). Source: AutoAWQ,
     awq/modules/linear/gemm.py (from_linear) and awq/utils/packing_utils.py."""
 
     act_order: bool = False

@@ -44,14 +44,14 @@ def find_matrices(layout: Layout, readers: dict, shapes: dict[str, dict[str, tup
         layout = replace(layout, scale_key="weight_scale")  # AutoFP8's name
     for ours, sources in shapes.items():
         names = [name for name in sources if f"{name}.{layout.key}" in readers]
-        if names and len(names) < len(sources) and not layout.mixes:
+        if names and len(names) < len(sources) and not layout.stacks_with_plain:
             other = next(name for name in sources if name not in names)
-            raise ValueError(f"{names[0]} is quantized and {other} is not; they are one matrix here")
+            raise ValueError(f"{names[0]} is quantized and {other} is not, but both are one matrix here: quantize both")
         matrices |= {name: Matrix(name, *sources[name], readers) for name in names}
         unquantized += [ours] if not names and ours.startswith("layers.") else []
     if not matrices:
         raise ValueError(f"config.json says that it is quantized, but none of its tensors is called *.{layout.key}")
-    return QuantizedMatrices(layout, matrices, () if layout.mixes else tuple(unquantized))
+    return QuantizedMatrices(layout, matrices, () if layout.stacks_with_plain else tuple(unquantized))
 
 
 def expected_tensors(quantized: QuantizedMatrices, plain: dict[str, tuple], readers: dict) -> dict[str, tuple]:
@@ -79,7 +79,7 @@ def check_values(quantized: QuantizedMatrices) -> QuantizedMatrices:
     for m in matrices:
         layout.check(m)
     if isinstance(layout, Gptq) and layout.version == 1 and layout.symmetric:
-        # Some writers say version 1 and store version 2 (vllm-project/vllm pull request 38966). Symmetric codes tell.
+        # Some writers say version 1 and store version 2 (vllm-project/vllm pull request 38966). Their zero points tell.
         second = replace(layout, version=2, notes=("it says version 1, but holds the zero points of version 2",))
         if all(map(second.is_centred, matrices)):
             return quantized._replace(layout=second)
@@ -115,6 +115,6 @@ def compressed_tensors_config(format: Int8 | Fp8, has_head: bool) -> dict:
 
 
 def compressed_tensors_part(name: str, part: Tensor) -> tuple[str, Tensor]:
-    """(name, tensor) of such a format's part there."""
+    """compressed-tensors' (name, tensor) of a part of our int8 or fp8."""
     module, _, kind = name.rpartition(".")
     return (f"{module}.weight", part) if kind == "codes" else (f"{module}.weight_scale", part[:, None])
