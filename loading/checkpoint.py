@@ -162,7 +162,7 @@ def open_folder(
     readers, notes = select_text_model(readers, family_of(hf))
     if config.tie_embeddings and has_separate_head(readers, [config.vocab_size, config.dim]):
         config = replace(config, tie_embeddings=False)
-        notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding: it is the head",)
+        notes += ("tie_word_embeddings is true, but lm_head.weight differs from the embedding and is used as the head",)
     form, read = open_tensors(folder, config, readers)
     if adapter is not None:
         if form.scheme or form.overrides or form.requantize_to:
@@ -232,9 +232,9 @@ def open_gguf(file: Path, config: Config, readers: dict) -> tuple[StoredForm, Ca
     }
     if config.tie_embeddings:
         sources_by_name["lm_head"] = sources_by_name.pop("embed")
-    schemes, plain_types = gguf.find(readers, sources_by_name)
-    notes = (f"tensors that no scheme here holds are held as plain weights: {plain_types}",) if plain_types else ()
-    return StoredForm(overrides=schemes, notes=notes), gguf.reading(readers)
+    schemes, plain_types = gguf.find_schemes(readers, sources_by_name)
+    notes = (f"tensors that no scheme keeps exactly load as plain weights: {plain_types}",) if plain_types else ()
+    return StoredForm(overrides=schemes, notes=notes), gguf.tensor_reader(readers)
 
 
 @torch.no_grad()
@@ -285,7 +285,7 @@ def load_model(
         notes[-1] += f"; quantized again to {scheme}, relative error {error:.4f}"
     if num_requantized:
         count = f"{num_requantized} matrices of 4 and 8 bits"
-        notes.append(f"{count} are quantized again, as asked, relative error {error:.4f}")
+        notes.append(f"{count} are quantized again, as requested, relative error {error:.4f}")
     for message in notes if ranks.rank == 0 else ():
         print(f"{folder}: {message}", file=sys.stderr)
     return model
@@ -387,7 +387,7 @@ def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None
         file = "model.safetensors" if len(groups) == 1 else shard_name(number, len(groups))
         files |= write_tensors(folder / file, model, group)
     other = "model.safetensors.index.json" if len(groups) == 1 else "model.safetensors"
-    (folder / other).unlink(missing_ok=True)  # of the model before
+    (folder / other).unlink(missing_ok=True)  # an earlier model's
     if len(groups) > 1:
         write_index(folder, files)
     write_config(folder, model, hf)

@@ -31,7 +31,7 @@ from weights.rooms import room
 
 gguf, gguf_folder = room("loading.gguf"), room("loading.gguf_metadata")
 MAX_NAMES = 8  # tensors that an error lists; it counts the rest
-# A tensor's sample: runs of rows, evenly spread, and the least bytes of a run. A folder of many tensors has fewer runs.
+# Fingerprints read evenly spread runs of each tensor's rows: their number, their bytes, and the folder's runs in all.
 SAMPLE_RUNS, SAMPLE_BYTES, MAX_RUNS = 16, 4096, 2**14
 
 
@@ -42,7 +42,7 @@ def read_json(file: Path) -> dict:
         return gguf_folder.read_json(file.parent, file.name)
     if not vocabularies.file_exists(file):
         others = sorted(file.parent.glob("*.gguf"))
-        raise ValueError(f"{file}: no such file" + (f"; give {others[0].name} itself" if others else ""))
+        raise ValueError(f"{file}: no such file" + (f"; pass the path of {others[0].name}" if others else ""))
     hf = vocabularies.read_json(file)
     if file.name == "config.json":
         settings = hf.get("quantization_config")
@@ -92,7 +92,7 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
             raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
         for name in reader.keys():  # noqa: SIM118, a reader is no dict
             if name in readers:
-                raise ValueError(f"{file}: {_list_names([name])} stands in {readers[name][0].name} too")
+                raise ValueError(f"{file}: {_list_names([name])} is in {readers[name][0].name} too; delete either")
             readers[name] = (file, reader)
     return readers
 

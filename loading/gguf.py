@@ -2,7 +2,7 @@
 
     open_file     its keys and tensors;  parts_of  the files of a model that is split
     Blocks        one tensor in the mapped file: its weights, or the parts of our format that holds them bit for bit
-    model_type_of, Tensors, find, reading    the file as checkpoint.py reads a folder, by Hugging Face names
+    model_type_of, Tensors, find_schemes, tensor_reader  the file as checkpoint.py reads a folder, by HF names
 
 The header is read here, because the gguf package's reader trusts the sizes in a file and takes seconds for a
 vocabulary; the package dequantizes the types that no format of ours holds. Rows of llama.cpp's q and k move whole, so
@@ -256,7 +256,7 @@ def _open(path: Path, mtime: int, size: int) -> File:
             name = cursor.string(MAX_NAME_BYTES)
             with error_prefix(f"key {one_line(name)}"):
                 if name in keys:
-                    raise ValueError("stands there twice")
+                    raise ValueError("occurs twice")
                 keys[name] = cursor.value()
         return File(keys, _tensors(cursor, n_tensors, keys.get("general.alignment", 32), data))
 
@@ -269,7 +269,7 @@ def _tensors(cursor: Cursor, count: int, alignment: object, data: Tensor) -> dic
         with error_prefix(f"tensor {one_line(name)}"):
             n_dims = cursor.number("I")
             if name in headers or not 1 <= n_dims <= 4:
-                raise ValueError("stands there twice" if name in headers else f"has {n_dims} dimensions")
+                raise ValueError("occurs twice" if name in headers else f"has {n_dims} dimensions")
             shape = tuple(cursor.count("elements of a dimension", MAX_DIM) for _ in range(n_dims))[::-1]
             kind = kind_of(cursor.number("I"))
             if 0 in shape or shape[-1] % kind.weights:
@@ -379,21 +379,21 @@ class Tensors:
         return self.tensors[name][:]
 
 
-def find(readers: dict, stacked: dict[str, list[str]]) -> tuple[dict[str, str], str]:
-    """(scheme by matrix, the types of the other quantized tensors in words). stacked: our name of a matrix -> the
-    Hugging Face tensors that make it; it has a scheme only if that scheme holds all of them."""
-    schemes, loose = {}, collections.Counter()
-    for name, parts in stacked.items():
+def find_schemes(readers: dict, sources_by_name: dict[str, list[str]]) -> tuple[dict[str, str], str]:
+    """(scheme by matrix, the types of the other quantized tensors, as text). sources_by_name: our name of a matrix ->
+    the Hugging Face tensors that make it; it has a scheme only if that scheme holds all of them."""
+    schemes, plain_types = {}, collections.Counter()
+    for name, parts in sources_by_name.items():
         kinds = [readers[part][1].get_slice(part).kind for part in parts]
         if name != "embed" and kinds[0].scheme and len({kind.scheme for kind in kinds}) == 1:
             schemes[name] = kinds[0].scheme
         else:
-            loose.update(kind.name for kind in kinds if not kind.dtype)
-    return schemes, ", ".join(f"{count} in {name}" for name, count in sorted(loose.items()))
+            plain_types.update(kind.name for kind in kinds if not kind.dtype)
+    return schemes, ", ".join(f"{count} in {name}" for name, count in sorted(plain_types.items()))
 
 
-def reading(readers: dict) -> Callable[[str], Tensor]:
-    """Reads a tensor, or a part of the scheme that holds it, by its name in a folder of ours."""
+def tensor_reader(readers: dict) -> Callable[[str], Tensor]:
+    """A function from a name in a folder of ours to the tensor, or to the part of its scheme."""
 
     def read(name: str) -> Tensor:
         module, _, kind = name.rpartition(".")

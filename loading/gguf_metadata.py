@@ -59,7 +59,7 @@ def config_json(path: Path) -> dict:
         raise ValueError(f"it lacks {', '.join(absent)}")
     rows, tokens = tensors["token_embd.weight"].shape[0], keys.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and tokens.count > rows:
-        raise ValueError(f"tokenizer.ggml.tokens are {tokens.count:,}, the rows of token_embd.weight {rows:,}")
+        raise ValueError(f"tokenizer.ggml.tokens has {tokens.count:,}; token_embd.weight has only {rows:,} rows")
     hf = {key: get(gguf_key) for key, gguf_key in COPIED.items()}
     head_dim = get("attention.key_length", hf["hidden_size"] // max(hf["num_attention_heads"], 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -196,8 +196,8 @@ def special_ids(keys: dict[str, object], *roles: str) -> dict[str, int]:
 def tokenizer_config(keys: dict[str, object]) -> dict:
     """Names of special tokens, the BOS policy, the chat template."""
     tokens, model = vocabulary(keys), keys.get("tokenizer.ggml.model")
-    usual = model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
-    adds_bos = keys.get("tokenizer.ggml.add_bos_token", usual)
+    adds_by_default = model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
+    adds_bos = keys.get("tokenizer.ggml.add_bos_token", adds_by_default)
     config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
     config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # transformers' names for these
@@ -291,17 +291,17 @@ VOCABULARIES = {"gpt2": ("tokenizer.json", tokenizer_json), "llama": ("tokenizer
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def key_errors(path: Path) -> Iterator[None]:
     """Turn errors into a ValueError that begins with the file, because keys may hold values of any type."""
     with error_prefix(path):
         try:
             yield
         except (TypeError, OverflowError, ZeroDivisionError, struct.error) as error:
-            raise ValueError(f"its keys hold what they cannot mean: {one_line(error)}") from None
+            raise ValueError(f"some of its keys have a wrong type or size: {one_line(error)}") from None
 
 
 def read_json(path: Path, name: str) -> dict:
-    with reading(path):
+    with key_errors(path):
         return config_json(path) if name == "config.json" else MAKERS[name](open_file(path).keys)
 
 
@@ -309,7 +309,7 @@ def write_files(path: Path, folder: Path) -> None:
     """All but config.json and the tensors, into a folder."""
     keys = open_file(path).keys
     model = keys.get("tokenizer.ggml.model")
-    with reading(path):
+    with key_errors(path):
         if model not in VOCABULARIES:
             supported = ", ".join(VOCABULARIES)
             raise ValueError(f"tokenizer.ggml.model = {model!r:.60} is not supported; supported: {supported}")

@@ -30,7 +30,7 @@ from weights.walker import named_linears, quantized_linears
 gguf = pytest.importorskip("gguf")
 TYPES = gguf.GGMLQuantizationType
 TOKENS = torch.arange(40)[None] % 131, torch.arange(40)
-LOOSE = "tensors that no scheme here holds are held as plain weights"
+LOOSE = "tensors that no scheme keeps exactly load as plain weights"
 
 
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -339,7 +339,7 @@ def test_asked_for_it_is_quantized_again(tmp_path, capsys):
     model = load_model(file, quantize="int8", pack=False)
     assert [linear.scheme for linear in quantized_linears(model)] == ["int8"] * 12 + ["q8_0"]
     err = capsys.readouterr().err
-    assert "12 matrices of 4 and 8 bits are quantized again, as asked, relative error 0.0" in err
+    assert "12 matrices of 4 and 8 bits are quantized again, as requested, relative error 0.0" in err
     model = load_model(file, quantize="q4_1", head="int8", pack=False)
     assert [linear.scheme for linear in quantized_linears(model)] == ["q4_1"] * 12 + ["int8"]
     assert "1 matrices of 4 and 8 bits" in capsys.readouterr().err
@@ -675,8 +675,8 @@ BROKEN = {
     "far offset": (after(TENSOR, 16, "Q", 2**62), "the file ends inside it"),
     "misshapen": (after(TENSOR, 4, "Q", 32), "misshapen: model.layers.0.input_layernorm.weight is [32] instead"),
     "missing": (rename(TENSOR, b"blk.0.attn_sorm.weight"), "missing: model.layers.0.input_layernorm.weight; unex"),
-    "twice": (rename(TENSOR, b"blk.1.attn_norm.weight"), "tensor blk.1.attn_norm.weight: stands there twice"),
-    "key twice": (rename(b"llama.rope.freq_base", b"llama.context_length"), "llama.context_length: stands there twice"),
+    "twice": (rename(TENSOR, b"blk.1.attn_norm.weight"), "tensor blk.1.attn_norm.weight: occurs twice"),
+    "key twice": (rename(b"llama.rope.freq_base", b"llama.context_length"), "llama.context_length: occurs twice"),
     "no layers": (rename(b"llama.block_count", b"llama.block_count"[::-1]), "it lacks llama.block_count"),
     "heads": (after(b"llama.attention.head_count", 4, "I", 3), "m.gguf"),
     "no heads": (after(b"llama.attention.head_count", 4, "I", 0), "m.gguf"),
@@ -740,7 +740,7 @@ def test_what_is_no_gguf_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"pipe: no such folder"):
         load_model(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"config.json: no such file; give m.gguf itself"):
+    with pytest.raises(ValueError, match=r"config.json: no such file; pass the path of m.gguf"):
         load_model(tmp_path)
 
 
