@@ -3,8 +3,8 @@
     ChatTemplate   a folder's template; `render` returns a conversation's text
     serve          the child process: `python loading/chat_templates.py`
 
-jinja's sandbox bounds what a template can access. Only a process of its own can bound its time and memory, because one
-expression can take all of either inside a single call to C. The file imports no other one, for a quick start.
+jinja's sandbox restricts a template's access. Only a separate process can limit its time and memory, because a single
+expression can exhaust either within one call to C. This file imports no other of the project, so that it starts fast.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strft
 class ChatTemplate:
     """A folder's chat template.
 
-    `names`: its variables, such as bos_token, as texts. `tool_source`: a template for conversations with tools.
+    `variables`: texts for it, such as bos_token. `tool_source`: a template for conversations with tools.
     """
 
-    def __init__(self, source: str, names: dict[str, str], tool_source: str | None = None):
-        self.source, self.names, self.tool_source = source, names, tool_source
+    def __init__(self, source: str, variables: dict[str, str], tool_source: str | None = None):
+        self.source, self.variables, self.tool_source = source, variables, tool_source
         try:
             for part in filter(None, (source, tool_source)):
                 ENVIRONMENT.parse(part)
@@ -62,11 +62,11 @@ class ChatTemplate:
     def source_for(self, tools: list | None) -> str:
         return self.source if tools is None or self.tool_source is None else self.tool_source
 
-    def render(self, messages: list[dict], add_generation_prompt: bool, tools: list | None = None, **names) -> str:
-        """A conversation's text. `names`: further variables of the template, such as enable_thinking. ValueError if the
+    def render(self, messages: list[dict], add_generation_prompt: bool, tools: list | None = None, **variables) -> str:
+        """A conversation's text. `variables`: more of the template's, such as enable_thinking. ValueError if the
         template raises an error or exceeds its time or memory."""
         arguments = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        request = json.dumps([self.source_for(tools), {"documents": None, **self.names, **names, **arguments}])
+        request = json.dumps([self.source_for(tools), {"documents": None, **self.variables, **variables, **arguments}])
         process, answer = renderer(), None
         timer = threading.Timer(MAX_SECONDS, process.kill)
         timer.start()
@@ -104,8 +104,8 @@ def serve() -> None:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     for line in sys.stdin:
         try:
-            source, names = json.loads(line)
-            answer = {"text": compile_template(source).render(names)}
+            source, variables = json.loads(line)
+            answer = {"text": compile_template(source).render(variables)}
             if len(answer["text"]) > MAX_ADDED_CHARS + 16 * len(line):
                 answer = {"error": f"it writes {len(answer['text'])} characters"}
         except Exception as error:  # a template can raise any
