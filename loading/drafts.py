@@ -77,7 +77,7 @@ def check_draft(folder_or_spec: str | Path, config: Config) -> None:
 
 
 def is_folder(folder_or_spec: str | Path) -> bool:
-    """A spec stays a spec, even beside a folder of its name."""
+    """Is this a folder? The name of a spec is none, even beside a folder of that name."""
     if isinstance(folder_or_spec, Path):
         return True
     return folder_or_spec.partition(":")[0] not in SPECS and Path(folder_or_spec).exists()

@@ -2,7 +2,7 @@
 
     Family      the fields that may differ, with Llama's values as defaults
     Gguf        the same for the family's GGUF files
-    SLIDING     the layers that slide
+    SLIDING     the layers with a sliding window
     FAMILIES    model_type -> Family;  family_of  the record of a config.json
 
 A new family is one record here, and arithmetic in model.py where it needs any. Sources: transformers, models/*/
@@ -82,7 +82,7 @@ def window_period(hf) -> int:
     return len(pattern) if is_word else hf.size("sliding_window_pattern")
 
 
-# Family.sliding -> does layer i slide, where layer_types does not say so?
+# Family.sliding -> does layer i have a sliding window, where config.json has no layer_types?
 SLIDING = {
     "every": lambda i, hf: True,
     "even": lambda i, hf: i % 2 == 0,

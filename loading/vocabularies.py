@@ -264,14 +264,14 @@ def read_tekken(file: Path, settings: dict) -> dict:
         if config["pattern"] != TEKKEN_PATTERN:  # another one could take for ever
             raise ValueError("its pattern is not the one that Mistral publishes")
         if not (type(size) is type(n) is int and 3 <= n < size < MAX_ID):
-            raise ValueError(f"{n} special tokens of {size}")
+            raise ValueError(f"default_num_special_tokens = {n} does not fit default_vocab_size = {size}")
         pairs = [(base64.b64decode(e["token_bytes"], validate=True), e["rank"]) for e in tekken["vocab"][: size - n]]
         specials = {f"<SPECIAL_{id}>": id for id in range(n)}
         if special_tokens is None:
             special_tokens = [{"rank": id, "token_str": name} for id, name in enumerate(TEKKEN_NAMES)]
         ids = {token["token_str"]: token["rank"] for token in special_tokens}
         if not all(isinstance(name, str) and type(id) is int and name and 0 <= id < n for name, id in ids.items()):
-            raise ValueError("a special token without a name, or beyond their number")
+            raise ValueError(f"a special token has no name, or a rank outside 0 to {n - 1}")
         specials = {name: id for name, id in specials.items() if id not in ids.values()} | ids
     to_ranks, texts = tiktoken_encoder(file, pairs, TEKKEN_PATTERN), {rank + n: token for token, rank in pairs}
     names = {key: name for key, name in (("bos_token", "<s>"), ("eos_token", "</s>")) if name in specials}

@@ -56,7 +56,7 @@ def test_older_files_name_no_special_tokens(folder):
 BROKEN = {
     "another pattern": ({"config": {**tekken()["config"], "pattern": "(a+)+$"}}, "not the one that Mistral publishes"),
     "more special tokens than tokens": (
-        {"config": {**tekken()["config"], "default_num_special_tokens": 10**6}}, "special tokens of"),
+        {"config": {**tekken()["config"], "default_num_special_tokens": 10**6}}, "does not fit default_vocab_size"),
     "a special token beyond them": ({"special_tokens": [{"rank": 30, "token_str": "x"}]}, "a special token"),
     "a rank twice": ({"vocab": [{"rank": 0, "token_bytes": "YQ=="}] * 9}, "its ranks are not the numbers"),
     "no byte": ({"vocab": tekken()["vocab"][:100]}, "no rank for the byte 100"),
