@@ -436,7 +436,7 @@ def test_v4_and_v5_names_of_the_number_of_experts():
 
 @pytest.mark.parametrize("hf, names", [
     ({**QWEN, "num_local_experts": 8}, "num_experts = 4 and num_local_experts = 8 disagree"),
-    ({**QWEN, "num_experts_per_tok": 5}, "num_experts_per_tok = 5 is more than there are experts, 4"),
+    ({**QWEN, "num_experts_per_tok": 5}, "num_experts_per_tok = 5 is more than the number of experts, 4"),
     ({**QWEN, "mlp_only_layers": "none"}, "mlp_only_layers = 'none'"),
     ({**QWEN, "decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
     ({**QWEN, "shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64"),
