@@ -56,7 +56,7 @@ def test_good_folders_load(good):
 CONFIGS = {
     "a number beyond floats": ({"rms_norm_eps": 10**400}, "within float32's range"),
     "a number that float32 has not": ({"rope_theta": 1e308}, "within float32's range"),
-    "heads of 2^48 rows": ({"num_attention_heads": 2**24, "num_key_value_heads": 1, "head_dim": 2**24}, "are over"),
+    "heads of 2^48 rows": ({"num_attention_heads": 2**24, "num_key_value_heads": 1, "head_dim": 2**24}, "is over"),
     "a long list for a number": ({"hidden_size": [1] * 50_000}, "hidden_size = [1, 1"),
     "a scheme that is a list": ({"quantization": {"scheme": ["int8"]}}, "quantization = {'scheme': ['int8']}"),
     "a head that is an object": ({"quantization": {"scheme": "int8", "head": {}}}, "quantization = "),
