@@ -88,7 +88,7 @@ def close_stdout() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[list]:
+def defer_interrupts() -> Iterator[list]:
     """Note a first Ctrl-C in the list that is yielded, and raise it at the end. A second one acts at once.
 
     Inside a guard of compiled code the exception would be lost: torch takes it for a guard that fails, and recompiles.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.errors import fail
-from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
+from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_template_kwargs, sampling_of
 from cli.version import Version
 from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
@@ -177,7 +177,7 @@ def check_options(args: argparse.Namespace) -> None:
     drafts = args.draft or args.draft_checkpoint
     sampling_of(args)
     StopStrings(args.stop)
-    check_names(args.chat_template_kwargs)
+    check_template_kwargs(args.chat_template_kwargs)
     chats = args.interactive or args.prompt_file
     world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
     tp = args.tp or world

@@ -17,7 +17,7 @@ from cli.chat import chat
 from cli.draft_memory import draft_memory
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
-from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
+from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, print_unused, target_config, warm_up
 from cli.memory import check_memory
 from cli.output import Output, ResultFile, print_skipped, unanswered
 from cli.page import write_report
@@ -131,7 +131,7 @@ def open_session(
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
-    unused_settings(args)
+    print_unused(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
     samples, refused = ranks.broadcast_object(encoded(lines, args, tokenizer, limit, check))
     skip(refused, samples)

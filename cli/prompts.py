@@ -160,16 +160,16 @@ def template_settings(fields: dict, args: argparse.Namespace) -> dict:
         if fields.get(key) is not None and not isinstance(fields[key], type):
             raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_name}')
     settings = {key: fields[key] if fields.get(key) is not None else getattr(args, key, None) for key in NAMES}
-    check_names(settings["chat_template_kwargs"] or {})
-    return template_names(argparse.Namespace(**settings))
+    check_template_kwargs(settings["chat_template_kwargs"] or {})
+    return template_kwargs(argparse.Namespace(**settings))
 
 
-def template_names(args: argparse.Namespace) -> dict:
+def template_kwargs(args: argparse.Namespace) -> dict:
     """tools, prefill and the template's own names, as Tokenizer.chat takes them."""
     return {"tools": args.tools, "prefill": args.prefill or "", **(args.chat_template_kwargs or {})}
 
 
-def check_names(names: dict) -> None:
+def check_template_kwargs(names: dict) -> None:
     """ValueError for a name that is not the user's to give."""
     if wrong := [name for name in RESERVED if name in names]:
         raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
@@ -213,7 +213,7 @@ def encoded(
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
         try:
-            ids = request.encode(tokenizer, template_names(args))
+            ids = request.encode(tokenizer, template_kwargs(args))
             overrides = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
             row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **overrides)
             check([ids], [row.max_new_tokens])

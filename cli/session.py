@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cli.answers import Answer, Printer
-from cli.errors import interrupts_held
+from cli.errors import defer_interrupts
 from cli.threads import Threads
 from decoding.sampling import Sampling
 from generate import Engine
@@ -38,7 +38,7 @@ class Session:
         ends all between two tokens; printed text stays."""
         engine, answers, running = self.engine, iter(answers), {}
         try:
-            with interrupts_held() as interrupts:
+            with defer_interrupts() as interrupts:
                 while not interrupts:
                     answer = None
                     while len(engine.requests) < engine.batch_size and isinstance(answer := next(answers, END), Answer):
