@@ -116,7 +116,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; `F.rms_norm` accumulates 16-bit input in float32."""
+    """x / rms(x) * weight over the last dimension, in x's dtype; `F.rms_norm` accumulates 16-bit input in float32."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -124,7 +124,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Autocast hands 16-bit x to a float32 weight; torch fuses only equal dtypes, and warns of others.
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:

@@ -8,15 +8,15 @@ import os
 import signal
 import sys
 
-# Until `main`, Ctrl-C ends the process without a word: imports answer an exception with a traceback, or swallow it.
+# Until `main`, Ctrl-C ends the process silently: an exception during imports would be a traceback, or be swallowed.
 if "torch" not in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# Where a stream is closed (2>&-) there is none, and progress bars, which write to one, would fail.
+# A closed stream (2>&-) is None in Python, and progress bars would fail to write to it.
 sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
-# Threads that wait at the end of a parallel region spin so often, then sleep. By default they spin for milliseconds, on
-# a processor that another process may be waiting for; benchmarks/NOTES.md has what this costs and saves.
+# Threads at the end of a parallel region spin this many times, then sleep. By default they spin for milliseconds on a
+# processor that another process may need; benchmarks/NOTES.md has the times with and without.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

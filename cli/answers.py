@@ -1,7 +1,7 @@
 """Token ids as they are decided -> text on stdout, or JSON lines. This file knows no flag, file or prompt format.
 
-Printer         one answer: its ids, its text up to a stop string, and where each piece came from
-Answer          a request of cli/prompts.py on its way through an engine
+Printer         one answer: its ids, its text up to a stop string, and the origin of each piece
+Answer          a request of cli/prompts.py, its engine's request and its printer
 """
 
 import math
@@ -16,12 +16,12 @@ from generate import Engine
 from loading.tokenizer import StopStrings, Tokenizer
 
 DIM, END_COLOUR = "\033[2m", "\033[0m"
-COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in a rejected one's place
+COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in place of a rejected one
 
 
 class Printer:
-    """One answer. With `streaming`, text appears on stdout as it is decided; with `coloured` it shows the origin of its
-    tokens."""
+    """One answer. With `streaming`, text appears on stdout as it is decided. With `coloured`, colours show which tokens
+    were drafted."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop_ids: frozenset[int], stops: Sequence[str] = (), streaming: bool = False,
@@ -43,7 +43,7 @@ class Printer:
         return "".join(self.pieces)
 
     def dim_thinking(self, prompt: str) -> None:
-        """Dim text between <think> and </think>, also where the prompt's end has opened it."""
+        """Dim text between <think> and </think>. A prompt that ends in <think> opens it too."""
         self.dims_thinking, self.in_thinking = True, prompt.rstrip().endswith("<think>")
 
     def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
@@ -63,14 +63,14 @@ class Printer:
             print(self.coloured_pieces[-1], end="", flush=True)
 
     def close(self) -> None:
-        """Release held-back bytes and end the line."""
+        """Print the text that waited for more bytes or for a stop string, and end the line."""
         self._add(self.stops.feed(self.stream.flush()) + self.stops.flush())
         if self.streaming:
             print(end="\n" if self.ids else "", flush=True)
 
     def finish_reason(self) -> str:
-        at_stop = self.ids and self.ids[-1] in self.stop_ids
-        return "stop" if self.at_stop_string or at_stop else "length"
+        at_stop_id = self.ids and self.ids[-1] in self.stop_ids
+        return "stop" if self.at_stop_string or at_stop_id else "length"
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Answer:
     number: int = 0  # in the order of the rows
 
     def feed(self) -> bool:
-        """Print the tokens that the request got since the last call. Has the answer ended?"""
+        """Feed the tokens that the request got since the last call. Returns whether the answer has ended."""
         printer, request = self.printer, self.request
         while len(printer.ids) < len(request.tokens) and not printer.at_stop_string:
             number = len(printer.ids)
@@ -92,7 +92,7 @@ class Answer:
         return printer.at_stop_string or request.finish_reason is not None
 
     def discard_extra_tokens(self) -> None:
-        """Forget the tokens that a round decided behind a stop string."""
+        """Remove the tokens that a round decided after a stop string."""
         request, num_tokens = self.request, len(self.printer.ids)
         del request.tokens[num_tokens:], request.token_records[num_tokens:]
 
@@ -111,7 +111,7 @@ class Answer:
 
 
 def logprobs(request: scheduler.Request, num_tokens: int) -> dict:
-    """The "logprobs" of the JSON contract, where they were asked for; null stands for minus infinity."""
+    """The "logprobs" of the JSON contract; {} without --logprobs. null stands for minus infinity."""
     if not request.top_logprobs:
         return {}
     return {

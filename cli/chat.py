@@ -1,8 +1,8 @@
 """--interactive: turns from stdin, answers on stdout. This file knows no model and no sampling.
 
 chat            answer turn after turn
-Conversation    the messages so far; the oldest turns go where the context is full
-read_message    a message of one or more lines; line_history: from one run to the next
+Conversation    the messages so far; it drops the oldest turns when the context is full
+read_message    a message of one or more lines; line_history: line editing, with lines of earlier runs
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cli.answers import DIM, END_COLOUR, Answer
 from cli.errors import print_error
-from cli.prompts import DEFAULT_NEW_TOKENS, Request, conversation_ids, template_names
+from cli.prompts import DEFAULT_NEW_TOKENS, Request, conversation_ids, template_kwargs
 from cli.report import RowStatistics, rate
 from cli.session import Session
 
@@ -25,10 +25,10 @@ HELP = """/reset      start a new conversation
 /retry      answer the last message again
 /save FILE  append the conversation to FILE, a line of JSON
 /help       this list
-/exit       end, as end of file does
+/exit       end the chat, as end of file does
 Blank lines are skipped. A line that ends in \\ continues in the next one; a paste of several lines is one message.
-Ctrl-C ends an answer. The oldest turns leave a full context."""
-COMMANDS = ("", "/reset", "/undo", "/save", "/help")  # after these there is nothing to answer
+Ctrl-C ends an answer, not the chat. When the context is full, the oldest turns are dropped."""
+UNANSWERED = ("", "/reset", "/undo", "/save", "/help")  # commands that bring no message
 HISTORY, HISTORY_LINES = "~/.quickdraft_history", 1000
 
 
@@ -42,11 +42,11 @@ def has_colours(stream) -> bool:
 
 @contextlib.contextmanager
 def line_history() -> Iterator[None]:
-    """Line editing on a terminal, whose lines the next run knows too: in the file QUICKDRAFT_HISTORY, or in HISTORY; in
-    none where the variable is empty."""
+    """Line editing on a terminal, with a history that the next run reads. The variable QUICKDRAFT_HISTORY names its
+    file instead of HISTORY; an empty one stores no line."""
     file = os.path.expanduser(os.environ.get("QUICKDRAFT_HISTORY", HISTORY))
     try:
-        import readline  # input() uses it, beyond the 4,095 bytes that a terminal keeps of a line
+        import readline  # input() uses it, and a terminal alone cuts a line after 4,095 bytes
 
         readline.parse_and_bind("set enable-bracketed-paste on")
     except ImportError:  # a Python without it reads plain lines
@@ -74,7 +74,7 @@ def read_line(prompt: str = "> ") -> str | None:
         return line.strip("\ufeff\r\n") if line else None
     sys.stdout.flush()
     stdout = os.dup(1)
-    os.dup2(2, 1)  # readline writes to file descriptor 1, which is the answers'
+    os.dup2(2, 1)  # readline writes to file descriptor 1, which is for answers alone
     try:
         return input(prompt)
     except EOFError:
@@ -86,7 +86,7 @@ def read_line(prompt: str = "> ") -> str | None:
 
 
 def read_message() -> str | None:
-    """A line, with the lines that a \\ at its end joins to it on a terminal; None at the end of stdin."""
+    """A line, and on a terminal the lines that follow a \\ at its end; None at the end of stdin."""
     lines = [read_line()]
     while on_terminal() and lines[-1] is not None and lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
@@ -95,7 +95,7 @@ def read_message() -> str | None:
 
 
 class Conversation:
-    """The messages of a chat, and their prompt for a context of `limit` positions."""
+    """The messages of a chat. `prompt` encodes them for a context of `limit` positions."""
 
     def __init__(self, session: Session, args: argparse.Namespace):
         self.args, self.tokenizer, self.ranks = args, session.tokenizer, session.engine.ranks
@@ -107,7 +107,7 @@ class Conversation:
         self.messages, self.has_dropped = list(self.opening), False
 
     def take_back(self) -> str | None:
-        """Remove the last message and its answer, and return that message; None where there is none."""
+        """Remove the last message and its answer. Returns the message, or None if there is none."""
         if len(self.messages) == len(self.opening):
             print("there is no message before this one", file=sys.stderr)
             return None
@@ -127,37 +127,37 @@ class Conversation:
 
     def encode(self, text: str) -> list[int]:
         conversation = [*self.messages, {"role": "user", "content": text}]
-        return self.ranks.broadcast_object(conversation_ids(self.tokenizer, conversation, **template_names(self.args)))
+        return self.ranks.broadcast_object(conversation_ids(self.tokenizer, conversation, **template_kwargs(self.args)))
 
     def prompt(self, text: str) -> list[int] | None:
-        """Ids of the conversation with this message. The oldest turns leave, until an answer has room; None if it has
-        none without any of them."""
-        new, prompt = self.args.max_new_tokens, self.encode(text)
-        room = new or min(DEFAULT_NEW_TOKENS, self.limit // 4)
+        """Ids of the conversation with this message. Drops the oldest turns until an answer fits. None if it does not
+        fit behind this message alone."""
+        requested, prompt = self.args.max_new_tokens, self.encode(text)
+        room = requested or min(DEFAULT_NEW_TOKENS, self.limit // 4)
         while len(prompt) + room > self.limit and len(self.messages) > len(self.opening):
             del self.messages[len(self.opening) : len(self.opening) + 2]  # a message and its answer
             prompt = self.encode(text)
             if not self.has_dropped:
                 print(f"the context of {self.limit} positions is full: the oldest turns leave it", file=sys.stderr)
             self.has_dropped = True
-        if len(prompt) + (new or 1) > self.limit:
-            needed = f"{len(prompt)} tokens and {new or 1} new ones do not fit in {self.limit} positions"
+        if len(prompt) + (requested or 1) > self.limit:
+            needed = f"{len(prompt)} tokens and {requested or 1} new ones do not fit in {self.limit} positions"
             print(f"this message is too long: {needed}; --max_seq_length sets another number", file=sys.stderr)
             return None
         return prompt
 
     def add(self, text: str, answer: str) -> None:
-        answered = {"role": "assistant", "content": self.args.prefill + answer}
-        self.messages += [{"role": "user", "content": text}, answered]
+        reply = {"role": "assistant", "content": self.args.prefill + answer}
+        self.messages += [{"role": "user", "content": text}, reply]
 
 
 def chat(session: Session, args: argparse.Namespace) -> None:
-    """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. Cached positions are reused as
-    far as ids agree, because templates rewrite history."""
+    """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. A turn reuses cached positions
+    up to the first id that differs: a template may rewrite earlier turns."""
     conversation, ranks = Conversation(session, args), session.engine.ranks
     if session.tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
-    print(f"context of {conversation.limit} positions; /help lists the commands, end of file ends", file=sys.stderr)
+    print(f"context of {conversation.limit} positions; /help lists the commands, /exit ends the chat", file=sys.stderr)
     with line_history():
         for turn_number in itertools.count():
             text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
@@ -172,7 +172,7 @@ def chat(session: Session, args: argparse.Namespace) -> None:
                 conversation.save(file.strip())
             elif command in ("/undo", "/retry"):
                 text = conversation.take_back()
-            if command in COMMANDS or text is None or (prompt := conversation.prompt(text)) is None:
+            if command in UNANSWERED or text is None or (prompt := conversation.prompt(text)) is None:
                 continue
             budget = conversation.limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
             request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn_number)
@@ -186,18 +186,18 @@ def chat(session: Session, args: argparse.Namespace) -> None:
                 dim, end = (DIM, END_COLOUR) if has_colours(sys.stderr) else ("", "")
                 print(f"{dim}[{statistics(answer, args)}]{end}", file=sys.stderr)
             except KeyboardInterrupt:
-                if ranks.world > 1:  # each was interrupted somewhere else, and torchrun ends them all
+                if ranks.world > 1:  # ranks stop at different tokens, and torchrun ends them
                     raise
                 print("[interrupted]", file=sys.stderr)
             conversation.add(text, answer.printer.text)
 
 
 def statistics(answer: Answer, args: argparse.Namespace) -> str:
-    """Tokens read, the end's reason, the rate; with drafts the tokens of a round and the share that was accepted."""
+    """One line: tokens read, why the answer ended, the rate; with drafts, tokens a round and the share accepted."""
     printer, request = answer.printer, answer.request
-    by = "--max_new_tokens" if args.max_new_tokens else "the context's end"
+    reason = "--max_new_tokens" if args.max_new_tokens else "the context's end"
     if printer.finish_reason() == "stop":
-        by = "--stop" if printer.at_stop_string else "the model"
+        reason = "--stop" if printer.at_stop_string else "the model"
     read = f"{len(answer.row.ids) - request.num_reused} tokens read, {request.num_reused} kept"
     rates = f"{rate(len(printer.ids) - 1, request.decode_s):.1f} tok/s"
     if request.token_records:
@@ -205,4 +205,4 @@ def statistics(answer: Answer, args: argparse.Namespace) -> str:
         rates += f", {rate(counts.tokens, len(request.steps)):.2f} tokens a round"
         if counts.reached:
             rates += f", {counts.accepted.total() / counts.reached.total():.0%} accepted"
-    return f"{read}, ended by {by}, {rates}"
+    return f"{read}, ended by {reason}, {rates}"

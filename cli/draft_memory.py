@@ -1,4 +1,4 @@
-"""--draft_memory FILE: the earlier answers that suffix drafts read, kept between runs as JSON.
+"""--draft_memory FILE: the answers of earlier runs that suffix drafts read, stored as JSON.
 
 The file holds ids, the seeds of the noise that drew them, and checksums. This file drafts nothing.
 """
@@ -21,7 +21,7 @@ FORMAT = "a draft memory of quickdraft, 1"
 @contextlib.contextmanager
 def draft_memory(name: str | None, session: Session, writes: bool = True) -> Iterator[None]:
     """Fill the drafter's pool from the file, and write it after the block. ValueError for a file of another tokenizer
-    or vocabulary, or one that is not as it was written."""
+    or vocabulary, or a damaged one."""
     if name is None:
         yield
         return
@@ -39,7 +39,7 @@ def draft_memory(name: str | None, session: Session, writes: bool = True) -> Ite
         yield
     finally:
         if writes:
-            engine.drafter.expect([], 0)  # takes the last answers
+            engine.drafter.expect([], 0)  # moves the last answers to the pool
             pool = engine.drafter.pool[::-1]
             texts = [[id for text in pool for id in text.ids], [seed for text in pool for seed in text.seeds]]
             memory = origin | checksum(texts) | {"ids": texts[0], "seeds": texts[1]}

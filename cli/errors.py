@@ -23,7 +23,7 @@ from tp import check_single_process, launched, leave, lost_contact
 
 OLDEST_TORCH = [2, 11]
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-OTHERS_WAIT_S = 3.0  # before a rank prints an error that local rank 0 may have too
+OTHERS_WAIT_S = 3.0  # until a rank prints an error, which local rank 0 may print first
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) ->
         sys.exit(130)
     except RuntimeError as error:
         if lost_contact(error):
-            fail(f"lost contact with another rank, whose own error, if it had one, tells why ({error})")
+            fail(f"lost contact with another rank; if that rank printed an error, it is the cause ({error})")
         if any(words in str(error) for words in ("file too short", "invalid ELF header")):
             folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "of TORCHINDUCTOR_CACHE_DIR")
             fail(f"torch's compile cache holds a damaged library: delete the folder {folder} and start again ({error})")
@@ -69,7 +69,7 @@ def fail(error: Exception | str) -> NoReturn:
     """Print one line and exit with status 2."""
     if isinstance(error, OSError):
         close_stdout()
-    # Local rank 0 reports first; torchrun then ends the waiting ranks, so an error that all share is printed once.
+    # Local rank 0 reports first. Then torchrun ends the waiting ranks, so that a common error is printed once.
     if launched() and int(os.environ["LOCAL_RANK"]) > 0:
         time.sleep(OTHERS_WAIT_S)
     rank = int(os.environ.get("RANK", 0)) if launched() else 0
@@ -88,10 +88,10 @@ def close_stdout() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[list]:
-    """Note a first Ctrl-C in the list that is yielded, and raise it at the end. A second one acts at once.
+def defer_interrupts() -> Iterator[list]:
+    """Append a first Ctrl-C to the list that is yielded, and raise it at the end. A second one acts at once.
 
-    Inside a guard of compiled code the exception would be lost: torch takes it for a guard that fails, and recompiles.
+    Inside a guard of compiled code the exception would be lost: torch takes it for a failed guard, and recompiles.
     """
     usual, interrupts = signal.getsignal(signal.SIGINT), []
 
@@ -111,23 +111,23 @@ def interrupts_held() -> Iterator[list]:
 
 
 def end_with_launcher() -> None:
-    """Let this rank end when torchrun does: a torchrun that is killed cannot end its ranks."""
+    """Make this rank end with torchrun, also where torchrun is killed and cannot end its ranks."""
     if launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 @contextlib.contextmanager
-def silent(yes: bool) -> Iterator[None]:
-    """If `yes`, print nothing within."""
+def silent(is_silent: bool) -> Iterator[None]:
+    """If `is_silent`, the block prints nothing."""
     with open(os.devnull, "w") as nowhere:
-        out, err = (nowhere, nowhere) if yes else (sys.stdout, sys.stderr)
+        out, err = (nowhere, nowhere) if is_silent else (sys.stdout, sys.stderr)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
 
 
 def leave_ranks() -> None:
-    """End the process group, with the program's exception, if any, on its way. After a failure NCCL would wait for
-    collectives that never end, so the process ends at once."""
+    """End the process group. If an exception is ending the program, NCCL would wait for collectives that never end, so
+    the process exits at once."""
     error = sys.exc_info()[1]
     if error is not None and dist.is_initialized() and dist.get_backend() == "nccl":
         if not isinstance(error, SystemExit):
@@ -139,10 +139,10 @@ def leave_ranks() -> None:
 
 
 def use_threads(num_threads: int | None) -> int:
-    """Use --threads, or torch's number within the share of this process, of which a rank takes its part. Returns it."""
+    """Use --threads, by default torch's number, at most cpu_share(), which local ranks divide. Returns the number."""
     share, usual = cpu_share(), torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable
-    if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's, if the user says nothing
+    if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's default
         share = usual = max(1, share // int(num_local))
     torch.set_num_threads(num_threads or min(usual, share))
     return torch.get_num_threads()
@@ -150,13 +150,13 @@ def use_threads(num_threads: int | None) -> int:
 
 def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
     """Processors that this process may keep busy: its affinity, or a smaller quota of its container (Linux, cgroups
-    v2). Threads beyond a quota all wait together once it is used up."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    v2). More threads than the quota use it up early, and then all of them wait."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path(file).read_text().split()
-        return max(1, min(here, math.ceil(int(quota) / int(period))))
+        return max(1, min(affinity, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # another system, or "max": no quota
-        return here
+        return affinity
 
 
 def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
@@ -166,14 +166,14 @@ def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
     with contextlib.suppress(OSError, ValueError):
-        free = 1024 * number_of("/proc/meminfo", "MemAvailable:")
+        free = 1024 * read_number("/proc/meminfo", "MemAvailable:")
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        used = number_of(f"{folder}/memory.current") - number_of(f"{folder}/memory.stat", "inactive_file")
-        free = min(free, number_of(f"{folder}/memory.max") - used)
+        used = read_number(f"{folder}/memory.current") - read_number(f"{folder}/memory.stat", "inactive_file")
+        free = min(free, read_number(f"{folder}/memory.max") - used)
     return max(0, free) / (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() else 1)
 
 
-def number_of(file: str, name: str = "") -> int:
-    """The number behind a name in a file of the system."""
+def read_number(file: str, name: str = "") -> int:
+    """The number that follows a name in a file of the system; without a name, its first word."""
     words = Path(file).read_text().split()
     return int(words[words.index(name) + 1 if name else 0])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.errors import fail
-from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_names, sampling_of
+from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_template_kwargs, sampling_of
 from cli.version import Version
 from decoding.sampling import SETTINGS, Sampling
 from generate import DEFAULT_K
@@ -42,19 +42,19 @@ def positive(text: str) -> int:
 
 
 def thread_count(text: str) -> int:
-    """A number of threads that the machine has processors for: thousands would freeze it."""
+    """At most one thread for each processor: thousands would freeze the machine."""
     count, max_threads = positive(text), os.cpu_count() or 1
     if count > max_threads:
         raise argparse.ArgumentTypeError(f"{count} threads are more than this machine's processors, {max_threads}")
     return count
 
 
-def an_object(text: str) -> dict:
+def json_object(text: str) -> dict:
     return checked_json(text, dict, "an object")
 
 
-def a_list(text: str) -> list:
-    """JSON, or the name of a file with it."""
+def json_list(text: str) -> list:
+    """A list in JSON, or the name of a file that holds one."""
     if not text.lstrip().startswith("["):
         text = Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
     return checked_json(text, list, "a list, or a file that holds one")
@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint", type=checkpoint_path, default=str(demo), metavar="PATH", help=help)
     add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged while loading")
     add("--random_weights", metavar="CONFIG.json", help="this shape with random weights, instead of --checkpoint")
-    add("--quantize", metavar="SCHEME", help=f"weights on the way in: {', '.join(SCHEMES)}")
+    add("--quantize", metavar="SCHEME", help=f"quantize weights while loading: {', '.join(SCHEMES)}")
     add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
 
@@ -96,14 +96,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
     add("--system", metavar="TEXT", help="system message for --interactive")
-    add("--chat_template_kwargs", type=an_object, default={}, metavar="JSON", help="names for the template, such as"
-        ' \'{"enable_thinking": false}\'')  # fmt: skip
-    add("--tools", type=a_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
-    add("--prefill", default="", metavar="TEXT", help="how each answer begins")
+    add("--chat_template_kwargs", type=json_object, default={}, metavar="JSON", help="variables of the template,"
+        ' such as \'{"enable_thinking": false}\'')  # fmt: skip
+    add("--tools", type=json_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
+    add("--prefill", default="", metavar="TEXT", help="text that each answer begins with")
     add("--prompt_cache", metavar="FILE", help="read and write the computed positions of a prompt")
-    add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: the samples of"
+    add("--batch_size", type=positive, metavar="N", help="rows decoded together; default: all samples of"
         " --prompt; of a file, up to 32 that fit in memory; of a pipe, up to 8")  # fmt: skip
-    add("--num_samples", type=positive, default=1, metavar="N", help="of every prompt, with seeds seed, seed + 1, …")
+    add("--num_samples", type=positive, default=1, metavar="N", help="answers to each prompt, seeds seed, seed + 1, …")
 
     add = parser.add_argument_group("sampling").add_argument
     for name, setting in SETTINGS.items():
@@ -112,7 +112,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add(f"--{name}", type=setting.type, default=default, metavar="N", help=setting.help.replace("%", "%%") + usual)
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
 
-    add = parser.add_argument_group("when it ends").add_argument
+    add = parser.add_argument_group("length and stopping").add_argument
     add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
     add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: as many"
         " as they need; of a chat or scripts.serve, the context, at most 4096")  # fmt: skip
@@ -131,33 +131,33 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         " quantized:SCHEME")  # fmt: skip
     add("--draft_memory", metavar="FILE", help="keep the answers that --draft suffix reads between runs")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}")
-    add("--draft_quantize", metavar="SCHEME", help="weights of --draft_checkpoint")
+    add("--draft_quantize", metavar="SCHEME", help="quantize the weights of --draft_checkpoint")
     add(
         "--one_width",
         action="store_true",
-        help="every step is a pass over K + 1 positions, drafted or not: where the"
-        " report does not say identical, plain and drafted greedy text meet so",
+        help="run every step over K + 1 positions, drafted or not: so greedy text is the"
+        " same with and without a draft, also where the report says up to rounding",
     )
     add("--show_drafts", action="store_true", help="colour accepted draft tokens blue and corrected ones red")
 
     add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
-    add("--threads", type=thread_count, metavar="N", help="of a CPU; default: all it may use or one, as measured")
-    add("--kv_cache_dtype", choices=CACHE_TYPES, default="model", help="of keys and values; int8 and fp8 take half the"
-        " bytes; default: the model's")  # fmt: skip
+    add("--threads", type=thread_count, metavar="N", help="threads of a CPU; default: all or one, as measured")
+    add("--kv_cache_dtype", choices=CACHE_TYPES, default="model", help="of cached keys and values; int8 and fp8 take"
+        " half the bytes; default: the model's")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")
 
     add = parser.add_argument_group("under torchrun").add_argument
     add("--draft_tp", nargs="?", const="sharded", choices=("sharded", "replicated"), default="replicated",
-        help="divide --draft_checkpoint over the ranks too; default: each holds all of it")  # fmt: skip
-    add("--tp", type=positive, metavar="N", help="ranks that hold one model; each N of them are a replica, and replicas"
-        " share the lines of --prompt_file; default: all ranks")  # fmt: skip
+        help="divide --draft_checkpoint over the ranks too; default: every rank holds all of it")  # fmt: skip
+    add("--tp", type=positive, metavar="N", help="ranks of one replica of the model; replicas share"
+        " the lines of --prompt_file; default: all ranks")  # fmt: skip
     add("--timeout", type=float, default=600, metavar="S", help="seconds to wait for another rank; default: 600")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON object per sample and row on stdout, nothing else")
-    add("--output", metavar="FILE", help="append --json's lines to this file instead; what it answers already is not"
-        " decoded again")  # fmt: skip
+    add("--output", metavar="FILE", help="append --json's lines to this file; prompts that it already answers"
+        " are skipped")  # fmt: skip
     add("--ordered", action="store_true", help="--json in the file's order; default: each line as soon as its row ends")
     add("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and the N likeliest,"
         " before penalties, temperature and filters")  # fmt: skip
@@ -177,7 +177,7 @@ def check_options(args: argparse.Namespace) -> None:
     drafts = args.draft or args.draft_checkpoint
     sampling_of(args)
     StopStrings(args.stop)
-    check_names(args.chat_template_kwargs)
+    check_template_kwargs(args.chat_template_kwargs)
     chats = args.interactive or args.prompt_file
     world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
     tp = args.tp or world

@@ -1,6 +1,6 @@
 """Flags -> device, dtype, target, tokenizer, drafter, all packed for their kernels.
 
-Other programs hand in their own flags under the same names. This file decodes and prints no text.
+Other programs pass their own flags under the same names. This file decodes nothing.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cli.errors import interrupts_held
+from cli.errors import defer_interrupts
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import load_config, load_model, random_model, read_config
@@ -27,14 +27,14 @@ from tp import Ranks
 from weights.rooms import resolve
 from weights.walker import pack_model
 
-# Keys of generation_config.json that change no text, or that the tokenizer reads.
-NO_SETTINGS = {
+# Keys of generation_config.json that do not change the text, or that the tokenizer reads.
+IGNORED_SETTINGS = {
     "eos_token_id", "bos_token_id", "pad_token_id", "use_cache", "transformers_version", "_from_model_config",
 }  # fmt: skip
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
-    """For --random_weights, where no folder brings a tokenizer: a prompt is its bytes, text is the ids as numbers."""
+    """For --random_weights, which brings no tokenizer: encodes text as bytes, decodes ids as numbers."""
     return Tokenizer(
         lambda text: [byte % vocab_size for byte in text.encode()], lambda id: f" {id}".encode(),
         vocab_size=vocab_size, bos_id=None, add_bos=False, stop_ids=(), strip_first_space=True,
@@ -42,7 +42,7 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """--device, or a GPU when there is one. ValueError when it cannot be used here."""
+    """--device, by default a GPU if there is one. ValueError for a device that this machine lacks."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
@@ -52,34 +52,34 @@ def pick_device(name: str | None) -> torch.device:
         raise ValueError(f"--device {name}: only cpu, cuda and mps compute")
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-        # cuDNN's attention plans anew for every length, some 42 ms on the host (measured in pytorch/pytorch#191576).
+        # cuDNN's attention plans each length anew: some 42 ms on the host (measured in pytorch/pytorch#191576).
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def compiles(requested: bool | None, device: torch.device) -> bool:
-    """--compile or --no-compile, or by device: on a GPU launching kernels one by one costs more than they do."""
+    """--compile or --no-compile, by default only on a GPU: there launching kernels costs more than running them."""
     return device.type == "cuda" if requested is None else requested
 
 
 def cache_type(args: argparse.Namespace) -> type[KVCache]:
-    """The caches of --kv_cache_dtype."""
+    """The class of caches for --kv_cache_dtype."""
     return KVCache if args.kv_cache_dtype == "model" else resolve("decoding.kv_8bit:KINDS")[args.kv_cache_dtype]
 
 
 def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer, Drafter | None]:
-    """Models are packed last: a draft that is made of its target cannot be made of packed weights."""
+    """Target, tokenizer and drafter. Packs last: a draft made from its target needs unpacked weights."""
     model, tokenizer = load_target(args, device, ranks)
     drafter = drafter_of(args, model, tokenizer)
     pack_model(model, *([drafter.model] if drafter and drafter.model else []))
     return model, tokenizer, drafter
 
 
-def unused_settings(args: argparse.Namespace) -> None:
-    """Print the settings of generation_config.json that differ from the flags. A false value or 0 is no setting."""
+def print_unused(args: argparse.Namespace) -> None:
+    """Print the settings of generation_config.json that differ from the flags. False and 0 count as absent."""
     settings = {} if args.random_weights else read_json(Path(args.checkpoint) / "generation_config.json")
     flags = {**vars(args), "do_sample": args.temperature > 0}
-    other = {key: x for key, x in settings.items() if x and x != flags.get(key) and key not in NO_SETTINGS}
+    other = {key: x for key, x in settings.items() if x and x != flags.get(key) and key not in IGNORED_SETTINGS}
     if other:
         print(f"not used of generation_config.json: {json.dumps(other):.400}", file=sys.stderr)
 
@@ -110,7 +110,7 @@ def load_target(args: argparse.Namespace, device: torch.device, ranks: Ranks) ->
 
 
 def drafter_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Drafter | None:
-    """The drafter of --draft_checkpoint or --draft, its model not packed; neither may the target be."""
+    """The drafter of --draft_checkpoint or --draft. Neither its model nor the target may be packed."""
     source = Path(args.draft_checkpoint) if args.draft_checkpoint else args.draft
     if source is None:
         return None
@@ -121,18 +121,18 @@ def drafter_of(args: argparse.Namespace, model: Transformer, tokenizer: Tokenize
 
 
 def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Iterable[str] = ()) -> None:
-    """Compile if the engine compiles; with a drafter, measure the cost of steps with so many positions filled."""
+    """Compile if the engine compiles; with a drafter, measure the costs of steps over `filled` positions."""
     if engine.compile:
         for kind in kinds or [sampling.kind]:
             seconds, rows = engine.warm_up(kind), engine.state.pos.size(0)
             print(f"compiled the {kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
     if engine.drafter is not None:
-        with interrupts_held() if engine.compile else contextlib.nullcontext():
+        with defer_interrupts() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)
 
 
 def costs_by_threads(engine: Engine, sampling: Sampling, filled: int) -> dict[int, dict[int, Costs]]:
-    """Costs by the number of threads that decoding may choose, one or all, then by rows; {} without a drafter."""
+    """{number of threads: costs by rows} for one thread and for all; {} without a drafter."""
     num_threads = torch.get_num_threads()
     if engine.drafter is None or num_threads == 1:
         return {}

@@ -1,6 +1,6 @@
 """`python generate.py`: parse, check, load, warm up, decode, report. The other files are named after these steps.
 
-`run` is `main` without its edge: errors are exceptions.
+`run` is `main` without the handling of errors: it raises them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from cli.chat import chat
 from cli.draft_memory import draft_memory
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
-from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, target_config, unused_settings, warm_up
+from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, print_unused, target_config, warm_up
 from cli.memory import check_memory
 from cli.output import Output, ResultFile, print_skipped, unanswered
 from cli.page import write_report
@@ -38,9 +38,9 @@ from speculative import Drafter
 from tp import Ranks, join, local_device
 from weights.walker import batch_invariant_rows
 
-COMPILED_PROMPTS = 8192  # tokens of prompts that repay a CPU the compilation of prompts (benchmarks/NOTES.md)
-CHAT_LENGTH = 4096  # positions of an interactive session or a pipe, where --max_seq_length does not say
-MAX_ROWS, MAX_PIPED_ROWS = 32, 8  # of a file and of a pipe at a time, where --batch_size does not say
+COMPILED_PROMPTS = 8192  # with so many prompt tokens, compiling their pass pays on a CPU (benchmarks/NOTES.md)
+CHAT_LENGTH = 4096  # positions of a chat or a pipe without --max_seq_length
+MAX_ROWS, MAX_PIPED_ROWS = 32, 8  # decoded at a time, of a file and of a pipe, without --batch_size
 
 
 @ending_plainly(reader_may_leave=True, joins_ranks=True)
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace | None = None) -> None:
         reads = replicas.is_root and not args.interactive and not piped
         lines, broken = everyone.broadcast_object(requests(args) if reads else ([], []))
         answered = everyone.broadcast_object(file.answered if file else {})
-        skip(broken, lines)
+        print_broken(broken, lines)
         if replicas.count > 1 and not args.random_weights:
             checkpoint = Path(args.checkpoint)  # ranks of a replica compare theirs while loading
             everyone.check_same(lambda: fingerprints(checkpoint, open_shards(shards(checkpoint))))
@@ -97,7 +97,7 @@ run = main.__wrapped__
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """Settings that must be equal on all ranks. Paths may differ between machines."""
+    """Settings that must be equal on all ranks. Paths may differ between machines, so only their presence counts."""
     files = ("adapter", "checkpoint", "draft_checkpoint", "draft_memory", "random_weights", "prompt_file", "output",
              "profile", "report", "tools")  # fmt: skip
     flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
@@ -105,11 +105,11 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
     return {"its torch": torch.__version__, "the file of --random_weights": shape, **flag_values}
 
 
-def skip(broken: list[str], rest: list) -> None:
+def print_broken(broken: list[str], remaining: list) -> None:
     """Print the errors of lines that cannot be decoded. End if no other line is left."""
     for message in broken:
         print_error(message)
-    if broken and not rest:
+    if broken and not remaining:
         sys.exit(2)
 
 
@@ -131,10 +131,10 @@ def open_session(
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
-    unused_settings(args)
+    print_unused(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
     samples, refused = ranks.broadcast_object(encoded(lines, args, tokenizer, limit, check))
-    skip(refused, samples)
+    print_broken(refused, samples)
     rows = unanswered(samples, answered or {})
     print_skipped(args.output, len(samples) - len(rows))
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
@@ -191,7 +191,7 @@ def default_batch_size(
 
 
 def kinds_of(rows: list[Request]) -> list[str]:
-    """The kinds of steps that these rows need: alone, and beside each other."""
+    """The kinds of sampling that these rows have."""
     kinds = {row.sampling.kind for row in rows}
     return [kind for kind in KINDS_OF_SAMPLING if kind in kinds]
 

@@ -1,8 +1,8 @@
-"""Ended answers -> stdout, or the file of --output, in the order that the flags ask for.
+"""Finished answers -> stdout, or the file of --output, in the order of the flags.
 
-    Result          an ended answer, as it is shown and as it travels between replicas
-    Output          results of all replicas, in the order in which they end or that of the rows
-    ResultFile      the JSON lines of --output, of an earlier run and of this one
+    Result          a finished answer as text, which replicas send to rank 0
+    Output          shows the results of all replicas, as they finish or in the order of the rows
+    ResultFile      the JSON lines of --output, from earlier runs and this one
     unanswered      the rows that no earlier run has answered
 
 This file decodes nothing and knows no prompt format.
@@ -28,21 +28,21 @@ from cli.replicas import Replicas
 from cli.session import Session
 from decoding.timing import Timing
 
-POLL_S = 0.1  # how long Ctrl-C may wait for a pipe, and the result of another replica
-MAX_TIMINGS = 1000  # answers of an open pipe that the report at its end is about
+POLL_S = 0.1  # seconds between looks at a pipe and at the results of other replicas; Ctrl-C may wait as long
+MAX_TIMINGS = 1000  # latest answers of an open pipe that its report covers
 
 
 class Result(NamedTuple):
     number: int  # of the row
-    text: str | None = None  # for stdout; None: there is none, or it has been streamed
+    text: str | None = None  # for stdout; None after an error, or if it was streamed
     prompt: str | None = None  # for stderr, before the text
     error: str | None = None
     num_tokens: int = 0
 
 
 class ResultFile:
-    """--output. ValueError where the file holds other things than results; a last line without end, which a crash has
-    left, is cut off."""
+    """The file of --output. ValueError for a line that is no result. A last line without an end, as a crash leaves it,
+    is cut off."""
 
     def __init__(self, name: str):
         self.answered: dict[str, tuple] = {}  # row_key -> (ids of the prompt, seed)
@@ -71,7 +71,7 @@ class ResultFile:
 
 
 def unanswered(rows: Iterable[Request], answered: dict[str, tuple]) -> list[Request]:
-    """The rows without an answer yet. ValueError where a row's answer is one to another prompt or seed."""
+    """The rows without an answer yet. ValueError for a row whose answer is to another prompt or seed."""
     rows, remaining = list(rows), []
     for row in rows:
         earlier = answered.get(row_key(row.labels()))
@@ -90,8 +90,8 @@ def print_skipped(file: str | None, num_rows: int) -> None:
 
 class Output:
     """Shows results on rank 0. A single text streams. With --json a line appears as soon as its row ends, or with
-    --ordered in the rows' order; texts appear in that order, each under its prompt. Ctrl-C also shows finished
-    results that wait for their turn. A bar on a terminal's stderr counts rows."""
+    --ordered in the order of the rows. Texts appear in that order too, each after its prompt. Ctrl-C also shows
+    finished results that wait for an earlier row. On a terminal, a bar on stderr counts rows."""
 
     def __init__(
         self, session: Session, rows: list[Request], args: argparse.Namespace, replicas: Replicas,
@@ -121,14 +121,14 @@ class Output:
         self.bar.close()
 
     def answer(self, row: Request, number: int | None = None) -> Answer:
-        """The answer that a row will have; `number`: of the row, by default one after the other."""
+        """A new Answer for a row. `number` is the row's, by default the next one."""
         number = self.num_started if number is None else number
         self.answers.append(Answer(row, self.session.printer(row.stop, self.streaming), number=number))
         self.num_started += 1
         return self.answers[-1]
 
     def add(self, answer: Answer) -> None:
-        """Show or send an answer that has ended. ValueError for the error of a prompt of no file."""
+        """Show or send a finished answer. Raises its error if the prompt is not a file's line."""
         if error := answer.request.error:
             if isinstance(error, ValueError) and self.engine.model.norm.weight.dtype == torch.float16:
                 error = ValueError(f"{error}; float16 may have overflowed: try --dtype bfloat16 or float32")
@@ -148,7 +148,7 @@ class Output:
             self.replicas.send(result)
 
     def poll(self, every_s: float = POLL_S) -> None:
-        """Show the results of other replicas, at most once in `every_s`."""
+        """Show the results of other replicas, at most once in `every_s` seconds."""
         if (now := time.perf_counter()) - self.polled >= every_s:
             self.polled = now
             for result in self.replicas.received():
@@ -186,13 +186,13 @@ class Output:
             (self.file.write if self.file else lambda text: print(text, flush=True))(result.text)
 
     def print_total(self) -> None:
-        """The rate of all replicas, where the report is about the first one's rows."""
+        """Print the rate of all replicas together: the report covers the first replica alone."""
         if self.replicas.count > 1:
             seconds = time.perf_counter() - self.start
             rate = f"{self.num_tokens} tokens in {seconds:.1f} s, {self.num_tokens / seconds:.1f} tok/s"
             print(f"these are the first replica's; all {self.replicas.count} together: {rate}", file=sys.stderr)
 
     def timings(self) -> list[Timing]:
-        """Of rows one after the other, or of all that ran together."""
+        """One Timing for each row that ran alone, or one for all rows that ran together."""
         requests = [answer.request for answer in self.answers]
         return [Timing([request]) for request in requests] if self.engine.batch_size == 1 else [Timing(requests)]

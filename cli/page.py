@@ -1,8 +1,8 @@
-"""Tokens of answers on a page: --report's file, and the script and style that scripts/serve.html shares with it.
+"""Tokens of answers on a page: --report's file, and the script and style that scripts/serve.html uses too.
 
 Token           a token of an answer, with its origin and its round's probabilities
 token_of        a request's record of a token -> Token
-page            a page with cli/tokens.css and cli/tokens.js in it
+page            a file of HTML with cli/tokens.css and cli/tokens.js put in
 write_report    answers -> one file of HTML, which needs no network
 """
 
@@ -45,7 +45,7 @@ class Token(NamedTuple):
 
 
 def token_of(request: Request, number: int, text: str, round: int, at: float, num_logprobs: int | None) -> Token:
-    """Token `number` of a request. num_logprobs: so many top tokens besides its own; None leaves out probabilities."""
+    """Token `number` of a request. num_logprobs: of so many more top tokens; None leaves out probabilities."""
     record = request.token_records[number] if request.token_records else None
     token = Token(request.tokens[number], text, origin(record) if record else PLAIN_TOKEN, round, at)
     if num_logprobs is None:
@@ -82,7 +82,7 @@ def section(answer: Answer, engine: Engine) -> dict:
     request, printer, row = answer.request, answer.printer, answer.row
     labels = (f"{key} {value}" for key, value in row.labels().items())
     numbers, last = step_numbers(request), len(printer.ids) - 1
-    texts = [*printer.pieces[:last], "".join(printer.pieces[last:])]  # the end of a text may come after its last token
+    texts = [*printer.pieces[:last], "".join(printer.pieces[last:])]  # text that `close` released joins the last token
     end_times = list(itertools.accumulate((step.seconds for step in request.steps), initial=request.prefill_s))
     tokens = [
         token_of(request, i, text, number + 1, end_times[number], 0)
@@ -99,7 +99,7 @@ def section(answer: Answer, engine: Engine) -> dict:
 
 
 def step_numbers(request: Request) -> list[int]:
-    """The number of the step that decided each token; 0: the end of the prompt."""
+    """For each token the number of the step that decided it; 0 is the end of the prompt."""
     if request.token_records:
         return list(itertools.accumulate(record.index == 0 and not record.first for record in request.token_records))
     first = min(1, max(0, 1 + len(request.steps) - len(request.tokens)))  # a prompt's last token may run in a step
@@ -107,7 +107,7 @@ def step_numbers(request: Request) -> list[int]:
 
 
 def costs_by_k(request: Request, numbers: list[int]) -> list[dict]:
-    """Seconds of the request's steps for each K, and the calibrated cost of a round in plain steps."""
+    """For each K: steps, tokens and seconds, and the calibrated cost of a round in units of a plain step."""
     rows = []
     for k in sorted({step.k for step in request.steps}):
         steps = [(i, step) for i, step in enumerate(request.steps, 1) if step.k == k]

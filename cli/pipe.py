@@ -1,10 +1,10 @@
-"""`--prompt_file -` from a pipe or a terminal that stays open: a line is answered while the next is not yet written.
+"""`--prompt_file -` from an open pipe or terminal: a line is answered before the next one is written.
 
-    is_open_pipe        is stdin one?
+    is_open_pipe        is --prompt_file such a stdin?
     piped_lines         the lines of stdin, as they are written
-    piped_answers       answers to come to them, for Session.decode
+    piped_answers       new Answers for these lines, which Session.decode fills
 
-The engine stands before the first line comes, so a line that does not fit in it is named and skipped.
+The engine is made before the first line comes. A line that does not fit in it is printed as an error and skipped.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from tp import launched
 
 
 def is_open_pipe(args: argparse.Namespace) -> bool:
-    """Is --prompt_file a stdin whose lines may still be written while others are decoded? Several ranks read it to its
-    end first."""
+    """Is --prompt_file a stdin that is no file? False under torchrun, where stdin is read to its end before decoding
+    starts."""
     try:
         is_file = args.prompt_file != "-" or stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):  # an object in place of stdin
@@ -35,8 +35,8 @@ def is_open_pipe(args: argparse.Namespace) -> bool:
 
 
 def piped_lines(is_busy: Callable[[], bool]) -> Iterator[bytes | None]:
-    """The lines of stdin as they are written. None where there is none yet: at once if the program is busy, else after
-    POLL_S."""
+    """The lines of stdin as they are written. None if there is no line yet: at once if the program is busy, else after
+    POLL_S seconds."""
     rest = b""
     while True:
         *lines, rest = rest.split(b"\n")
@@ -54,8 +54,8 @@ def piped_lines(is_busy: Callable[[], bool]) -> Iterator[bytes | None]:
 def piped_answers(
     session: Session, args: argparse.Namespace, output: Output, answered: dict, prompts: list[list[int]]
 ) -> Iterator[Answer | None]:
-    """Answers to come to the lines of an open pipe, as they are written; None where there is no line yet. `prompts`
-    ends as their common prefix."""
+    """New Answers for the lines of an open pipe; None if there is no line yet. `prompts` becomes the common prefix of
+    all rows."""
     engine, num_skipped, warns = session.engine, 0, True
     check = functools.partial(check_lengths, engine.model, limit=engine.max_seq_length, drafter=engine.drafter)
     for item in parsed_lines(piped_lines(engine.has_unfinished), "stdin", args):

@@ -1,8 +1,8 @@
-"""--prompt_cache FILE: the cached positions of a prompt, kept between runs as safetensors.
+"""--prompt_cache FILE: the cached positions of a prompt, stored between runs as safetensors.
 
-The file is a slot: its ids and, by the names of runner.caches_by_name, their keys and values; as metadata, the settings
-that computed them, and a checksum, which safetensors lacks. A file of another model, or a damaged one, is refused. This
-file does not know the tensors' meaning.
+The file has a slot's ids and their keys and values, under the names of runner.caches_by_name. Its metadata has the
+settings that computed them, and a checksum, which safetensors lacks. A damaged file, or one of another model, is
+refused.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from loading.files import open_shards, shards, write_atomically
 from loading.vocabularies import plain_file
 
 FORMAT = "a prompt cache of quickdraft, 1"
-SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that decide about keys and values
+SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that change keys and values
 
 
 class PromptCache:
-    """The file of --prompt_cache; without the flag nothing happens. ValueError where it does not belong to these flags,
-    found before a model is loaded, or to the models that they load."""
+    """The file of --prompt_cache; without the flag nothing happens. ValueError for a file of other flags (before a
+    model is loaded) or of other models (after it)."""
 
     def __init__(self, args: argparse.Namespace):
         self.file = None if args.prompt_cache is None else Path(args.prompt_cache)
         self.metadata, self.tensors = {}, {}
-        self.stored_prefix = [], []  # ids, and whether longrope took the text for long
+        self.stored_prefix = [], []  # ids; is_long of the slot
         self.origin = {} if self.file is None else origin(args)
         if self.file and self.file.exists():
             with self.refusing():
@@ -61,8 +61,8 @@ class PromptCache:
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
-        """Fill a slot from the file; after the block, and at Ctrl-C, write a slot that reaches further than the file:
-        of prompts their common beginning, of a chat, which has none beforehand, the conversation."""
+        """Fill a slot from the file. After the block, and at Ctrl-C, write a slot if it has more positions than the
+        file: those of the prompts' common beginning, or in a chat those of the conversation."""
         if self.tensors:
             self.load(engine)
         try:
@@ -82,7 +82,7 @@ class PromptCache:
                 self.save(engine, slot.index, slot.ids[:n], slot.is_long)
 
     def load(self, engine: Engine) -> None:
-        """Into slot 0, all of the file or as much as there is room for."""
+        """Fill slot 0 with the file's positions, as many as fit."""
         start, empty = time.perf_counter(), contents(engine, 0, [], ())
         with self.refusing():
             self.check(dtypes(engine))
@@ -118,7 +118,7 @@ def compare(theirs: dict, ours: dict) -> None:
 
 
 def origin(args: argparse.Namespace) -> dict[str, str]:
-    """The flags and files that determine keys and values. Paths do not enter."""
+    """The flags and files that determine keys and values, without paths."""
     read_config(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # an error names a missing file
     identity, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
     for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
@@ -130,7 +130,7 @@ def origin(args: argparse.Namespace) -> dict[str, str]:
 
 
 def checkpoint_identity(folder: Path) -> dict[str, object]:
-    """Fingerprints, which read a sample of each tensor; sizes and dates of files, which change with the rest."""
+    """Fingerprints, which read a sample of each tensor; sizes and dates of files, which change with all of it."""
     files = shards(folder)
     stats = [file.stat() for file in files]
     return fingerprints(folder, open_shards(files)) | {"its files": [[s.st_size, s.st_mtime_ns] for s in stats]}

@@ -1,4 +1,4 @@
-"""--prompt, or the lines of a file or an open pipe, prompts or conversations -> requests with token ids.
+"""--prompt, or lines with prompts or conversations from a file or an open pipe -> requests with token ids.
 
 This file knows text and tokenizers, and nothing of models.
 """
@@ -16,32 +16,32 @@ from loading.tokenizer import ContentError, Tokenizer, join_parts
 
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
-NAMES = ("chat_template_kwargs", "tools", "prefill")  # keys of a conversation's line that replace flags
-KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *NAMES}
-RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # no names for chat_template_kwargs
+TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # of a line with a conversation; they replace flags
+KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *TEMPLATE_KEYS}
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # not allowed in chat_template_kwargs
 EXPECTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
 
 class Request(NamedTuple):
-    """A text, or a conversation whose last message is `text`. Results carry the `id`."""
+    """A text, or a conversation whose last message is `text`."""
 
     text: str
     messages: list[dict] | None = None
-    id: object = None
+    id: object = None  # of the line; its results repeat it
     location: str | None = None  # file and line
     max_new_tokens: int | None = None  # None: as the flags say
     seed: int | None = None
     sample: int = 0
     ids: list[int] | None = None  # of the prompt, once it is encoded
-    sampling: Sampling | None = None  # None, and so below: as the flags say
+    sampling: Sampling | None = None  # None, as in the next fields: as the flags say
     stop: list[str] | None = None
-    names: dict | None = None  # tools, prefill and template's names
-    line: int | None = None  # its number in the file, where no `id` of its own tells it from other lines
+    template_kwargs: dict | None = None  # tools, prefill and the template's variables
+    line: int | None = None  # its number in the file, for a line without an `id` or with one that an earlier line has
 
-    def encode(self, tokenizer: Tokenizer, names: dict | None = None) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, template_kwargs: dict) -> list[int]:
         if self.messages is None:
             return tokenizer.encode(self.text)
-        return conversation_ids(tokenizer, self.messages, **(self.names or names or {}))
+        return conversation_ids(tokenizer, self.messages, **(self.template_kwargs or template_kwargs))
 
     def labels(self) -> dict:
         """Keys that identify a result."""
@@ -55,8 +55,8 @@ def row_key(labels: dict) -> str:
 
 
 def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
-    """(requests, an error for each line that holds none) of --prompt, or of the lines of --prompt_file ('-' is stdin):
-    plain text, or JSONL where the first line begins an object. Empty lines are skipped."""
+    """(requests, an error for each line without one) of --prompt, or of the lines of --prompt_file ('-' is stdin). The
+    lines are JSONL if the first one begins with a brace, else plain text. Empty lines are skipped."""
     if args.prompt_file is None:
         if not args.prompt:
             raise ValueError("--prompt is empty: give it at least one character")
@@ -71,8 +71,8 @@ def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
 
 
 def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.Namespace) -> Iterator:
-    """A Request for each line that is not empty, or the error of one that holds none; None, where there is no line yet,
-    stays None. ValueError without any prompt."""
+    """For each line that is not empty its Request, or its error as a string. A None (no line yet) is passed on.
+    ValueError if no line has text."""
     number, jsonl, ids = 0, None, set()
     for line in lines:
         if line is None:
@@ -98,9 +98,9 @@ def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.
 
 
 def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request:
-    """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}, with or without "id", "max_new_tokens" and "seed",
-    settings of its own in place of the flags', and for the template "chat_template_kwargs", "tools" and "prefill".
-    ValueError for anything else."""
+    """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}. Optional are "id", and keys that replace flags:
+    "max_new_tokens", "seed", "stop", settings of sampling, and for the template "chat_template_kwargs", "tools" and
+    "prefill". ValueError for anything else."""
     try:
         fields = json.loads(line)
         messages, id, new, seed = (fields.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
@@ -132,19 +132,19 @@ def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
     return Request(
         text, messages, id, location if id is None else f"{location}, id {id!s:.99}", new, seed, sampling=sampling,
-        stop=stop, names=template_settings(fields, args) if fields.keys() & set(NAMES) else None,
+        stop=stop, template_kwargs=template_settings(fields, args) if fields.keys() & {*TEMPLATE_KEYS} else None,
     )  # fmt: skip
 
 
 def content_of(message: dict) -> object:
-    """A message's text; none where it calls tools instead. ContentError, LookupError or TypeError for anything else."""
+    """A message's text, "" if it calls tools instead. ContentError, LookupError or TypeError for anything else."""
     if message.get("tool_calls") and message.get("content") is None:
         return ""
     return join_parts(message["content"])
 
 
 def check_finite(line: dict) -> None:
-    """ValueError for numbers that Python reads and JSON does not have: results repeat the line's id."""
+    """ValueError for NaN and infinite numbers, which JSON lacks: results repeat the line's id."""
     try:
         json.dumps(line, allow_nan=False)
     except ValueError:
@@ -152,25 +152,25 @@ def check_finite(line: dict) -> None:
 
 
 def template_settings(fields: dict, args: argparse.Namespace) -> dict:
-    """The template's settings of a line, in place of the flags'."""
+    """template_kwargs of a line, whose keys replace the flags."""
     if "messages" not in fields:
-        raise ValueError(f"{', '.join(key for key in NAMES if key in fields)}: only conversations have a template")
+        raise ValueError(f"{', '.join(x for x in TEMPLATE_KEYS if x in fields)}: only conversations have a template")
     types = {"chat_template_kwargs": (dict, "objects"), "tools": (list, "lists"), "prefill": (str, "strings")}
     for key, (type, type_name) in types.items():
         if fields.get(key) is not None and not isinstance(fields[key], type):
             raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_name}')
-    settings = {key: fields[key] if fields.get(key) is not None else getattr(args, key, None) for key in NAMES}
-    check_names(settings["chat_template_kwargs"] or {})
-    return template_names(argparse.Namespace(**settings))
+    settings = {key: fields[key] if fields.get(key) is not None else getattr(args, key, None) for key in TEMPLATE_KEYS}
+    check_template_kwargs(settings["chat_template_kwargs"] or {})
+    return template_kwargs(argparse.Namespace(**settings))
 
 
-def template_names(args: argparse.Namespace) -> dict:
-    """tools, prefill and the template's own names, as Tokenizer.chat takes them."""
+def template_kwargs(args: argparse.Namespace) -> dict:
+    """tools, prefill and the template's variables: keyword arguments of Tokenizer.chat."""
     return {"tools": args.tools, "prefill": args.prefill or "", **(args.chat_template_kwargs or {})}
 
 
-def check_names(names: dict) -> None:
-    """ValueError for a name that is not the user's to give."""
+def check_template_kwargs(names: dict) -> None:
+    """ValueError for a variable that this program sets itself."""
     if wrong := [name for name in RESERVED if name in names]:
         raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
 
@@ -178,8 +178,8 @@ def check_names(names: dict) -> None:
 def conversation_ids(
     tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
 ) -> list[int]:
-    """In the folder's chat format; without one, the messages' texts and the prefill, a line each. ValueError where
-    there is no template that tools, calls of them or names could be for."""
+    """Ids of the messages in the folder's chat format, or without one as texts, a line each, the prefill last.
+    ValueError for tools, calls of them or variables without a template."""
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
     if tools is not None or names:
@@ -192,7 +192,7 @@ def conversation_ids(
 
 
 def new_tokens(requested: int | None, prompt: list[int], limit: int) -> int:
-    """--max_new_tokens as it stands (whether it fits is checked later), or as many as fit up to DEFAULT_NEW_TOKENS."""
+    """--max_new_tokens unchecked, by default as many as fit, up to DEFAULT_NEW_TOKENS."""
     return requested if requested is not None else max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
 
 
@@ -204,8 +204,8 @@ def encoded(
     requested: list[Request], args: argparse.Namespace, tokenizer: Tokenizer, limit: int, check: Callable,
     warns: bool = True,
 ) -> tuple[list[Request], list[str]]:  # fmt: skip
-    """(all samples of the requests with nothing left open, an error for each line that cannot be decoded).
-    check([ids], [new]) raises ValueError for a prompt that does not fit. `warns`: where roles are lost."""
+    """(all samples of the requests, with every field set; an error for each line that cannot be decoded).
+    check([ids], [max_new_tokens]) raises ValueError for a prompt that does not fit. `warns`: of roles that are lost."""
     rows, refused = [], []
     if warns and tokenizer.template is None and any(request.messages for request in requested):
         print("this folder has no chat template: messages become plain text without their roles", file=sys.stderr)
@@ -213,7 +213,7 @@ def encoded(
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
         try:
-            ids = request.encode(tokenizer, template_names(args))
+            ids = request.encode(tokenizer, template_kwargs(args))
             overrides = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
             row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **overrides)
             check([ids], [row.max_new_tokens])

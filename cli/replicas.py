@@ -1,8 +1,7 @@
-"""Replicas: several times the same model, each on ranks of its own, over one file of prompts.
+"""Replicas: copies of a model, on different ranks, that share one file of prompts.
 
-A replica takes the number of the next row when one of its slots is free, from a counter in the store through which
-torchrun's ranks have met; results travel through it to rank 0. With one replica nothing is sent. This file knows
-neither rows nor results.
+A replica with a free slot takes the number of the next row from a counter in torchrun's store. The store also brings
+results to rank 0. With one replica nothing is sent. This file knows neither rows nor results.
 """
 
 import json
@@ -19,11 +18,11 @@ class Replicas:
     def __init__(self, everyone: Ranks, ranks: Ranks):
         self.everyone, self.ranks, self.count = everyone, ranks, everyone.world // ranks.world
         self.is_root = everyone.rank == 0
-        self.is_first = everyone.rank < ranks.world  # of the replica that shows results
+        self.is_first = everyone.rank < ranks.world  # is it in the replica that shows results?
         self.store = _get_default_store() if self.count > 1 else None
 
     def numbers(self, num_rows: int) -> Iterator[int]:
-        """The rows of this replica."""
+        """The numbers of the rows that this replica decodes."""
         if self.count == 1:
             yield from range(num_rows)
             return
@@ -31,7 +30,7 @@ class Replicas:
             yield number
 
     def next_number(self) -> int:
-        """One more of the counter, for all ranks of this replica."""
+        """The next row's number, the same on all ranks of this replica."""
         return self.ranks.broadcast_object(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)
 
     def send(self, result: tuple) -> None:

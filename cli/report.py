@@ -1,6 +1,6 @@
-"""Rates, bytes and the gain of speculation, from decoding/timing.py's records.
+"""Rates, bytes and the speed-up of speculation, computed from the records of decoding/timing.py.
 
-The formulas are speculative.py's. This file decodes nothing.
+speculative.py has the formulas. This file decodes nothing.
 """
 
 import functools
@@ -25,27 +25,27 @@ PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
 
 
 def weight_bytes(model: Transformer, rows: int = 1) -> int:
-    """Bytes of weights that a step of so many rows reads: all but the embedding, of which it takes a few rows, and the
-    experts that no row chose. A tied head reads all of the embedding."""
+    """Bytes of weights that a step of `rows` rows reads: all, except the embedding table (a tied head reads it) and the
+    experts that no row chose."""
     weights = model.named_parameters(remove_duplicate=False)
     stored = sum(weight.nbytes for name, weight in weights if not name.startswith("embed."))
-    unread_bytes = sum(unread(layer, rows) * stored_bytes(layer.experts) for layer in sparse(model))
+    unread_bytes = sum(unread_share(layer, rows) * stored_bytes(layer.experts) for layer in expert_layers(model))
     return stored + expanded(model) - int(unread_bytes)
 
 
-def sparse(model: Transformer) -> list[Experts]:
-    """The feed-forwards of experts."""
+def expert_layers(model: Transformer) -> list[Experts]:
+    """The feed-forwards that consist of experts."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-def unread(layer: Experts, rows: int) -> float:
-    """The share of a layer's experts that no row of so many chooses: exact for one row, expected for more, if each
-    chooses for itself and no expert is preferred. Rows that are alike leave more unread."""
+def unread_share(layer: Experts, rows: int) -> float:
+    """The share of a layer's experts that none of `rows` rows chooses. Exact for one row; for more, the expectation of
+    independent, uniform choices. Similar rows leave more unread."""
     return (1 - layer.n_chosen / layer.n_experts) ** rows
 
 
 def stored_bytes(module: torch.nn.Module) -> int:
-    """Bytes of weights, as a product reads them."""
+    """Bytes of weights that a product reads."""
     return sum(parameter.nbytes for parameter in module.parameters()) + expanded(module)
 
 
@@ -54,13 +54,13 @@ def expanded(module: torch.nn.Module) -> int:
 
 
 def position_bytes(model: Transformer, kind: type[KVCache] = KVCache) -> Counter:
-    """Bytes of keys and values that one position takes in all layers with the same window: {window or None: bytes}."""
+    """{window or None: bytes of the keys and values of one position, summed over the layers with this window}."""
     size = kind.position_bytes(model.layers[0].attention.heads()[1], model.config.head_dim, model.norm.weight.dtype)
     return Counter({window: layers * size for window, layers in Counter(model.windows).items()})
 
 
 def attended_bytes(per_position: Counter, length: int) -> int:
-    """Bytes of keys and values that one query attends to when `length` positions are filled, windows respected."""
+    """Bytes of keys and values that a query reads with `length` positions filled; a window bounds its layers'."""
     return sum(min(length, window or length) * size for window, size in per_position.items())
 
 
@@ -109,8 +109,8 @@ class RowStatistics:
 
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
-    """Speculation in these batches, or for one row of a batch; None without a drafter. draft_s and verify_s
-    are those of all rows, which share every step. All else is the rows' mean: each has the time to itself."""
+    """Speculation in these batches, or of one row of a batch; None without a drafter. draft_s and verify_s are sums
+    over steps, which the rows share. All else is a mean over rows, as if each had its time to itself."""
     if not engine.drafts:
         return None
     rows = [(timing, i) for timing in timings for i in range(len(timing.tokens)) if row in (None, i)]
@@ -126,8 +126,8 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
 
 
 def in_plain_steps(requests: Sequence[Request]) -> tuple[float, float] | None:
-    """(seconds that plain steps would have taken for the tokens of these requests, the requests' own steps in plain
-    ones), each step by the costs of its own rows and threads; None where a step was not calibrated."""
+    """(seconds that plain decoding would have taken for the tokens of these requests, the cost of their steps in units
+    of a plain step), by the costs for each step's rows and threads; None if a step was not calibrated."""
     plain_s = num_plain = 0.0
     for request in requests:
         begins = (token.index == 0 for token in request.token_records if not token.first)
@@ -140,28 +140,27 @@ def in_plain_steps(requests: Sequence[Request]) -> tuple[float, float] | None:
 
 
 def greedy_text(engine: Engine) -> str:
-    """How near greedy drafting comes to plain greedy decoding."""
+    """How greedy text with drafts compares with plain greedy text."""
     return "identical" if engine.identical else "up to rounding"
 
 
 def multiplications(model: Transformer) -> int:
-    """Of one token with the model's matrices: all but the embedding, and the experts that it did not choose."""
+    """Multiplications of one token with the model's matrices, without the embedding and the experts not chosen."""
 
     def size(module: torch.nn.Module) -> int:
         linears = [part for part in module.modules() if hasattr(part, "in_features")]
         return sum(linear.in_features * linear.out_features for linear in linears)
 
-    return size(model) - round(sum(unread(layer, 1) * size(layer.experts) for layer in sparse(model)))
+    return size(model) - round(sum(unread_share(layer, 1) * size(layer.experts) for layer in expert_layers(model)))
 
 
 def speculation(
     row: RowStatistics, steps: Counter, k: int | str, costs: Costs | None, seconds: float, draft_s: float,
     verify_s: float, c_ops: float = 0.0, in_plain_steps: tuple[float, float] | None = None,
 ) -> dict:  # fmt: skip
-    """The "speculative" object of the JSON contract. `steps`: by K, those that the rows took part in, also where only
-    another row had something to draft; `seconds`: what they took, draft_s and verify_s its parts; c_ops: as in
-    speculative.operations; in_plain_steps: as that function has it, by default by `costs` alone. What needs calibrated
-    costs, or a drafted token, is None without."""
+    """The "speculative" object of the JSON contract. steps: the rows' steps by K, with those in which only another row
+    drafted; seconds: their time, of it draft_s and verify_s; c_ops: as in speculative.operations; in_plain_steps: the
+    pair of that function, by default from `costs`. Values that need costs, or a drafted token, are None without."""
     rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
     usual = max((k for k in steps if k), key=steps.get, default=0)  # the K that most rounds had
     has_costs = costs is not None and steps.keys() <= {0, *costs.verify_s}

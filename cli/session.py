@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cli.answers import Answer, Printer
-from cli.errors import interrupts_held
+from cli.errors import defer_interrupts
 from cli.threads import Threads
 from decoding.sampling import Sampling
 from generate import Engine
@@ -24,7 +24,7 @@ class Session:
     sampling: Sampling
     stop_ids: frozenset[int]
     coloured: bool = False
-    threads: Threads | None = None  # to be chosen while decoding
+    threads: Threads | None = None  # chooses their number while decoding
     costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
     after_step: Callable[[], object] = lambda: None
     observed: object = None  # the last step that `threads` has seen
@@ -33,12 +33,12 @@ class Session:
         return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
 
     def decode(self, answers: Iterable[Answer | None]) -> Iterator[Answer]:
-        """Decode answers, as many at a time as the engine has slots; each is yielded when it has ended. One whose
-        request failed has an `error`. Where `answers` has None, the next one has not come yet: busy slots go on. Ctrl-C
-        ends all between two tokens; printed text stays."""
+        """Decode answers, as many at a time as the engine has slots, and yield those that finish. The request of a
+        failed one has an `error`. A None in `answers` means that no further answer is there yet: the others go on.
+        Ctrl-C ends all between two tokens; printed text stays."""
         engine, answers, running = self.engine, iter(answers), {}
         try:
-            with interrupts_held() as interrupts:
+            with defer_interrupts() as interrupts:
                 while not interrupts:
                     answer = None
                     while len(engine.requests) < engine.batch_size and isinstance(answer := next(answers, END), Answer):
@@ -53,7 +53,7 @@ class Session:
                     for id in [id for id, answer in running.items() if answer.feed()]:
                         answer = running.pop(id)
                         answer.discard_extra_tokens()
-                        engine.abort(id)  # a stop string has ended it, if it runs still
+                        engine.abort(id)  # for an answer that ended at a stop string
                         answer.printer.close()
                         yield answer
         finally:
@@ -71,7 +71,7 @@ class Session:
         return id
 
     def choose_threads(self, num_threads: int) -> None:
-        """Let the number of threads follow the steps' times, from now on and up to so many."""
+        """From now on, choose between `num_threads` threads and one by the steps' times."""
         self.threads = Threads(num_threads, self.use_threads)
 
     def use_threads(self, num_threads: int) -> None:
@@ -80,7 +80,7 @@ class Session:
             self.engine.use_costs(self.costs[num_threads])
 
     def observe_step(self) -> None:
-        """Let the number of threads follow the steps' times."""
+        """Pass the last step's time to `threads`, once."""
         step = self.engine.last_step
         if self.threads is not None and step is not self.observed:
             self.observed = step

@@ -1,9 +1,8 @@
-"""How many threads decode on a CPU: all, or one, whichever its last steps show to be faster.
+"""How many threads decode on a CPU: all or one, by the times of recent steps.
 
-A step of a small model is hundreds of parallel regions. Where another process holds a processor, each of them waits for
-the thread that lost it, and one thread that waits for nobody is several times faster than two (benchmarks/NOTES.md).
-Other processes come and go while tokens are decoded, so steps are compared all the time. This file knows the seconds
-of steps, and no model.
+A step of a small model is hundreds of parallel regions. If another process takes a processor, each region waits for the
+thread that lost it, and one thread alone is several times faster than two (benchmarks/NOTES.md). Other processes come
+and go, so steps are compared throughout. This file knows the seconds of steps, and no model.
 """
 
 import statistics
@@ -12,9 +11,9 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-TRY = 3  # steps that are compared: as many of one number of threads as of the other
-SLOWER = 1.5  # times the fastest that all threads have been: somebody else may be running
-PATIENCE, MAX_PATIENCE = 32, 128  # steps with one thread before all are tried again; doubled while one stays faster
+TRY = 3  # steps with each number of threads that are compared
+SLOWER = 1.5  # times the fastest step with all threads: beyond it another process may be running
+PATIENCE, MAX_PATIENCE = 32, 128  # steps with one thread until all are tried again; doubles while one is faster
 
 
 class Threads:
@@ -25,22 +24,22 @@ class Threads:
         self.chosen = self.number = max_threads  # the other number is tried while they differ
         self.steps, self.patience = 0, PATIENCE  # steps since the number was set
         self.recent: dict[tuple[int, Hashable], deque[float]] = defaultdict(lambda: deque(maxlen=TRY))  # (number, k) ->
-        self.fastest: dict[Hashable, float] = {}  # k -> seconds of a step with all threads when nobody disturbs them
+        self.fastest: dict[Hashable, float] = {}  # k -> seconds of an undisturbed step with all threads
 
     def observe(self, k: Hashable, seconds: float) -> None:
-        """A step that drafted k tokens took so long; sets the number of threads for the next one."""
+        """Record the seconds of a step that drafted k tokens, and set the number of threads for the next one."""
         recent, usual = self.recent[self.number, k], self.recent[self.chosen, k]
         recent.append(seconds)
         self.steps += 1
         if self.max_threads == 1 or len(recent) < TRY:
             return
-        typical = statistics.median(recent)  # one step that the system interrupted is no neighbour
+        typical = statistics.median(recent)  # one interrupted step does not count as another process
         if self.number != self.chosen:
             if len(usual) == TRY and typical < statistics.median(usual):
                 self.chosen, self.patience = self.number, PATIENCE
             else:
                 self.patience = min(2 * self.patience, MAX_PATIENCE)
-                if usual and self.chosen == self.max_threads:  # not for want of a processor: steps have become longer
+                if usual and self.chosen == self.max_threads:  # no processor is missing: steps have become longer
                     self.fastest[k] = statistics.median(usual)
             self.set(self.chosen)
         elif self.due(k, typical):

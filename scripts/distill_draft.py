@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import ending_plainly, interrupts_held, use_threads
+from cli.errors import defer_interrupts, ending_plainly, use_threads
 from cli.flags import DTYPES, Parser, positive
 from cli.load import compiles, pick_device
 from decoding.sampling import Sampling
@@ -238,7 +238,7 @@ def train(run: Run, windows: Windows, heldout: Tensor) -> None:
     """Until --steps, or until the prediction has not grown for --patience evaluations. KeyboardInterrupt at Ctrl-C,
     when the step is done and saved."""
     args, bar = run.args, tqdm(initial=run.step, total=run.args.steps, desc="distill", unit="step", mininterval=5)
-    with interrupts_held() as interrupts, bar:
+    with defer_interrupts() as interrupts, bar:
         while not run.evaluations or (run.step < args.steps and not run.best_evaluation[1]):
             start = time.perf_counter()
             if run.evaluations:  # the first evaluation is of the untrained draft

@@ -14,7 +14,7 @@ import time
 import torch
 
 from cli.answers import Answer
-from cli.errors import interrupts_held
+from cli.errors import defer_interrupts
 from cli.report import ACCEPTED, CORRECTED, RowStatistics, origin, rate
 from decoding.timing import synchronize
 
@@ -95,7 +95,7 @@ def watch(columns: list[Column]) -> None:
     console, frame_at = Console(stderr=True), 0.0
     num_lines = len(console.render_lines(picture(console, columns, 1)))  # and one for the ^C that a terminal echoes
     height = max(3, console.height - num_lines) if console.is_terminal else None
-    with Live(console=console, auto_refresh=False) as live, interrupts_held() as interrupts:
+    with Live(console=console, auto_refresh=False) as live, defer_interrupts() as interrupts:
         while not interrupts and (unfinished_columns := [column for column in columns if not column.is_finished]):
             min(unfinished_columns, key=lambda column: column.seconds).step()
             if console.is_terminal and time.perf_counter() > frame_at + FRAME_S:

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, get_origin, get_typ
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from cli.page import Token
-from cli.prompts import check_names
+from cli.prompts import check_template_kwargs
 from decoding.sampling import Sampling
 from loading.tokenizer import join_parts
 
@@ -159,7 +159,7 @@ class Chat(TextRequest):
     tools: list[dict] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: Annotated[dict, AfterValidator(lambda names: check_names(names) or names)] = Field({})
+    chat_template_kwargs: Annotated[dict, AfterValidator(lambda x: check_template_kwargs(x) or x)] = Field({})
 
     @property
     def prompts(self) -> list[list[dict]]:

@@ -4,6 +4,7 @@ and the program read the folders that it writes."""
 import argparse
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -74,6 +75,23 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
             want = twin(tmp_path / "draft", row[: last + 1], drafted, Sampling(1))[i]
             want = want[:131] / want[:131].sum()  # a mask is never drafted
             assert (q[number] - want).abs().max() < 1e-4
+
+
+def test_training_gives_norms_one_dtype(folder_of):
+    """torch warns of a norm whose input and weight differ: autocast's bfloat16 meets float32 weights in a block."""
+    source = folder_of("llama-3.1")
+    target = load_model(source, dtype=torch.bfloat16)
+    flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
+    kind = KINDS["dflash"](draft_config(config_json(source), flags), target.config, DEPTH)
+    draft = kind.trained()
+    kind.bind(draft, target)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            add_gradients(kind, draft, target, torch.arange(T + 1)[None])
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_the_first_tokens_of_a_block_count_most(folder_of):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from cli.errors import interrupts_held
+from cli.errors import defer_interrupts
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from drafts.ngram import NgramDraft
@@ -136,16 +136,16 @@ def check_lines(kind: str, model, every: int) -> None:
 def test_a_first_ctrl_c_is_held_and_a_second_acts_at_once():
     usual = signal.getsignal(signal.SIGINT)
     reached = []
-    with pytest.raises(KeyboardInterrupt), interrupts_held() as noted:
+    with pytest.raises(KeyboardInterrupt), defer_interrupts() as noted:
         signal.raise_signal(signal.SIGINT)
         assert len(noted) == 1
         reached.append("behind the first")
         signal.raise_signal(signal.SIGINT)
         reached.append("behind the second")
     assert reached == ["behind the first"] and signal.getsignal(signal.SIGINT) is usual
-    with pytest.raises(KeyboardInterrupt), interrupts_held():
+    with pytest.raises(KeyboardInterrupt), defer_interrupts():
         signal.raise_signal(signal.SIGINT)
-    with interrupts_held() as noted:
+    with defer_interrupts() as noted:
         pass
     assert not noted and signal.getsignal(signal.SIGINT) is usual
 
@@ -165,7 +165,7 @@ def test_signals_neither_get_lost_in_compiled_code_nor_compile_it_anew(model):
     with torch.compiler.set_stance("fail_on_recompile"):
         for number in range(100):
             got, sender = [], threading.Thread(target=interrupt, args=(0.0005 + 0.001 * (number % 50),))
-            with pytest.raises(KeyboardInterrupt), interrupts_held() as noted:
+            with pytest.raises(KeyboardInterrupt), defer_interrupts() as noted:
                 sender.start()
                 while not noted:  # one turn after the other, until the signal comes
                     got.clear()
