@@ -92,7 +92,9 @@ def alone(model, tokenizer, rows):
 
 
 @pytest.mark.parametrize("lag", [0, 3])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "spec", [spec if spec is SPECS[0] else pytest.param(spec, marks=pytest.mark.attack) for spec in SPECS]
+)
 def test_json_obeys_its_schema_under_every_draft_beside_free_text(
     spec, lag, model, tokenizer, rows, alone, monkeypatch
 ):
@@ -154,7 +156,9 @@ def random_masks(seed: int, V: int = 4) -> torch.Tensor:
     return allowed
 
 
-@pytest.mark.parametrize("draft", ["none", "model", "ngram"])
+@pytest.mark.parametrize(
+    "draft", ["none", *(pytest.param(name, marks=pytest.mark.attack) for name in ("model", "ngram"))]
+)
 def test_masked_sequences_have_the_masked_models_law(draft):
     """Exact probabilities of all texts of three tokens, against 1,500 rows. Control: the unmasked law is refused."""
     model, n, B = tiny(1), 3, 1500

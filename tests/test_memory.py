@@ -78,6 +78,7 @@ def peak_of(mode: str, *arguments) -> tuple[int, int]:
     return tuple(map(int, done.stdout.splitlines()[-1].split()))
 
 
+@pytest.mark.attack
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("options", [(), ("--quantize", "int4-g32"), ("--quantize", "int8"), ("--quantize", "fp8")])
 def test_the_estimate_is_below_the_measured_peak_and_near_it(shape, options):

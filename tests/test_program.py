@@ -690,6 +690,7 @@ def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
     assert text.count("> ") == 0 and "\x1b[?2004" not in text and text.strip()
 
 
+@pytest.mark.attack
 def test_a_terminal_knows_the_lines_of_earlier_chats(chat_folder, tmp_path):
     """Arrow up in a second run; a line that ends in a backslash goes on; the report is dim, and NO_COLOR is obeyed."""
     tokenizer, history = load_tokenizer(chat_folder), tmp_path / "history"
