@@ -18,6 +18,7 @@ from tp import ALONE
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.attack
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 

@@ -32,6 +32,7 @@ from scripts import eval_lm
 from scripts.eval_lm import QuickdraftLM
 from speculative import ModelDraft, layer_subset
 
+pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"
 STORY = (ROOT / "checkpoints" / "stories.txt").read_text().strip()  # 1,000 tokens, twice the context
 

@@ -20,6 +20,7 @@ from generate import Engine
 from loading import load_drafter, load_model, load_tokenizer
 from speculative import ModelDraft
 
+pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["name", "age", "likes"],

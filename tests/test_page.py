@@ -12,6 +12,7 @@ from cli.flags import parse_args
 from cli.main import run
 from cli.page import page
 
+pytestmark = pytest.mark.attack
 DRAFT = f"--draft_checkpoint {ROOT}/checkpoints/demo-draft --speculate_k 3"
 COMMON = ["--max_new_tokens=24", "--dtype=float32", "--device=cpu", "--json", "--ordered"]
 ATTACK = "</script><script>document.title='attacked'</script><!-- Once"
