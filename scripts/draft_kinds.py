@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from drafts.dflash import DFlashDraft, DFlashModel, default_layer_ids, dflash_of, tensors_of
-from drafts.eagle import EagleDraft, EagleModel, eagle_of, places_of
+from drafts.eagle import EagleDraft, EagleModel, eagle_of
+from drafts.eagle import tensors_of as eagle_tensors
 from drafts.hidden_states import AuxHiddenStates
 from drafts.pard import PardDraft
 from loading.checkpoint import allocate, save_model
@@ -247,7 +248,7 @@ class Eagle3(Model):
         return pairs
 
     def save(self, model: EagleModel, folder: Path) -> None:
-        tensors = {name: part.detach().contiguous().clone() for name, part in places_of(model, "midlayer")}
+        tensors = {name: part.detach().contiguous().clone() for name, part in eagle_tensors(model, "midlayer")}
         has_id = torch.zeros(self.target.vocab_size, dtype=torch.bool)
         has_id[self.ids] = True
         maps = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": has_id}
