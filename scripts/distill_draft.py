@@ -97,7 +97,7 @@ def update(model: Transformer, optimizer: torch.optim.AdamW, lr: float) -> None:
     optimizer.zero_grad()
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 200) -> float:
     """Linear warm-up, then a cosine to a fiftieth of the peak."""
     if step < warmup:
         return peak * (step + 1) / warmup
