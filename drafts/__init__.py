@@ -1,12 +1,12 @@
 """Drafters with a file each. Delete one, and the rest runs.
 
-    suffix.py           the longest suffix that stood before, in this request or in earlier answers
-    ngram.py            prompt lookup, without a model
+    suffix.py           the continuation of the longest repeated suffix, from this request or earlier answers
+    ngram.py            prompt lookup: the continuation of the last N tokens' latest earlier occurrence
     pard.py             all K tokens from one pass over mask tokens
     eagle.py            EAGLE-3: one layer over the target's hidden states
     dflash.py           DFlash: a block of tokens from one pass over the target's hidden states
     hidden_states.py    the target's hidden states, for eagle.py and dflash.py
-    vocabulary.py       drafts with another tokenizer than the target's
+    vocabulary.py       drafts whose tokenizer is not the target's
 
-loading/drafts.py maps a folder or a spec to one of them; speculative.py has the rounds.
+loading/drafts.py chooses one for a folder or a spec; speculative.py has the rounds.
 """

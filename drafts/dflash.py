@@ -1,11 +1,11 @@
 """DFlash (arXiv:2602.06036): a few layers over the target's hidden states draw a block of tokens in one pass.
 
-    DFlash          the keys of config.json beyond a Qwen3 model's (github.com/z-lab/dflash)
-    DFlashModel     hidden states of the target -> keys and values of decided positions; a block -> hidden states
-    DFlashDraft     a block is the last decided token and masks; its position i draws token i
-    check, load     a published folder
+    DFlash          settings of config.json that a Qwen3 model does not have (github.com/z-lab/dflash)
+    DFlashModel     the target's hidden states -> keys and values of decided tokens; a block -> hidden states
+    DFlashDraft     runs a block of the last decided token and masks, whose i-th mask draws token i
+    check, load     read a published folder
 
-The draft has no embedding and no head: the target's serve. q_i does not depend on drafted tokens, so rejection sampling
+The draft uses the embedding and the head of its target. q_i does not depend on drafted tokens, so rejection sampling
 applies unchanged. This file does not know sampling or training.
 """
 
@@ -27,7 +27,7 @@ from model import Caches, Config, Linear, RMSNorm, Transformer, apply_rope
 from speculative import ModelDraft
 from weights.walker import quantized_copy
 
-MAX_BLOCK = 64  # an engine clears so many positions behind a request's last one
+MAX_BLOCK = 64  # positions that an engine clears behind a request's last one
 OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}  # the keys of dflash_config
 UNSUPPORTED = ("speculators_model_type", "draft_vocab_size", "sample_from_anchor")  # keys of other layouts
 
@@ -39,13 +39,13 @@ class DFlash(NamedTuple):
 
 
 class DFlashModel(Transformer):
-    """Layers whose attention reads decided positions through their context, a state made of the target's hidden states,
-    and a block through its tokens. A layer without a window sees all of the block, a layer with one is causal."""
+    """Layers that attend to decided positions and to a block. Decided positions have keys and values of their context,
+    a state made of the target's hidden states. Layers with a window are causal; others see all of the block."""
 
     def __init__(self, config: Config, dflash: DFlash):
         super().__init__(config)
         self.dflash, n = dflash, len(dflash.target_layer_ids)
-        self.embed = self.lm_head = None  # the target's, once there is one
+        self.embed = self.lm_head = None  # DFlashDraft.setup sets the target's
         self.fc, self.hidden_norm = Linear(n * config.dim, config.dim, bias=False), RMSNorm(config.dim, config.norm_eps)
 
     def fuse(self, *hidden_states: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class DFlashModel(Transformer):
 
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches) -> Tensor:
         """Write keys and values of decided positions pos (B, T) or (T,), whose hidden states the target has recorded.
-        The context (B, T, D)."""
+        Returns the context (B, T, D)."""
         pos = pos.expand(tokens.shape)
         context = self.fuse(*(caches.aux_hidden_states[i + 1].read(pos) for i in self.dflash.target_layer_ids))
         for cache, (k, v) in zip(caches.layers, self.keys_values(context, pos, caches.max_positions), strict=True):
@@ -74,8 +74,8 @@ class DFlashModel(Transformer):
         return context
 
     def block_hidden(self, tokens: Tensor, pos: Tensor, caches: Caches) -> Tensor:
-        """Normed hidden states (B, W, D) of blocks (B, W) at pos (B, W). Their keys and values are scratch: the next
-        round overwrites them."""
+        """Normed hidden states (B, W, D) of blocks (B, W) at pos (B, W). The next round overwrites their keys and
+        values."""
         return super().hidden(tokens, pos, caches._replace(aux_hidden_states=None))
 
     def visible_by_window(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict:
@@ -85,7 +85,7 @@ class DFlashModel(Transformer):
 
 class DFlashDraft(ModelDraft):
     """A ModelDraft that runs once a round: it writes the context of the tokens that the last round decided, then draws
-    from a block. The block has its trained width for any K, and its first K tokens are drafted."""
+    from a block. The block has its trained width for any K; its first K masks draw tokens."""
 
     def __init__(self, model: DFlashModel):
         super().__init__(model)
@@ -97,7 +97,7 @@ class DFlashDraft(ModelDraft):
         self.model.embed, self.model.lm_head = target.model.embed, target.model.lm_head
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches = self.runner.caches._replace(aux_hidden_states=streams)
-        self.num_input_tokens = k_max + 2  # the context of k_max + 1, and the last one in the block
+        self.num_input_tokens = k_max + 2  # k_max + 1 as context, and the last one in the block
 
     def passes(self, k: int) -> int:
         return 1
@@ -114,7 +114,7 @@ class DFlashDraft(ModelDraft):
         steps, dflash = torch.arange(self.num_scratch, device=state.pos.device), self.model.dflash
         last = state.tokens.gather(1, state.pos[:, None])  # (B, 1)
         tokens = torch.where(steps == 0, last, dflash.mask)  # (B, W)
-        # Nothing attends to the blocks of parked rows, which stand behind all positions of this cache.
+        # The blocks of parked rows go behind all positions of this cache, where nothing attends to them.
         begin = torch.where(state.pos < state.parking, state.pos, self.runner.S)[:, None]  # (B, 1)
         h = self.model.block_hidden(tokens, begin + steps, caches)  # (B, W, D)
         self.draw(state, h[:, 1 : K + 1], state.pos[:, None] + steps[1 : K + 1])
@@ -147,7 +147,7 @@ def load_dflash(folder: Path, target: Transformer) -> DFlashModel:
 
 
 def tensors_of(model: DFlashModel):
-    """(a folder's name of a tensor, the part of a parameter that it fills)."""
+    """(a tensor's name in a folder, the part of a parameter that it fills)."""
     for name, parameter in model.named_parameters():
         if name.startswith(("fc", "hidden_norm")):
             yield name, parameter
@@ -156,7 +156,7 @@ def tensors_of(model: DFlashModel):
 
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., DFlashDraft]:
-    """The loader of a DFlash folder (loading.drafts.FOLDERS). ValueError for a config.json that does not fit."""
+    """Check a DFlash folder and return its loader (loading.drafts.FOLDERS). ValueError for a wrong config.json."""
     with error_prefix(folder / "config.json"):
         dflash_of(hf, config)
     return functools.partial(load, folder)
@@ -173,7 +173,7 @@ def load(
 
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
-    """The draft and its layers, for a target of this config. ValueError names the key and value that do not fit."""
+    """The draft's settings and Config, for a target of this Config. ValueError names the wrong key and value."""
     hf = Section(hf, tie_word_embeddings=False)
     if not isinstance(hf.get("dflash_config"), dict):
         raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")
@@ -207,7 +207,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
 
 
 def default_layer_ids(n_target: int, n_draft: int) -> list[int]:
-    """The middle layer for a draft of one layer, else as many as it has, evenly from 1 to L - 3."""
+    """For a draft of one layer the target's middle layer, else n_draft layers, evenly from 1 to n_target - 3."""
     if n_draft == 1:
         return [n_target // 2]
     return [round(1 + i * (n_target - 4) / (n_draft - 1)) for i in range(n_draft)]

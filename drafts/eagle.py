@@ -1,14 +1,14 @@
 """EAGLE-3 (arXiv:2503.01840): one layer drafts from the target's hidden states before each token.
 
-    EagleModel      pairs (token, state) -> logits at the target's ids
-    EagleDraft      the target's states for decided tokens, the draft's own for drafted ones
-    eagle_of        the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
+    EagleModel      pairs (token, state before it) -> logits at the target's ids
+    EagleDraft      pairs decided tokens with the target's states, drafted ones with the draft's
+    eagle_of        reads the config.json of two published layouts: SafeAILab's (github.com/SafeAILab/EAGLE, tensors
                     `midlayer.*`), and speculators' (github.com/vllm-project/speculators, `layers.0.*`)
-    check, load     a folder of either layout
+    check, load     read a folder of either layout
 
-Published code places a pair at the position of its state; here it stands at its token's, one later, which RoPE cannot
-tell apart. So it is cached and prefilled like a token. Position 0 has no pair and is never attended to. This file does
-not know sampling or training.
+Published code puts a pair at the position of its state, this file at that of its token, one later. RoPE gives the same
+scores, and the pair is cached and prefilled like a token. Position 0 has no pair and is never attended to. This file
+does not know sampling or training.
 """
 
 import functools
@@ -31,45 +31,44 @@ from weights.walker import quantized_copy
 
 
 class Eagle(NamedTuple):
-    layer: dict  # the config.json of a Llama with one layer
-    vocab_size: int  # of the draft
+    layer: dict  # config.json of a Llama with one layer
+    vocab_size: int  # of the draft's head
     aux_layer_ids: tuple[int, ...]  # the target's layers whose inputs go into `fc`
     target_dim: int
     norm_before_residual: bool  # the residual stream begins with the normed state
-    norm_before_fc: bool  # one norm over all of these inputs
-    fc_norm: bool  # a norm for each
-    norm_output: bool  # later steps take the state behind the last norm
+    norm_before_fc: bool  # one norm over all inputs of `fc`
+    fc_norm: bool  # a norm for every layer's input of `fc`
+    norm_output: bool  # a drafted token's state is normed, as the head's input is
 
 
 class EagleModel(Transformer):
-    """One block whose attention reads a token's embedding and a state (B, T, D): the target's, or the draft's own."""
+    """One block whose attention reads a token's embedding and a state (B, T, D), the target's or the draft's."""
 
-    def __init__(self, config: Config, eagle: Eagle, own_embed: bool):
+    def __init__(self, config: Config, eagle: Eagle, has_embed: bool):
         super().__init__(config)
         D, eps, n = config.dim, config.norm_eps, len(eagle.aux_layer_ids)
         self.eagle, attention = eagle, self.layers[0].attention
         attention.qkv = Linear(2 * D, attention.qkv.out_features, bias=config.qkv_bias)
         self.lm_head = Linear(D, eagle.vocab_size, bias=False)
-        self.embed = self.embed if own_embed else None  # the target's, once there is one
+        self.embed = self.embed if has_embed else None  # EagleDraft.setup sets the target's
         self.hidden_norm, self.fc = RMSNorm(D, eps), Linear(n * eagle.target_dim, D, bias=False)
         self.input_norm = RMSNorm(n * eagle.target_dim, eps) if eagle.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(eagle.target_dim, eps) for _ in eagle.aux_layer_ids if eagle.fc_norm)
 
-    def fuse(self, *tapped: Tensor) -> Tensor:
+    def fuse(self, *aux_states: Tensor) -> Tensor:
         """The residual streams (B, T, D of the target) that entered the auxiliary layers -> a state (B, T, D)."""
-        tapped = [norm(x) for norm, x in zip(self.fc_norm, tapped)] if self.eagle.fc_norm else tapped
-        x = torch.cat(tapped, dim=-1)
+        aux_states = [norm(x) for norm, x in zip(self.fc_norm, aux_states)] if self.eagle.fc_norm else aux_states
+        x = torch.cat(aux_states, dim=-1)
         return self.fc(x if self.input_norm is None else self.input_norm(x))
 
     def visible_by_window(self, pos: Tensor, caches: Caches | None, dtype: torch.dtype) -> dict:
-        """As any model's, but for position 0, which has no pair."""
+        """As in any model, but position 0, which has no pair, is never visible."""
         if caches is not None:
             caches = caches._replace(key_pos=torch.where(caches.key_pos == 0, 2**30, caches.key_pos))
         return super().visible_by_window(pos, caches, dtype)
 
     def stream(self, tokens: Tensor, pos: Tensor, caches: Caches | None, state: Tensor) -> Tensor:
-        """tokens and pos (B, T), the state (B, T, D) before each token -> the residual stream (B, T, D) behind the
-        block."""
+        """tokens and pos (B, T), the state (B, T, D) before each token -> the block's output (B, T, D), not normed."""
         (layer,), embedded, normed = self.layers, self.embed(tokens), self.hidden_norm(state)
         inputs = torch.cat((layer.attention_norm(embedded), normed), dim=-1)  # (B, T, 2D)
         visible = self.visible_by_window(pos, caches, inputs.dtype)[self.windows[0]]
@@ -79,7 +78,7 @@ class EagleModel(Transformer):
         return x + layer.ffn(layer.ffn_norm(x))
 
     def hidden(self, tokens: Tensor, pos: Tensor, caches: Caches) -> Tensor:
-        """Normed states (B, T, D) behind decided tokens: `caches.aux_hidden_states` holds the target's streams."""
+        """Normed states (B, T, D) of decided tokens. `caches.aux_hidden_states` has the target's streams."""
         pos = pos.expand(tokens.shape)
         return self.norm(self.stream(tokens, pos, caches, self.target_states(caches, pos)))
 
@@ -93,8 +92,8 @@ class EagleModel(Transformer):
 
 
 class EagleDraft(ModelDraft):
-    """A ModelDraft whose first pass takes as many decided tokens as a round can decide, each with the target's state;
-    then one drafted token at a time, with the draft's own state."""
+    """A ModelDraft whose first pass takes as many decided tokens as a round can decide, paired with the target's
+    states. A later pass takes one drafted token, paired with the draft's state from the pass before."""
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         like = target.model.norm.weight
@@ -103,10 +102,10 @@ class EagleDraft(ModelDraft):
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches, self.num_input_tokens = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
         last_state = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
-        self.register_buffer("last_state", last_state, persistent=False)  # (B, 1, D) behind the last input token
+        self.register_buffer("last_state", last_state, persistent=False)  # (B, 1, D) of the last input token
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
-        """Normed states (B, T, D) at the T positions up to `last` (B,). One alone is drafted: it follows its own."""
+        """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted token."""
         model, pos = self.model, (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)
         tokens = state.tokens.gather(1, pos).clamp(max=model.config.vocab_size - 1)
         x = model.stream(tokens, pos, caches, self.last_state if T == 1 else model.target_states(caches, pos))
@@ -122,31 +121,31 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     config, like = target.config, target.norm.weight
     eagle, layer = read_eagle(folder, read_json(folder / "config.json"), config)
     readers = open_shards(shards(folder))
-    own_embed, D, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
-    if not own_embed and layer.dim != config.dim:
+    has_embed, num_ids, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
+    if not has_embed and layer.dim != config.dim:
         raise ValueError(f"{folder}: no embed_tokens.weight, and hidden_size = {layer.dim} is not the target's")
     with torch.device("meta"):
-        model = EagleModel(layer, eagle, own_embed).to(like.dtype)
+        model = EagleModel(layer, eagle, has_embed).to(like.dtype)
     allocate(model, like.device)
-    places = dict(places_of(model, "midlayer" if any(name.startswith("midlayer.") for name in readers) else "layers.0"))
-    expected = {name: (tuple(part.shape), DTYPES) for name, part in places.items()}
-    maps = {"d2t": ((D,), ("I64", "I32")), "t2d": ((layer.vocab_size,), ("BOOL", "U8"))}
-    maps = {name: form for name, form in maps.items() if name in readers or (name == "d2t" and D != V)}
+    parts = dict(tensors_of(model, "midlayer" if any(name.startswith("midlayer.") for name in readers) else "layers.0"))
+    expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
+    maps = {"d2t": ((num_ids,), ("I64", "I32")), "t2d": ((layer.vocab_size,), ("BOOL", "U8"))}
+    maps = {name: form for name, form in maps.items() if name in readers or (name == "d2t" and num_ids != V)}
     check_headers(folder, expected | maps, readers, False)
     read = tensor_reader(readers)
-    for name, part in places.items():
+    for name, part in parts.items():
         part.copy_(read(name))
-    target_ids = torch.arange(D) + (read("d2t").long() if "d2t" in maps else 0)
-    if target_ids.min() < 0 or target_ids.max() >= V or len(target_ids.unique()) < D:
-        reach = f"{len(target_ids.unique())} ids from {target_ids.min()} to {target_ids.max()}"
-        raise ValueError(f"{folder}: d2t leads {D} tokens to {reach}; each needs one of its own from 0 to {V - 1}")
-    ids = torch.full((V,), -1).scatter(0, target_ids, torch.arange(D))
+    target_ids = torch.arange(num_ids) + (read("d2t").long() if "d2t" in maps else 0)
+    if target_ids.min() < 0 or target_ids.max() >= V or len(target_ids.unique()) < num_ids:
+        reached = f"{len(target_ids.unique())} ids from {target_ids.min()} to {target_ids.max()}"
+        raise ValueError(f"{folder}: d2t leads {num_ids} tokens to {reached}; it needs {num_ids} from 0 to {V - 1}")
+    ids = torch.full((V,), -1).scatter(0, target_ids, torch.arange(num_ids))
     model.register_buffer("ids", ids.to(like.device), persistent=False)
     return model
 
 
-def places_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
-    """(a layout's name of a tensor, the part of a parameter that it fills)."""
+def tensors_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
+    """(a tensor's name in a layout whose block is called `layer`, the part of a parameter that it fills)."""
     for name, parameter in model.named_parameters():
         if name.startswith(("fc", "hidden_norm", "input_norm")):
             yield name.replace("hidden_norm", f"{layer}.hidden_norm"), parameter
@@ -156,7 +155,7 @@ def places_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., EagleDraft]:
-    """The loader of an EAGLE-3 folder (loading.drafts.FOLDERS). ValueError for a config.json that does not fit."""
+    """Check an EAGLE-3 folder and return its loader (loading.drafts.FOLDERS). ValueError for a wrong config.json."""
     read_eagle(folder, hf, config)
     return functools.partial(load, folder)
 
@@ -170,14 +169,14 @@ def load(folder: Path, target: Transformer, tokenizer, *, quantize: str | None, 
 
 
 def read_eagle(folder: Path, hf: dict, config: Config) -> tuple[Eagle, Config]:
-    """The draft and its block, for a target of this config. ValueError begins with the file."""
+    """The draft's settings and Config, for a target of this Config. ValueError names the file."""
     with error_prefix(folder / "config.json"):
         eagle = eagle_of(hf, config.n_layers, config.dim)
         return eagle, config_from_hf(eagle.layer)
 
 
 def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
-    """For a target of so many layers and this D. ValueError names the key and value that cannot be honoured."""
+    """The draft's settings, for a target of n_layers layers and dim. ValueError names the unsupported key and value."""
     hf = Section(hf)
     for key in ("transformer_layer_config", "eagle_config"):
         if not isinstance(hf.get(key) or {}, dict):
@@ -203,13 +202,13 @@ def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
 
 
 def aux_layer_ids_of(hf: Section, nested: dict, n_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the draft reads: those in the file, or 2, L // 2 and L - 3.
+    """The layers whose inputs the draft reads: those in the file, by default 2, L // 2 and L - 3.
 
-    Some files count a layer's input, others the output of the layer before, and do not say so: ids one less than the
-    usual ones mean the usual ones.
+    Some files name the layer before, whose output is this input, and no key tells. Ids that are one less than the
+    defaults mean the defaults.
     """
-    usual, key = (2, n_layers // 2, n_layers - 3), "eagle_aux_hidden_state_layer_ids"
-    layer_ids = hf.get(key) or nested.get(key) or usual
+    default, key = (2, n_layers // 2, n_layers - 3), "eagle_aux_hidden_state_layer_ids"
+    layer_ids = hf.get(key) or nested.get(key) or default
     if not isinstance(layer_ids, list | tuple) or not all(type(i) is int and 0 <= i < n_layers for i in layer_ids):
         raise ValueError(f"config.json: {key} = {layer_ids!r} must be layers of the target, 0 to {n_layers - 1}")
-    return usual if tuple(layer_ids) == tuple(i - 1 for i in usual) else tuple(layer_ids)
+    return default if tuple(layer_ids) == tuple(i - 1 for i in default) else tuple(layer_ids)

@@ -1,7 +1,7 @@
 """The target's hidden states at some layers, which EAGLE-3 and DFlash read.
 
     AuxHiddenStates         the residual stream at one layer, by position
-    record_hidden_states    lets a target record some
+    record_hidden_states    makes a target record some layers' inputs
 
 This file knows no draft.
 """
@@ -34,7 +34,7 @@ class AuxHiddenStates(nn.Module):
 
 
 def record_hidden_states(layer_ids: Sequence[int], state: nn.Module, target) -> dict[int, AuxHiddenStates]:
-    """Let the target's ModelRunner record the inputs of these layers from now on."""
+    """Make the target's ModelRunner record the inputs of these layers from now on. Returns the recordings."""
     like = target.model.norm.weight
     sizes = state.pos.size(0), target.S + target.slack, target.model.config.dim, like.dtype, like.device
     with torch.inference_mode(False):  # plain tensors, which any later code may write to

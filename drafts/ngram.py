@@ -14,7 +14,7 @@ from speculative import Drafter
 
 class NgramDraft(Drafter):
     """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): propose the continuation of the most
-    recent earlier occurrence of the last N tokens. A continuation that reaches the end repeats."""
+    recent earlier occurrence of the last N tokens. A continuation that reaches the text's end repeats."""
 
     def __init__(self, n: int = 3):
         super().__init__()
@@ -26,7 +26,7 @@ class NgramDraft(Drafter):
         self.maybe_compile(self.find, state)(state)
 
     def find(self, state: nn.Module) -> None:
-        """Match the last N tokens, and write the proposal of the next round."""
+        """Find an earlier occurrence of the last N tokens, and write the next round's proposal."""
         pos, tokens, N = state.pos[:, None], state.tokens, min(self.n, state.tokens.size(1))  # (B, 1), (B, S)
         last = (pos + torch.arange(1 - N, 1, device=pos.device)).clamp(min=0)  # (B, N)
         grams = tokens.unfold(1, N, 1)  # (B, S - N + 1, N)
@@ -38,7 +38,7 @@ class NgramDraft(Drafter):
         period = torch.where(matched, pos - match_end, 1)
         ahead = torch.arange(self.tokens.size(1), device=pos.device)
         self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)
-        # Zeros without a match: such a row is decided as in plain decoding.
+        # Without a match q is 0, and the row is decided as in plain decoding.
         drawn = matched.float()[..., None].expand(-1, self.tokens.size(1), 1)  # (B, K, 1)
         self.probs.zero_().scatter_(2, self.tokens[..., None], drawn)
 

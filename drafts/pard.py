@@ -23,7 +23,7 @@ from speculative import ModelDraft
 class PardDraft(ModelDraft):
     """A ModelDraft that runs once a round, over the newest decided tokens and K - 1 masks.
 
-    The next round feeds as many decided tokens as a round can decide, and so overwrites the masks' keys.
+    It takes as many decided tokens as a round can decide, and so overwrites the keys of the last round's masks.
     """
 
     def __init__(self, model: Transformer, mask: int):
@@ -61,7 +61,7 @@ def pard_token(hf: dict) -> int:
 
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., PardDraft]:
-    """The loader of a PARD folder (loading.drafts.FOLDERS). ValueError for a mask that is no token of the draft."""
+    """Check a PARD folder and return its loader (loading.drafts.FOLDERS). ValueError for a wrong mask."""
     with error_prefix(folder / "config.json"):
         mask = pard_token(hf)
     load_config(folder)
@@ -69,7 +69,7 @@ def check(folder: Path, hf: dict, config: Config) -> Callable[..., PardDraft]:
 
 
 def load(folder: Path, mask: int, target: Transformer, tokenizer: Tokenizer, **options) -> PardDraft:
-    """A PARD folder for this target, not packed; options as loading.drafts.load_translated takes them."""
+    """A PARD folder for this target, not packed. `options` are those of loading.drafts.load_translated."""
     draft = load_translated(folder, target, tokenizer, mask, **options)
     is_translated = draft.config.vocab_size == target.config.vocab_size and hasattr(draft.embed, "ids")
     return PardDraft(draft, target.config.vocab_size if is_translated else mask)

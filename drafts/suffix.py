@@ -1,11 +1,11 @@
-"""Suffix decoding: a draft without a model, from texts that this process has read and written (arXiv:2411.04975).
+"""Suffix decoding (arXiv:2411.04975): a draft without a model, from the texts of this and earlier requests.
 
-    Text            tokens with an index: the tokens that followed the longest suffix of a text before
+    Text            tokens with an index, which finds the tokens that followed the longest suffix of a context
     SuffixDraft     drafts from the request's text and from earlier answers, and their expected acceptance
 
-The index is dicts on the host: one look-up takes some 50 microseconds in a pool of any size, where the host chooses K.
-It reads tokens that the host receives anyway; where these are late, as on a GPU, the draft counts if it agrees with the
-tokens since. This file knows token ids alone.
+The index is dicts on the host, which also chooses K: one look-up takes some 50 microseconds in a pool of any size. It
+reads tokens that the host receives anyway. On a GPU these arrive late, and a draft is used only if it agrees with the
+tokens decided since. This file knows token ids alone.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from model import Config, Transformer
 from speculative import DECAY, Drafter
 
 DEPTH = 24  # the longest match
-GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; the longest one that stood before leads to its occurrences
-MAX_OCCURRENCES = 16  # the latest ones are counted
-MIN_SHARE = 0.1  # product of the shares below which a draft ends
+GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest with an earlier occurrence
+MAX_OCCURRENCES = 16  # of an n-gram; the latest are counted
+MIN_SHARE = 0.1  # a draft ends where the product of its shares falls below
 FACTOR = 2  # a draft has at most FACTOR * match length tokens
-POOL_TOKENS = 1 << 17  # of earlier answers, some 400 bytes each
+POOL_TOKENS = 1 << 17  # tokens of earlier answers, some 400 bytes each
 END = -1  # behind each text of the pool, and behind a draft
 
 
@@ -40,11 +40,12 @@ class Guess(NamedTuple):
 
 
 class Text:
-    """Tokens; for each length of n-grams the last position of every one, and its position before each position."""
+    """Tokens and an index by n-gram length: the last position of each n-gram, and for each position the one before of
+    the same n-gram."""
 
     def __init__(self):
         self.ids: list[int] = []
-        self.seeds: list[int | None] = []  # of the noise that drew each token; None for greedy text
+        self.seeds: list[int | None] = []  # seed of the noise that drew a token; None for greedy text
         self.index: dict[int, tuple[dict, list]] = {n: ({}, []) for n in GRAMS}
 
     def extend(self, ids: Sequence[int], seeds: Sequence[int | None]) -> None:
@@ -57,7 +58,7 @@ class Text:
                 last[gram] = len(before) - 1
 
     def occurrences(self, context: Sequence[int], n: int, seed: int | None) -> Iterator[int]:
-        """Where the last n tokens of `context` stood before, the latest first, but for tokens of this seed."""
+        """Positions where the last n tokens of `context` end, the latest first, without tokens of this seed."""
         last, before = self.index[n]
         end = last.get(tuple(context[-n:]))
         while end is not None:
@@ -89,10 +90,10 @@ class Text:
 class SuffixDraft(Drafter):
     """Drafts of all requests, made on the host before each step and aligned on the device.
 
-    A sampled request reads no earlier answer of its seed: the same noise drew it, so that the token after a rejection
-    would not follow the target's distribution. `depth`: the longest match; `pool_tokens`: of earlier answers."""
+    A sampled request reads no earlier answer of its seed. The same noise drew that answer, and the token after a
+    rejection would not follow the target's distribution. `depth`: the longest match; `pool_tokens`: the pool's size."""
 
-    auto_k = (*Drafter.auto_k, 16)  # copied text is accepted throughout
+    auto_k = (*Drafter.auto_k, 16)  # copied text has long accepted drafts
 
     def __init__(self, depth: int = DEPTH, pool_tokens: int = POOL_TOKENS):
         super().__init__()
@@ -100,8 +101,8 @@ class SuffixDraft(Drafter):
             raise ValueError(f"suffix:{depth} must match at least 1 token")
         self.depth, self.pool_tokens = depth, pool_tokens
         self.texts: dict[Request, Text] = {}
-        self.guesses: dict[Request, list[Guess]] = {}  # made before the request's latest tokens
-        self.pool = [Text(), Text()]  # the latest answers; those before, up to as many
+        self.guesses: dict[Request, list[Guess]] = {}  # made before the request's newest tokens
+        self.pool = [Text(), Text()]  # the latest answers; those before them; each up to half of pool_tokens
         # Running sums by the bits of the match's length. They start near the acceptance measured on SmolLM2.
         self.accepted, self.shares = [4 * (1 - 1.5 / 2**bits) for bits in range(32)], [4.0] * 32
 
@@ -133,7 +134,7 @@ class SuffixDraft(Drafter):
         return expected
 
     def read(self, request: Request) -> Text:
-        """The request's text with its latest tokens, which show how good its draft was."""
+        """The request's text with its newest tokens. These also update the acceptance of its draft."""
         if request not in self.texts:
             self.texts[request], self.guesses[request] = Text(), []
             self.texts[request].extend(request.prompt, [None] * len(request.prompt))
@@ -149,13 +150,13 @@ class SuffixDraft(Drafter):
         return text
 
     def acceptances(self, guesses: Sequence[Guess]) -> list[float]:
-        """The probability that each token and all before it are accepted."""
+        """For each token the probability that it and all before it are accepted."""
         rates = [accepted / shares for accepted, shares in zip(self.accepted, self.shares)]
         accepted = (min(1.0, guess.share * rates[guess.length.bit_length()]) for guess in guesses)
         return list(itertools.accumulate(accepted, operator.mul))
 
     def remember(self, request: Request) -> None:
-        """Move an answer, and the end of its prompt, to the pool. A full half takes the place of the older one."""
+        """Move an answer and the end of its prompt to the pool. If its newer half is full, drop the older half."""
         ids = [*request.prompt[-self.depth :], *request.tokens, END]
         if len(self.pool[0].ids) + len(ids) > self.pool_tokens // 2:
             self.pool = [Text(), self.pool[0]]
@@ -168,7 +169,7 @@ class SuffixDraft(Drafter):
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
     def align(self, state: nn.Module, k: int) -> None:
-        """The next k tokens of each row's draft, if it agrees with the tokens that came since it was made."""
+        """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since it was made."""
         begin, draft = self.drafts[:, :1] + 1, self.drafts[:, 1:]  # (B, 1), (B, G)
         G, ahead = draft.size(1), torch.arange(draft.size(1), device=draft.device)
         num_since = state.pos[:, None] + 1 - begin  # (B, 1)

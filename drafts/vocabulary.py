@@ -1,4 +1,4 @@
-"""A draft with another tokenizer than its target's, used over the tokens that both have.
+"""Drafts whose tokenizer is not the target's: they draft the tokens that both tokenizers have.
 
 q is 0 outside the shared tokens, and tokens are drawn from q, so the output keeps the target's distribution. This file
 knows tokens as bytes and ids, and no tokenizer.
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 
 def ids_by_string(target: list[bytes], draft: list[bytes], V: int) -> Tensor:
-    """The draft's id of each of the target's V ids (V,), -1 where the draft has no token of these bytes. The first of
-    several tokens with the same bytes goes with the first, the second with the second."""
+    """The draft's id of each of the target's V ids (V,), -1 where the draft has no token of these bytes. Of
+    several tokens with the same bytes the first maps to the first, the second to the second."""
 
     def numbered(pieces: list[bytes]) -> list[tuple[bytes, int]]:
         seen = Counter()
@@ -43,8 +43,8 @@ class Translated(nn.Module):
 
 
 def translate(model: nn.Module, ids: Tensor, unknown: int, mask: int | None = None) -> None:
-    """Make a draft model, in place, read and answer in the target's ids (V,). It reads `unknown` for a token that it
-    lacks, and its own id `mask` for the id V."""
+    """Change a draft model, in place, to take and give the target's ids. `ids` (V,): the draft's id of each. It reads
+    `unknown` for a token that it lacks, and `mask`, one of its own ids, for the id V."""
     ids = ids.to(model.norm.weight.device)
     read = torch.where(ids < 0, unknown, ids)
     read = read if mask is None else torch.cat((read, read.new_tensor([mask])))

@@ -3,15 +3,13 @@
     python -m scripts.distill_draft --target DIR --layers 1 --dim 96 --text stories.txt --output DIR
 
     measure_costs, predict          c and v of this pair on this machine; the speed-up that a measured alpha predicts
-    add_gradients, acceptance       KL(target || draft) of a window; alpha = mean sum of min(p, q) on held-out text,
-                                    at each position of a draft
+    add_gradients, acceptance       KL(target || draft) of a window; alpha by position on held-out text
     Run, train, export              the training state, the loop for all kinds, the folder --output
 
-draft_kinds.py has a class for each kind of draft: its model, the states that it learns, its folder. draft_start.py has
-its sizes and first weights, draft_text.py the text. Evaluations use the weights as they will be written, in bfloat16.
-Training ends at --steps, or when the predicted speed-up no longer grows; the best evaluation's weights are written. The
-same command continues a stopped run from the state in --work, which every evaluation and Ctrl-C save (SIGTERM ends at
-once).
+draft_kinds.py has the kinds of drafts, draft_start.py their sizes and first weights, draft_text.py the text. Training
+ends at --steps, or when the predicted speed-up no longer grows. The best evaluation's weights are written, in bfloat16
+as they were evaluated. Every evaluation and Ctrl-C save a state in --work, from which the same command continues
+(SIGTERM ends at once).
 """
 
 import argparse
@@ -40,7 +38,7 @@ from loading.files import complete_folder, open_shards, read_json, shards, write
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts import draft_text
-from scripts.draft_kinds import KINDS, Model, by_position, deployed
+from scripts.draft_kinds import KINDS, Kind, tokens_per_round
 from scripts.draft_start import check_sizes, draft_config, init_weights, project_embedding, weights_of_layers
 from scripts.draft_text import Windows, check_settings, digest, hold_out, log, read_documents, sampled_documents
 from speculative import Costs
@@ -51,10 +49,10 @@ MAX_LOGITS = 2**24  # computed at once: positions times vocabulary
 # ---------------------------------------------------------------------------------------------- theory
 
 
-def measure_costs(target: Transformer, kind: Model, args: argparse.Namespace, dtype: torch.dtype) -> Costs:
-    """Costs of a draft of this shape with random weights, on this machine, with half a context filled."""
+def measure_costs(target: Transformer, kind: Kind, args: argparse.Namespace, dtype: torch.dtype) -> Costs:
+    """Costs of a draft of this shape on this machine, with random weights and half a context filled."""
     device, sampling = target.norm.weight.device, Sampling(args.temperature)
-    draft = kind.trained()
+    draft = kind.new_model()
     init_weights(draft, args.seed)
     kind.bind(draft, target)
     drafter = kind.drafter(draft.to(device, dtype))
@@ -67,14 +65,14 @@ def measure_costs(target: Transformer, kind: Model, args: argparse.Namespace, dt
 
 
 def predict(costs: Costs, alphas: Sequence[float]) -> tuple[int, float, float]:
-    """(K, tokens a round, speed-up) of the best K >= 1 for the alpha of each position of a draft. Unlike Costs.best,
-    which may choose not to draft, the speed-up grows with alpha below 1 too."""
-    k = max(costs.verify_s, key=lambda k: by_position(alphas, k) / costs.round(k))
-    return k, by_position(alphas, k), by_position(alphas, k) / costs.round(k)
+    """(K, tokens a round, speed-up) of the best K >= 1, for alphas by position. Costs.best may choose K = 0, and could
+    not compare drafts that are slower than plain decoding."""
+    k = max(costs.verify_s, key=lambda k: tokens_per_round(alphas, k) / costs.round(k))
+    return k, tokens_per_round(alphas, k), tokens_per_round(alphas, k) / costs.round(k)
 
 
 def best_evaluation(predictions: Sequence[float], patience: int) -> tuple[int, bool]:
-    """(index of the best prediction, the first one on ties; whether `patience` later ones were not better)."""
+    """(index of the best prediction, the first on ties; are there `patience` or more predictions after it?)."""
     best = max(range(len(predictions)), key=predictions.__getitem__)
     return best, len(predictions) - 1 - best >= patience
 
@@ -83,7 +81,7 @@ def best_evaluation(predictions: Sequence[float], patience: int) -> tuple[int, b
 
 
 def adamw(model: Transformer) -> torch.optim.AdamW:
-    """Weight decay on matrices alone. The learning rate is set at each step."""
+    """With weight decay on matrices alone. `update` sets the learning rate."""
     matrices = [w for w in model.parameters() if w.dim() > 1]
     vectors = [w for w in model.parameters() if w.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -91,7 +89,7 @@ def adamw(model: Transformer) -> torch.optim.AdamW:
 
 
 def update(model: Transformer, optimizer: torch.optim.AdamW, lr: float) -> None:
-    """One step with the accumulated gradients, which it clears."""
+    """One step with the accumulated gradients; clears them."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,24 +105,24 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 200) -> floa
 
 
 def blocks(target: Transformer, h: Tensor, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The target's states h (B, T, D) in blocks of n positions: logits (B, n, V), the indices into `at` (N,) of a
-    draft's states that lie in the block, and their positions in it."""
+    """For each block of n positions of the target's states h (B, T, D): its logits (B, n, V), the indices of entries of
+    `at` (N,) that lie in the block, and their positions in it."""
     n = max(1, MAX_LOGITS // (len(h) * target.config.vocab_size))
     for start in range(0, h.size(1), n):
         (indices,) = ((at >= start) & (at < start + n)).nonzero(as_tuple=True)
         yield target.head(h[:, start : start + n]), indices, at[indices] - start
 
 
-def add_gradients(kind: Model, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1) -> float:
-    """Add the gradients of mean KL(target || draft) over the states that the kind learns of rows (B, T + 1), and return
-    this mean, weighted by the position in a draft. A draft for some tokens alone has the terms of these. Logits exist
-    for one block at a time."""
+def add_gradients(kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1) -> float:
+    """Add the gradients of KL(target || draft), and return it: the mean over the draft's states for rows (B, T + 1),
+    weighted by position in a draft. The sum over tokens takes those that the kind drafts. Logits exist for one block at
+    a time."""
     h, drafted = kind.states(draft, target, rows[:, :-1], seed)
     states, total = drafted.states.detach(), 0.0
-    weights = kind.weights.to(states.device)[drafted.position]  # (N,)
+    weights = kind.loss_weights.to(states.device)[drafted.position]  # (N,)
     gradient, count = torch.zeros_like(states), states.size(0) * weights.sum()
     for logits, indices, positions in blocks(target, h, drafted.at):
-        log_p = kind.drafts(logits.log_softmax(-1))  # (B, n, V of the draft)
+        log_p = kind.select(logits.log_softmax(-1))  # (B, n, V of the draft)
         leaf = states[:, indices].requires_grad_()
         log_q = kind.logits(draft, leaf).log_softmax(-1)
         losses = F.kl_div(log_q, log_p[:, positions], log_target=True, reduction="none").sum(-1)  # (B, c)
@@ -138,21 +136,21 @@ def add_gradients(kind: Model, draft: Transformer, target: Transformer, rows: Te
 
 @torch.no_grad()
 def acceptance(
-    kind: Model, draft: Transformer, target: Transformer, rows: Tensor, temperatures: Sequence[float]
+    kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, temperatures: Sequence[float]
 ) -> dict[float, list[float]]:
-    """{temperature: alphas}, an alpha for each position of a draft. It is the mean over rows (N, T + 1) of the sum over
-    tokens of min(p, q), the chance that a drafted token is accepted (arXiv:2211.17192, cor. 3.6). The text's own tokens
-    stand for those drafted before."""
-    totals = {temperature: torch.zeros(kind.positions, dtype=torch.float64) for temperature in temperatures}
-    counts = torch.zeros(kind.positions, dtype=torch.float64)
+    """{temperature: alphas by position in a draft}. Alpha, a drafted token's probability of acceptance, is the mean
+    over rows (N, T + 1) of sum min(p, q) over tokens (arXiv:2211.17192, cor. 3.6). The text's tokens stand for
+    those drafted before."""
+    totals = {temperature: torch.zeros(kind.num_positions, dtype=torch.float64) for temperature in temperatures}
+    counts = torch.zeros(kind.num_positions, dtype=torch.float64)
     for batch in rows[:, :-1].split(4):
         h, drafted = kind.states(draft, target, batch, None)
-        counts += len(batch) * torch.bincount(drafted.position, minlength=kind.positions).cpu()
+        counts += len(batch) * torch.bincount(drafted.position, minlength=kind.num_positions).cpu()
         for logits, indices, positions in blocks(target, h, drafted.at):
             draft_logits = kind.logits(draft, drafted.states[:, indices])  # (B, c, V of the draft)
             for temperature, total in totals.items():
                 sampling = Sampling(temperature)
-                p, q = kind.drafts(sampling.probs(logits)), sampling.probs(draft_logits)
+                p, q = kind.select(sampling.probs(logits)), sampling.probs(draft_logits)
                 overlap = torch.minimum(p[:, positions], q).sum(-1).double().sum(0)  # (c,)
                 total.index_add_(0, drafted.position[indices].cpu(), overlap.cpu())
     return {temperature: (total / counts).tolist() for temperature, total in totals.items()}
@@ -162,17 +160,17 @@ def acceptance(
 
 
 class Run:
-    """The draft while it learns; `save` stores all that a stop must not lose."""
+    """The draft in training, with its optimizer and evaluations. `save` stores them for `load`."""
 
     def __init__(
-        self, kind: Model, target: Transformer, args: argparse.Namespace, device: torch.device, dtype: torch.dtype
+        self, kind: Kind, target: Transformer, args: argparse.Namespace, device: torch.device, dtype: torch.dtype
     ):
-        self.kind, self.target, self.args, self.draft = kind, target, args, kind.trained()
+        self.kind, self.target, self.args, self.draft = kind, target, args, kind.new_model()
         init_weights(self.draft, args.seed)
         self.draft.to(device)
         self.optimizer = adamw(self.draft)
-        self.deployed = deployed(kind, dtype, device)  # the weights as they will be loaded, for evaluations
-        for model in (self.draft, self.deployed):
+        self.eval_model = kind.empty_model(dtype, device)  # the draft's weights as they will be loaded
+        for model in (self.draft, self.eval_model):
             kind.bind(model, target)
         self.settings: dict = {}
         self.costs: Costs | None = None
@@ -207,12 +205,12 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, heldout: Tensor) -> None:
-        """Measure alpha on heldout (N, T + 1), print the prediction, and store the weights if they are the best yet."""
+        """Measure alpha on heldout (N, T + 1), print the prediction, and copy the weights if it is the best so far."""
         weights = {name: weight.bfloat16() for name, weight in self.draft.named_parameters()}
-        for name, weight in self.deployed.named_parameters():
+        for name, weight in self.eval_model.named_parameters():
             weight.copy_(weights[name])
         temperature = self.args.temperature
-        alphas = acceptance(self.kind, self.deployed, self.target, heldout, sorted({1.0, temperature}))
+        alphas = acceptance(self.kind, self.eval_model, self.target, heldout, sorted({1.0, temperature}))
         alpha, alpha_1 = (statistics.mean(alphas[t]) for t in (temperature, 1.0))
         if not math.isfinite(alpha + alpha_1):
             raise ValueError(f"step {self.step}: alpha = {alpha}: the target's logits are not finite")
@@ -222,21 +220,21 @@ class Run:
             "step": self.step, "train_loss": loss, "alpha": alpha, "alpha_temperature_1": alpha_1,
             "predicted_speedup": speedup, "predicted_tokens_per_round": tokens, "best_k": k,
             "c": self.costs.c(k), "v": self.costs.v(k),
-        } | ({"alpha_by_position": alphas[temperature]} if self.kind.positions > 1 else {}))  # fmt: skip
+        } | ({"alpha_by_position": alphas[temperature]} if self.kind.num_positions > 1 else {}))  # fmt: skip
         self.losses = []
         if self.best_evaluation[0] == len(self.evaluations) - 1:
             self.best = {name: weight.cpu() for name, weight in weights.items()}
-        shown_loss = "–" if loss is None else f"{loss:.4f}"
+        loss_text = "–" if loss is None else f"{loss:.4f}"
         at_1 = "" if temperature == 1 else f" at temperature {temperature:g}, {alpha_1:.4f} at 1"
         positions = ", ".join(f"{alpha:.3f}" for alpha in alphas[temperature])
-        by_position = f" (by position {positions})" if self.kind.positions > 1 else ""
-        log(f"step {self.step}: train loss {shown_loss}, held-out alpha {alpha:.4f}{at_1}{by_position};"
+        by_position = f" (by position {positions})" if self.kind.num_positions > 1 else ""
+        log(f"step {self.step}: train loss {loss_text}, held-out alpha {alpha:.4f}{at_1}{by_position};"
             f" predicted with K = {k}: {tokens:.2f} tokens a round, speed-up {speedup:.3f}")  # fmt: skip
 
 
 def train(run: Run, windows: Windows, heldout: Tensor) -> None:
-    """Until --steps, or until the prediction has not grown for --patience evaluations. KeyboardInterrupt at Ctrl-C,
-    when the step is done and saved."""
+    """Train until --steps, or until --patience evaluations in turn bring no better prediction. Ctrl-C raises
+    KeyboardInterrupt once the step is done and saved."""
     args, bar = run.args, tqdm(initial=run.step, total=run.args.steps, desc="distill", unit="step", mininterval=5)
     with defer_interrupts() as interrupts, bar:
         while not run.evaluations or (run.step < args.steps and not run.best_evaluation[1]):
@@ -256,15 +254,15 @@ def train(run: Run, windows: Windows, heldout: Tensor) -> None:
 
 
 def export(run: Run, hf: dict, heldout: Tensor) -> dict:
-    """Write --output with the best evaluation's weights, under another name until it is complete. Returns the facts
-    that the last line prints."""
+    """Write --output with the best evaluation's weights, under another name until it is complete. Returns the result
+    that `main` prints."""
     args, best = run.args, run.evaluations[run.best_evaluation[0]]
     names = ("alpha", "alpha_temperature_1", "c", "v", "predicted_speedup", "best_k")
     result = {name: best[name] for name in names} | {
         "temperature": args.temperature, "steps": run.step, "best_step": best["step"],
         "seconds": round(run.seconds, 1), "heldout_tokens": heldout[:, 1:].numel(),
     }  # fmt: skip
-    model = deployed(run.kind, torch.bfloat16, "cpu")
+    model = run.kind.empty_model(torch.bfloat16, "cpu")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(run.best[name])
@@ -277,7 +275,7 @@ def export(run: Run, hf: dict, heldout: Tensor) -> dict:
         run.kind.save(model, partial)
     (args.work / "state.pt").unlink()
     if best["predicted_speedup"] < 1:
-        log("no K pays on this machine: with this draft, plain decoding is expected to be faster")
+        log("no K pays on this machine: plain decoding is predicted to be faster than this draft")
     return result
 
 
@@ -297,7 +295,7 @@ def read_state(file: Path, settings: dict) -> dict | None:
 
 
 def check_request(args: argparse.Namespace) -> Config:
-    """The target's Config. Sets defaults that depend on it; ValueError for flags that would fail after hours."""
+    """Check flags before hours of work, and set the defaults that depend on the target. Returns the target's Config."""
     if args.output.exists():
         raise ValueError(f"{args.output}: exists already; remove it or choose another --output")
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -324,8 +322,8 @@ def check_request(args: argparse.Namespace) -> Config:
 
 
 def distill(args: argparse.Namespace) -> dict:
-    """Make the folder --output, and return the facts that the last line prints. KeyboardInterrupt leaves a state from
-    which the same command continues."""
+    """Make the folder --output, and return the result that `main` prints. Ctrl-C saves a state from which the same
+    command continues."""
     config, device = check_request(args), pick_device(args.device)
     hf, options = read_json(args.target / "config.json"), {"vocab": args.draft_vocab} if args.draft_vocab else {}
     kind = KINDS[args.kind](draft_config(hf, args), config, args.depth, **options)
@@ -333,7 +331,7 @@ def distill(args: argparse.Namespace) -> dict:
     if tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model's vocabulary only {config.vocab_size}"
         raise ValueError(f"{args.target}: the tokenizer has {sizes}")
-    # A run and its continuation share these settings.
+    # A stopped run continues only with the same settings.
     flags = {f"--{name}": str(value) for name, value in vars(args).items() if name not in ("output", "work")}
     for name, value in fingerprints(args.target, open_shards(shards(args.target))).items():
         flags[f"--target's {name.removeprefix('its ')}"] = value[:16]
@@ -351,7 +349,7 @@ def distill(args: argparse.Namespace) -> dict:
     if not args.sampled:
         windows_of(training, heldout)  # raises for too little text before the target is loaded
     target = load_model(args.target, device=device, dtype=dtype, progress=True, pack=False)
-    copied = weights_of_layers(kind.trained(), target, args.from_layers) if args.from_layers and not state else {}
+    copied = weights_of_layers(kind.new_model(), target, args.from_layers) if args.from_layers and not state else {}
     pack_model(target)
     if args.sampled:
         names = ("--temperature", "--context", "--seed", "--dtype", "--target's config.json", "--target's tensors")
@@ -361,11 +359,11 @@ def distill(args: argparse.Namespace) -> dict:
     windows, rows = windows_of(training, heldout)
     settings = flags | {"the tokens to learn": digest(training), "the held-out tokens": digest(heldout)}
 
-    kind.choose(windows.ids)
+    kind.choose_ids(windows.ids)
     draft_dtype = dtype if kind.aux_layer_ids else pick_dtype(args.dtype, "bfloat16", device)
     run = Run(kind, target, args, device, draft_dtype)
     if state is None:
-        run.settings, run.costs = settings, measure_costs(target, kind, args, run.deployed.norm.weight.dtype)
+        run.settings, run.costs = settings, measure_costs(target, kind, args, run.eval_model.norm.weight.dtype)
         if args.project:
             project_embedding(run.draft, target)
         run.draft.load_state_dict(copied, strict=False)  # a tied head is the embedding
@@ -384,33 +382,33 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", type=Path, required=True, metavar="PATH", help="the model to draft for: a folder or a .gguf file")
     add("--kind", choices=KINDS, default="model", help="default: a model that drafts token by token")
-    add("--depth", type=positive, default=5, help="tokens of a round that pard, eagle3 and dflash learn to draft")
-    add("--layers", type=positive, default=None, help="of a model, of pard and of dflash (default there: 1)")
-    add("--from_layers", metavar="LAYERS", help="start from these of the target, with its sizes: 0-1,28-29")
-    add("--draft_vocab", type=positive, metavar="N", help="of eagle3: draft the N most frequent tokens alone")
-    add("--dim", type=positive, default=None, help="of a model and of pard; eagle3 and dflash have the target's")
-    add("--heads", type=positive, help="default: heads of 64, or of the largest even size below that divides --dim")
+    add("--depth", type=positive, default=5, help="tokens that pard, eagle3 and dflash learn to draft in a round")
+    add("--layers", type=positive, help="of a model or pard, without --from_layers, or of dflash (default: 1)")
+    add("--from_layers", metavar="LAYERS", help="start from layers of the target, with its sizes: 0-1,28-29")
+    add("--draft_vocab", type=positive, metavar="N", help="of eagle3: draft only the N most frequent tokens")
+    add("--dim", type=positive, help="hidden size of a model or pard; eagle3 and dflash have the target's")
+    add("--heads", type=positive, help="default: heads of 64, or of the largest even size below 64 that divides --dim")
     add("--kv_heads", type=positive, help="default: as many as heads")
-    add("--ffn", type=positive, help="default: 8/3 of --dim, up to a multiple of 32")
+    add("--ffn", type=positive, help="default: 8/3 of --dim, rounded up to a multiple of 32")
     separators = f"{draft_text.END} or, without any, by blank lines"
     add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
-    add("--sampled", type=positive, metavar="TOKENS", help="learn on so many tokens that the target writes itself")
-    add("--prompts", type=Path, metavar="FILE", help="lines that the target answers, for --sampled")
-    add("--project", action="store_true", help="start from the target's embedding, on its leading --dim directions")
-    add("--heldout", type=positive, default=20_000, metavar="TOKENS", help="of the last documents, not learned")
-    add("--temperature", type=float, default=1.0, help="to sample, and to predict the speed-up for")
+    add("--sampled", type=positive, metavar="TOKENS", help="learn on this many tokens that the target writes")
+    add("--prompts", type=Path, metavar="FILE", help="questions, one a line, that the target answers for --sampled")
+    add("--project", action="store_true", help="start from the target's embedding, projected to --dim columns")
+    add("--heldout", type=positive, default=20_000, metavar="TOKENS", help="of the last documents, to evaluate on")
+    add("--temperature", type=float, default=1.0, help="of --sampled and of the predicted speed-up; default: 1")
     add("--output", type=Path, required=True, metavar="DIR", help="folder to create")
     add("--work", type=Path, metavar="DIR", help="training state and sampled text; default: build/distill/NAME")
-    add("--steps", type=positive, default=3000, help="at most")
-    add("--batch", type=positive, default=8, help="rows of --context tokens a step")
-    add("--context", type=positive, help="positions that it learns to use; default: 512, or the target's context")
+    add("--steps", type=positive, default=3000, help="at most; default: 3000")
+    add("--batch", type=positive, default=8, help="rows of --context tokens in a step; default: 8")
+    add("--context", type=positive, help="tokens of a training row; default: 512, or the target's context if less")
     add("--lr", type=float, help="peak of the learning rate; default: 0.004, falling as 1 / dim beyond 128")
-    add("--eval_every", type=positive, default=250, metavar="STEPS")
-    add("--patience", type=positive, default=3, help="evaluations without a better prediction that end the run")
+    add("--eval_every", type=positive, default=250, metavar="STEPS", help="default: 250")
+    add("--patience", type=positive, default=3, help="evaluations in turn without a better prediction; default: 3")
     add("--seed", type=int, default=0)
     add("--device")
     add("--dtype", choices=DTYPES, help="of the target; default: the checkpoint's")
-    add("--compile", action=argparse.BooleanOptionalAction, help="while c and v are measured; as generate.py's")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile while c and v are measured; default: on cuda")
     return parser.parse_args(argv)
 
 

@@ -1,10 +1,10 @@
-"""How a draft starts: its config.json and its first weights, before scripts.distill_draft teaches it.
+"""The config.json and the first weights of a draft that scripts.distill_draft trains.
 
-    check_sizes             the flags of sizes, against each other and the target
+    check_sizes             checks the flags of sizes against each other and the target
     draft_config            config.json: sizes from the flags, or some of the target's layers
     init_weights            random weights
     weights_of_layers       the weights of some of the target's layers
-    project_embedding       the target's embedding, as far as the draft's columns can hold it
+    project_embedding       the target's embedding in fewer columns
 
 This file knows no text and no training.
 """
@@ -30,14 +30,14 @@ OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # a Llama's con
 
 
 def check_sizes(args: Namespace, config: Config) -> None:
-    """ValueError for sizes that the kind or --from_layers does not take. Sets args.layers and args.dim."""
+    """Check sizes against --kind and --from_layers, and set args.layers and args.dim. ValueError for wrong flags."""
     if args.draft_vocab and args.kind != "eagle3":
         raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
     if args.kind in ("eagle3", "dflash"):
         is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
         if is_deeper or args.dim not in (None, config.dim) or args.project:
-            sizes = f"layers of --dim {config.dim}, the target's, eagle3 one of them, and nothing to --project"
-            raise ValueError(f"--kind {args.kind} has {sizes}")
+            layers = "1 layer" if args.kind == "eagle3" else "layers"
+            raise ValueError(f"--kind {args.kind} has {layers} of the target's --dim {config.dim}, and no --project")
         args.layers, args.dim = args.layers or 1, config.dim
         if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
             raise ValueError(f"--kind {args.kind} takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
@@ -55,7 +55,7 @@ def check_sizes(args: Namespace, config: Config) -> None:
 
 
 def draft_config(hf: dict, args: Namespace) -> dict:
-    """config.json of a Llama with the target's RoPE; of OWN_ROPES only theta is taken over. ValueError for sizes that
+    """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta. ValueError for sizes that
     do not divide."""
     if args.from_layers:
         return layers_config(hf, args.from_layers)
@@ -89,7 +89,7 @@ def draft_config(hf: dict, args: Namespace) -> dict:
 
 
 def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
-    """config.json of a model of some of the target's layers."""
+    """config.json of a model that consists of some of the target's layers."""
     if not 0 <= min(layer_ids) <= max(layer_ids) < hf["num_hidden_layers"]:
         raise ValueError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {hf['num_hidden_layers'] - 1}")
     config = {key: value for key, value in hf.items() if key != "quantization_config"}
@@ -113,8 +113,8 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 @torch.no_grad()
 def weights_of_layers(draft: Transformer, target: Transformer, layer_ids: Sequence[int]) -> dict[str, Tensor]:
-    """First weights of a draft, in float32: some of the target's layers, its norm and its embedding. A mask's row of
-    the embedding is the mean of all rows. ValueError for a packed target."""
+    """First weights of a draft, in float32: some of the target's layers, its norm and its embedding. The mask's row of
+    the embedding is the mean of the others. ValueError for a packed target."""
     check_unpacked(target, "copied")
     subset = layer_subset(target, layer_ids)
     if (subset.windows, subset.rope_types) != (draft.windows, draft.rope_types):
@@ -136,10 +136,10 @@ def weights_of_layers(draft: Transformer, target: Transformer, layer_ids: Sequen
 
 @torch.no_grad()
 def project_embedding(draft: Transformer, target: Transformer) -> None:
-    """The target's embedding E on its D leading directions: no other table of D columns gives products of rows nearer
-    to E's. Scaled so that the first norm sees, and the first logits have, a usual size."""
+    """Set the draft's embedding to the target's, E, projected on its D leading directions. No other table of D columns
+    has inner products of rows nearer to E's. It is scaled to the standard deviation of `init_weights`."""
     ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
     E = target.embed(ids).float()  # (V, D of the target), quantized or not
     _, directions = torch.linalg.eigh(E.T @ E)  # in ascending order
     projected = E @ directions[:, -draft.config.dim :].flip(1)  # (V, D)
-    draft.embed.weight[: len(projected)].copy_(projected * (0.02 / projected.std()))  # a mask has no row to project
+    draft.embed.weight[: len(projected)].copy_(projected * (0.02 / projected.std()))  # not the mask's row

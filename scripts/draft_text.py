@@ -1,9 +1,9 @@
-"""The text that scripts.distill_draft teaches a draft: a file's documents, and documents that the target writes.
+"""The text that a draft learns in scripts.distill_draft: documents of a file, and documents that the target writes.
 
     read_documents      the token ids of a file's documents
-    sampled_documents   continuations and answers of the target, stored in --work so that no run writes them twice
-    hold_out, Windows   the last documents are held out; rows of --context tokens are cut out of the others
-    log, digest, check_settings     messages, and the settings that a stored file belongs to
+    sampled_documents   continuations and answers by the target, stored in --work for later runs
+    hold_out, Windows   separates the last documents; cuts documents into rows of --context tokens
+    log, digest, check_settings     messages; checks that a stored file has the same settings
 
 This file knows no draft and no training.
 """
@@ -31,7 +31,7 @@ END = "<|endoftext|>"
 SAMPLE_ROWS = 128  # documents that are stored together
 SLOTS = 64  # documents that the target writes at a time
 OPENING = 8  # tokens of a document that the target continues
-HELD_OUT = 0.1  # of the tokens, at most
+MAX_HELD_OUT = 0.1  # share of the tokens
 
 Documents = list[Tensor]  # (n,) int32 each
 
@@ -55,8 +55,8 @@ def check_settings(file: Path, stored: dict, settings: dict) -> None:
 
 
 def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documents:
-    """Each document closed by the token `end`, if there is one. Documents are separated by END, or in a text without it
-    by blank lines."""
+    """The ids of each document, with the token `end` last if there is one. END separates documents, or in a text
+    without it, blank lines do."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -71,8 +71,8 @@ def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documen
 
 
 def read_prompts(file: Path, tokenizer: Tokenizer, context: int) -> list[list[int]]:
-    """The ids of each line as a user's message, up to where the answer starts. ValueError for a file without lines, or
-    for a prompt that leaves no room in `context`."""
+    """The ids of each line as a user's message, up to its answer. ValueError for a file without lines, or for a prompt
+    that leaves no room in `context`."""
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [conversation_ids(tokenizer, [{"role": "user", "content": line}]) for line in lines]
     longest = max(map(len, prompts), default=0)
@@ -123,8 +123,8 @@ def sampled_documents(
 
 
 def read_samples(file: Path, settings: dict) -> Documents:
-    """The complete batches of an earlier run; the first line of the file has its settings. A batch that was cut off is
-    removed from the file."""
+    """The documents of an earlier run's complete batches; an incomplete one is removed from the file, whose first line
+    has the settings."""
     text = file.read_text(encoding="utf-8") if file.exists() else json.dumps(settings) + "\n"
     lines = text.split("\n")[:-1]  # a last line without a newline was cut off
     try:
@@ -137,9 +137,9 @@ def read_samples(file: Path, settings: dict) -> Documents:
 
 
 def hold_out(documents: Documents, num_tokens: int) -> tuple[Documents, Documents]:
-    """(training, held-out). Held out are the last documents that together have `num_tokens`, or HELD_OUT of all tokens
-    where that is less."""
-    required, first = min(num_tokens, int(HELD_OUT * sum(map(len, documents)))), len(documents)
+    """(training, held-out). Held out are the last documents that together have `num_tokens`, at most
+    MAX_HELD_OUT of all tokens."""
+    required, first = min(num_tokens, int(MAX_HELD_OUT * sum(map(len, documents)))), len(documents)
     while required > 0:
         first -= 1
         required -= len(documents[first])
@@ -166,12 +166,12 @@ class Windows:
         return torch.cat((self.lead, self.ids[start : start + self.size])).long()
 
     def random(self, seed: int, step: int, rows: int) -> Tensor:
-        """(rows, T + 1), about half of them from the start of a document; a function of seed and step alone, so that a
-        resumed run sees the same."""
+        """(rows, T + 1), about half of them from the start of a document. They depend on seed and step alone, so that a
+        continued run sees the same."""
         rng = random.Random(f"{seed} {step}")
         starts = [rng.choice(self.starts) if rng.random() < 0.5 else rng.randrange(len(self.ids)) for _ in range(rows)]
         return torch.stack([self.row(start) for start in starts])
 
     def consecutive(self) -> Tensor:
-        """(N, T + 1): all ids once, except a shorter rest."""
+        """(N, T + 1): every id is predicted once, but for a rest shorter than a row."""
         return torch.stack([self.row(i) for i in range(0, len(self.ids) - self.size + 1, self.context)])

@@ -161,7 +161,7 @@ def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
 def test_blocks_of_logits_add_up_to_one_pass(monkeypatch):
     """KL and its gradients in blocks of 7 positions equal one autograd pass over all logits. In float32 throughout:
     sums of a few hundred terms agree within 1e-5."""
-    monkeypatch.setattr(draft_kinds, "learning", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(draft_kinds, "training_autocast", lambda _: contextlib.nullcontext())
     shape = {**BASE, **FAMILIES["llama-3.2"]}
     target = random_model(config_from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_blocks_of_logits_add_up_to_one_pass(monkeypatch):
     monkeypatch.setattr(distill_draft, "MAX_LOGITS", 7 * 3 * 131)
     at = torch.arange(19)
     assert [len(indices) for _, indices, _ in blocks(target, torch.zeros(3, 19, 64), at)] == [7, 7, 5]
-    kind = draft_kinds.Model(shape, target.config, 5)
+    kind = draft_kinds.Kind(shape, target.config, 5)
     assert add_gradients(kind, blocked, target, rows) == pytest.approx(loss.item(), rel=1e-5)
     for (name, one), other in zip(full.named_parameters(), blocked.parameters()):
         assert one.grad.abs().max() > 0, name

@@ -22,7 +22,7 @@ from quantize import main as quantize
 from scripts import distill_draft
 from scripts.distill_draft import add_gradients, distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args
-from scripts.draft_kinds import KINDS, by_position
+from scripts.draft_kinds import KINDS, tokens_per_round
 from speculative import Costs
 
 T, DEPTH = 16, 4
@@ -39,8 +39,8 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     chosen = {"vocab": vocab} if vocab else {}
     kind = KINDS[name](draft_config(config_json(source), flags), target.config, DEPTH, **chosen)
     if vocab:
-        kind.choose(torch.arange(30, 130, 3).repeat(2))
-    draft = kind.trained()
+        kind.choose_ids(torch.arange(30, 130, 3).repeat(2))
+    draft = kind.new_model()
     init_weights(draft, 3)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -58,7 +58,7 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     q_all = torch.zeros(learned.states.size(1), 131, dtype=torch.float64)
     ids = kind.ids if name == "eagle3" else torch.arange(131)
     q_all[:, ids] = kind.logits(draft, learned.states)[0].softmax(-1).double()
-    assert (kind.drafts(p_all) == p_all[:, ids]).all() and int(learned.position.max()) == DEPTH - 1
+    assert (kind.select(p_all) == p_all[:, ids]).all() and int(learned.position.max()) == DEPTH - 1
     at = torch.linspace(0, T - DEPTH, T // (DEPTH - 1)).long().tolist()
     for i in range(DEPTH):
         p, q = p_all[learned.at[learned.position == i]], q_all[learned.position == i]
@@ -83,7 +83,7 @@ def test_training_gives_norms_one_dtype(folder_of):
     target = load_model(source, dtype=torch.bfloat16)
     flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
     kind = KINDS["dflash"](draft_config(config_json(source), flags), target.config, DEPTH)
-    draft = kind.trained()
+    draft = kind.new_model()
     kind.bind(draft, target)
     torch.set_warn_always(True)
     try:
@@ -100,9 +100,9 @@ def test_the_first_tokens_of_a_block_count_most(folder_of):
     target = load_model(source, dtype=torch.float32)
     flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
     kind = KINDS["dflash"](draft_config(config_json(source), flags), target.config, 7)
-    kind.choose(torch.cat((torch.arange(3, 131), torch.tensor([0, 2]))))
+    kind.choose_ids(torch.cat((torch.arange(3, 131), torch.tensor([0, 2]))))
     assert kind.hf["dflash_config"]["mask_token_id"] == 1 == kind.dflash.mask, "the one token that the text lacks"
-    draft = kind.trained()
+    draft = kind.new_model()
     init_weights(draft, 3)
     kind.bind(draft, target)
     rows = torch.randint(0, 131, (2, 41), generator=torch.Generator().manual_seed(1))
@@ -158,5 +158,5 @@ def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, m
 
 
 def test_tokens_of_a_round_by_hand():
-    assert by_position([0.5, 0.2], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.02)
-    assert by_position([0.8], 2) == pytest.approx(1 + 0.8 + 0.64)
+    assert tokens_per_round([0.5, 0.2], 3) == pytest.approx(1 + 0.5 + 0.1 + 0.02)
+    assert tokens_per_round([0.8], 2) == pytest.approx(1 + 0.8 + 0.64)
