@@ -40,7 +40,7 @@ from model import Config, Transformer
 from scripts import draft_text
 from scripts.draft_kinds import KINDS, Kind, tokens_per_round
 from scripts.draft_start import check_sizes, draft_config, init_weights, project_embedding, weights_of_layers
-from scripts.draft_text import Windows, check_settings, digest, hold_out, log, read_documents, sampled_documents
+from scripts.draft_text import Windows, check_settings, digest, hold_out, ids_of, log, read_documents, sampled_documents
 from speculative import Costs
 from weights.walker import pack_model
 
@@ -114,19 +114,19 @@ def blocks(target: Transformer, h: Tensor, at: Tensor) -> Iterator[tuple[Tensor,
 
 
 def add_gradients(kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, seed: int = 1) -> float:
-    """Add the gradients of KL(target || draft), and return it: the mean over the draft's states for rows (B, T + 1),
-    weighted by position in a draft. The sum over tokens takes those that the kind drafts. Logits exist for one block at
-    a time."""
-    h, drafted = kind.states(draft, target, rows[:, :-1], seed)
+    """Add the gradients of KL(target || draft), and return it: the mean over the draft's states for rows (B, T + 1)
+    whose next token is not hidden, weighted by position in a draft. The sum over tokens takes those that the kind
+    drafts. Logits exist for one block at a time."""
+    h, drafted = kind.states(draft, target, ids_of(rows[:, :-1]), seed)
     states, total = drafted.states.detach(), 0.0
-    weights = kind.loss_weights.to(states.device)[drafted.position]  # (N,)
-    gradient, count = torch.zeros_like(states), states.size(0) * weights.sum()
+    weights = kind.loss_weights.to(states.device)[drafted.position] * (rows[:, drafted.at + 1] >= 0)  # (B, N)
+    gradient, count = torch.zeros_like(states), weights.sum().clamp(min=1e-6)
     for logits, indices, positions in blocks(target, h, drafted.at):
         log_p = kind.select(logits.log_softmax(-1))  # (B, n, V of the draft)
         leaf = states[:, indices].requires_grad_()
         log_q = kind.logits(draft, leaf).log_softmax(-1)
         losses = F.kl_div(log_q, log_p[:, positions], log_target=True, reduction="none").sum(-1)  # (B, c)
-        loss = (losses * weights[indices]).sum() / count
+        loss = (losses * weights[:, indices]).sum() / count
         loss.backward()
         gradient[:, indices] = leaf.grad
         total += loss.item()
@@ -139,19 +139,20 @@ def acceptance(
     kind: Kind, draft: Transformer, target: Transformer, rows: Tensor, temperatures: Sequence[float]
 ) -> dict[float, list[float]]:
     """{temperature: alphas by position in a draft}. Alpha, a drafted token's probability of acceptance, is the mean
-    over rows (N, T + 1) of sum min(p, q) over tokens (arXiv:2211.17192, cor. 3.6). The text's tokens stand for
-    those drafted before."""
+    over rows (N, T + 1), where the next token is not hidden, of sum min(p, q) over tokens (arXiv:2211.17192, cor. 3.6).
+    The text's tokens stand for those drafted before."""
     totals = {temperature: torch.zeros(kind.num_positions, dtype=torch.float64) for temperature in temperatures}
     counts = torch.zeros(kind.num_positions, dtype=torch.float64)
-    for batch in rows[:, :-1].split(4):
-        h, drafted = kind.states(draft, target, batch, None)
-        counts += len(batch) * torch.bincount(drafted.position, minlength=kind.num_positions).cpu()
+    for batch in rows.split(4):
+        h, drafted = kind.states(draft, target, ids_of(batch[:, :-1]), None)
+        learned = (batch[:, drafted.at + 1] >= 0).double()  # (B, N)
+        counts.index_add_(0, drafted.position.cpu(), learned.sum(0).cpu())
         for logits, indices, positions in blocks(target, h, drafted.at):
             draft_logits = kind.logits(draft, drafted.states[:, indices])  # (B, c, V of the draft)
             for temperature, total in totals.items():
                 sampling = Sampling(temperature)
                 p, q = kind.select(sampling.probs(logits)), sampling.probs(draft_logits)
-                overlap = torch.minimum(p[:, positions], q).sum(-1).double().sum(0)  # (c,)
+                overlap = (torch.minimum(p[:, positions], q).sum(-1) * learned[:, indices]).sum(0)  # (c,)
                 total.index_add_(0, drafted.position[indices].cpu(), overlap.cpu())
     return {temperature: (total / counts).tolist() for temperature, total in totals.items()}
 
@@ -260,7 +261,7 @@ def export(run: Run, hf: dict, heldout: Tensor) -> dict:
     names = ("alpha", "alpha_temperature_1", "c", "v", "predicted_speedup", "best_k")
     result = {name: best[name] for name in names} | {
         "temperature": args.temperature, "steps": run.step, "best_step": best["step"],
-        "seconds": round(run.seconds, 1), "heldout_tokens": heldout[:, 1:].numel(),
+        "seconds": round(run.seconds, 1), "heldout_tokens": int((heldout[:, 1:] >= 0).sum()),
     }  # fmt: skip
     model = run.kind.empty_model(torch.bfloat16, "cpu")
     with torch.no_grad():
@@ -359,7 +360,7 @@ def distill(args: argparse.Namespace) -> dict:
     windows, rows = windows_of(training, heldout)
     settings = flags | {"the tokens to learn": digest(training), "the held-out tokens": digest(heldout)}
 
-    kind.choose_ids(windows.ids)
+    kind.choose_ids(windows.ids[windows.ids >= 0])
     draft_dtype = dtype if kind.aux_layer_ids else pick_dtype(args.dtype, "bfloat16", device)
     run = Run(kind, target, args, device, draft_dtype)
     if state is None:
@@ -372,7 +373,7 @@ def distill(args: argparse.Namespace) -> dict:
         run.load(state)
         log(f"continues after step {run.step}")
     costs = ", ".join(f"{k}: {run.costs.c(k):.3f} and {run.costs.v(k):.3f}" for k in run.costs.verify_s)
-    log(f"{len(windows.ids)} tokens to learn on, {rows[:, 1:].numel()} held out; c and v by K {costs}")
+    log(f"{(windows.ids >= 0).sum()} tokens to learn, {(rows[:, 1:] >= 0).sum()} held out; c and v by K {costs}")
     train(run, windows, rows.to(device))
     return export(run, kind.hf, rows)
 

@@ -3,6 +3,7 @@
     read_documents      the token ids of a file's documents
     sampled_documents   continuations and answers by the target, stored in --work for later runs
     hold_out, Windows   separates the last documents; cuts documents into rows of --context tokens
+    hide, ids_of        a prompt's tokens are read, but not learned: they are stored as ~id, which is negative
     log, digest, check_settings     messages; checks that a stored file has the same settings
 
 This file knows no draft and no training.
@@ -33,7 +34,7 @@ SLOTS = 64  # documents that the target writes at a time
 OPENING = 8  # tokens of a document that the target continues
 MAX_HELD_OUT = 0.1  # share of the tokens
 
-Documents = list[Tensor]  # (n,) int32 each
+Documents = list[Tensor]  # (n,) int32 each; ~id is a token that is not learned
 
 
 def log(message: str) -> None:
@@ -42,6 +43,16 @@ def log(message: str) -> None:
 
 def digest(documents: Documents) -> str:
     return hashlib.sha256(b"".join(ids.numpy().tobytes() + b"|" for ids in documents)).hexdigest()[:16]
+
+
+def hide(ids: Tensor, n: int) -> Tensor:
+    """ids (m,), the first n of them not to be learned."""
+    return torch.cat((~ids[:n], ids[n:]))
+
+
+def ids_of(rows: Tensor) -> Tensor:
+    """The token ids of rows that `hide` may have changed."""
+    return torch.where(rows < 0, ~rows, rows)
 
 
 def check_settings(file: Path, stored: dict, settings: dict) -> None:
@@ -85,8 +96,8 @@ def sampled_documents(
     target: Transformer, tokenizer: Tokenizer, args: Namespace, texts: Documents, end: int | None, settings: dict
 ) -> Documents:
     """At least --sampled tokens that the target writes at --temperature, in documents of up to --context tokens. A
-    document starts with BOS, the first tokens of one of `texts`, or one of --prompts in turn. Document n is drawn with
-    seed --seed + n, in any batch; each batch is appended to a file in --work."""
+    document starts with BOS, the first tokens of one of `texts`, or one of --prompts in turn, which is hidden. Document
+    n is drawn with seed --seed + n, in any batch; each batch is appended to a file in --work."""
     prompts = read_prompts(args.prompts, tokenizer, args.context) if args.prompts else []
     start = tokenizer.bos_id if tokenizer.bos_id is not None else end
     if start is None and not texts and not prompts:
@@ -119,7 +130,7 @@ def sampled_documents(
             documents += [torch.tensor(ids, dtype=torch.int32) for ids in rows]
             bar.update(sum(map(len, rows)))
     log(f"{file}: {len(documents)} documents that the target wrote, {sum(map(len, documents))} tokens")
-    return documents
+    return [hide(ids, len(opening(n))) for n, ids in enumerate(documents)] if prompts else documents
 
 
 def read_samples(file: Path, settings: dict) -> Documents:

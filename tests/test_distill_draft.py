@@ -21,9 +21,18 @@ from loading.config import config_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from scripts import distill_draft, draft_kinds, draft_text
-from scripts.distill_draft import add_gradients, best_evaluation, blocks, distill, learning_rate, parse_args, predict
+from scripts.distill_draft import (
+    acceptance,
+    add_gradients,
+    best_evaluation,
+    blocks,
+    distill,
+    learning_rate,
+    parse_args,
+    predict,
+)
 from scripts.draft_start import draft_config, init_weights, project_embedding
-from scripts.draft_text import Windows, hold_out
+from scripts.draft_text import Windows, hide, hold_out, ids_of
 from speculative import Costs
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
@@ -158,9 +167,10 @@ def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
     assert rows[0]["tokens"] == rows[1]["tokens"] and rows[1]["speculative"]["drafted"] > 0
 
 
-def test_blocks_of_logits_add_up_to_one_pass(monkeypatch):
-    """KL and its gradients in blocks of 7 positions equal one autograd pass over all logits. In float32 throughout:
-    sums of a few hundred terms agree within 1e-5."""
+@pytest.mark.parametrize("hidden", [0, 9])
+def test_blocks_of_logits_add_up_to_one_pass(hidden, monkeypatch):
+    """KL and its gradients in blocks of 7 positions equal one autograd pass over all logits, and so does alpha; hidden
+    tokens are read, but not learned. In float32 throughout: sums of a few hundred terms agree within 1e-5."""
     monkeypatch.setattr(draft_kinds, "training_autocast", lambda _: contextlib.nullcontext())
     shape = {**BASE, **FAMILIES["llama-3.2"]}
     target = random_model(config_from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1)
@@ -172,13 +182,16 @@ def test_blocks_of_logits_add_up_to_one_pass(monkeypatch):
     for draft in (full, blocked):
         init_weights(draft, 3)
     log_p, log_q = (model(rows[:, :-1], pos).log_softmax(-1) for model in (target, full))
-    loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    loss = (log_p.exp() * (log_p - log_q)).sum(-1)[:, max(0, hidden - 1) :].mean()  # the last of them begins an answer
+    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)[:, max(0, hidden - 1) :].mean().item()
     loss.backward()
     monkeypatch.setattr(distill_draft, "MAX_LOGITS", 7 * 3 * 131)
     at = torch.arange(19)
     assert [len(indices) for _, indices, _ in blocks(target, torch.zeros(3, 19, 64), at)] == [7, 7, 5]
     kind = draft_kinds.Kind(shape, target.config, 5)
-    assert add_gradients(kind, blocked, target, rows) == pytest.approx(loss.item(), rel=1e-5)
+    shown = torch.stack([hide(row, hidden) for row in rows])
+    assert acceptance(kind, blocked, target, shown, [1.0])[1.0] == pytest.approx([overlap], rel=1e-5)
+    assert add_gradients(kind, blocked, target, shown) == pytest.approx(loss.item(), rel=1e-5)
     for (name, one), other in zip(full.named_parameters(), blocked.parameters()):
         assert one.grad.abs().max() > 0, name
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5 * one.grad.abs().max().item())
@@ -407,7 +420,9 @@ def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, r
     settings = {"sampling": Sampling(), "max_new_tokens": 32 - len(prompts[1]), "stop_ids": tokenizer.stop_ids}
     model = load_model(target, dtype=getattr(torch, load_config(target).dtype or "bfloat16"))
     assert documents[1] == prompts[1] + [id for _, id in generate(model, [prompts[1]], seed=1, **settings)]
-    assert windows[0].row(0).tolist() == (documents[0] + documents[1])[:33]
+    row, (first, second) = windows[0].row(0), (len(prompts[0]), len(documents[0]))
+    assert ids_of(row).tolist() == (documents[0] + documents[1])[:33]
+    assert (row[:first] < 0).all() and (row[first:second] >= 0).all() and (row[second:] < 0).any()  # prompts are hidden
 
     file.write_text("the cat\n")
     status, (message,) = run_main(flags(None, tmp_path, "again", **options))
