@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from
     raise SystemExit(main())
 
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,7 +113,7 @@ class Engine:
             self.drafter.setup(self.state, K, self.runner, self.maybe_compile)
             self.runners += [self.drafter.runner] if self.drafter.owns_cache else []
         self.views: dict[tuple[int, int], Rows] = {}
-        self.scheduler, self.request_ids = Scheduler(batch_size), itertools.count()
+        self.scheduler, self.next_id = Scheduler(batch_size), 0
         self.requests: dict[int, Request] = {}  # by id, until they end
         self.draft_length: DraftLength | None = None
         self.readback = Readback(self.device, self.ranks.timeout_s)
@@ -164,7 +163,7 @@ class Engine:
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
-        id = next(self.request_ids)
+        id, self.next_id = self.next_id, self.next_id + 1
         request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long, grammar)
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
@@ -418,11 +417,11 @@ def generate(
     else:
         validation.check_engine(engine, model, max_seq_length)
     requests, stop_ids = [] if timing is None else timing.requests, frozenset(stop_ids)
-    num_yielded = [0] * len(prompts)
+    num_yielded, ids = [0] * len(prompts), range(engine.next_id, engine.next_id + len(prompts))
     try:
         for prompt, sampling, budget, seed in zip(prompts, samplings, budgets, seeds):
-            id = engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
-            requests.append(engine.requests[id])
+            engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
+        requests += [engine.requests[id] for id in ids]
         while any(r.finish_reason is None or n < len(r.tokens) for r, n in zip(requests, num_yielded)):
             if [len(request.tokens) for request in requests] == num_yielded:  # else another caller's step decided some
                 engine.step()
@@ -433,8 +432,8 @@ def generate(
                 if (error := request.error) is not None:
                     raise ValueError(f"row {row}, {error}") if isinstance(error, ValueError) else error
     finally:
-        for request in requests:
-            engine.abort(request.id)
+        for id in ids:
+            engine.abort(id)
 
 
 def stream(model: Transformer, tokenizer, prompt: str, *, sampling: Sampling | None = None, **options) -> Iterator[str]:
