@@ -11,7 +11,7 @@ from cli.load import cache_type, target_config
 from cli.report import position_bytes
 from loading.checkpoint import empty_model, load_config, open_folder
 from loading.drafts import kind_of, pick_dtype
-from loading.files import read_json
+from loading.files import read_json, shards
 from loading.quantization import StoredForm, resolve_schemes
 from tp import ALONE, Ranks
 from weights.cpu import PackedInt8, PackedWeights
@@ -53,8 +53,10 @@ def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.
     """(bytes of the packed weights of target and draft, the peak of packing them, bytes of one position's keys and
     values, positions that both models have)."""
     sources = [(target_config(args), args.checkpoint, quantize, args.quantize_head, ranks, args.adapter)]
-    draft, models = args.draft_checkpoint, []
-    if draft and kind_of(read_json(Path(draft) / "config.json")) in ("model", "pard"):  # others have few layers
+    draft, models, file_bytes = args.draft_checkpoint, [], 0
+    if draft and kind_of(read_json(Path(draft) / "config.json")) not in ("model", "pard"):
+        file_bytes = sum(file.stat().st_size for file in shards(Path(draft)))  # their caches are small
+    elif draft:
         draft_ranks = ranks if args.draft_tp == "sharded" else ALONE
         sources.append((load_config(draft), draft, args.draft_quantize, None, draft_ranks, None))
     for config, folder, scheme, head, ranks_of_model, adapter in sources:
@@ -68,7 +70,7 @@ def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.
     max_length = min(model.config.max_seq_length for model in models)
     if (args.draft or "").startswith("quantized:"):
         models.append(empty_model(models[0].config, dtype, args.draft.partition(":")[2], ranks=ranks).layers)
-    weights = peak = sum(parameter.nbytes for model in models for parameter in model.parameters())
+    weights = peak = file_bytes + sum(parameter.nbytes for model in models for parameter in model.parameters())
     for model in models if device.type == "cpu" else ():
         for name, linear in named_linears(model, routers=True):
             gained, extra = packing_bytes(linear, name == "lm_head" and model.config.tie_embeddings)

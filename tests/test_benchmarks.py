@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import bench_gpu, context, gpu_step, peers, real
+from benchmarks import bench_gpu, context, evaluation, gpu_step, peers, real
 from benchmarks.record import row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
@@ -246,6 +246,44 @@ def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeyp
     assert remark.startswith("--draft suffix; 24 proposed, 12 accepted; greedy, K = auto")
     sent = [tuple(request["ids"]) for request in workers["suffix"].requests]
     assert len(set(sent)) == len(sent) == 18 and workers["suffix"].closed
+
+
+def evaluated(monkeypatch, capsys, *flags: str) -> dict:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.evaluation", *flags])
+    evaluation.main()
+    return {row["id"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
+
+
+def test_both_sides_of_the_harness_are_compared_round_by_round(monkeypatch, capsys):
+    """With scripted rates: ratios are taken within a round, the first answers do not count, all workers are closed."""
+
+    class Side(Scripted):
+        def call(self, method, task):
+            rate = super().call(method=method, task=task)["decode_tok_s"]
+            return {"rate": rate, "metric": 0.5, "texts": [rate, "same"] if task == "answer" else None}
+
+    rates = {"quickdraft": [2.0, 6.0, 9.0], "transformers": [1.0, 2.0, 3.0], "drafted": [4.0, 8.0, 3.0]}
+    sides = {program: Side(values, first=len(program)) for program, values in rates.items()}
+    monkeypatch.setattr(evaluation, "Worker", lambda module, flag, program, *args, env: sides[program])
+    rows = evaluated(monkeypatch, capsys, "--rounds", "3", "--draft", "suffix")
+    for task in ("choose", "answer"):
+        ratios = rows[f"demo.eval.{task}.vs_transformers"], rows[f"demo.eval.{task}.drafted.vs_transformers"]
+        assert [(row["min"], row["value"], row["max"]) for row in ratios] == [(2, 3, 3), (1, 4, 4)]
+        assert rows[f"demo.eval.{task}.quickdraft.documents_s"]["value"] == 6
+        assert ratios[0]["note"].endswith("1 texts equal") == (task == "answer")
+    assert all(side.closed for side in sides.values())
+
+
+@pytest.mark.long
+def test_both_sides_of_the_harness_answer_alike(monkeypatch, capsys):
+    """The demo in float32, drafted too: scores are equal, and so are texts."""
+    pytest.importorskip("lm_eval")
+    flags = ["--documents", "4", "--new", "8", "--rounds", "1", "--batch_size", "2", "--dtype", "float32"]
+    rows = evaluated(monkeypatch, capsys, *flags, "--draft", "suffix")
+    for task, ending in (("choose", ""), ("answer", "; 4 texts equal")):
+        note = rows[f"demo.eval.{task}.vs_transformers"]["note"]
+        scores = re.search(r"scores: quickdraft (\S+), transformers (\S+), drafted ([^\s;]+)", note).groups()
+        assert len(set(scores)) == 1 and note.endswith(ending), note
 
 
 def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):

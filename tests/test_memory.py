@@ -116,6 +116,14 @@ def test_nothing_is_refused_that_fits_to_the_byte(free, rows, length, options):
     check_memory(args, CPU, ALONE, rows, length, 1)
 
 
+def test_a_draft_without_layers_of_its_own_counts_with_its_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(12345))
+    plain, peak, *others = session_bytes(flags(), None, CPU, ALONE)
+    drafted = session_bytes(flags("--draft_checkpoint", tmp_path), None, CPU, ALONE)
+    assert drafted == (plain + 12345, peak + 12345, *others)
+
+
 def test_caches_drafts_and_kinds_count():
     plain, peak, per_position, max_length = session_bytes(flags(), None, CPU, ALONE)
     assert (per_position, max_length) == (6 * 2 * 4 * 32 * 2, 512)  # layers, keys and values, heads, channels, bytes
