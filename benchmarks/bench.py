@@ -107,8 +107,8 @@ def compare_decode(
     rows += [row(f"{shape}.{name}.of_read_bandwidth", values, "ratio", note) for name, values in shares.items()]
     rows.append(row(f"{shape}.{format}.of_read_bandwidth", shares[best_name], "ratio", f"{best_name}; {note}"))
     for peer in peer_workers:
-        ratio = ratios(seconds[peer], seconds[best_name])
-        rows.append(row(f"{shape}.{format}.vs_{peer}", ratio, "ratio", f"{best_name} against {peer}; {note}"))
+        ratio, settings = ratios(seconds[peer], seconds[best_name]), answers[peer][0].get("settings", peer)
+        rows.append(row(f"{shape}.{format}.vs_{peer}", ratio, "ratio", f"{best_name} against {settings}; {note}"))
     return list({r["id"]: r for r in rows}.values())
 
 

@@ -157,6 +157,29 @@ def load_llama(file: str | Path, repacks: bool | None = None, context: dict | No
     return llama_cpp.Llama(str(file), **options), repacks
 
 
+def load_fastest(file: str | Path, **options) -> tuple:
+    """(llama_cpp.Llama of a file with flash attention off or on, whichever decodes faster after 100 tokens; its build
+    and settings in words)."""
+    import llama_cpp
+
+    seconds, llms, repacks = {}, {}, None
+    for flash in (False, True):
+        llm, repacks = load_llama(file, repacks, flash_attn=flash, **options)
+        llm.eval([7] * 100)
+        llms[flash], seconds[flash] = llm, median_seconds(functools.partial(llm.eval, [7]), 24)["seconds"]
+    flash = seconds[True] < seconds[False]
+    buffers = f"{'with' if repacks else 'without'} its extra buffers"
+    features = llama_features(llama_cpp)
+    return llms[flash], f"llama.cpp {buffers}, flash attention {'on' if flash else 'off'}, the faster one; {features}"
+
+
+def llama_features(api) -> str:
+    """Its version, and the instructions that its build uses here."""
+    features = api.llama_print_system_info().decode().split("|")
+    names = [feature.split("=")[0].strip() for feature in features if feature.strip().endswith("= 1")]
+    return f"llama-cpp-python {api.__version__}: {' '.join(names).removeprefix('CPU : ')}"
+
+
 def changed_params(default_params: Callable, values: dict):
     params = default_params()
     for name, value in values.items():
@@ -181,7 +204,7 @@ class LlamaCppFile:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
             draft = LlamaPromptLookupDecoding(num_pred_tokens=int(lookup))
-        self.llm, self.repacks = load_llama(file, n_ctx=int(context), draft_model=draft)
+        self.llm, self.settings = load_fastest(file, n_ctx=int(context), draft_model=draft)
 
     def generate(self, ids: list[int], new: int, stop_ids: Iterable[int] = ()) -> dict:
         """Tokens a second after the first one, as in generate.py's JSON."""
@@ -194,7 +217,7 @@ class LlamaCppFile:
                 break
         seconds = marks[-1] - marks[0]
         rate = (len(tokens) - 1) / seconds if seconds else 0.0
-        return {"decode_tok_s": rate, "ttft_s": marks[0] - start, "tokens": tokens, "repacks": self.repacks}
+        return {"decode_tok_s": rate, "ttft_s": marks[0] - start, "tokens": tokens, "settings": self.settings}
 
 
 class Clients:
@@ -263,8 +286,10 @@ class LlamaCppClients(Clients):
     def __init__(self, file: str, slots: str = "8", context: str = "512"):
         fields = {"n_seq_max": int(slots), "kv_unified": True}
         self.llm, self.repacks = load_llama(file, context=fields, n_ctx=int(slots) * int(context), flash_attn=True)
+        import llama_cpp
         import llama_cpp.llama_cpp as api
 
+        self.features = llama_features(llama_cpp)
         self.api, self.limit = api, 512  # tokens of a pass
         self.batch = api.llama_batch_init(self.limit, 0, 1)
         self.free_slots, self.ids = list(range(int(slots))), itertools.count()
@@ -303,24 +328,24 @@ class LlamaCppClients(Clients):
         return events
 
     def settings(self) -> dict:
-        features = self.api.llama_print_system_info().decode().split("|")
-        system = " ".join(feature.split("=")[0].strip() for feature in features if feature.strip().endswith("= 1"))
-        return {"repacks": self.repacks, "system": system.removeprefix("CPU : ")}
+        return {"repacks": self.repacks, "system": self.features}
 
 
 class LlamaCpp:
+    """`kind`: the GGUF type of all matrices, or MATRICES/HEAD."""
+
     def __init__(self, hf: dict, kind: str = "BF16", context: str = "1024"):
         from benchmarks.gguf_files import write_gguf
 
         self.folder = tempfile.TemporaryDirectory()  # removed with the worker
         self.file = Path(self.folder.name) / "model.gguf"
-        write_gguf(hf, self.file, kind)
-        self.llm, _ = load_llama(self.file, n_ctx=int(context))
+        write_gguf(hf, self.file, *kind.split("/"))
+        self.llm, self.settings = load_fastest(self.file, n_ctx=int(context))
 
     def decode(self, steps: int, filled: int) -> dict:
         self.llm.reset()
         self.llm.eval([7] * (filled - 1))
-        return median_seconds(lambda: self.llm.eval([7]), steps)
+        return median_seconds(lambda: self.llm.eval([7]), steps) | {"settings": self.settings}
 
     def prefill(self, length: int) -> dict:
         self.llm.reset()

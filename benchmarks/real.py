@@ -146,10 +146,6 @@ def over(answers: list[dict], others: list[dict]) -> list[float]:
     return ratios(rates(answers), rates(others))
 
 
-def buffers(answers: list[dict]) -> str:
-    return f"llama.cpp {'with' if answers[0]['repacks'] else 'without'} its extra buffers"
-
-
 # ------------------------------------------------------------------------------------------------ requests
 
 
@@ -188,7 +184,7 @@ def measure_rates(args: argparse.Namespace) -> list[dict]:
             flags = {"compiled": args.compiled, "eager": "--no-compile"}
             workers = {kind: quickdraft(file, flags[kind]) for kind in kinds} | {"llamacpp": llamacpp(file)}
             answers = answers_of(workers, args.rounds, [request])
-            note = f"{args.new} greedy tokens after {len(request['ids'])}; {buffers(answers['llamacpp'])}"
+            note = f"{args.new} greedy tokens after {len(request['ids'])}; {answers['llamacpp'][0]['settings']}"
             for kind, kind_answers in answers.items():
                 rows.append(row(f"smollm2.{name}.{kind}.tok_s", rates(kind_answers), "tok/s", note))
             for kind in kinds:
@@ -207,7 +203,8 @@ def measure_busy(args: argparse.Namespace) -> list[dict]:
                 with busy_loop() if neighbour == "busy" else contextlib.nullcontext():
                     answers[neighbour] += [run_program(args)][: number + 1]
                     answers[f"llamacpp.{neighbour}"] += [peer.call(**request)][: number + 1]
-    program, peer_note = f"python generate.py {args.compiled}, {args.new} tokens", buffers(answers["llamacpp.busy"])
+    program = f"python generate.py {args.compiled}, {args.new} tokens"
+    peer_note = answers["llamacpp.busy"][0]["settings"]
     rows = []
     for name, name_answers in answers.items():
         note = f"{peer_note if 'llama' in name else program}; busy: one other process"

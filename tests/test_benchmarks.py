@@ -145,7 +145,7 @@ def workers(monkeypatch):
     found = {
         "--no-compile": Scripted([1.0, 2.0, 3.0]), "--compile": Scripted([2.0, 4.0, 9.0]),
         "ngram": Scripted([4.0, 4.0, 27.0], **drafted), "demo-draft": Scripted([1.0, 2.0, 4.5], **drafted),
-        0: Scripted([4.0, 4.0, 4.0], repacks=False), 2: Scripted([4.0, 4.0, 4.0]),
+        0: Scripted([4.0, 4.0, 4.0], settings="as it was built"), 2: Scripted([4.0, 4.0, 4.0]),
         5: Scripted([6.0, 8.0, 4.0]), 10: Scripted([1.0, 1.0, 1.0]),
         "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
     }  # fmt: skip
@@ -320,6 +320,10 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
     class Llama:
         def __init__(self, file, **options):
             self.extra = fake.llama_cpp.llama_model_default_params().use_extra_bufts
+            self.pause = 0.005 if options["flash_attn"] else 0.001  # of a step: without it is faster
+
+        def eval(self, ids):
+            time.sleep(self.pause * len(ids))
 
         def reset(self):
             self.at = 0
@@ -332,8 +336,9 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
                 time.sleep(0.01)
 
     fake = types.SimpleNamespace(
-        Llama=Llama, llama_model_default_params=lambda: types.SimpleNamespace(use_extra_bufts=None)
-    )
+        Llama=Llama, llama_model_default_params=lambda: types.SimpleNamespace(use_extra_bufts=None),
+        llama_print_system_info=lambda: b"CPU : AVX2 = 1 | AVX512 = 0 | FMA = 1 |", __version__="1.2",
+    )  # fmt: skip
     fake.llama_cpp = types.SimpleNamespace(llama_model_default_params=fake.llama_model_default_params)
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     probes = []
@@ -342,7 +347,9 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
     peer = peers.LlamaCppFile("m.gguf")
     assert peer.llm.extra is survives and probes[0][2:] == ["benchmarks.peers", "llamacpp_probe", '"m.gguf"']
     found = peer.generate([1, 2], 5)
-    assert found["tokens"] == [0, 1, 2, 3, 4] and found["repacks"] is survives and found["ttft_s"] >= PAUSE
+    assert found["tokens"] == [0, 1, 2, 3, 4] and found["ttft_s"] >= PAUSE and len(probes) == 1
+    settings = "its extra buffers, flash attention off, the faster one; llama-cpp-python 1.2: AVX2 FMA"
+    assert found["settings"] == f"llama.cpp {'with' if survives else 'without'} {settings}"
     assert 20 < found["decode_tok_s"] <= 100
     assert peer.generate([1, 2], 50, [2])["tokens"] == [0, 1, 2]
 
