@@ -245,7 +245,7 @@ def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeyp
     remark = rows["smollm2.repeats.copy.suffix.speedup"]["note"]
     assert remark.startswith("--draft suffix; 24 proposed, 12 accepted; greedy, K = auto")
     sent = [tuple(request["ids"]) for request in workers["suffix"].requests]
-    assert len(set(sent)) == len(sent) == 18 and workers["suffix"].closed
+    assert len(set(sent)) == len(sent) == 25 and workers["suffix"].closed
 
 
 def evaluated(monkeypatch, capsys, *flags: str) -> dict:
