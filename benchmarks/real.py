@@ -65,9 +65,10 @@ DRAFTS = {
     "quantized": Draft(("--draft", "quantized:int4-g32", "--speculate_k", "3")),
     "distilled": Draft(TRAINED),
     "pard": Draft(TRAINED),
-    "eagle3": Draft(TRAINED),
+    "eagle3": Draft((*TRAINED[:-1], "2")),
     "dflash": Draft(TRAINED),
-    "eagle3.k1": Draft((*TRAINED[:-1], "1")),
+    "eagle3.int8": Draft((*TRAINED[:-1], "3", "--draft_quantize", "int8")),
+    "eagle3.q4_1": Draft((*TRAINED[:-1], "2"), targets_bf16=False),
     "pard.k2": Draft((*TRAINED[:-1], "2")),
     "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),  # rivals of the trained drafts
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
