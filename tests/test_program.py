@@ -36,6 +36,7 @@ from cli.main import run as run_args
 from cli.prompts import requests
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from cli.session import Session
+from cli.version import processor
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from generate import Engine, generate
@@ -439,6 +440,11 @@ def test_the_version_names_torch_and_the_processor(capsys):
     line = capsys.readouterr().out
     assert not exit.value.code and torch.__version__ in line and torch.backends.cpu.get_cpu_capability() in line
     assert line.startswith("quickdraft ") and line.count("\n") == 1
+
+
+def test_the_version_names_instructions_for_8_bit_products(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_: "model name\t: CPU 1\nflags\t\t: avx2 avx_vnni fma\n")
+    assert re.fullmatch(r"CPU 1 \(\w+, avx_vnni\)", processor())
 
 
 # -------------------------------------------------------------------------------------------------- chat
