@@ -5,6 +5,7 @@ Answer          a request of cli/prompts.py, its engine's request and its printe
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from loading.tokenizer import StopStrings, Tokenizer
 
 DIM, END_COLOUR = "\033[2m", "\033[0m"
 COLOURS = {ACCEPTED: "\033[34m", CORRECTED: "\033[31m"}  # blue: drafted and accepted; red: in place of a rejected one
+PARTIAL_TAG = re.compile(r"(</?(t(h(i(nk?)?)?)?)?)?\Z")  # the beginning of <think> or </think>, or nothing
 
 
 class Printer:
@@ -32,7 +34,7 @@ class Printer:
         self.ids: list[int] = []
         self.pieces: list[str] = []
         self.coloured_pieces: list[str] = []
-        self.dims_thinking = self.in_thinking = False
+        self.dims_thinking, self.in_thinking, self.pending = False, False, ""
 
     @property
     def at_stop_string(self) -> bool:
@@ -43,7 +45,7 @@ class Printer:
         return "".join(self.pieces)
 
     def dim_thinking(self, prompt: str) -> None:
-        """Dim text between <think> and </think>. A prompt that ends in <think> opens it too."""
+        """Dim text from <think> to </think> on the terminal. A prompt that ends in <think> opens it too."""
         self.dims_thinking, self.in_thinking = True, prompt.rstrip().endswith("<think>")
 
     def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
@@ -51,20 +53,32 @@ class Printer:
         if id not in self.stop_ids:
             self._add(self.stops.feed(self.stream.feed(id)), origin)
 
-    def _add(self, text: str, origin: int = PLAIN_TOKEN) -> None:
-        colour = COLOURS.get(origin) if self.coloured and text else None
-        if self.dims_thinking and text:
-            self.in_thinking |= "<think>" in text
-            colour = DIM if self.in_thinking else colour
-            self.in_thinking &= "</think>" not in text
+    def _add(self, text: str, origin: int = PLAIN_TOKEN, is_last: bool = False) -> None:
+        colour = COLOURS.get(origin) if self.coloured else None
         self.pieces.append(text)
-        self.coloured_pieces.append(f"{colour}{text}{END_COLOUR}" if colour else text)
+        if self.dims_thinking:
+            text = self._dim(text, colour, is_last)
+        elif colour and text:
+            text = f"{colour}{text}{END_COLOUR}"
+        self.coloured_pieces.append(text)
         if self.streaming and text:
-            print(self.coloured_pieces[-1], end="", flush=True)
+            print(text, end="", flush=True)
+
+    def _dim(self, text: str, colour: str | None, is_last: bool) -> str:
+        """Text with its colours. The beginning of a tag waits for the rest of the tag."""
+        text, coloured_text = self.pending + text, ""
+        end = len(text) if is_last else PARTIAL_TAG.search(text).start()
+        text, self.pending = text[:end], text[end:]
+        for part in filter(None, re.split("(?=<think>)|(?<=</think>)", text)):
+            self.in_thinking |= part.startswith("<think>")
+            part_colour = DIM if self.in_thinking else colour
+            coloured_text += f"{part_colour}{part}{END_COLOUR}" if part_colour else part
+            self.in_thinking &= not part.endswith("</think>")
+        return coloured_text
 
     def close(self) -> None:
-        """Print the text that waited for more bytes or for a stop string, and end the line."""
-        self._add(self.stops.feed(self.stream.flush()) + self.stops.flush())
+        """Print the text that waited for more bytes, for a stop string or for a tag, and end the line."""
+        self._add(self.stops.feed(self.stream.flush()) + self.stops.flush(), is_last=True)
         if self.streaming:
             print(end="\n" if self.ids else "", flush=True)
 

@@ -26,6 +26,7 @@ HELP = """/reset      start a new conversation
 /save FILE  append the conversation to FILE, a line of JSON
 /help       this list
 /exit       end the chat, as end of file does
+//TEXT      a message that begins with /
 Blank lines are skipped. A line that ends in \\ continues in the next one; a paste of several lines is one message.
 Ctrl-C ends an answer, not the chat. When the context is full, the oldest turns are dropped."""
 UNANSWERED = ("", "/reset", "/undo", "/save", "/help")  # commands that bring no message
@@ -161,9 +162,9 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     with line_history():
         for turn_number in itertools.count():
             text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
-            if text is None or text.strip() == "/exit":
+            command, file = (*(text or "").split(maxsplit=1), "", "")[:2]
+            if text is None or command == "/exit":
                 return
-            command, _, file = text.strip().partition(" ")
             if command == "/reset":
                 conversation.reset()
             elif command == "/help":
@@ -172,13 +173,18 @@ def chat(session: Session, args: argparse.Namespace) -> None:
                 conversation.save(file.strip())
             elif command in ("/undo", "/retry"):
                 text = conversation.take_back()
+            elif command.startswith("//"):
+                text = text.replace("/", "", 1)
+            elif command.startswith("/"):
+                text = None
+                print(f"there is no command {command}: see /help; // begins a message with a slash", file=sys.stderr)
             if command in UNANSWERED or text is None or (prompt := conversation.prompt(text)) is None:
                 continue
             budget = conversation.limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
             request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn_number)
             answer = Answer(request, session.printer(args.stop, streaming=True))
             if has_colours(sys.stdout):
-                answer.printer.dim_thinking(args.prefill or session.tokenizer.decode(prompt[-4:]))
+                answer.printer.dim_thinking(args.prefill or session.tokenizer.decode(prompt[-16:]))
             try:
                 list(session.decode([answer]))
                 if answer.request.error is not None:

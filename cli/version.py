@@ -18,7 +18,7 @@ def processor() -> str:
         lines = []
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = facts.get("flags", "").split()
-    extras = [name for name in ("avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8") if name in flags]
+    extras = [name for name in ("avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8") if name in flags]
     name = facts.get("model name") or platform.processor() or platform.machine()
     return f"{name} ({', '.join([torch.backends.cpu.get_cpu_capability(), *extras])})"
 

@@ -8,76 +8,120 @@ the cache has is not looked up again; the hub's program (`hf download`) brings i
 """
 
 import argparse
+import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from loading.files import read_json
+import loading.vocabularies as vocabularies
+from loading.drafts import kind_of
+from loading.files import read_json, shards
 from loading.tokenizer import FILES
 
 PATH_HELP = "a Hugging Face folder, a .gguf file, or a model on the hub: ORG/NAME[@REVISION][:GGUF_TYPE]"
-NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:\s]+))?(?::(?P<type>[\w.-]+))?")
-PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", *FILES]
+NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^:\s]+))?(?::(?P<type>[\w./-]+))?")
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json", *FILES]
 DUPLICATES = ["*/*.safetensors*", "consolidated*"]  # some repositories hold the weights a second time
+# A GGUF file is MODEL.gguf, or MODEL-00001-of-00003.gguf and so on. MODEL ends in the type, which is Q4_K_M, or
+# UD-Q4_K_M of Unsloth's recipe. A projector of images (mmproj) is no model.
+GGUF = re.compile(
+    r"(?!.*mmproj)(?P<model>(?:.*?[-./])??(?P<type>(?:UD-)?[^-./]+))(?:-\d{5}-of-(?P<count>\d{5}))?\.gguf",
+    re.IGNORECASE,
+)
 
 
 def checkpoint_path(name: str) -> str:
     """`name` where it is a path; for a name on the hub, the path of its folder or GGUF file, downloaded if need be. An
     argparse type: ArgumentTypeError for a name that is neither, or that cannot be had."""
     match = NAME.fullmatch(name)
-    if match is None or Path(name).exists() or Path(name).parent.exists():
+    if match is None or Path(name).exists():
         return name
     try:
         return str(download(**match.groupdict()))
     except ImportError:
         reason = "no such folder or file; to download a model, pip install huggingface_hub"
     except Exception as error:  # the client's errors have no common class
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = access_refusal(error, match["repo"]) or " ".join(str(error).split()) or type(error).__name__
     raise argparse.ArgumentTypeError(f"{name}: {reason}") from None
 
 
+def access_refusal(error: Exception, repo: str) -> str | None:
+    """The reason, if the hub refuses a repository to this user. It answers alike for one that does not exist."""
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    status = getattr(response, "status_code", None)
+    if status not in (401, 403) and (response is None or response.headers.get("X-Error-Code") != "RepoNotFound"):
+        return None
+    return (
+        f"no such folder, and the hub refuses {repo} (status {status}): it does not exist, or is gated or private; ask"
+        " for access on its page, then log in with `hf auth login` or set HF_TOKEN"
+    )
+
+
 def download(repo: str, revision: str | None = None, type: str | None = None) -> Path:
-    """The folder of a repository, or its GGUF file of a type. OSError or ValueError where it cannot be had."""
-    from huggingface_hub import snapshot_download
+    """The folder of a repository, or its GGUF file of a type (the first one of a split model), from the cache if that
+    is complete. OSError or ValueError where it cannot be had."""
+    from huggingface_hub import model_info, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [f"*{case}*.gguf" for case in (type, type.lower(), type.upper())] if type else PATTERNS
-    ignored = None if type else DUPLICATES
-    options = {"revision": revision, "allow_patterns": patterns, "ignore_patterns": ignored}
+    fetch = functools.partial(snapshot_download, repo, revision=revision)
     try:
-        folder = Path(snapshot_download(repo, local_files_only=True, **options))
-        if is_complete(folder) if type is None else gguf_file(folder, type):
-            return folder if type is None else gguf_file(folder, type)
-    except LocalEntryNotFoundError:
-        pass  # not in the cache, or not all of it
+        path = cached_path(Path(fetch(local_files_only=True, allow_patterns=[])), type)
+        if type is None:  # the client compares with the repository's list of files, where it has that
+            fetch(local_files_only=True, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES)
+        return path
+    except LocalEntryNotFoundError as error:
+        is_partial = hasattr(error, "snapshot_path")  # its first sentence names the files
+        reason = str(error).partition(". ")[0] if is_partial else "not in the hub's cache"
+    except ValueError as error:
+        reason = f"not complete in the hub's cache: {error}"
     try:
-        folder = Path(snapshot_download(repo, **options))
-    except LocalEntryNotFoundError:
-        raise ValueError("not in the hub's cache, and the hub cannot be reached") from None
+        siblings = model_info(repo, revision=revision).siblings  # unlike list_repo_files, it does not retry for seconds
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", 500)
+        if status < 500 or isinstance(error, ValueError):  # an answer, or a name that the client refuses
+            raise
+        raise ValueError(f"{reason}, and the hub cannot be reached") from None
     if type is None:
-        return folder
-    if (file := gguf_file(folder, type)) is None:
-        raise ValueError(f"no GGUF file of type {type}; there are {', '.join(gguf_names(repo, revision)) or 'none'}")
-    return file
+        return Path(fetch(allow_patterns=PATTERNS, ignore_patterns=DUPLICATES))
+    files = gguf_files([file.rfilename for file in siblings or ()], type)
+    return Path(fetch(allow_patterns=files)) / files[0]
 
 
-def is_complete(folder: Path) -> bool:
-    """Does a folder have every file of weights that its index names?"""
-    index = folder / "model.safetensors.index.json"
-    names = read_json(index)["weight_map"].values() if index.exists() else ()
-    has_weights = all((folder / name).exists() for name in names) and any(folder.glob("*.safetensors"))
-    return has_weights and (folder / "config.json").exists()
+def cached_path(folder: Path, type: str | None) -> Path:
+    """A cached folder, or its GGUF file of a type. ValueError names a file that is not there."""
+    if type is not None:
+        # The client stores a repository's list of files here. An older one does not.
+        listed = vocabularies.read_json(folder.parents[1] / "trees" / f"{folder.name}.json").get("files", ())
+        files = gguf_files({*listed, *(file.relative_to(folder).as_posix() for file in folder.rglob("*"))}, type)
+        if absent := [name for name in files if not (folder / name).exists()]:
+            raise ValueError(f"no file {absent[0]}")
+        return folder / files[0]
+    needs_tokenizer = kind_of(read_json(folder / "config.json")) in ("model", "pard")
+    tokenizers = [folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json")]
+    if needs_tokenizer and not any(file.exists() for file in tokenizers):
+        raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
+    shards(folder)
+    return folder
 
 
-def gguf_file(folder: Path, type: str) -> Path | None:
-    """The file of this type, or the first one of several that are one model."""
-    ending = re.compile(rf".*(?:^|[-._]){re.escape(type)}(?:-00001-of-\d+)?\.gguf", re.IGNORECASE)
-    return next((file for file in sorted(folder.rglob("*.gguf")) if ending.fullmatch(file.name)), None)
-
-
-def gguf_names(repo: str, revision: str | None) -> list[str]:
-    from huggingface_hub import list_repo_files
-
-    return sorted(name for name in list_repo_files(repo, revision=revision) if name.endswith(".gguf"))
+def gguf_files(names: Iterable[str], type: str) -> list[str]:
+    """The files of the one model of this type, in order. `type` may be a longer ending of its name. ValueError lists
+    the types if there is none, and the models if there are several."""
+    matches = [match for match in map(GGUF.fullmatch, sorted(names)) if match]
+    endings = tuple(f"{separator}{type}".lower() for separator in "-./")
+    models = {
+        match["model"]: match
+        for match in matches
+        if len(type) >= len(match["type"]) and f"/{match['model']}".lower().endswith(endings)
+    }
+    if not models:
+        types = sorted({match["type"] for match in matches})
+        raise ValueError(f"no GGUF file of type {type}; there are {', '.join(types) or 'none'}")
+    if len(models) > 1:
+        raise ValueError(f"{len(models)} GGUF files of type {type}; give a longer ending: {', '.join(models)}")
+    ((model, match),) = models.items()
+    parts = range(1, int(match["count"] or 0) + 1)
+    return [f"{model}-{part:05d}-of-{match['count']}.gguf" for part in parts] or [match[0]]
 
 
 def model_name(path: str | Path) -> str:

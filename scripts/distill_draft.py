@@ -35,6 +35,7 @@ from generate import Engine
 from loading.checkpoint import fingerprints, load_config, load_model
 from loading.drafts import pick_dtype
 from loading.files import complete_folder, open_shards, read_json, shards, write_atomically
+from loading.hub import PATH_HELP, checkpoint_path
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts import draft_text
@@ -381,7 +382,8 @@ def distill(args: argparse.Namespace) -> dict:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description="Distil a draft for a target: a folder for generate.py's --draft_checkpoint.")
     add = parser.add_argument
-    add("--target", type=Path, required=True, metavar="PATH", help="the model to draft for: a folder or a .gguf file")
+    help = f"the model to draft for: {PATH_HELP}"
+    add("--target", type=lambda name: Path(checkpoint_path(name)), required=True, metavar="PATH", help=help)
     add("--kind", choices=KINDS, default="model", help="default: a model that drafts token by token")
     add("--depth", type=positive, default=5, help="tokens that pard, eagle3 and dflash learn to draft in a round")
     add("--layers", type=positive, help="of a model or pard, without --from_layers, or of dflash (default: 1)")

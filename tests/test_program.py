@@ -36,6 +36,7 @@ from cli.main import run as run_args
 from cli.prompts import requests
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from cli.session import Session
+from cli.version import processor
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from generate import Engine, generate
@@ -441,6 +442,11 @@ def test_the_version_names_torch_and_the_processor(capsys):
     assert line.startswith("quickdraft ") and line.count("\n") == 1
 
 
+def test_the_version_names_instructions_for_8_bit_products(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_: "model name\t: CPU 1\nflags\t\t: avx2 avx_vnni fma\n")
+    assert re.fullmatch(r"CPU 1 \(\w+, avx_vnni\)", processor())
+
+
 # -------------------------------------------------------------------------------------------------- chat
 
 
@@ -459,13 +465,14 @@ def chat_folder(text_folder, tmp_path):
 
 
 class Terminal:
-    """generate.py --interactive behind a pseudo-terminal."""
+    """generate.py --interactive behind a pseudo-terminal. `setup` is code that runs before it."""
 
-    def __init__(self, folder, *arguments: str, stdout=None, history: str | Path = ""):
+    def __init__(self, folder, *arguments: str, stdout=None, history: str | Path = "", setup: str = ""):
         self.master, slave = pty.openpty()
-        command = [sys.executable, ROOT / "generate.py", "--checkpoint", folder, "--interactive", "--device", "cpu"]
+        program = ["-c", f"{setup}\nimport cli.main\ncli.main.main()"] if setup else [ROOT / "generate.py"]
+        command = [sys.executable, *program, "--checkpoint", folder, "--interactive", "--device", "cpu"]
         self.process = subprocess.Popen(
-            [*command, *arguments], stdin=slave, stdout=stdout or slave, stderr=slave, close_fds=True,
+            [*command, *arguments], stdin=slave, stdout=stdout or slave, stderr=slave, close_fds=True, cwd=ROOT,
             env={**os.environ, "QUICKDRAFT_HISTORY": str(history)},
             preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
         )  # fmt: skip
@@ -673,7 +680,7 @@ def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
         terminal.wait_for("> ")
         terminal.type("\n")  # a blank line ends nothing
         terminal.wait_for("> ")
-        terminal.type("\x1b[200~the cat\na dog\x1b[201~\n")
+        terminal.type("\x1b[200~the cat\ra dog\x1b[201~\n")  # a terminal pastes the ends of lines as \\r
         first = terminal.wait_for(r"\[(\d+) tokens read, (\d+) kept")
         pasted = tokenizer.chat([{"role": "user", "content": "the cat\na dog"}])
         assert int(first[1]) + int(first[2]) == len(pasted)
@@ -717,15 +724,86 @@ def test_a_terminal_knows_the_lines_of_earlier_chats(chat_folder, tmp_path):
     assert terminal.process.wait(timeout=30) == 0
 
 
-def test_thoughts_are_dim(chat_folder, capsys):
-    session = types.SimpleNamespace(tokenizer=load_tokenizer(chat_folder))
-    for prompt, dim in (("<think>\n", "the cat</think>"), ("", "")):
-        printer = Printer(session.tokenizer, frozenset(), streaming=True)
-        printer.dim_thinking(prompt)
-        for text in ("the cat", "</think>", " a dog"):
-            printer._add(text)
-        shown = capsys.readouterr().out
-        assert "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown)) == dim and printer.text == "the cat</think> a dog"
+def printed(pieces: list[str], prompt: str, capsys) -> str:
+    """The terminal's text of an answer that arrives in these pieces, with dim thoughts."""
+    decoder = types.SimpleNamespace(feed=pieces.__getitem__, flush=str)
+    printer = Printer(types.SimpleNamespace(stream=lambda continues: decoder), frozenset(), streaming=True)
+    printer.dim_thinking(prompt)
+    for id in range(len(pieces)):
+        printer.feed(id)
+    printer.close()
+    assert printer.text == "".join(pieces)
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+DIMMED = r"\x1b\[2m(.*?)\x1b\[0m"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_thoughts_are_dim(capsys, size):
+    """However the pieces of an answer divide its tags."""
+    for prompt, text, thoughts in (
+        ("<think>\n", "the cat</think> a dog", "the cat</think>"),
+        ("", "the cat</think> a dog", ""),
+        ("", "1 < 2 <think>the <b> cat\n</think>\n\n a dog <thin", "<think>the <b> cat\n</think>"),
+        ("", "<think>a</think><think>b", "<think>a</think><think>b"),
+    ):
+        output = printed([text[i : i + size] for i in range(0, len(text), size)], prompt, capsys)
+        assert "".join(re.findall(DIMMED, output, re.DOTALL)) == thoughts
+        assert re.sub(r"\x1b\[\dm", "", output) == text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_thoughts_and_the_report_are_dim_on_a_terminal(chat_folder, tmp_path, is_terminal):
+    """An answer with tags in several pieces, and the line after it, with a draft. A file gets no codes."""
+    setup = """
+import loading.tokenizer
+pieces = iter(["Hm", " <", "th", "ink", ">", "the cat", " is", "</", "think>", " a <b> dog"])
+make_stream = loading.tokenizer.Tokenizer.stream
+def stream(self, continues=False):
+    decoder = make_stream(self, continues)
+    if continues:
+        decoder.feed = lambda id: next(pieces, "")
+    return decoder
+loading.tokenizer.Tokenizer.stream = stream
+"""
+    draft = ("--draft_checkpoint", str(chat_folder), "--speculate_k", "2")
+    with (tmp_path / "answers").open("w") as file:
+        flags = ("--ignore_eos", "--max_new_tokens", "12", "--temperature", "0", *draft)
+        terminal = Terminal(chat_folder, *flags, setup=setup, stdout=None if is_terminal else file)
+        terminal.wait_for("> ")
+        terminal.type("the cat\n")
+        output, report = terminal.wait_for(r"(?s)\n(.*?)\x1b\[2m\[([^\r\n]+)\]\x1b\[0m\r\n").groups()
+        terminal.wait_for("> ")
+        terminal.type("/exit\n")
+        assert terminal.process.wait(timeout=30) == 0
+    assert re.fullmatch(
+        r"\d+ tokens read, 0 kept, ended by .*, [\d.]+ tok/s, [\d.]+ tokens a round, \d+% accepted", report
+    )
+    text = (tmp_path / "answers").read_text()
+    if is_terminal:
+        assert "".join(re.findall(DIMMED, output)) == "<think>the cat is</think>" and not text
+        text = re.sub(r"\x1b\[(\dm|\?2004[lh]\r?)", "", output).replace("\r", "")
+    assert text == "Hm <think>the cat is</think> a <b> dog\n"
+
+
+def test_a_report_without_a_terminal_or_a_draft(chat_folder, capsys, monkeypatch):
+    _, err = chatted(capsys, monkeypatch, chat_folder, "the cat\n", "--max_new_tokens", 4, "--ignore_eos")
+    assert re.search(
+        r"^(?:> )?\[\d+ tokens read, 0 kept, ended by --max_new_tokens, [\d.]+ tok/s\]$", err, re.MULTILINE
+    )
+    assert "\x1b" not in err
+
+
+def test_an_unknown_command_is_no_message(chat_folder, tmp_path, capsys, monkeypatch):
+    """Two slashes begin a message with one."""
+    file = tmp_path / "chats.jsonl"
+    typed = f"/rest now\n//etc is // a folder\n/save {file}\n/retry\n/save {file}\n/exit now\nnever read\n"
+    _, err = chatted(capsys, monkeypatch, chat_folder, typed, "--max_new_tokens", 4, "--ignore_eos")
+    (line,) = (line for line in err.splitlines() if "/rest" in line)
+    assert "there is no command /rest: see /help" in line and err.count("tokens read") == 2
+    saved = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert [[message["content"] for message in messages[::2]] for messages in saved] == [["/etc is // a folder"]] * 2
 
 
 def test_the_help_text_knows_a_chats_length(capsys):

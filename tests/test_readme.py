@@ -42,6 +42,7 @@ ELSEWHERE = (
     "tests.attacks",
     "TinyLlama",
     ".gguf",
+    "-GGUF:",
     "pip download",
     "patch -p1",
     "scripts.serve",
