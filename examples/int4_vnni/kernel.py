@@ -74,7 +74,7 @@ def pack_blocks(parts: dict[str, Tensor], group: int) -> Tensor:
         rows = slice(chunk.start * LANES, chunk.stop * LANES)
         padded = {name: F.pad(part[rows], (0, 0, 0, -len(part[rows]) % LANES)) for name, part in parts.items()}
         pair = torch.stack((padded["scale"], padded["zero"])).view(2, -1, LANES, groups)  # (2, b, 16, in / g)
-        pair = pair.permute(1, 3, 0, 2).flatten(2).view(torch.uint8)  # (b, in / g, 32 * itemsize)
+        pair = pair.permute(1, 3, 0, 2).flatten(2).contiguous().view(torch.uint8)  # (b, in / g, 32 * itemsize)
         codes = unpack_bits(padded["codes"], 4).view(-1, LANES, groups, group // 8, 2, 4)
         codes = pack_bits(codes.permute(0, 2, 3, 1, 5, 4), 4).flatten(2)  # (b, in / g, 8 * g)
         blocks[chunk] = torch.cat((pair, codes), 2)
