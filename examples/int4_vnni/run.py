@@ -1,0 +1,12 @@
+"""generate.py with the kernel: `python -m examples.int4_vnni.run [flags of generate.py] --quantize int4-g32`."""
+
+import cli  # noqa: F401, I001  before torch: handles Ctrl-C from the first moment on
+
+from cli.errors import ending_plainly
+from cli.main import main
+from examples.int4_vnni.kernel import plug_in
+
+if __name__ == "__main__":
+    with ending_plainly(joins_ranks=True):
+        plug_in()
+    main()
