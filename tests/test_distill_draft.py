@@ -429,6 +429,7 @@ def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, r
     assert status == 2 and "texts to continue" in message
 
 
+@pytest.mark.attack
 def test_a_chat_model_asks_itself_questions(tmp_path, monkeypatch):
     """Question n is what the model alone writes with seed n, where its template puts a user's message."""
     folder = shutil.copytree("checkpoints/demo", tmp_path / "chat")

@@ -89,6 +89,7 @@ def test_the_estimate_is_below_the_measured_peak_and_near_it(shape, options):
     assert estimate <= added_bytes <= 1.3 * estimate + 150e6, (estimate, added_bytes)
 
 
+@pytest.mark.attack
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_estimate_of_the_demo_is_below_its_peak():
     """A mapped file counts once: the measured growth has its pages too, the estimate has the copy alone."""

@@ -186,6 +186,7 @@ def test_the_host_waits_for_nothing(model):
 # --------------------------------------------------------------------------------------------------- requests
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("same_noise", [False, True])
 def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
     """The same prompt with the same seed twice: the second answer must have the target's law over all seeds too. A
