@@ -174,14 +174,13 @@ def test_greedy_text_is_llama_cpps_up_to_a_near_tie(answers, theirs):
 def test_perplexity(model, tokenizer, theirs):
     """Of a text that ships with the repository: transformers' within 0.1 %, llama.cpp's within 0.5 %."""
     text = (ROOT / "checkpoints" / "stories.txt").read_text()
-    rows = windows(tokenizer.encode(text, bos=False), 300, None)
+    rows = windows(tokenizer.encode(text, bos=False), 300, None)[:1]  # a minute in the kernel of 4 bits
     ours = measure(model, rows, 1, bos=False)["perplexity"]
     with torch.no_grad():
         exact = [F.cross_entropy(theirs(row[None]).logits[0, :-1].double(), row[1:]).item() for row in rows]
-    others = {"transformers": math.exp(statistics.fmean(exact))}
-    others["llama.cpp"] = math.exp(statistics.fmean(itertools.chain(*llama(rows.tolist())["nll"])))
-    print(f"perplexity over {rows.numel()} tokens: {ours:.4f}, {others}")
-    assert abs(ours / others["transformers"] - 1) < 1e-3 and abs(ours / others["llama.cpp"] - 1) < 5e-3
+    assert ours == pytest.approx(math.exp(statistics.fmean(exact)), rel=1e-3)
+    others = math.exp(statistics.fmean(itertools.chain(*llama(rows.tolist())["nll"])))  # skips without the package
+    assert ours == pytest.approx(others, rel=5e-3)
 
 
 def test_chat_ids_are_transformers(tokenizer):
