@@ -9,14 +9,13 @@ import gguf
 import numpy as np
 
 
-def write_gguf(hf: dict, file: Path, type_name: str = "BF16", head_type: str | None = None) -> None:
-    """Random matrices of one type (BF16, Q8_0, Q4_0), the head of `head_type`, float32 norms, and a vocabulary of
-    numbered tokens."""
+def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
+    """Random matrices of one type (BF16, Q8_0, Q4_0), float32 norms, and a vocabulary of numbered tokens."""
     D, F, V, L = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"], hf["num_hidden_layers"]
     H, G = hf["num_attention_heads"], hf["num_key_value_heads"]
     kv = G * D // H
     writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(0)
-    types = {"output": head_type or type_name}
+    quantization = getattr(gguf.GGMLQuantizationType, type_name)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(D)
     writer.add_block_count(L)
@@ -37,7 +36,6 @@ def write_gguf(hf: dict, file: Path, type_name: str = "BF16", head_type: str | N
 
     def matrix(name: str, *shape: int) -> None:
         weight = (rng.standard_normal(shape, dtype=np.float32) * 0.02).astype(np.float32)
-        quantization = getattr(gguf.GGMLQuantizationType, types.get(name, type_name))
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, quantization), raw_dtype=quantization)
 
     matrix("token_embd", V, D)

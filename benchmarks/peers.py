@@ -332,14 +332,12 @@ class LlamaCppClients(Clients):
 
 
 class LlamaCpp:
-    """`kind`: the GGUF type of all matrices, or MATRICES/HEAD."""
-
     def __init__(self, hf: dict, kind: str = "BF16", context: str = "1024"):
         from benchmarks.gguf_files import write_gguf
 
         self.folder = tempfile.TemporaryDirectory()  # removed with the worker
         self.file = Path(self.folder.name) / "model.gguf"
-        write_gguf(hf, self.file, *kind.split("/"))
+        write_gguf(hf, self.file, kind)
         self.llm, self.settings = load_fastest(self.file, n_ctx=int(context))
 
     def decode(self, steps: int, filled: int) -> dict:

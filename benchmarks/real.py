@@ -279,7 +279,8 @@ def measure_best(args: argparse.Namespace) -> list[dict]:
         answers = answers_of(workers, args.rounds, requests)
     for name in workers:
         ratio = over(answers[name], answers["plain"])
-        rows.append(row(f"smollm2.{name}.vs_bf16_plain", ratio, "ratio", f"the Q4_1 file, {name}, K = auto, greedy"))
+        note = "the Q4_1 file, greedy" + f", {name}, K = auto" * (name in kinds)
+        rows.append(row(f"smollm2.{name}.vs_bf16_plain", ratio, "ratio", note))
     best = max(rows[2:], key=lambda measured: measured["value"])
     return [*rows[1:], best | {"id": "smollm2.best.vs_bf16_plain"}]
 

@@ -71,7 +71,7 @@ def download(repo: str, revision: str | None = None, type: str | None = None) ->
         return path
     except LocalEntryNotFoundError as error:
         is_partial = hasattr(error, "snapshot_path")  # its first sentence names the files
-        reason = str(error).partition(". ")[0] if is_partial else "not in the hub's cache"
+        reason = str(error).partition(". ")[0] if is_partial else "no such folder here or in the hub's cache"
     except ValueError as error:
         reason = f"not complete in the hub's cache: {error}"
     try:

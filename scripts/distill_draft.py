@@ -155,7 +155,7 @@ def acceptance(
                 p, q = kind.select(sampling.probs(logits)), sampling.probs(draft_logits)
                 overlap = (torch.minimum(p[:, positions], q).sum(-1) * learned[:, indices]).sum(0)  # (c,)
                 total.index_add_(0, drafted.position[indices].cpu(), overlap.cpu())
-    return {temperature: (total / counts).tolist() for temperature, total in totals.items()}
+    return {temperature: (total / counts.clamp(min=1)).tolist() for temperature, total in totals.items()}
 
 
 # ------------------------------------------------------------------------------------------------ loop

@@ -191,6 +191,7 @@ def test_blocks_of_logits_add_up_to_one_pass(hidden, monkeypatch):
     kind = draft_kinds.Kind(shape, target.config, 5)
     shown = torch.stack([hide(row, hidden) for row in rows])
     assert acceptance(kind, blocked, target, shown, [1.0])[1.0] == pytest.approx([overlap], rel=1e-5)
+    assert acceptance(kind, blocked, target, ~rows, [1.0])[1.0] == [0.0]  # nothing to count is no fault of the target
     assert add_gradients(kind, blocked, target, shown) == pytest.approx(loss.item(), rel=1e-5)
     for (name, one), other in zip(full.named_parameters(), blocked.parameters()):
         assert one.grad.abs().max() > 0, name

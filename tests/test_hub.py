@@ -170,7 +170,7 @@ def test_a_download_that_was_cut_off_goes_on(hub, tmp_path):
     assert offline.returncode == 2 and "not complete in the hub's cache: " in offline.stderr
     assert "neither model.safetensors nor " in offline.stderr and "and the hub cannot be reached" in offline.stderr
     (line,) = paths(None, tmp_path / "empty", "tiny/demo")
-    assert line == "error: tiny/demo: not in the hub's cache, and the hub cannot be reached"
+    assert line == "error: tiny/demo: no such folder here or in the hub's cache, and the hub cannot be reached"
     hub.cut = None
     assert run(hub, tmp_path, "--checkpoint", "tiny/demo").returncode == 0
 

@@ -117,7 +117,7 @@ def test_nothing_is_refused_that_fits_to_the_byte(free, rows, length, options):
     check_memory(args, CPU, ALONE, rows, length, 1)
 
 
-def test_a_draft_without_layers_of_its_own_counts_with_its_file(tmp_path):
+def test_an_eagle_draft_counts_with_its_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     (tmp_path / "model.safetensors").write_bytes(bytes(12345))
     plain, peak, *others = session_bytes(flags(), None, CPU, ALONE)
