@@ -114,6 +114,7 @@ def alpha_by_transformers(draft, heldout: torch.Tensor, temperature: float) -> f
 # -------------------------------------------------------------------------------------------- learning
 
 
+@pytest.mark.attack
 def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
     """Alpha grows: an untrained draft's q is nearly uniform over 2048 tokens, and the sum of min(p, 1/2048) is at most
     the number of tokens with p > 1/2048, some tens, over 2048. Sixty steps teach at least how frequent tokens are.

@@ -119,6 +119,7 @@ def test_the_first_tokens_of_a_block_count_most(folder_of):
     assert all(parameter.grad.abs().max() > 0 for parameter in draft.parameters())
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("name", ["pard", "eagle3", "dflash"])
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
     flags = ["--kind", name, "--target", ROOT / "checkpoints" / "demo", "--sampled", 600, "--context", 32]

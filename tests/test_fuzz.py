@@ -233,6 +233,7 @@ def test_templates_that_spend_without_end(case, monkeypatch):
     assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
 
 
+@pytest.mark.attack
 def test_a_templates_process_opens_and_writes_nothing(tmp_path):
     """Even a template that left jinja's sandbox would find no file to open. Here the sandbox is left on purpose."""
     file = tmp_path / "secret"
