@@ -642,8 +642,8 @@ def test_the_evaluation_harness_gets_eval_lms_figures(serving):
 
 
 @pytest.fixture(scope="module")
-def page(server):
-    """The page in a headless Chromium of the system's."""
+def chromium():
+    """A headless Chromium of the system's."""
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if binary is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
@@ -651,14 +651,26 @@ def page(server):
     playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=binary, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 1000, "height": 720})
-        opened.wrong = []
-        opened.on("pageerror", lambda error: opened.wrong.append(str(error)))
-        opened.on("request", lambda request: request.url.startswith(server.url) or opened.wrong.append(request.url))
-        opened.goto(server.url)
-        yield opened
-        assert opened.wrong == []
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(chromium, server):
+    """The server's page, just opened: greedy, 60 tokens an answer. It may raise no error and ask no other server."""
+    from playwright.sync_api import expect
+
+    errors = []
+    opened = chromium.new_page(viewport={"width": 1000, "height": 720})
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("request", lambda request: request.url.startswith(server.url) or errors.append(request.url))
+    opened.goto(server.url)
+    expect(opened.locator("#about")).to_contain_text("drafted by")  # and the server's temperature is in its field
+    opened.fill("#temperature", "0")
+    opened.fill("#most", "60")
+    yield opened
+    opened.close()
+    assert errors == []
 
 
 @pytest.mark.browser
@@ -666,8 +678,6 @@ def test_page_streams_what_is_typed_and_colours_it(page, plain_answer):
     from playwright.sync_api import expect
 
     expect(page.locator("#about")).to_contain_text("drafted by demo-draft, K = 3")
-    page.fill("#temperature", "0")
-    page.fill("#most", "60")
     page.locator("#prompt").focus()
     seen = page.evaluate_handle("new Set()")
     page.evaluate(
@@ -704,7 +714,6 @@ def test_page_asks_for_what_is_typed_and_loses_nothing(page):
 
     bodies = []
     page.on("request", lambda request: request.post_data and bodies.append(json.loads(request.post_data)))
-    page.click("#reset")
     assert page.locator("#most").evaluate("input => input.defaultValue") == ""
     page.fill("#temperature", "")
     page.fill("#most", "3")
@@ -723,18 +732,16 @@ def test_page_asks_for_what_is_typed_and_loses_nothing(page):
     expect(page.locator("article.error")).to_contain_text("positions")
     assert "max_tokens" not in bodies[3] and page.locator("article.user").count() == 1
     assert page.locator("#prompt").input_value() == "a dog " * 2000
-    page.click("#reset")
-    page.fill("#prompt", "")
-    page.fill("#temperature", "0")
-    page.fill("#most", "60")
-    page.fill("#prompt", PROMPTS[0])
-    page.locator("#prompt").press("Enter")
-    expect(page.locator("#live")).to_contain_text("finish_reason")
-    expect(page.locator("#send")).to_have_text("Send")
 
 
 @pytest.mark.browser
 def test_page_tells_p_and_q_by_mouse_and_by_keys(page):
+    from playwright.sync_api import expect
+
+    page.fill("#prompt", PROMPTS[0])
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#live")).to_contain_text("finish_reason")
+    expect(page.locator("#send")).to_have_text("Send")
     page.hover("article.assistant .corrected >> nth=0")
     tip = page.text_content("#tip")
     assert tip.startswith("corrected") and "p 1.0000 of the target, q 0.0000 of the draft" in tip  # greedy: 0 or 1
@@ -752,7 +759,6 @@ def test_page_tells_p_and_q_by_mouse_and_by_keys(page):
 def test_page_races_plain_against_drafted(page, plain_answer):
     from playwright.sync_api import expect
 
-    page.click("#reset")
     page.fill("#prompt", PROMPTS[1])
     page.locator("#race").focus()
     page.keyboard.press("Enter")
@@ -767,7 +773,6 @@ def test_page_races_plain_against_drafted(page, plain_answer):
 def test_page_stops_shows_errors_and_fits_a_phone(page, plain_answer):
     from playwright.sync_api import expect
 
-    page.click("#reset")
     page.fill("#most", "300")
     page.fill("#prompt", "Once there was a")
     page.keyboard.press("Enter")
