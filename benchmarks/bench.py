@@ -14,6 +14,8 @@
     load          peak of anonymous memory while a 1.1B model loads, over the size of its weights (memory.py)
     tp            the 1.1B shape over two gloo ranks: bytes and memory of each rank, time per step (memory.py)
     moe           decode and verify of a sparse 1B shape (moe-1b.json: 4 of 32 experts)
+    8b            the 8B shape in int8 and int4-g32, compiled; with --peers against llama.cpp on as many bytes; 20 GB
+    load8b        memory while 16 GB of weights load and are quantized (memory.py); 18 GB of temporary files
     context       steps with up to 16,000 tokens filled, in 16-bit caches and in 8-bit ones (context.py)
     prefill8k     a prompt of 8,192 tokens beside transformers and llama.cpp (context.py)
     identical     the price of bit-identical drafting for plain steps (context.py)
@@ -36,11 +38,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.context import measure_context, measure_identical, measure_prefill8k
-from benchmarks.memory import measure_load, measure_tp
+from benchmarks.memory import measure_8b_load, measure_load, measure_tp
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s
 from benchmarks.plots import draw
 from benchmarks.record import one_of, publish, ratios, row
-from benchmarks.shapes import MOE, TINYLLAMA
+from benchmarks.shapes import MOE, TINYLLAMA, config_json
 from benchmarks.tables import PAGES, fill
 from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
 from cli.errors import ending_plainly
@@ -63,6 +65,8 @@ def peers(args, method: str, format: str = "bf16") -> dict[str, Worker]:
             workers["transformers.compiled"] = Worker("benchmarks.peers", "transformers_compiled", shape)
     if method == "decode" and importlib.util.find_spec("llama_cpp"):
         workers["llamacpp"] = Worker("benchmarks.peers", "llamacpp", shape, LLAMACPP_TYPES[format])
+        if format == "int4-g32":  # as many bytes
+            workers["llamacpp.q4_1"] = Worker("benchmarks.peers", "llamacpp", shape, "Q4_1")
     if method == "decode" and args.gptfast and format != "int4-g32":
         workers["gptfast"] = Worker("benchmarks.peers", "gptfast", shape, str(args.gptfast.resolve()), format)
     return workers
@@ -147,6 +151,18 @@ def measure_moe(args) -> list[dict]:
         rows += compare_verify(args, MOE, format, "moe")
     bf16_row = next(r for r in rows if r["id"] == "moe.bf16.verify6_over_1")
     return [*rows, {**bf16_row, "id": "moe.verify6_over_1"}]
+
+
+def measure_8b(args) -> list[dict]:
+    """The 8B shape, a format at a time: two models of 8 GB and the buffer of the read bandwidth fill 20 GB."""
+    shape, rows = config_json("llama-3.1-8b"), []
+    for format, kind in {"int8": "Q8_0", "int4-g32": "Q4_1"}.items():
+        peer_workers = (
+            {"llamacpp": Worker("benchmarks.peers", "llamacpp", json.dumps(shape), kind)} if args.peers else {}
+        )
+        workers = {f"{format}.compiled": quickdraft(hf=shape, format=format, compile=True)}
+        rows += compare_decode(args, workers, peer_workers, format, "8b")
+    return rows
 
 
 def measure_prefill(args) -> list[dict]:
@@ -324,6 +340,8 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "load": measure_load,
     "tp": measure_tp,
     "moe": measure_moe,
+    "8b": measure_8b,
+    "load8b": measure_8b_load,
     "context": measure_context,
     "prefill8k": measure_prefill8k,
     "identical": measure_identical,
@@ -347,7 +365,7 @@ def write_pages(root: Path) -> None:
 def main() -> None:
     parser, names = Parser(description="Measure quickdraft."), ", ".join(MEASUREMENTS)
     add, measurement = parser.add_argument, one_of("measurement", MEASUREMENTS)
-    default = "default: all but quality, or none with --plot"
+    default = "default: all but quality, 8b and load8b, or none with --plot"
     add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"any of {names}; {default}")
     add("--rounds", type=positive, default=5, help="measurements of every program; default: %(default)s")
     add("--steps", type=positive, default=16, help="decode steps a round; default: %(default)s")
@@ -364,7 +382,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write. Each measurement is written when it ends: an interrupted run keeps its rows."""
-    default = [] if args.plot else [name for name in MEASUREMENTS if name != "quality"]
+    default = [] if args.plot else [name for name in MEASUREMENTS if name not in ("quality", "8b", "load8b")]
     rows = [r for name in args.measurements or default for r in publish(MEASUREMENTS[name](args), args.write)]
     if args.plot:
         write_pages(ROOT)

@@ -10,11 +10,12 @@ import numpy as np
 
 
 def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
-    """Random matrices of one type (BF16, Q8_0, Q4_0), float32 norms, and a vocabulary of numbered tokens."""
+    """Random matrices of one type (BF16, Q8_0, Q4_0, Q4_1), float32 norms, and a vocabulary of numbered tokens. All
+    matrices of one width repeat the same rows: quantizing billions of numbers would take many minutes."""
     D, F, V, L = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"], hf["num_hidden_layers"]
     H, G = hf["num_attention_heads"], hf["num_key_value_heads"]
     kv = G * D // H
-    writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(0)
+    writer, rng = gguf.GGUFWriter(file, "llama", use_temp_file=True), np.random.default_rng(0)
     quantization = getattr(gguf.GGMLQuantizationType, type_name)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(D)
@@ -35,8 +36,10 @@ def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
     writer.add_token_types([2, 3, 3] + [1] * (V - 3))
 
     def matrix(name: str, *shape: int) -> None:
-        weight = (rng.standard_normal(shape, dtype=np.float32) * 0.02).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, quantization), raw_dtype=quantization)
+        numbers = rng.standard_normal((256, shape[-1]), dtype=np.float32) * np.float32(0.02)
+        block = gguf.quants.quantize(numbers, quantization)
+        weight = np.resize(block, (*shape[:-1], block.shape[-1]))
+        writer.add_tensor(f"{name}.weight", weight, raw_dtype=quantization)
 
     matrix("token_embd", V, D)
     writer.add_tensor("output_norm.weight", np.ones(D, dtype=np.float32))

@@ -1,6 +1,7 @@
 """Memory and bytes of loading, in one process and over two ranks, for `python -m benchmarks.bench load tp`.
 
     measure_load    peak of anonymous memory over the weights, and seconds
+    measure_8b_load the same for 16 GB of weights, quantized while they load
     measure_tp      bytes and memory of each of two gloo ranks, time per step
     tp_rank         one rank of a launch
 
@@ -8,6 +9,8 @@ Every run is a fresh process, so none inherits another's heap. Files lie in the 
 """
 
 import json
+import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,18 +19,19 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 import quantize
 import tp
 from benchmarks.pipes import ROOT
-from benchmarks.record import ratios, row
-from benchmarks.shapes import TINYLLAMA
+from benchmarks.record import ratios, row, write_json
+from benchmarks.shapes import TINYLLAMA, config_json
 from benchmarks.workers import read_bandwidth
 from cli.errors import silent
 from cli.report import stored_bytes
 from decoding.sampling import Sampling
 from generate import Engine
-from loading.checkpoint import load_model, random_model, save_model
+from loading.checkpoint import empty_model, expected_tensors, load_model, random_model, save_model
 from loading.config import config_from_hf
 
 
@@ -97,6 +101,46 @@ def measure_load(args) -> list[dict]:
             rows.append(row(f"{name}.peak_over_weights", peaks, "ratio", note))
             rows.append(row(f"{name}.1b_s", seconds, "s", note))
     return rows
+
+
+def write_random_folder(hf: dict, folder: Path) -> None:
+    """config.json and bfloat16 weights, a file for each layer: writing takes the memory of one. One block of random
+    numbers is repeated in all matrices."""
+    config = config_from_hf(hf)
+    shapes = expected_tensors(config, empty_model(config, torch.bfloat16))
+    numbers = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    names_by_file: dict[str, list[str]] = {}
+    for name in shapes:
+        layer = re.search(r"layers\.(\d+)\.", name)
+        names_by_file.setdefault(f"model-{layer[1] if layer else 'rest'}.safetensors", []).append(name)
+    folder.mkdir()
+    for file, names in names_by_file.items():
+        tensors = {}
+        for name in names:
+            shape, _ = shapes[name]
+            num_repeats = -(-math.prod(shape) // len(numbers))
+            tensors[name] = numbers.repeat(num_repeats)[: math.prod(shape)].view(shape).clone()
+        save_file(tensors, folder / file)
+    file_by_name = {name: file for file, names in names_by_file.items() for name in names}
+    write_json(folder / "model.safetensors.index.json", {"weight_map": file_by_name})
+    write_json(folder / "config.json", hf)
+
+
+def measure_8b_load(args) -> list[dict]:
+    """A bfloat16 folder of the 8B shape, which is larger than the memory left beside it, in int8 and in int4-g32."""
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        write_random_folder(config_json("llama-3.1-8b"), folder)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        note = f"a bf16 folder of {size / 1e9:.1f} GB, quantized while it loads"
+        for format in ("int8", "int4-g32"):
+            calls = [f"load_once({str(folder)!r}, quantize={format!r})"] * args.rounds
+            peaks, seconds = zip(*(run_here(call)[-1] for call in calls))
+            rows.append(row(f"8b.load.{format}.peak_over_weights", peaks, "ratio", note))
+            rows.append(row(f"8b.load.{format}.s", seconds, "s", note))
+    largest = max((r for r in rows if r["unit"] == "ratio"), key=lambda r: r["value"])
+    return [*rows, largest | {"id": "8b.load.peak_over_weights", "note": f"{largest['id'].split('.')[2]}: {note}"}]
 
 
 # ---------------------------------------------------------------------------------------- tensor parallelism

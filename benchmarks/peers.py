@@ -162,15 +162,17 @@ def load_fastest(file: str | Path, **options) -> tuple:
     and settings in words)."""
     import llama_cpp
 
-    seconds, llms, repacks = {}, {}, None
+    seconds, repacks = {}, None
     for flash in (False, True):
         llm, repacks = load_llama(file, repacks, flash_attn=flash, **options)
         llm.eval([7] * 100)
-        llms[flash], seconds[flash] = llm, median_seconds(functools.partial(llm.eval, [7]), 24)["seconds"]
+        seconds[flash] = median_seconds(functools.partial(llm.eval, [7]), 24)["seconds"]
+        llm.close()  # a large model does not fit twice
     flash = seconds[True] < seconds[False]
+    llm, _ = load_llama(file, repacks, flash_attn=flash, **options)
     buffers = f"{'with' if repacks else 'without'} its extra buffers"
     features = llama_features(llama_cpp)
-    return llms[flash], f"llama.cpp {buffers}, flash attention {'on' if flash else 'off'}, the faster one; {features}"
+    return llm, f"llama.cpp {buffers}, flash attention {'on' if flash else 'off'}, the faster one; {features}"
 
 
 def llama_features(api) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import bench_gpu, context, evaluation, gpu_step, peers, real
+from benchmarks import bench, bench_gpu, context, evaluation, gpu_step, memory, peers, real
 from benchmarks.record import row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
@@ -37,6 +37,7 @@ def test_bytes_of_a_step_by_hand():
         assert answer["bytes"] == size * (weights + 2 * (20 + 2) * 2 * 3 * 32)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_sleep_shows_in_its_phase_alone(monkeypatch, phase):
     """Ten tokens of prompt are one call of T = 10, each decode step one of T = 1. The consumer's time is nobody's."""
@@ -89,6 +90,19 @@ def test_the_price_of_identical_text_is_measured(monkeypatch):
     assert [r["id"] for r in rows] == [f"{name}.identical_price" for name in names]
 
 
+@pytest.mark.attack
+def test_the_8b_shape_at_a_tiny_one(monkeypatch):
+    shape = {**bench.config_json("llama-3.1-8b"), **TINY}
+    for module in (bench, memory):
+        monkeypatch.setattr(module, "config_json", lambda name: shape)
+    args = types.SimpleNamespace(rounds=1, steps=2, peers=False)
+    rows = {row["id"]: row["value"] for row in memory.measure_8b_load(args) + bench.measure_8b(args)}
+    assert {"8b.int8.of_read_bandwidth", "8b.int4-g32.of_read_bandwidth"} <= set(rows)
+    peaks = [rows[f"8b.load.{format}.peak_over_weights"] for format in ("int8", "int4-g32")]
+    assert rows["8b.load.peak_over_weights"] == max(peaks) > 0
+
+
+@pytest.mark.attack
 def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
     """The ids that others read are written, steps are compared with float32, and a wrong product is called wrong."""
     file = tmp_path / "h200.json"
@@ -297,6 +311,7 @@ def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):
         measured(tmp_path, monkeypatch, "start")
 
 
+@pytest.mark.attack
 def test_requests_from_a_pipe_are_answered_as_the_program_answers():
     """In a process of its own: the ids that `generate` decides, with stop ids or without, drafted too."""
     model, tokenizer = load_model(DEMO, dtype=torch.float32), load_tokenizer(DEMO)
@@ -324,6 +339,9 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
 
         def eval(self, ids):
             time.sleep(self.pause * len(ids))
+
+        def close(self):
+            del self.extra
 
         def reset(self):
             self.at = 0

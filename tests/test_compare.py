@@ -50,6 +50,7 @@ def alone(capsys, flags: str, file: str) -> list[list[int]]:
     return [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "a, b, num_pairs",
     [
@@ -70,6 +71,7 @@ def test_equal_configurations(monkeypatch, capsys, prompt_file, a, b, num_pairs)
     assert [side is not None for side in report["speculative"]] == ["--draft" in flags for flags in (a, b)]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "a, b",
     [

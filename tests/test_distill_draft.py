@@ -283,6 +283,7 @@ def test_prediction_grows_where_nothing_pays():
 # ------------------------------------------------------------------------------------------- stopping
 
 
+@pytest.mark.attack
 def test_a_flat_prediction_ends_the_run_with_the_best_weights(text, tmp_path, monkeypatch, fixed_costs):
     """Predictions 1.0, 1.2, 1.1, 1.2, 1.2: two evaluations after the second would not do for a patience of 3. The
     folder has the weights of step 2, with which a run of two steps at the same learning rates ends."""
@@ -296,6 +297,7 @@ def test_a_flat_prediction_ends_the_run_with_the_best_weights(text, tmp_path, mo
     assert weights_of(tmp_path / "draft") == weights_of(tmp_path / "short")
 
 
+@pytest.mark.attack
 def test_a_stopped_run_continues_to_the_same_bits_with_the_same_flags_alone(
     text, tmp_path, monkeypatch, run_main, fixed_costs
 ):
@@ -354,6 +356,7 @@ def small_target(tmp_path, story_tokenizer):
     return folder
 
 
+@pytest.mark.attack
 def test_documents_of_the_target_are_written_once(small_target, tmp_path, run_main, fixed_costs, monkeypatch):
     """Every document is what the target generates by itself from BOS with its own seed; a line that a kill cut off is
     written again, the same; other settings are refused. The draft keeps the padded vocabulary."""
@@ -379,6 +382,7 @@ def test_documents_of_the_target_are_written_once(small_target, tmp_path, run_ma
     assert status == 2 and "--temperature 0.9, now it is 1.0" in message and file.read_text() == content
 
 
+@pytest.mark.attack
 def test_the_target_continues_the_text(small_target, text, tmp_path, run_main, fixed_costs):
     """With both, the target's documents start as documents of the training text do, and both are learned."""
     text.write_text(text.read_text().replace("\n\n", "\n").replace(". ", ".\n\n"))  # stories all start alike

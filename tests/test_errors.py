@@ -124,7 +124,9 @@ def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, list[str]]
     return exit.value.code, out, [line for line in err.splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.parametrize("case", FOLDERS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.attack) if case == "4096 layers" else case for case in FOLDERS]
+)
 def test_a_broken_folder_is_one_line(text_folder, tmp_path, monkeypatch, capsys, case):
     break_it, names = FOLDERS[case]
     folder = shutil.copytree(text_folder, tmp_path / "model")

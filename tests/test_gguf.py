@@ -810,6 +810,7 @@ def test_saved_as_a_folder_it_is_the_same_model(model_file, tmp_path):
     assert quantization.stored_scheme(tmp_path / "again" / "config.json") == "q4_1"
 
 
+@pytest.mark.attack
 def test_other_programs_take_a_file(model_file, tmp_path):
     """Without the gguf package, whose types this file does not use."""
     (tmp_path / "text").write_text("the little cat and a big dog went to play in the park. " * 20)

@@ -87,6 +87,7 @@ def test_spelled_special_tokens_are_text_everywhere(kind, folders):
     assert names[0] in tokenizer.decode(tokenizer.chat(messages))
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unit", ["a", "日", "<s>\ne\u0301 "])
 def test_a_megabyte_is_one_quick_line(unit, kind, folders, tmp_path, monkeypatch, capsys):
@@ -98,6 +99,7 @@ def test_a_megabyte_is_one_quick_line(unit, kind, folders, tmp_path, monkeypatch
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512_000  # kilobytes
 
 
+@pytest.mark.attack
 def test_bytes_that_are_no_text_in_arguments(text_folder):
     """Python hands them over as lone surrogates; they, and JSON's, are read as question marks, and others still run."""
     command = [sys.executable, ROOT / "generate.py", "--checkpoint", text_folder, "--max_new_tokens", "2", "--json"]

@@ -38,6 +38,7 @@ def columns_of(a: str, b: str) -> list[Column]:
     return [Column(name, side) for name, side in zip("ab", compare.load_sides(*args, [Request("One day, Tom")]))]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "a, b",
     [("", DRAFT), ("--quantize int8 --draft ngram:2", "--draft quantized:int8"), ("--stop the", "--threads 1")],

@@ -753,6 +753,7 @@ def test_thoughts_are_dim(capsys, size):
         assert re.sub(r"\x1b\[\dm", "", output) == text
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_thoughts_and_the_report_are_dim_on_a_terminal(chat_folder, tmp_path, is_terminal):
     """An answer with tags in several pieces, and the line after it, with a draft. A file gets no codes."""

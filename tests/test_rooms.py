@@ -61,6 +61,7 @@ def story() -> str:
     return text
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_demo_runs_without(room, story, tmp_path):
     files, flags, file = ROOMS[room]
@@ -83,6 +84,7 @@ def test_the_demo_runs_without(room, story, tmp_path):
         assert f"{missing} is missing" in error
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4-g32"])
 def test_without_the_other_formats_quantize_fails_before_it_writes(scheme, tmp_path):
     """int8 and fp8 are saved in a format of other programs; int4 is not, and needs no room."""

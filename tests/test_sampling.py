@@ -206,6 +206,7 @@ def test_uniform_is_the_same_whatever_the_batch():
     assert batch[1] == alone[0] and batch[0] != alone[0] and batch[2] != alone[0]
 
 
+@pytest.mark.attack
 def test_top_p_keeps_the_same_tokens_in_whatever_order_sums_are_added(monkeypatch):
     """A GPU adds a histogram in the order in which its threads arrive. Here each call adds in another order, over
     30,000 tokens so alike that float32's rounding of their sum is a fraction of one of them."""

@@ -230,6 +230,7 @@ def test_a_memory_is_there_in_the_next_run(tmp_path, capsys):
     assert set(json.loads(file.read_text())["seeds"]) == {None, 7}
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "key, value, message",
     [

@@ -234,6 +234,7 @@ def test_llama_30_and_31_special_tokens(tiktoken_folder, tmp_path):
         assert load_tokenizer(folder).specials == new
 
 
+@pytest.mark.attack
 def test_a_megabyte_encodes_in_bounded_time(tiktoken_folder, sp_folder, json_folder):
     """Without a space, and of spaces alone: tiktoken's own regular expression overflows on those."""
     for folder in (tiktoken_folder[0], sp_folder, json_folder):
