@@ -39,6 +39,7 @@ from tp import Ranks, join, local_device
 from weights.walker import batch_invariant_rows
 
 COMPILED_PROMPTS = 8192  # with so many prompt tokens, compiling their pass pays on a CPU (benchmarks/NOTES.md)
+COMPILED_LENGTHS = 512  # an engine's positions are a multiple: prompts of many lengths load the same compiled step
 CHAT_LENGTH = 4096  # positions of a chat or a pipe without --max_seq_length
 MAX_ROWS, MAX_PIPED_ROWS = 32, 8  # decoded at a time, of a file and of a pipe, without --batch_size
 
@@ -148,11 +149,13 @@ def open_session(
         if max_rows > 1:
             print(f"{num_slots} rows are decoded at a time; --batch_size sets another number", file=sys.stderr)
     num_slots = num_slots or (args.batch_size if piped else min(args.batch_size, len(rows) or 1))
+    if is_compiled := compiles(args.compile, device):
+        length = min(limit, -(-length // COMPILED_LENGTHS) * COMPILED_LENGTHS)
     engine = Engine(
         model, num_slots, length,
-        compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
+        compile=is_compiled, drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args),
+        one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args), stored=True,
     )  # fmt: skip
     sampling = sampling_of(args)
     stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)
