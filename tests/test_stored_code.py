@@ -1,6 +1,7 @@
 """Compiled steps on disk: a later engine loads them and decides the same bits; whatever differs compiles anew."""
 
 import copy
+import sys
 import types
 
 import pytest
@@ -102,7 +103,7 @@ def key(*args, function=decode_step, options=None) -> str:
     return StoredFunction(function, None, options or {}).key(args)
 
 
-def test_a_key_names_all_that_code_depends_on(folder_of, monkeypatch):
+def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
     """Equal for objects made anew, other for anything that a trace could read."""
     model, caches, state = args = step_arguments(folder_of)
     usual = key(*args)
@@ -130,13 +131,27 @@ def test_a_key_names_all_that_code_depends_on(folder_of, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value, raising=False)
             keys.append(key(*args))
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    keys.append(key(*args))
+    with monkeypatch.context() as patch:
+        patch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+        keys.append(key(*args))
+    for text in ("SHIFT = 1", "SHIFT = 2"):  # a user's own module, whose functions a trace may call
+        (tmp_path / "own.py").write_text(text)
+        monkeypatch.setitem(sys.modules, "own", types.SimpleNamespace(__file__=str(tmp_path / "own.py")))
+        keys.append(key(*args))
+    monkeypatch.delitem(sys.modules, "own")
+    assert key(*args) == usual
     assert len(set(keys)) == len(keys)
 
 
-def test_objects_that_cannot_be_described():
-    for value in (iter([1]), object(), (n for n in [1]), types.SimpleNamespace(inner=memoryview(b"1"))):
+def test_objects_that_cannot_be_described(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # a notebook's
+    with pytest.raises(stored_code.Undescribed):
+        key()
+
+    class Slots(types.SimpleNamespace):
+        __slots__ = ("hidden",)
+
+    for value in (iter([1]), object(), Slots(), (n for n in [1]), types.SimpleNamespace(inner=memoryview(b"1"))):
         with pytest.raises(stored_code.Undescribed):
             list(describe([value], {}))
     recursive: list = [1]

@@ -15,6 +15,7 @@ import hashlib
 import io
 import os
 import sys
+import sysconfig
 import tempfile
 import types
 import weakref
@@ -24,24 +25,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PLAIN = (
-    type(None),
-    type(...),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    enum.Enum,
-)
-ROOT = str(Path(__file__).parent.parent) + os.sep
+TORCH_VALUES = (torch.dtype, torch.device, torch.layout)
+PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes, enum.Enum, *TORCH_VALUES)
 MAX_FILES = 200  # of some megabytes; the oldest are deleted
 MAX_OBJECTS = 200_000  # of one key: a description of more would take longer than a trace
-PROGRAMS = ("cli", "scripts", "benchmarks", "tests")  # folders whose code no compiled function calls
+PROJECT = ("model", "generate", "speculative", "quantize", "tp", "decoding", "drafts", "loading", "weights")  # modules
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "CXX", "OMP_NUM_THREADS")
 
 
@@ -52,7 +41,7 @@ class Undescribed(Exception):
 def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str]:
     """A description in pieces. `memo`: id -> (number, object) of those described before. A class names in `untraced`
     the attributes that compiled functions do not read. Undescribed for objects that are neither Python's data nor
-    functions nor tensors, and have no __dict__."""
+    functions nor tensors, and hold attributes outside of a __dict__."""
     if isinstance(value, PLAIN):
         yield f"{type(value).__name__} {value!r}"
         return
@@ -100,28 +89,28 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         yield getattr(value, "__name__", "")
     elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         yield str(value)
-    elif hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__") and not any(getattr(base, "__slots__", ()) for base in type(value).__mro__):
         yield from describe(type(value), memo)
         for name in sorted(vars(value).keys() - set(getattr(value, "untraced", ()))):
             yield name
             yield from describe(vars(value)[name], memo)
-        if isinstance(value, (int, str, tuple, list, dict)):
-            raise Undescribed(type(value).__qualname__)
     else:
         raise Undescribed(type(value).__qualname__)
     yield ")"
 
 
-def project_code() -> Iterator[str]:
-    """The code and the plain constants of the project's loaded modules as they are now, and their sources."""
+def loaded_code() -> Iterator[str]:
+    """The sources of all loaded modules that are no libraries, and the project's functions and plain constants as they
+    are now. Undescribed for a main program without a file: its code cannot be told from other code."""
     memo: dict[int, tuple[int, object]] = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        is_library = not file.startswith(ROOT) or "site-packages" in file or not file.endswith(".py")
-        if is_library or name == "__main__" or file.removeprefix(ROOT).split(os.sep)[0] in PROGRAMS:
+        file, is_project = getattr(module, "__file__", None), name.partition(".")[0] in PROJECT
+        if file is None and name == "__main__":
+            raise Undescribed("__main__")
+        if file is None or not os.path.isfile(file) or (file.startswith(LIBRARIES) and not is_project):
             continue
         yield name + hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        for attribute, value in sorted(vars(module).items()):
+        for attribute, value in sorted(vars(module).items()) if is_project else ():
             if isinstance(value, (type, types.FunctionType)) and value.__module__ != name:
                 continue  # of another module
             if isinstance(value, type):
@@ -199,7 +188,7 @@ class StoredFunction:
         """A digest of all that a variant depends on, but for its dynamic dimensions."""
         options = sorted((name, value) for name, value in self.options.items() if isinstance(value, PLAIN))
         digest = hashlib.sha256(f"{settings()} {options}".encode())
-        for piece in (*project_code(), *describe((self.function, args), {})):
+        for piece in (*loaded_code(), *describe((self.function, args), {})):
             digest.update(piece.encode(errors="backslashreplace") + b"\n")
         return digest.hexdigest()
 
