@@ -31,8 +31,9 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty folder of stored functions, and counts of what is compiled."""
+    """An empty folder of stored functions. The main program has a file, which a worker of pytest lacks."""
     monkeypatch.setattr(stored_code, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     return tmp_path
 
 

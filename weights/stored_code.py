@@ -104,10 +104,13 @@ def loaded_code() -> Iterator[str]:
     are now. Undescribed for a main program without a file: its code cannot be told from other code."""
     memo: dict[int, tuple[int, object]] = {}
     for name, module in sorted(sys.modules.items()):
-        file, is_project = getattr(module, "__file__", None), name.partition(".")[0] in PROJECT
+        package, _, _ = name.partition(".")
+        file, is_project = getattr(module, "__file__", None), package in PROJECT
         if file is None and name == "__main__":
             raise Undescribed("__main__")
-        if file is None or not os.path.isfile(file) or (file.startswith(LIBRARIES) and not is_project):
+        file = file or ""
+        is_library = package == "torch" or file.startswith(LIBRARIES)  # torch's generated code lies anywhere
+        if not file.endswith(".py") or not os.path.isfile(file) or (is_library and not is_project):
             continue
         yield name + hashlib.sha256(Path(file).read_bytes()).hexdigest()
         for attribute, value in sorted(vars(module).items()) if is_project else ():
