@@ -1,11 +1,13 @@
 """Compiled functions on disk: a later process loads them in place of tracing them again.
 
     StoredFunction      a function with its compiled variants: loaded, or compiled and stored
-    describe            all that a trace may depend on: shapes, settings, and the code of functions and classes
+    describe            the shapes, settings and functions that the arguments of a call hold
+    loaded_code         the code that a trace may read; settings  torch's version and settings, and the processor
+    load, store         one file of the cache folder
 
-Inductor's own cache holds kernels, but a process traces for seconds before it can read them. A stored variant counts if
-its key is the same, a digest of `describe` over the arguments, the project's code and torch's settings, and if its
-conditions on dynamic dimensions hold. Anything else is compiled as usual. This file knows no model and no step.
+Inductor's own cache holds kernels, but a process traces for seconds before it can read them. A stored variant is used
+if its key is the same, a digest of these descriptions, and if its conditions on dynamic dimensions hold. Anything else
+is compiled. This file knows no model and no step.
 """
 
 import collections
