@@ -320,7 +320,7 @@ class CustomDraft(Drafter):
 
 AUTO_K = Drafter.auto_k
 DECAY = 1 - 1 / 64  # of the running acceptance, per drafted position
-MIN_GAIN = 1.03  # expected of a round whose length the drafter knows: costs are measured to a few percent
+MIN_GAIN = 1.03  # expected of a round: costs are measured to a few percent, and plain steps have 1
 PROBE_ROUNDS = 4
 PROBE_AFTER = 64  # plain steps before drafting is tried again; doubles while it does not pay
 
@@ -352,8 +352,8 @@ class DraftLength:
         if None not in expected:
             tokens = {k: len(expected) + sum(sum(row[:k]) for row in expected) for k in (0, *self.costs.verify_s)}
             return max(tokens, key=lambda k: tokens[k] / self.costs.round(k) / (MIN_GAIN if k else 1))
-        k, _ = self.costs.best(self.overlap / self.weight, self.matched)
-        if k:
+        k, gain = self.costs.best(self.overlap / self.weight, self.matched)
+        if gain >= MIN_GAIN:
             self.plain, self.patience = 0, PROBE_AFTER
             return k
         if self.probing:

@@ -728,6 +728,8 @@ def test_draft_length_leaves_and_comes_back():
         length.observe(0.95)
     assert length.choose() == 5
     assert DraftLength(3).choose() == 3 == DraftLength(3, costs).choose()
+    # Costs are measured to a few percent: 1.7 tokens for 1.67 plain steps are not worth it, for 1.6 they are.
+    assert [DraftLength("auto", Costs(1.0, {1: 0.5}, {1: v})).choose() for v in (1.17, 1.1)] == [0, 1]
 
 
 def test_theory_against_simulation_and_sums():
