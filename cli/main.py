@@ -127,8 +127,8 @@ def open_session(
     num_rows = num_slots or (args.batch_size or 1 if piped else max(1, min(args.batch_size or 1, num_open)))
     length = limit if args.max_seq_length else min(limit, max_new or CHAT_LENGTH)
     if num_replicas == 1 or device.type == "cuda":  # replicas on one CPU load at different times
-        has_length = args.max_seq_length or not lines
-        check_memory(args, device, ranks, num_rows, length, max_new + 1 if has_length else math.inf)
+        has_length, num_positions = args.max_seq_length or not lines, engine_length(args, device, length, limit)
+        check_memory(args, device, ranks, num_rows, num_positions, max_new + 1 if has_length else math.inf)
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
@@ -141,7 +141,7 @@ def open_session(
     length = max((len(row.ids) + row.max_new_tokens for row in rows), default=min(limit, CHAT_LENGTH))
     num_prompt_tokens = sum(len(row.ids) for row in rows)
     num_prompt_tokens -= (len(rows) - 1) * common_prefix(*(row.ids for row in rows)) if rows else 0  # computed once
-    length = limit if args.max_seq_length else length
+    length = engine_length(args, device, limit if args.max_seq_length else length, limit)
     has_known_rows = num_slots is None and not piped
     if num_slots is None and args.batch_size is None:
         max_rows = MAX_PIPED_ROWS if piped else min(MAX_ROWS, math.ceil(len(rows) / num_replicas))
@@ -149,11 +149,9 @@ def open_session(
         if max_rows > 1:
             print(f"{num_slots} rows are decoded at a time; --batch_size sets another number", file=sys.stderr)
     num_slots = num_slots or (args.batch_size if piped else min(args.batch_size, len(rows) or 1))
-    if is_compiled := compiles(args.compile, device):
-        length = min(limit, -(-length // COMPILED_LENGTHS) * COMPILED_LENGTHS)
     engine = Engine(
         model, num_slots, length,
-        compile=is_compiled, drafter=drafter, speculate_k=speculate_k(args),
+        compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
         one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args), stored=True,
     )  # fmt: skip
@@ -177,6 +175,11 @@ def context_limit(args: argparse.Namespace, config: Config) -> int:
     if (args.logprobs or 0) > config.vocab_size:
         raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
     return limit
+
+
+def engine_length(args: argparse.Namespace, device: torch.device, length: int, limit: int) -> int:
+    """Positions of a row of an engine for requests of `length`."""
+    return min(limit, -(-length // COMPILED_LENGTHS) * COMPILED_LENGTHS) if compiles(args.compile, device) else length
 
 
 def default_batch_size(
