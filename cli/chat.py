@@ -159,6 +159,8 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     if session.tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)
     print(f"context of {conversation.limit} positions; /help lists the commands, /exit ends the chat", file=sys.stderr)
+    if session.engine.device.type == "cpu" and not session.engine.compile:
+        print("--compile makes answers faster; its first start takes longer", file=sys.stderr)
     with line_history():
         for turn_number in itertools.count():
             text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)

@@ -1,5 +1,6 @@
 """What measures: bytes by hand, time in the phase where it was spent, results that merge and that the READMEs show."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import bench, bench_gpu, context, evaluation, gpu_step, memory, peers, real
+from benchmarks import background, bench, bench_gpu, context, evaluation, gpu_step, memory, peers, real
 from benchmarks.record import row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
@@ -298,6 +299,17 @@ def test_both_sides_of_the_harness_answer_alike(monkeypatch, capsys):
         note = rows[f"demo.eval.{task}.vs_transformers"]["note"]
         scores = re.search(r"scores: quickdraft (\S+), transformers (\S+), drafted ([^\s;]+)", note).groups()
         assert len(set(scores)) == 1 and note.endswith(ending), note
+
+
+@pytest.mark.compiled
+def test_a_thread_that_compiles_beside_decoding(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    result = background.measure(argparse.Namespace(checkpoint=ROOT / "checkpoints" / "demo", texts=2))
+    assert result["equal_texts"] in ("0 of 2", "1 of 2", "2 of 2")
+    assert result["seconds"] > 0 and result["beside"]["longest_ms"] >= result["beside"]["median_ms"] > 0
+    assert background.summary([0.01, 0.02, 0.06]) == {
+        "tok_s": 33.3, "median_ms": 20.0, "longest_ms": 60, "over_50_ms": 1,
+    }  # fmt: skip
 
 
 def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):
