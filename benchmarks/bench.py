@@ -275,7 +275,12 @@ def measure_drafts(args) -> list[dict]:
     note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, ngram:3, K = 5"
     rows += measure_pair("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
     note = "1.1B random bf16 weights whose output never repeats, ngram:3: nothing matches"
-    return rows + measure_pair("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
+    rows += measure_pair("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
+    auto = {"draft": "suffix", "k": "auto", "compile": True}
+    note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, suffix, K = auto, compiled"
+    rows += measure_pair("spec.suffix.copy", [list(range(100))] * args.rounds, 200, note, pair="cycle", **auto)
+    note = "1.1B random bf16 weights whose output never repeats, suffix, K = auto, compiled: nothing matches"
+    return rows + measure_pair("spec.suffix.nothing", [[1000]] * args.rounds, 48, note, pair="count", **auto)
 
 
 def measure_pair(id: str, prompts, new: int, note: str, **pair) -> list[dict]:

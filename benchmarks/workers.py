@@ -27,6 +27,7 @@ from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
 from decoding.timing import Timing
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model, random_model
 from loading.config import config_from_hf
@@ -107,21 +108,23 @@ class Pair:
     """A target with a drafter: plain decoding and speculation in turn, on one engine. `pair`:
 
     "counting"   1.1B and 0.1B, both in the scheme `quantize`; a drafted token is accepted with probability alpha
-    "count"      1.1B whose output never repeats, with prompt lookup
-    "cycle"      1.1B that repeats its prompt of 100 tokens, with prompt lookup
+    "count"      1.1B whose output never repeats, with `draft`: "ngram", or "suffix" without earlier answers
+    "cycle"      1.1B that repeats its prompt of 100 tokens, likewise
     "demo"       the target and draft in checkpoints/
     """
 
     def __init__(
         self, pair: str, temperature: float = 0.0, k: int | str = K, alpha: float = 0.8, compile: bool = False,
-        quantize: str | None = None,
+        quantize: str | None = None, draft: str = "ngram",
     ):  # fmt: skip
         self.sampling, self.k, self.tokenizer = Sampling(temperature), k, None
         if pair in ("counting", "count", "cycle"):
             period = 100 if pair == "cycle" else None
             self.model = pack_model(counting_model(TINYLLAMA, 0.0, period, quantize=quantize))
-            draft = pack_model(counting_model(SMALL, 1 - alpha, quantize=quantize)) if pair == "counting" else None
-            drafter = NgramDraft() if draft is None else ModelDraft(draft)
+            if pair == "counting":
+                drafter = ModelDraft(pack_model(counting_model(SMALL, 1 - alpha, quantize=quantize)))
+            else:  # plain decoding of the same prompt comes first, and a pool would know its answer
+                drafter = NgramDraft() if draft == "ngram" else SuffixDraft(pool_tokens=0)
         else:
             folder = ROOT / "checkpoints"
             self.model, self.tokenizer = pack_model(load_model(folder / "demo")), load_tokenizer(folder / "demo")
