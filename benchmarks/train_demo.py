@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks.shapes import config_json
 from cli.errors import ending_plainly
 from cli.flags import Parser
-from loading.checkpoint import save_model
+from loading.checkpoint import load_model, save_model
 from loading.config import config_from_hf
 from loading.files import write_atomically
 from model import Transformer
@@ -115,9 +115,12 @@ def heldout_rows(text: str, tokenizer, context: int) -> Tensor:
 
 
 def train(windows: Windows, heldout: Tensor, args: argparse.Namespace) -> Transformer:
-    """The target, trained from the start or from the state in --work, in eval mode."""
-    model = Transformer(config_from_hf(TARGET))
-    init_weights(model, args.seed)
+    """The target, trained from the start, from the folder --start or from the state in --work, in eval mode."""
+    if args.start:
+        model = load_model(args.start, dtype=torch.float32).requires_grad_()
+    else:
+        model = Transformer(config_from_hf(TARGET))
+        init_weights(model, args.seed)
     model.to(args.device)
     add_dropout(model, args.dropout)
     optimizer, state_file, first = adamw(model), args.work / "demo.pt", 0
@@ -164,6 +167,7 @@ def parse_args() -> argparse.Namespace:
     add("--heldout", type=Path, required=True, help="other stories, for the figures")
     add("--output", type=Path, default=Path("checkpoints"), help="folder for demo/; default: %(default)s")
     add("--work", type=Path, default=Path("build/train_demo"), help="training state, to resume from")
+    add("--start", type=Path, help="a demo folder to go on from, with its tokenizer; default: random weights")
     add("--steps", type=int, default=4500)
     add("--batch", type=int, default=8, help="rows of --context tokens in a step; default: %(default)s")
     add("--context", type=int, default=512)
@@ -180,7 +184,7 @@ def parse_args() -> argparse.Namespace:
 def run(args: argparse.Namespace) -> dict:
     """Train and write the folder; returns its figures."""
     args.work.mkdir(parents=True, exist_ok=True)
-    tokenizer_file = args.work / "tokenizer.model"
+    tokenizer_file = (args.start or args.work) / "tokenizer.model"
     if not tokenizer_file.exists():
         train_tokenizer(args.text, args.work)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file))
