@@ -185,7 +185,7 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
         for key in keys:
             if section.get(key):
                 raise section.refused(key, "is not supported; the layout of github.com/z-lab/dflash is")
-    config = config_from_hf(hf)
+    config = config_from_hf({key: value for key, value in hf.items() if key != "is_causal"})
     for section, key in ((hf, "is_causal"), (options, "causal")):
         if section.flag(key) or (any(config.windows) and section.get(key) is False):
             raise section.refused(key, "is not supported: layers with a window are causal, other layers are not")

@@ -23,6 +23,8 @@ PLAIN = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
     "use_qalora": (False,), "layer_replication": (), "trainable_token_indices": (), "target_parameters": (),
     "alora_invocation_tokens": (),
+    # The others, such as "pissa" and "olora", also change the weights that the adapter is added to.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ NEUTRAL = {
         ((0, 1), "num_local_experts"),
         ((1,), "embedding_multiplier embedding_scale logit_scale logits_scaling partial_rotary_factor"),
         ((1,), "moe_layer_freq n_group residual_multiplier rotary_pct routed_scaling_factor scale_emb topk_group"),
+        ((True,), "is_causal"),
         (("softmax",), "moe_router_activation_func scoring_func"),
         (([],), "cross_attention_layers"),
         (({},), "pruned_heads quantization_config"),
@@ -117,7 +118,7 @@ def config_from_hf(hf: dict) -> Config:
         head_dim=head_dim,
         ffn_dim=hf.size("intermediate_size"),
         vocab_size=hf.size("vocab_size"),
-        max_seq_length=hf.size("max_position_embeddings"),
+        max_seq_length=context_length(hf, fields),
         norm_eps=hf.number("rms_norm_eps"),
         tie_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=has_bias(family.qkv_bias),
@@ -129,6 +130,15 @@ def config_from_hf(hf: dict) -> Config:
         family=hf["model_type"],
         **(fields | family.fields | family.computed_fields(hf, head_dim)),
     )
+
+
+def context_length(hf: Section, fields: dict) -> int:
+    """Positions that the model is good for. YaRN's original context times its factor, where a user has added YaRN to a
+    file and left the rest of it, as Qwen's model cards advise."""
+    length = hf.size("max_position_embeddings")
+    if fields["rope_type"] != "yarn" or fields["rope_original_length"] > length:
+        return length
+    return max(length, round(fields["rope_original_length"] * fields["rope_factor"]))
 
 
 def text_part(hf: dict) -> dict:
@@ -256,7 +266,9 @@ def rope_fields(hf: Section, family: Family, head_dim: int) -> dict:
         fields["rope_beta_fast"] = rope.number("beta_fast", 32.0)
         fields["rope_beta_slow"] = rope.number("beta_slow", 1.0)
         fields["rope_truncate"] = "truncate" not in rope or rope.flag("truncate")  # transformers takes null for false
-        fields["rope_original_length"] = rope.size("original_max_position_embeddings", hf["max_position_embeddings"])
+        fields["rope_original_length"] = rope.size(
+            "original_max_position_embeddings", hf.size("max_position_embeddings")
+        )
         fields["rope_attention_factor"] = yarn_attention_factor(rope, fields["rope_factor"])
         if "llama_4_scaling_beta" in family.computed and rope.get("llama_4_scaling_beta") not in (None, 0):
             fields["query_scale"] = rope.number("llama_4_scaling_beta")

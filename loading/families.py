@@ -175,7 +175,8 @@ FAMILIES = {
     ),
     "olmo2": Family(supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER),
     "olmo3": Family(
-        {"sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_MLP_BIAS,
+        {"sliding_window": 4096, "sliding_window_pattern": 4},
+        supported={**NO_MLP_BIAS, "sliding_window_pattern": (4,)},  # transformers reads no other from the file
         fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope=1,
         names=NORMS_AFTER,
     ),

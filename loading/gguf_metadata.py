@@ -107,10 +107,9 @@ def expert_keys(get: Callable, family: Family) -> dict:
 
 def rope_scaling(get: Callable, tensors: dict[str, Blocks], head_dim: int) -> dict | None:
     """transformers' object. ValueError for a scaling that it does not have."""
-    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
-    linear_factor = get("rope.scale_linear")  # the key of files from 2023
-    if kind == "none" and linear_factor not in (None, 0, 1):
-        kind, factor = "linear", linear_factor
+    factor = get("rope.scaling.factor", get("rope.scale_linear"))  # the second is the key of files from 2023
+    kind = get("rope.scaling.type", "linear")  # llama.cpp's default
+    kind = "none" if kind == "linear" and factor in (None, 0, 1) else kind
     if kind not in ("none", "linear", "yarn") or (kind != "none" and "rope_freqs.weight" in tensors):
         raise ValueError(f"rope.scaling.type = {kind!r:.60} is not supported; supported: none, linear, yarn")
     if "rope_freqs.weight" in tensors:

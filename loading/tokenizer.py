@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loading.chat_templates import ChatTemplate, one_line
-from loading.vocabularies import APART, MAX_ID, file_exists, is_gguf, plain_file, read_json, token_fields
+from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, file_exists, is_gguf, plain_file, read_json, token_fields
 from weights.rooms import room
 
 gguf_folder = room("loading.gguf_metadata")
@@ -29,7 +29,6 @@ FILES = (
     "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
     "additional_chat_templates/*.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # keys of the settings
 SPACES = re.compile(r"\s*")
 MAX_TEMPLATE_CHARS = 2**18  # real templates stay far below
 

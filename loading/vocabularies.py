@@ -63,6 +63,7 @@ PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 # Real folders stay far below these.
 MAX_VOCAB_BYTES, MAX_JSON_BYTES = 2**26, 2**24  # bytes of a vocabulary, of other JSON
 MAX_ID = 2**24
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # keys of the settings
 GGUF_MAGIC = b"GGUF"
 LFS_POINTER = b"version https://git-lfs."  # the beginning of a file that git cloned without Git LFS
 MAX_GROWTH = 64  # factor by which a normalizer may lengthen a text
@@ -88,11 +89,19 @@ def token_fields(folder: Path, settings: dict) -> dict:
     get_ids, added = fields.pop("get_ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
     if file_exists(fast):
         fast_json = read_json(fast, MAX_VOCAB_BYTES)
+        if settings.get("add_bos_token") is None:  # transformers writes its policy to tokenizer.json alone
+            fields["add_bos"] = leads_with_special(fast_json.get("post_processor"))
         if not ids_by_name(fast_json).items() <= get_ids().items():
             return read_tokenizers(fast, settings)
         added += fast_json["added_tokens"]
     keys = ("lstrip", "rstrip", "single_word")
     return fields | {"spacing": {token["content"]: tuple(bool(token.get(key)) for key in keys) for token in added}}
+
+
+def leads_with_special(post_processor: dict | None) -> bool:
+    """Does a tokenizer.json's post-processor put a special token in front of a text?"""
+    processors = (post_processor or {}).get("processors") or [post_processor or {}]
+    return any("SpecialToken" in (processor.get("single") or [{}])[0] for processor in processors)
 
 
 def ids_by_name(fast_json: dict) -> dict[str, int]:
@@ -219,16 +228,17 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
         is_fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
         return model.encode(mark + text)[mark_length - is_fused :]
 
+    puts_space = settings.get("add_prefix_space") is not False
     return {
         "get_ids": lambda: ids,
-        "to_ids": model.encode,
+        "to_ids": model.encode if puts_space else after_special,
         "to_ids_after_special": after_special,
         "to_bytes": lambda id: texts.get(id, b""),
         "vocab_size": max(texts) + 1,
         "bos_id": id_by_key.get("bos_token"),
         "add_bos": bool(settings.get("add_bos_token", True)),
         "stop_ids": stop_ids(ids, id_by_key.get("eos_token")),
-        "strip_first_space": "".join(model.encode("a", out_type=str)).startswith("▁"),  # not Yi
+        "strip_first_space": puts_space and "".join(model.encode("a", out_type=str)).startswith("▁"),  # not Yi
         "specials": specials,
         "literals": literals,
         "names": names,
@@ -334,6 +344,7 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         if max_growth(tokenizer_json.get("normalizer")) > MAX_GROWTH:
             raise ValueError(f"its normalizer can make a text more than {MAX_GROWTH} times longer")
         model = tokenizers.Tokenizer.from_str(text)
+    add_configured_tokens(model, file, settings)
     tokens = {id: token for token, id in model.get_vocab().items()}
     vocab_size = max(tokens, default=-1) + 1
     if vocab_size > MAX_ID:
@@ -391,6 +402,22 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         "literals": {token.content: id for id, token in added.items() if not token.special},
         "apart": apart,
     }
+
+
+def add_configured_tokens(model, file: Path, settings: dict) -> None:
+    """Add to a tokenizers.Tokenizer the tokens that only the settings have, and make those that the settings name
+    special, as transformers does. ValueError for an id that the library does not give."""
+    from tokenizers import AddedToken
+
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    for id, token in sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        if model.token_to_id(name := token["content"]) is None:
+            model.add_tokens([AddedToken(name, **{key: bool(token[key]) for key in flags if key in token})])
+            if model.token_to_id(name) != int(id):
+                message = f"gets the id {model.token_to_id(name)}; correct added_tokens_decoder, or {file.name}"
+                raise ValueError(f"{file}: token {id} = {name!r:.99} of tokenizer_config.json {message}")
+    names = (settings.get(key) for key in NAMED_TOKENS)
+    model.add_special_tokens([name for name in names if name and model.token_to_id(name) is not None])
 
 
 def max_growth(normalizer: object) -> int:

@@ -118,12 +118,16 @@ def test_other_adapters_are_refused_by_name(base, tmp_path):
     for number, (key, value) in enumerate({
         "use_dora": True, "peft_type": "IA3", "bias": "all", "fan_in_fan_out": True, "lora_alpha": "8",
         "layer_replication": [[0, 2]], "trainable_token_indices": [1, 2], "target_parameters": ["experts"],
+        "init_lora_weights": "olora",
     }.items()):  # fmt: skip
         with pytest.raises(ValueError, match=rf"/{number}/adapter_config.json: {key} "):
             load_model(base, adapter=changed(folder, tmp_path / str(number), **{key: value}))
     dora, _ = adapter(base, tmp_path / "dora", r=4, target_modules=["q_proj"], use_dora=True)
     with pytest.raises(ValueError, match="use_dora"):
         load_model(base, adapter=dora)
+    pissa, _ = adapter(base, tmp_path / "pissa", r=4, target_modules=["q_proj"], init_lora_weights="pissa")
+    with pytest.raises(ValueError, match="init_lora_weights = 'pissa'"):  # PEFT also changes q_proj itself
+        load_model(base, adapter=pissa)
     with pytest.raises(ValueError, match="use the model that it was trained on"):
         load_model(ROOT / "checkpoints" / "demo-draft", adapter=adapter(base, tmp_path / "far", r=2,
                                                                          target_modules=["q_proj"])[0])  # fmt: skip

@@ -208,6 +208,29 @@ def test_yarns_frequencies_are_transformers(changes):
     assert torch.allclose(rope_frequencies(config_from_hf(hf)), want, rtol=1e-5)
 
 
+def test_yarn_that_a_user_adds_lengthens_the_context():
+    """The recipe of Qwen's model cards leaves max_position_embeddings. Published YaRN has it already."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    for length, expected in ((64, 256), (80, 256), (256, 256), (512, 512), (32, 32)):
+        hf = {**LLAMA, "max_position_embeddings": length, "rope_parameters": rope}
+        assert config_from_hf(hf).max_seq_length == expected
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    assert config_from_hf({**LLAMA, "max_position_embeddings": 64, "rope_parameters": linear}).max_seq_length == 64
+    for incomplete in (rope, {"rope_type": "yarn", "factor": 4.0}):
+        with pytest.raises(ValueError, match="max_position_embeddings is missing"):
+            config_from_hf({**LLAMA, "max_position_embeddings": None, "rope_parameters": incomplete})
+
+
+def test_olmo_3_slides_but_in_every_fourth_layer_whatever_the_file_says():
+    from transformers import AutoConfig
+
+    hf = {**LLAMA, "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": None}
+    assert AutoConfig.for_model(**hf, sliding_window_pattern=2).layer_types[1] == "sliding_attention"
+    assert config_from_hf({**hf, "sliding_window_pattern": 4}).windows == (9, 9, 9, None)
+    with pytest.raises(ValueError, match="sliding_window_pattern = 2"):
+        config_from_hf({**hf, "sliding_window_pattern": 2})
+
+
 @pytest.mark.parametrize(
     "rope", [{}, {"rope_parameters": None}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}]
 )

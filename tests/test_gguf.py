@@ -732,6 +732,22 @@ def test_keys_that_change_the_arithmetic_are_refused(key, value, message, tmp_pa
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("kind, rope_type", [(None, "linear"), ("linear", "linear"), ("none", "default")])
+def test_a_factor_without_a_type_is_linear(kind, rope_type, tmp_path):
+    """As in llama.cpp (src/llama-model.cpp), whose default of rope.scaling.type is linear."""
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+
+        def keys(writer, key=key):
+            writer.add_float32(f"llama.{key}", 4.0)
+            if kind is not None:
+                writer.add_string("llama.rope.scaling.type", kind)
+
+        config = load_config(write(tmp_path / f"{key}.gguf", "llama-2", keys=keys))
+        assert (config.rope_type, config.rope_factor) == (rope_type, 4.0 if rope_type == "linear" else 1.0)
+    plain = write(tmp_path / "plain.gguf", "llama-2", keys=lambda w: w.add_string("llama.rope.scaling.type", "linear"))
+    assert load_config(plain).rope_type == "default"
+
+
 def test_what_is_no_gguf_file(tmp_path):
     file = tmp_path / "m.gguf"
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 14500438\n")

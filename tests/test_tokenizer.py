@@ -816,3 +816,79 @@ def test_a_link_to_nowhere_is_named(name, json_folder, tmp_path):
     (folder / name).symlink_to("../blobs/gone")
     with pytest.raises(ValueError, match=re.escape(f"{name}: a link to ../blobs/gone, which does not exist")):
         load_tokenizer(folder)
+
+
+def test_a_message_cannot_spell_a_token_that_the_settings_alone_call_special(json_folder, tmp_path):
+    """tokenizer.json has <|EOT|> as an added token that is not special, tokenizer_config.json as eos_token."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(json_folder, tmp_path / "named")
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
+    token = {"id": 400, "content": "<|EOT|>", "special": False, "normalized": False, "lstrip": False, "rstrip": False}
+    tokenizer_json["added_tokens"].append({**token, "single_word": False})
+    size = len(tokenizer_json["model"]["vocab"])
+    tokenizer_json["added_tokens"][-1]["id"] = size
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "eos_token": "<|EOT|>", "chat_template": template})
+    )
+    tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.chat([{"role": "user", "content": "cat<|EOT|>dog"}])
+    assert ids.count(size) == 1 and ids[-1] == size and size in tokenizer.stop_ids
+    cat = tokenizer.encode("cat", bos=False)
+    assert tokenizer.decode([*cat, size]) == own.decode([*cat, size], skip_special_tokens=True) == "cat"
+
+
+def test_tokens_of_the_settings_are_added_to_a_tokenizer_json(json_folder, tmp_path):
+    """added_tokens_decoder may hold tokens that tokenizer.json lacks; transformers adds them in the order of ids."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(json_folder, tmp_path / "more")
+    size = load_tokenizer(folder).vocab_size
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    new = {str(size): {"content": "<new>", "special": False, **flags},
+           str(size + 1): {"content": "<gone>", "special": True, **flags}}  # fmt: skip
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": new}))
+    (folder / "config.json").unlink()
+    tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("cat<new>dog", "<new>"):
+        assert tokenizer.encode(text) == own.encode(text) and size in tokenizer.encode(text)
+    assert tokenizer.decode([size, size + 1]) == own.decode([size, size + 1], skip_special_tokens=True) == "<new>"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "added_tokens_decoder": {str(size + 5): new[str(size)]}})
+    )
+    with pytest.raises(ValueError, match=f"token {size + 5} = '<new>' of tokenizer_config.json gets the id {size}"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_the_bos_policy_survives_transformers_save(add_bos, sp_folder, tmp_path):
+    """transformers writes it to tokenizer.json alone, beside the old tokenizer.model."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(sp_folder, tmp_path / "sp")
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": add_bos}))
+    first = AutoTokenizer.from_pretrained(folder)("the cat").input_ids
+    assert load_tokenizer(folder).encode("the cat") == first
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    assert "add_bos_token" not in json.loads((folder / "tokenizer_config.json").read_text())
+    assert (
+        load_tokenizer(folder).encode("the cat") == AutoTokenizer.from_pretrained(folder)("the cat").input_ids == first
+    )
+
+
+def test_no_space_is_put_in_front_where_the_settings_say_so(sp_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(sp_folder, tmp_path / "sp")
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings |= {"add_bos_token": False, "add_prefix_space": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("the cat", " the cat", "cat the"):
+        assert tokenizer.encode(text) == own(text).input_ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
