@@ -7,6 +7,7 @@ read_message    a message of one or more lines; line_history: line editing, with
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -126,25 +127,26 @@ class Conversation:
         except OSError as error:
             print_error(f"/save FILE: {error}")
 
-    def encode(self, text: str) -> list[int]:
-        conversation = [*self.messages, {"role": "user", "content": text}]
+    def encode(self, messages: list[dict], text: str) -> list[int]:
+        conversation = [*messages, {"role": "user", "content": text}]
         return self.ranks.broadcast_object(conversation_ids(self.tokenizer, conversation, **template_kwargs(self.args)))
 
     def prompt(self, text: str) -> list[int] | None:
-        """Ids of the conversation with this message. Drops the oldest turns until an answer fits. None if it does not
-        fit behind this message alone."""
-        requested, prompt = self.args.max_new_tokens, self.encode(text)
-        room = requested or min(DEFAULT_NEW_TOKENS, self.limit // 4)
-        while len(prompt) + room > self.limit and len(self.messages) > len(self.opening):
-            del self.messages[len(self.opening) : len(self.opening) + 2]  # a message and its answer
-            prompt = self.encode(text)
-            if not self.has_dropped:
-                print(f"the context of {self.limit} positions is full: the oldest turns leave it", file=sys.stderr)
-            self.has_dropped = True
+        """Ids of the conversation with this message. Drops the oldest turns until an answer fits. None, and no turn is
+        dropped, if it does not fit behind this message alone."""
+        requested, messages = self.args.max_new_tokens, [*self.messages]
+        prompt, room = self.encode(messages, text), requested or min(DEFAULT_NEW_TOKENS, self.limit // 4)
+        while len(prompt) + room > self.limit and len(messages) > len(self.opening):
+            del messages[len(self.opening) : len(self.opening) + 2]  # a message and its answer
+            prompt = self.encode(messages, text)
         if len(prompt) + (requested or 1) > self.limit:
             needed = f"{len(prompt)} tokens and {requested or 1} new ones do not fit in {self.limit} positions"
             print(f"this message is too long: {needed}; --max_seq_length sets another number", file=sys.stderr)
             return None
+        if len(messages) < len(self.messages) and not self.has_dropped:
+            print(f"the context of {self.limit} positions is full: the oldest turns leave it", file=sys.stderr)
+            self.has_dropped = True
+        self.messages = messages
         return prompt
 
     def add(self, text: str, answer: str) -> None:
@@ -154,7 +156,13 @@ class Conversation:
 
 def chat(session: Session, args: argparse.Namespace) -> None:
     """Answer turn after turn until stdin ends. Ctrl-C ends an answer, not the program. A turn reuses cached positions
-    up to the first id that differs: a template may rewrite earlier turns."""
+    up to the first id that differs: a template may rewrite earlier turns. ValueError for a --max_new_tokens that leaves
+    no room for a message."""
+    if (args.max_new_tokens or 0) >= session.engine.max_seq_length:
+        limit = session.engine.max_seq_length
+        raise ValueError(f"--max_new_tokens {args.max_new_tokens} must be less than the context's {limit} positions")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 ends no chat
     conversation, ranks = Conversation(session, args), session.engine.ranks
     if session.tokenizer.template is None:
         print("this folder has no chat template: chatting as plain text", file=sys.stderr)

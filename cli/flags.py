@@ -181,6 +181,7 @@ def check_options(args: argparse.Namespace) -> None:
     chats = args.interactive or args.prompt_file
     world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
     tp = args.tp or world
+    written = [(name, getattr(args, name)) for name in ("profile", "prompt_cache", "draft_memory", "report")]
     for wrong, message in (
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
         (args.max_new_tokens is not None and args.max_new_tokens < 1,
@@ -209,12 +210,10 @@ def check_options(args: argparse.Namespace) -> None:
          f"--tp {tp}: {world} ranks are {world // tp} replicas, which share the lines of a --prompt_file: give one"),
         (args.report and (args.interactive or tp < world),
          "--report is for the answers of one replica: not with --interactive or --tp"),
-        (args.report and Path(args.report).is_dir(), f"--report {args.report} is a folder: name a file in it"),
         (args.prompt_cache and launched(), "--prompt_cache is one process's: start it without torchrun"),
         *((file and not os.access(Path(file).resolve().parent, os.W_OK),
-           f"--{name} {file}: its folder does not exist or cannot be written to")
-          for name, file in (("profile", args.profile), ("prompt_cache", args.prompt_cache),
-                             ("draft_memory", args.draft_memory), ("report", args.report))),
+           f"--{name} {file}: its folder does not exist or cannot be written to") for name, file in written),
+        *((file and Path(file).is_dir(), f"--{name} {file} is a folder: name a file in it") for name, file in written),
     ):  # fmt: skip
         if wrong:
             raise ValueError(message)
@@ -227,6 +226,6 @@ def check_options(args: argparse.Namespace) -> None:
 def speculate_k(args: argparse.Namespace) -> int | str:
     """--speculate_k: a number of tokens, or auto."""
     text = str(DEFAULT_K) if args.speculate_k is None else args.speculate_k
-    if text != "auto" and not text.isdigit():
+    if text != "auto" and not text.isdecimal():
         raise ValueError(f"--speculate_k {text} must be a number of tokens from 0 on, or auto")
     return text if text == "auto" else int(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cli.chat import chat
+from cli.chat import chat, has_colours
 from cli.draft_memory import draft_memory
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
@@ -162,7 +162,7 @@ def open_session(
         warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
             costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2)
-    coloured = args.show_drafts and not args.json and sys.stdout.isatty()
+    coloured = args.show_drafts and not args.json and has_colours(sys.stdout)
     return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
 
 

@@ -9,8 +9,8 @@ This file decodes nothing and knows no prompt format.
 """
 
 import argparse
+import contextlib
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -41,11 +41,14 @@ class Result(NamedTuple):
 
 
 class ResultFile:
-    """The file of --output. ValueError for a line that is no result. A last line without an end, as a crash leaves it,
-    is cut off."""
+    """The file of --output. ValueError for a line that is no result. The beginning of a result at the end, as a crash
+    leaves it, is cut off before the first new result."""
+
+    BEGINNINGS = tuple(f'{{"{key}": '.encode() for key in ("id", "line", "seed"))
 
     def __init__(self, name: str):
         self.answered: dict[str, tuple] = {}  # row_key -> (ids of the prompt, seed)
+        self.complete_size: int | None = None  # bytes before a last line that is cut off
         try:
             if Path(name).is_file():
                 self.read(name)
@@ -62,11 +65,17 @@ class ResultFile:
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 raise ValueError(f"--output {name}: line {number} is no result of --json; name another file") from None
         if rest:
-            if not rest.startswith(b"{"):
+            is_result = any(rest.startswith(beginning) or beginning.startswith(rest) for beginning in self.BEGINNINGS)
+            with contextlib.suppress(ValueError, RecursionError):
+                is_result = "prompt_tokens" in json.loads(rest)  # complete but for its end
+            if not is_result:
                 raise ValueError(f"--output {name}: its last line is no result of --json; name another file")
-            os.truncate(name, sum(len(line) + 1 for line in lines))
+            self.complete_size = sum(len(line) + 1 for line in lines)
 
     def write(self, line: str) -> None:
+        if self.complete_size is not None:
+            self.file.truncate(self.complete_size)
+            self.complete_size = None
         print(line, file=self.file, flush=True)
 
 

@@ -4,6 +4,7 @@ This file knows text and tokenizers, and nothing of models.
 """
 
 import argparse
+import codecs
 import dataclasses
 import json
 import sys
@@ -63,10 +64,12 @@ def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
         return [Request(args.prompt, line=1)], []
     name = "stdin" if args.prompt_file == "-" else args.prompt_file
     try:
-        text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+    except OSError as error:
         raise ValueError(f"{name}: {error}") from None
-    items = list(parsed_lines(text.split("\n"), name, args))
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{name}: UTF-16 text; convert it to UTF-8")
+    items = list(parsed_lines(data.split(b"\n"), name, args))
     return [item for item in items if isinstance(item, Request)], [item for item in items if isinstance(item, str)]
 
 
@@ -88,13 +91,25 @@ def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.
             jsonl = line.lstrip().startswith("{") if jsonl is None else jsonl
             request = jsonl_request(line, location, args) if jsonl else Request(line, location=location)
         except ValueError as error:
-            yield f"{location}: {error}"
+            yield f"{with_id(location, id_of(line)) if jsonl else location}: {error}"
             continue
         id = None if request.id is None else json.dumps(request.id)
         yield request._replace(line=number if id is None or id in ids else None)
         ids.add(id)
     if jsonl is None:
         raise ValueError(f"{name}: holds no prompt")
+
+
+def id_of(line: str | bytes) -> object:
+    """The id of a JSONL line that may be broken; None without one."""
+    try:
+        return json.loads(line).get("id")
+    except (ValueError, RecursionError, AttributeError):
+        return None
+
+
+def with_id(location: str, id: object) -> str:
+    return location if id is None else f"{location}, id {id!s:.99}"
 
 
 def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request:
@@ -131,8 +146,8 @@ def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request
     if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
     return Request(
-        text, messages, id, location if id is None else f"{location}, id {id!s:.99}", new, seed, sampling=sampling,
-        stop=stop, template_kwargs=template_settings(fields, args) if fields.keys() & {*TEMPLATE_KEYS} else None,
+        text, messages, id, with_id(location, id), new, seed, sampling=sampling, stop=stop,
+        template_kwargs=template_settings(fields, args) if fields.keys() & {*TEMPLATE_KEYS} else None,
     )  # fmt: skip
 
 
@@ -214,8 +229,10 @@ def encoded(
         seed = args.seed if request.seed is None else request.seed
         try:
             ids = request.encode(tokenizer, template_kwargs(args))
-            overrides = {"sampling": request.sampling or sampling_of(args), "stop": request.stop or args.stop}
-            row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit), **overrides)
+            row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit))
+            row = row._replace(
+                sampling=row.sampling or sampling_of(args), stop=args.stop if row.stop is None else row.stop
+            )
             check([ids], [row.max_new_tokens])
             row = row._replace(line=row.line if args.output else None)
             rows += [row._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]

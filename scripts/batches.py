@@ -55,8 +55,8 @@ class Job:
 
 
 class Row:
-    """Answer `index` of a job. `stops`: the server's stop strings, besides the request's. `max_new_tokens` is 0 for an
-    echo alone, which decodes one token and discards it."""
+    """Answer `index` of a job. `stops`: the server's stop strings, for a request without its own. `max_new_tokens` is 0
+    for an echo alone, which decodes one token and discards it."""
 
     def __init__(self, job: Job, text_request: TextRequest, index: int, ids: list[int], max_new_tokens: int, seed: int,
         session: Session, stops: Sequence[str] = (),
@@ -64,7 +64,7 @@ class Row:
         self.job, self.text_request, self.index, self.ids = job, text_request, index, ids
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.grammar = job.grammar and job.grammar.copy()
-        self.printer = session.printer([*text_request.stop, *stops])
+        self.printer = session.printer(stops if text_request.stop is None else text_request.stop)
         self.request: Request | None = None  # the engine's, once the row has a slot
         self.pending: list[Token] = []  # not sent yet
         self.num_rounds, self.is_finished, self.sent = 0, False, 0.0

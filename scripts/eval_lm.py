@@ -346,6 +346,8 @@ def run(args: argparse.Namespace) -> dict:
 
     if args.output and not os.access(Path(args.output).resolve().parent, os.W_OK):
         raise ValueError(f"--output {args.output}: its folder does not exist or cannot be written to")
+    if args.output and Path(args.output).is_dir():
+        raise ValueError(f"--output {args.output} is a folder: name a file in it")
     if args.include_path and not Path(args.include_path).is_dir():
         raise ValueError(f"--include_path {args.include_path}: no such folder")
     tasks, manager = [name.strip() for name in args.tasks.split(",")], TaskManager(include_path=args.include_path)

@@ -51,7 +51,8 @@ class Refusal(Exception):
 
 def as_list(x: object) -> object:
     """A single stop string, text or list of token ids, in a list; a list of these as it is."""
-    return [x] if isinstance(x, str) or (isinstance(x, list) and all(type(part) is int for part in x)) else x
+    is_ids = isinstance(x, list) and len(x) > 0 and all(type(part) is int for part in x)
+    return [x] if isinstance(x, str) or is_ids else x
 
 
 def setting_type(hint: object) -> object:
@@ -81,7 +82,7 @@ MaxTokens = Annotated[int, Field(ge=0, le=2**31)]
 class SharedKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     n: int = Field(1, ge=1, le=128)
-    stop: Annotated[list[Annotated[str, NonEmpty]], BeforeValidator(as_list), Field(max_length=MAX_STOPS)] = []
+    stop: Annotated[list[Annotated[str, NonEmpty]] | None, BeforeValidator(as_list), Field(max_length=MAX_STOPS)] = None
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}

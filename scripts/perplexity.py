@@ -101,7 +101,10 @@ def run(args: argparse.Namespace) -> dict:
         if sizes[0] != sizes[1]:
             raise ValueError(f"{args.reference}: vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared")
         check_same_tokens(tokenizer, load_tokenizer(args.reference), args.reference)
-    text = Path(args.text).read_text(encoding="utf-8")
+    try:
+        text = Path(args.text).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.text}: not UTF-8 text: {error}") from None
     bos = next(iter(tokenizer.encode("")), None)  # encoding a text adds it
     if args.context == 1 and bos is None:
         raise ValueError("--context 1 leaves nothing to score, as no BOS leads its windows: take 2 or more")

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import functools
 import hmac
-import itertools
 import json
 import math
 import os
@@ -63,8 +62,10 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "json", "profile", "show_drafts",
-                 "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache", "report")  # fmt: skip
+# Of generate.py, and without meaning here. --output implies --json.
+REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "output", "ordered", "json", "profile",
+                 "show_drafts", "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache",
+                 "report")  # fmt: skip
 
 
 def json_response(body: dict, status: int = 200) -> Response:
@@ -79,7 +80,7 @@ class Api:
         self.args, self.decoder, self.session, self.hosts = args, decoder, decoder.session, hosts
         self.name = args.model_alias or model_name(args.random_weights or args.checkpoint)
         self.pieces, self.html = self.session.tokenizer.pieces(), page(Path(__file__).with_suffix(".html"))
-        self.created, self.seeds = int(time.time()), itertools.count(args.seed)  # seeds of requests without one
+        self.created, self.next_seed = int(time.time()), args.seed  # of the next request without a seed
         self.encoder = ThreadPoolExecutor(1)  # encodes one prompt after the other: templates share a process
 
     def app(self) -> FastAPI:
@@ -157,7 +158,8 @@ class Api:
                 job.grammar = await job.loop.run_in_executor(self.encoder, self.compile_grammar, request)
         except TimeoutError:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
-        seed = next(self.seeds) if request.seed is None else request.seed
+        seed = self.next_seed if request.seed is None else request.seed
+        self.next_seed += request.n if request.seed is None else 0
         rows = [
             Row(job, request, i * request.n + n, ids, max_new_tokens, as_int64(seed + n), self.session, args.stop)
             for i, (ids, max_new_tokens) in enumerate(prompts)
@@ -176,14 +178,17 @@ class Api:
         return json_response({**answer.head, "choices": choices, "usage": answer.usage(prompt_tokens, events)})
 
     async def watch(self, http_request: Request, job: Job) -> None:
-        """Drop the job when its client has left or has the answer, or when its time is over."""
+        """Drop the job when its client has left or has the answer, or when its time is over. The Refusal ends an
+        `answer` that still waits for events."""
+        refusal = Refusal("the client has left")
         try:
             async with asyncio.timeout(self.args.answer_s):
                 while (await http_request.receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
-            job.send(Refusal(f"not done after {self.args.answer_s:g} s, the server's --answer_s", None, 504, "timeout"))
+            refusal = Refusal(f"not done after {self.args.answer_s:g} s, the server's --answer_s", None, 504, "timeout")
         self.decoder.drop(job)
+        job.send(refusal)
 
     @functools.cached_property
     def grammars(self) -> JsonGrammars:
@@ -210,7 +215,7 @@ class Api:
             for prompt in request.prompts:
                 if request.chat:
                     if request.tools and tokenizer.template and "tools" not in tokenizer.template.source_for([]):
-                        raise ValueError("this model's chat template has no tools")
+                        raise Refusal("this model's chat template has no tools", "tools")
                     ids = conversation_ids(tokenizer, prompt, tools=request.tools, **request.chat_template_kwargs)
                 else:
                     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -288,8 +293,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
     add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
     server_args, words = parser.parse_known_args(argv)
-    has_slots = any(word.partition("=")[0] == "--batch_size" for word in words)
-    args, defaults = generate_flags(words if has_slots else [*words, f"--batch_size={NUM_SLOTS}"]), generate_flags([])
+    args, defaults = generate_flags([f"--batch_size={NUM_SLOTS}", *words]), generate_flags([])
     if refused_flags := [name for name in REQUEST_FLAGS if getattr(args, name) != getattr(defaults, name)]:
         fail(f"--{refused_flags[0]} is about generate.py's own prompts and output; a request to the server brings them")
     return argparse.Namespace(**vars(args), **vars(server_args))

@@ -7,6 +7,7 @@ in full for every layer; a layer with a sliding window reads its window alone.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -105,8 +106,9 @@ def main(argv: list[str] | None = None) -> None:
         scheme and format_of(scheme)  # ValueError for an unknown one, once and not in each row
     if not all(part.isdigit() and int(part) for part in args.ranks.split(",")):
         raise ValueError(f"--ranks {args.ranks} must be numbers from 1 on, such as 1,2,4,8")
-    if min(args.bandwidth, args.link) <= 0 or args.latency < 0 or (args.context or 0) < 0:
-        raise ValueError("--bandwidth and --link must be positive, --latency and --context not negative")
+    sizes = (args.bandwidth, args.link, 1.0 if args.memory is None else args.memory)
+    if not all(0 < size < math.inf for size in sizes) or not 0 <= args.latency < math.inf or (args.context or 0) < 0:
+        raise ValueError("--bandwidth, --link and --memory must be positive, --latency and --context not negative")
     path = Path(args.config)
     config = checkpoint.read_config(path / "config.json" if path.is_dir() or is_gguf(path) else path)
     context = min(1000, config.max_seq_length) if args.context is None else args.context

@@ -68,7 +68,14 @@ def test_a_rerun_adds_to_a_file_what_it_lacks(text_folder, prompts, capsys, tmp_
     assert rows == [] and len(lines) == len(started) == 10 and "skipped" not in err
     labels = [(row.get("id"), row.get("line"), row["sample"]) for row in map(json.loads, lines)]
     assert labels[::2] == [("a", None, 0), (None, 2, 0), (7, None, 0), (7, 4, 0), (None, 5, 0)]
-    for remains in ([], lines[3:4], [*lines[:5], lines[5][:40]], [*lines[2:9], "{"], lines):
+    for remains in (
+        [],
+        lines[3:4],
+        [*lines[:5], lines[5][:40]],
+        [*lines[2:9], "{"],
+        [*lines[:3], lines[3][:-1]],
+        lines,
+    ):
         file.write_text("".join(remains))
         started.clear()
         _, err = run(capsys, *flags, "--output", file)
@@ -84,11 +91,18 @@ def test_a_file_of_something_else_is_left_as_it_is(text_folder, prompts, capsys,
     file, flags = tmp_path / "notes", ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT)
     for text, message in (
         ("my notes\n", "line 1 is no result"), ("{}\n", "line 1 is no result"), ("my notes", "its last line is no"),
+        ('{"prompt": "One day"}', "its last line is no"), ('{"model_type": "llama", "a', "its last line is no"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(ValueError, match=f"--output {file}: {message}"):
             run(capsys, *flags, "--output", file)
         assert file.read_text() == text
+    cut = '{"id": "a", "seed": 0, "sam'  # the end of a crash stays until a result follows it
+    file.write_text(cut)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="holds no prompt"):
+        run(capsys, *flags[:2], "--prompt_file", tmp_path / "empty", "--output", file)
+    assert file.read_text() == cut
     with pytest.raises(ValueError, match=r"--output .*/none/out: No such file or directory"):
         run(capsys, *flags, "--output", tmp_path / "none" / "out")
 

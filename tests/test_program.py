@@ -152,7 +152,7 @@ def test_a_byte_order_mark_on_stdin_is_no_part_of_the_first_prompt(text_folder, 
     """It would hide that the lines are JSON."""
     tokenizer = load_tokenizer(text_folder)
     for text in ('{"prompt": "the cat", "id": 1}\r\n{"prompt": "a dog"}\r\n', "the cat\na dog\n"):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf" + text.encode())))
         rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt_file", "-", "--max_new_tokens", 1)
         assert [row["prompt_tokens"] for row in rows] == [tokenizer.encode(text) for text in ("the cat", "a dog")]
 
@@ -178,6 +178,47 @@ def test_a_line_that_does_not_fit_is_named_and_the_rest_decoded(chat_folder, cap
         assert re.match(rf"line {kept.index(lines[1]) + 1}, id long: has \d+ tokens; .* limit of 2000", errors[0])
         if expected:
             assert errors[1].startswith("line 4: max_new_tokens = 0") and errors[2].startswith("line 5, id 5: ")
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_line_that_is_no_utf_8_is_named_and_the_rest_decoded(source, text_folder, capsys, tmp_path, monkeypatch):
+    """From a file and from stdin alike, and a lone carriage return ends no line in either."""
+    data, file = b"the cat\nthe \xff dog\na\rdog\n", tmp_path / "lines.txt"
+    file.write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), errors="surrogateescape"))
+    name = str(file) if source == "file" else "-"
+    with pytest.raises(SystemExit) as exit:
+        run(capsys, "--checkpoint", text_folder, "--prompt_file", name, "--max_new_tokens", 1)
+    out, err = capsys.readouterr()
+    tokenizer = load_tokenizer(text_folder)
+    prompts = [json.loads(line)["prompt_tokens"] for line in out.splitlines()]
+    assert exit.value.code == 2 and prompts == [tokenizer.encode(text) for text in ("the cat", "a\rdog")]
+    assert f"error: {name if source == 'file' else 'stdin'}, line 2: " in err
+    file.write_bytes("the cat\na dog\n".encode("utf-16"))
+    with pytest.raises(ValueError, match="UTF-16 text; convert it to UTF-8"):
+        run(capsys, "--checkpoint", text_folder, "--prompt_file", file)
+
+
+def test_an_error_of_a_line_names_its_id(text_folder, capsys, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    file.write_text(
+        '{"prompt": "a", "id": "x", "temperature": -1}\n{"prompt": "", "id": 7}\n{"id": 8}\n{"prompt": "a"}\n'
+    )
+    with pytest.raises(SystemExit):
+        run(capsys, "--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 1)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    starts = [f"error: {file}, line {number}, id {id}: " for number, id in ((1, "x"), (2, 7), (3, 8))]
+    assert len(errors) == 3 and all(error.startswith(start) for error, start in zip(errors, starts))
+
+
+def test_an_empty_stop_of_a_line_replaces_the_flag(text_folder, capsys, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"prompt": "the cat"}\n{"prompt": "the cat", "stop": []}\n')
+    flags = ("--checkpoint", text_folder, "--prompt_file", file, "--max_new_tokens", 30, "--temperature", 0,
+             "--ignore_eos", "--ordered")  # fmt: skip
+    text = run(capsys, *flags)[0][0]["text"]
+    stopped, free = run(capsys, *flags, "--stop", text[5:8])[0]
+    assert len(stopped["text"]) < len(text) and free["text"] == text
 
 
 def test_samples_of_a_prompt_are_one_batch(text_folder, capsys, monkeypatch, tmp_path):
@@ -629,6 +670,28 @@ def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch)
     out, err = chatted(capsys, monkeypatch, chat_folder, first * 3 + last, *options, *system)
     assert err.count("the oldest turns leave it") == 1
     assert out.endswith("\n" + chatted(capsys, monkeypatch, chat_folder, last, *options, *system)[0])
+
+
+def test_a_message_that_is_too_long_drops_no_turn(chat_folder, capsys, monkeypatch):
+    options = ("--max_new_tokens", 12, "--ignore_eos", "--max_seq_length", 100)
+    expected, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
+    typed = "the cat\n" + "word " * 90 + "\na dog\n"
+    out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
+    assert out == expected and "this message is too long" in err and "the oldest turns leave it" not in err
+    with pytest.raises(ValueError, match="--max_new_tokens 100 must be less than the context's 100 positions"):
+        chatted(capsys, monkeypatch, chat_folder, "the cat\n", *options[2:], "--max_new_tokens", 100)
+
+
+def test_a_byte_that_is_no_utf_8_ends_no_chat(chat_folder, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "chat.jsonl"
+    for errors in ("surrogateescape", "strict"):
+        typed = b"bad \xff x\n/save %b\nthe cat\n" % str(file).encode()
+        stdin = io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(io, "StringIO", lambda text, stdin=stdin: stdin)
+        _, err = chatted(capsys, monkeypatch, chat_folder, "", "--max_new_tokens", 5)
+        assert err.count("tokens read") == 2
+    saved = [json.loads(line)["messages"][0]["content"] for line in file.read_text().splitlines()]
+    assert saved == ["bad \ufffd x"] * 2
 
 
 def test_a_chat_goes_back_and_is_saved(chat_folder, tmp_path, capsys, monkeypatch):

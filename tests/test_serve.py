@@ -179,6 +179,8 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     four = server.ask([PROMPTS[2], PROMPTS[3]], n=2, seed=5, **settings).choices
     assert [choice.index for choice in four] == [0, 1, 2, 3]
     assert four[3].text == server.ask(PROMPTS[3], seed=6, **settings).choices[0].text
+    first, second = (server.ask(PROMPTS[1], n=3, **settings).choices for _ in range(2))
+    assert len({choice.timings["seed"] for choice in [*first, *second]}) == 6  # no draw is repeated
     unseeded = server.ask(PROMPTS[1], **settings).choices[0]
     assert server.ask(PROMPTS[1], seed=unseeded.timings["seed"], **settings).choices[0].text == unseeded.text
 
@@ -282,6 +284,20 @@ def test_a_client_that_leaves_frees_its_row(server, plain_answer, tokenizer):
     for stream in waiting:
         stream.close()
     assert server.ask("Once there was a", max_tokens=10).choices[0].text == plain_answer("Once there was a", 10)[0]
+
+
+def test_clients_that_leave_delay_no_end(serving):
+    """Each leaves before its answer is complete. The server forgets their connections, and ends at once on SIGTERM."""
+    running = serving()
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 400}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    for _ in range(4):
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            time.sleep(0.1)
+    assert running.ask(PROMPTS[1], max_tokens=4).choices[0].text
+    begin = time.monotonic()
+    assert running.end() == 0 and time.monotonic() - begin < 60  # --answer_s is 600
 
 
 def json_format(schema: dict) -> dict:
@@ -417,8 +433,19 @@ def test_sigterm_finishes_running_requests_and_accepts_no_others(serving, plain_
         running.ask("a")
 
 
+def test_flags_are_the_defaults_of_requests(serving, plain_answer):
+    """A request's stop strings replace the server's, and no stop string replaces them too."""
+    text = plain_answer(PROMPTS[0])[0]
+    running = serving("--stop", text[20:25])
+    assert running.ask(PROMPTS[0]).choices[0].text == text[: text.index(text[20:25])]
+    assert running.ask(PROMPTS[0], stop=["zzz"]).choices[0].text == text
+    assert running.ask(PROMPTS[0], stop=[]).choices[0].text == text
+    assert serve.parse_args(["--batch", "8"]).batch_size == 8 and serve.parse_args([]).batch_size == 4
+
+
 def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
     for flags, flag in ((["--prompt", "a"], "--prompt"), (["--json"], "--json"), (["--port", "70000"], "--port"),
+                         (["--output", "x"], "--output"), (["--ordered"], "--ordered"),
                          (["--cors", "http://a.example/"], "--cors http://a.example/: an origin is")):  # fmt: skip
         with pytest.raises(SystemExit) as exit:
             serve.main([*flags, "--device", "cpu"])

@@ -87,7 +87,8 @@ def build(root: Path) -> dict[str, Path]:
         if name in QUANTIZED:
             _requantize(folder, hf, QUANTIZED[name][1])
         makers.get(name, _sentencepiece)(folder)
-        (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+        settings = SETTINGS if name != "tokenizers" else SETTINGS | {"added_tokens_decoder": {}}  # it has all tokens
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "do_sample": True}))
     for name in ("gguf-sentencepiece", "gguf-bpe"):
         folders[name] = root / name
