@@ -92,7 +92,8 @@ class Engine:
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
         self.drafter = drafter = CustomDraft(drafter) if drafter and not isinstance(drafter, Drafter) else drafter
-        validation.check_draft_length(speculate_k, math.inf if drafter is None else drafter.max_draft_tokens)
+        validation.check_draft_length(speculate_k, math.inf if drafter is None else drafter.max_draft_tokens, one_width)
+        validation.check_logprobs(logprobs, model.config.vocab_size)
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = () if drafter is None else drafter.draft_lengths(speculate_k)
         self.model, self.compile, self.stored = model, compile, stored
@@ -243,13 +244,14 @@ class Engine:
             return request
         if (admitted := self.scheduler.admit(self.max_draft_lag())) is None:
             return None
-        request, source = admitted
+        request, source, num_shared = admitted
         request.started = time.perf_counter()
         self.state.fill(request.slot.index, request)
         slot = request.slot
         if source is not slot:
-            copy_positions(self.runners, source.index, slot.index, request.num_computed)
-        clear_positions(self.runners, slot.index, request.num_computed, slot.num_written)
+            copy_positions(self.runners, source.index, slot.index, num_shared)
+        clear_positions(self.runners, slot.index, num_shared, slot.num_written)
+        request.num_computed = request.num_reused = num_shared
         return request
 
     def prefill(self, request: Request) -> int:

@@ -40,7 +40,7 @@ def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
 
 def top_p_filter(p: Tensor, top_p: Tensor) -> Tensor:
     bits, mass = _bits(p), (p * 2.0**40).long()  # integers: a GPU adds in any order
-    return bits >= _threshold(bits, mass, (top_p * mass.sum(dim=-1, keepdim=True)).ceil().long())
+    return bits >= _threshold(bits, mass, (top_p * mass.sum(dim=-1, keepdim=True)).ceil().long().clamp(min=1))
 
 
 def min_p_filter(p: Tensor, min_p: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Sampling:
     )  # fmt: skip
     repetition_penalty: float = setting(
         1.0, "divides positive logits of tokens in prompt or output, and multiplies negative ones",
-        "be a positive number; 1 for none", lambda x: 0 < x <= FLOAT32.max, 1.0, penalty=repetition,
+        "lie in [0.01, 100]; 1 for none", lambda x: 0.01 <= x <= 100, 1.0, penalty=repetition,
     )  # fmt: skip
     presence_penalty: float = setting(
         0.0, "subtracted from the logits of tokens in the output", "lie in [-2, 2]; 0 for none",

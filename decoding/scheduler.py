@@ -78,8 +78,9 @@ class Request:
         return self.is_active and self.finish_reason is None
 
     def cached_ids(self) -> list[int]:
-        """The ids whose positions are in the caches: all but the last token."""
-        return self.prompt[: self.num_computed] + self.tokens[:-1]
+        """The ids whose positions are in the caches and finite: all but the last token. Before the first token is read,
+        only the reused positions are known to be finite."""
+        return self.prompt + self.tokens[:-1] if self.tokens else self.prompt[: self.num_reused]
 
     def record(self, step: StepRecord | None, now: float) -> None:
         """Record a step that was read at `now`; None if it ran the end of the prompt alone."""
@@ -159,9 +160,10 @@ class Scheduler:
         running = (slot.request for slot in self.slots if slot.request is not None)
         return next((request for request in running if not request.is_active), None)
 
-    def admit(self, draft_lag: int) -> tuple[Request, Slot] | None:
-        """Give the first waiting request a free slot. Returns (request, the slot to copy its prefix from); None if no
-        request waits or no slot is free. `draft_lag`: positions by which a draft's cache may lag."""
+    def admit(self, draft_lag: int) -> tuple[Request, Slot, int] | None:
+        """Give the first waiting request a free slot. Returns (request, the slot to copy its prefix from, positions of
+        the prefix); None if no request waits or no slot is free. `draft_lag`: positions by which a draft's cache may
+        lag."""
         free = [slot for slot in self.slots if slot.request is None]
         if not self.waiting or not free:
             return None
@@ -176,14 +178,13 @@ class Scheduler:
         slot = min(free, key=lambda s: (num_lost[s] if num_lost[s] >= MIN_REUSED else 0, -num_shared[s], s.index))
         source = max(self.slots, key=num_shared.get)
         source = source if num_shared[source] >= num_shared[slot] + MIN_REUSED else slot
-        request.slot, request.num_computed, request.num_reused = slot, num_shared[source], num_shared[source]
         num_draft = source.num_draft if source.request is None else max(0, len(source.cached_ids()) - draft_lag)
         slot.num_draft = min(num_draft, num_shared[source])
-        slot.request, slot.is_long = request, request.is_long
-        return request, source
+        request.slot, slot.request, slot.is_long = slot, request, request.is_long
+        return request, source, num_shared[source]
 
     def release(self, request: Request, draft_lag: int, num_scratch: int) -> None:
-        """Free the slot of a finished request. The slot keeps its positions, unless they may be NaN. `num_scratch`:
+        """Free the slot of a finished request. The slot keeps the positions that are known to be finite. `num_scratch`:
         positions behind the text that the request's steps may have written."""
         slot, request.slot = request.slot, None
         slot.num_written = max(request.num_computed, request.num_positions) + num_scratch

@@ -80,12 +80,21 @@ def check_settings(model, sampling, seed: int, stop_ids: Collection[int], max_st
         raise ValueError(f"logit_bias holds token id {unknown[0]}, outside the vocabulary of {V}")
 
 
-def check_draft_length(k: int | str, limit: float = math.inf) -> None:
-    """ValueError for anything but "auto" and a number of tokens that a drafter of at most `limit` a round can draft."""
+def check_draft_length(k: int | str, limit: float = math.inf, one_width: bool = False) -> None:
+    """ValueError for anything but "auto" and a number of tokens that a drafter of at most `limit` a round can draft;
+    with `one_width` only a number will do."""
+    if k == "auto" and one_width:
+        raise ValueError("one_width needs a speculate_k that is a number, not 'auto'")
     if isinstance(k, int) and k > limit:
         raise ValueError(f"speculate_k = {k}: this draft has at most {limit} tokens a round")
     if k != "auto" and not (isinstance(k, int) and k >= 0):
         raise ValueError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
+
+
+def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
+    """ValueError for more log-probabilities of a token than there are tokens."""
+    if (num_logprobs or 0) > vocab_size:
+        raise ValueError(f"logprobs = {num_logprobs} is more than the {vocab_size} tokens that there are")
 
 
 def rounded_up(n: int) -> int:

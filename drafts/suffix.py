@@ -178,13 +178,14 @@ class SuffixDraft(Drafter):
         index = num_since + ahead[:k]  # (B, k)
         tokens = draft.gather(1, index.clamp(0, G - 1))
         is_drafted = agrees & (index >= 0) & (index < G) & (tokens != END)
-        self.tokens[:, :k] = torch.where(is_drafted, tokens, 0)
+        # Verification runs the positions without a draft too; the last token's states are known to be finite.
+        self.tokens[:, :k] = torch.where(is_drafted, tokens, state.tokens.gather(1, state.pos[:, None]))
         self.probs[:, :k] = 0.0
         self.probs.scatter_(2, self.tokens[:, :k, None], is_drafted.float()[..., None])
 
 
 def noise_seed(request: Request) -> int | None:
-    return request.seed if request.sampling.temperature > 0 else None
+    return None if request.sampling.temperature == 0 else request.seed
 
 
 def from_spec(value: str, config: Config) -> Callable[[Transformer], SuffixDraft]:

@@ -63,8 +63,8 @@ POLICY = (
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 # Of generate.py, and without meaning here. --output implies --json.
-REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "output", "ordered", "json", "profile",
-                 "show_drafts", "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache",
+REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "output", "ordered", "json",
+                 "profile", "show_drafts", "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache",
                  "report")  # fmt: skip
 
 

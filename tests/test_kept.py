@@ -2,6 +2,7 @@
 but by the time: tokens, keys and values are those of prompts alone and of fresh runs."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import json
@@ -24,12 +25,13 @@ from test_tp import launch
 
 import cli.flags
 import cli.session
+import generate as generate_module
 from cli.flags import check_options, parse_args
 from cli.main import run
 from cli.prompt_cache import PromptCache
 from decoding.runner import caches_by_name
 from decoding.sampling import Sampling
-from decoding.scheduler import common_prefix
+from decoding.scheduler import MIN_REUSED, common_prefix
 from decoding.timing import Timing
 from drafts.ngram import NgramDraft
 from generate import Engine
@@ -615,10 +617,10 @@ def test_any_cut_and_any_changed_byte_is_refused(stored, tmp_path, text_folder):
         assert fate() or engine, f"byte {at} of the header raises something else than ValueError"
 
 
-def test_where_no_file_can_be(ran, text_folder, stored, tmp_path, capsys, monkeypatch):
-    _, flags = stored
+def test_where_no_file_can_be(tmp_path, capsys, monkeypatch):
     (tmp_path / "folder").mkdir()
-    refused(flags, tmp_path / "folder", "not a plain file", capsys)
+    with pytest.raises(ValueError, match=r"--prompt_cache .*/folder is a folder: name a file in it"):
+        check_options(parse_args(["--prompt_cache", str(tmp_path / "folder")]))
     args = parse_args(["--prompt_cache", str(tmp_path / "none" / "cache")])
     with pytest.raises(ValueError, match=r"--prompt_cache .*none/cache: its folder does not exist or cannot be"):
         check_options(args)
@@ -628,3 +630,59 @@ def test_where_no_file_can_be(ran, text_folder, stored, tmp_path, capsys, monkey
     with pytest.raises(SystemExit):
         server_flags(["--prompt_cache", "x"])
     assert "--prompt_cache is about generate.py's own prompts" in capsys.readouterr().err
+
+
+def test_an_interrupted_copy_of_a_prefix_lends_nothing(monkeypatch):
+    """A request gets its slot before the prefix of another slot is copied to it. The slot of an aborted copy holds
+    nothing that a later request could take."""
+    model, prompt = engine_of("plain").model, PROMPTS[0] * 2
+
+    def pair(engine: Engine) -> list[list[int]]:
+        options = {"sampling": Sampling(0), "max_new_tokens": 10}
+        requests = [engine.requests[engine.add_request(prompt, **options)] for _ in range(2)]
+        while engine.has_unfinished():
+            engine.step()
+        return [request.tokens for request in requests]
+
+    def interrupt(*arguments) -> None:
+        raise KeyboardInterrupt
+
+    engine, length = Engine(model, 2, len(prompt) + 20), len(prompt)
+    assert length > MIN_REUSED
+    engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=10)
+    engine.step()
+    engine.add_request([*prompt, 5], sampling=Sampling(0), max_new_tokens=10)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(generate_module, "copy_positions", interrupt)
+        engine.step()
+    assert pair(engine) == pair(Engine(model, 2, length + 20))
+
+
+@pytest.mark.parametrize("ends", ["abort", "reset", "runs"])
+def test_a_prompt_that_is_not_finite_lends_nothing_before_its_first_token(ends):
+    """In a chunk with a NaN all positions may hold one (0 times NaN), also those before it. What the first token has
+    not shown to be finite is not reused: not after an abort or a reset within the prompt, and not while it runs."""
+    model = copy.deepcopy(engine_of("plain").model)
+    common, poison = [*range(3, 43)], 60
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    model.embed.weight = torch.nn.Parameter(model.embed.weight.detach().clone(), requires_grad=False)
+    model.embed.weight.data[poison] = float("nan")
+
+    def finished(engine: Engine, id: int) -> tuple:
+        request = engine.requests[id]
+        while request.finish_reason is None:
+            engine.step()
+        return request.tokens, request.error
+
+    options, prompt = {"sampling": Sampling(0), "max_new_tokens": 5}, [*common, 7, 8]
+    single = Engine(model, 1, 200)
+    expected = finished(single, single.add_request(prompt, **options))
+    engine = Engine(model, 2, 200)
+    engine.chunk = 64
+    broken = engine.add_request([*common, poison, *[9] * 100], **options)
+    engine.step()
+    if ends == "abort":
+        engine.abort(broken)
+    elif ends == "reset":
+        engine.reset()
+    assert finished(engine, engine.add_request(prompt, **options)) == expected and expected[1] is None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decoding.sampling import GREEDY, INVALID, Sampling, draw
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from generate import Engine, generate
 from loading.checkpoint import pieces, random_model
 from loading.config import config_from_hf
@@ -335,7 +336,8 @@ def test_an_id_that_no_row_holds_may_be_anything(dtype):
     assert 0 in spare, "id 0 is the one that fixed tensors are full of"
     model.embed.weight[spare] = math.nan
     assert rows_of(model, None, 0, sampling=Sampling(0)) == want
-    assert rows_of(model, NgramDraft(1), 0, sampling=Sampling(0)) == want
+    for drafter in (NgramDraft(1), SuffixDraft(), Drafter()):
+        assert rows_of(model, drafter, 0, sampling=Sampling(0)) == want
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

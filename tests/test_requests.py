@@ -108,7 +108,7 @@ def test_a_line_that_cannot_be_meant_is_named(own, named, tmp_path):
     line = own if "messages" in own else {"prompt": "a", **own}
     asked, broken = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"prompt": "b"}, line))]))
     assert [request.text for request in asked] == ["b"]
-    assert len(broken) == 1 and "line 2: " in broken[0] and named in broken[0], broken
+    assert len(broken) == 1 and ", line 2" in broken[0] and named in broken[0], broken
 
 
 def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
