@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from loading.adapter import adapter_hash, merge_adapter
+from loading.adapter import adapter_hash, merging_reader
 from loading.config import config_from_hf, text_part
 from loading.families import FAMILIES, family_of
 from loading.files import (
@@ -169,7 +169,7 @@ def open_folder(
             raise ValueError(f"--adapter {adapter}: {folder} is stored quantized; merge into the original weights")
         expected = expected_tensors(config, empty_model(config, torch.float32))
         shapes = {name: shape for name, (shape, _) in expected.items()}
-        read = merge_adapter(Path(adapter), shapes, config.tie_embeddings, read)
+        read = merging_reader(Path(adapter), shapes, config.tie_embeddings, read)
     return form._replace(notes=notes + form.notes, tie_embeddings=config.tie_embeddings), read
 
 
@@ -268,7 +268,7 @@ def load_model(
     form, read = open_folder(folder, config, adapter)
     config = replace(config, tie_embeddings=form.tie_embeddings)
     scheme, head, overrides = resolve_schemes(form, folder, quantize, head)
-    num_requantized = len(form.overrides) - len(overrides)  # a GGUF file's matrices, with `quantize`
+    num_requantized = len(form.overrides) - len(overrides)  # matrices stored in 4 and 8 bits, with `quantize`
     with error_prefix(folder):
         check_divisible(config, ranks.world, max_group(scheme, overrides))
     ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))

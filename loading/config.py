@@ -128,7 +128,7 @@ def config_from_hf(hf: dict) -> Config:
         rope_types=rope_types(hf, family, layer_windows),
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         family=hf["model_type"],
-        **(fields | family.fields | family.computed_fields(hf, head_dim)),
+        **(fields | family.fields | family.own_fields(hf, head_dim)),
     )
 
 
@@ -159,11 +159,11 @@ def text_part(hf: dict) -> dict:
 def check_supported(hf: Section, family: Family) -> None:
     """ValueError for a key whose value would change the arithmetic."""
     for key, values in {**NEUTRAL, **family.supported}.items():
-        if key not in family.computed and hf.get(key) is not None and hf[key] not in values:
+        if key not in family.own_keys and hf.get(key) is not None and hf[key] not in values:
             alternatives = f"supported: {' or '.join(map(repr, values))}"
             absent = "only a config.json without it, or with null, is"
             raise hf.refused(key, f"is not supported; {alternatives if values else absent}")
-    if "no_rope_layers" in family.computed:
+    if "no_rope_layers" in family.own_keys:
         return
     no_rope = hf.get("no_rope_layers") or []
     if not isinstance(no_rope, list) or not all(use == 1 for use in no_rope):
@@ -223,15 +223,15 @@ def windows(hf: Section, family: Family, n_layers: int) -> tuple[int | None, ...
 
 def rope_types(hf: Section, family: Family, layer_windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """How each layer rotates queries and keys, as in Config; () where all layers rotate alike."""
-    if "no_rope_layers" in family.computed:
+    if "no_rope_layers" in family.own_keys:
         n_layers, interval, use = len(layer_windows), hf.size("no_rope_layer_interval"), hf.get("no_rope_layers")
         use = [int((i + 1) % interval != 0) for i in range(n_layers)] if use is None else use
         if not isinstance(use, list) or len(use) != n_layers or not all(layer in (0, 1) for layer in use):
             raise hf.refused("no_rope_layers", f"must be 1 or 0 for each of {n_layers} layers")
         return tuple(0 if layer else None for layer in use)
-    if family.full_rope == family.sliding_rope or hf.get("sliding_window") is None:
+    if family.full_rope_type == family.sliding_rope_type or hf.get("sliding_window") is None:
         return ()
-    return tuple(family.sliding_rope if window else family.full_rope for window in layer_windows)
+    return tuple(family.sliding_rope_type if window else family.full_rope_type for window in layer_windows)
 
 
 def rope_fields(hf: Section, family: Family, head_dim: int) -> dict:
@@ -242,11 +242,11 @@ def rope_fields(hf: Section, family: Family, head_dim: int) -> dict:
         raise ValueError(f"config.json: rope_theta = {theta} must be larger than 1")
     fields = {"rope_type": rope_type, "rope_theta": theta, "rope_local_theta": rope.number("local_theta", theta)}
     if rope_type == "dynamic":
-        if "alpha" not in family.computed or rope.get("alpha") is None:
+        if "alpha" not in family.own_keys or rope.get("alpha") is None:
             raise rope.refused("rope_type", "is supported only for hunyuan_v1_dense, with alpha")
         stretched = theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
         return fields | {"rope_type": "default", "rope_theta": stretched}
-    if "partial_rotary_factor" in family.computed:
+    if "partial_rotary_factor" in family.own_keys:
         share = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
         rotated_dim = int(head_dim * share)
         if share > 1 or rotated_dim % 2 or not rotated_dim:
@@ -270,7 +270,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int) -> dict:
             "original_max_position_embeddings", hf.size("max_position_embeddings")
         )
         fields["rope_attention_factor"] = yarn_attention_factor(rope, fields["rope_factor"])
-        if "llama_4_scaling_beta" in family.computed and rope.get("llama_4_scaling_beta") not in (None, 0):
+        if "llama_4_scaling_beta" in family.own_keys and rope.get("llama_4_scaling_beta") not in (None, 0):
             fields["query_scale"] = rope.number("llama_4_scaling_beta")
     return fields
 
@@ -297,7 +297,7 @@ def rope_section(hf: Section, family: Family) -> Section:
         raise ValueError(f"config.json: rope_scaling is missing; {hf['model_type']} needs it")
     if family.default_rope and hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         hf, name = Section({**hf, "rope_parameters": family.default_rope}), "rope_parameters"
-    if family.sliding_rope and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
+    if family.sliding_rope_type and isinstance(hf.get(name), dict) and "full_attention" in hf[name]:
         full, local_theta = full_rope_and_local_theta(hf, name)
         hf = Section({**hf, name: full})
     if not isinstance(hf.get(name) or {}, dict):
@@ -316,7 +316,7 @@ def rope_section(hf: Section, family: Family) -> Section:
     rope["rope_type"] = rope_type
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise rope.refused("rope_type", f"is not supported; supported: {', '.join(ROPE_KEYS)}")
-    readable = {"rope_type", "type", "rope_theta", *family.computed, *ROPE_KEYS[rope_type].split()}
+    readable = {"rope_type", "type", "rope_theta", *family.own_keys, *ROPE_KEYS[rope_type].split()}
     for key, value in rope.items():
         is_neutral = value is None or (key == "partial_rotary_factor" and value == 1)
         if key not in readable and not is_neutral:

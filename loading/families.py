@@ -43,10 +43,10 @@ class Family:
 
     # config.json
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' values of keys that a file leaves out
-    computed: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
+    own_keys: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
     supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
     fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that all files share
-    computed_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config that only this family has
+    own_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config that only this family has
     text_models: tuple[str, ...] = ()  # of a wrapper: the model_types that its "text_config" may have
     # The key that turns a bias on, or whether there always is one.
     qkv_bias: str | bool = "attention_bias"
@@ -57,8 +57,8 @@ class Family:
     use_sliding_window: str = "unread"
     # RoPE. The types are Config.rope_types'.
     rope_theta: float = 10000.0
-    full_rope: int | None = 0  # of layers that attend to all tokens, where others slide
-    sliding_rope: int | None = 0
+    full_rope_type: int | None = 0  # of layers that attend to all tokens
+    sliding_rope_type: int | None = 0  # of layers with a window
     default_rope: Mapping[str, object] = field(default_factory=dict)  # of a config.json without RoPE's object
     requires_rope: bool = False  # is a config.json without RoPE's object refused?
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # older names of rope types
@@ -124,7 +124,7 @@ FAMILIES = {
         gguf=Gguf("qwen3"),
     ),
     "mixtral": Family(
-        {"num_key_value_heads": 8}, computed=("num_local_experts",), supported={"attention_bias": OFF, **ALWAYS_SPARSE},
+        {"num_key_value_heads": 8}, own_keys=("num_local_experts",), supported={"attention_bias": OFF, **ALWAYS_SPARSE},
         fields={"router_norm": True}, sliding="every", use_sliding_window="agrees", rope_theta=1e6,
         experts=ExpertDefaults(8, 2),
         names={
@@ -136,20 +136,20 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         {**QWEN, "num_key_value_heads": 16, "qkv_bias": True},
-        computed=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+        own_keys=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
         supported={"attention_bias": OFF}, qkv_bias="qkv_bias", out_bias=False, sliding="early even",
         use_sliding_window="decides", experts=ExpertDefaults(60, 4, 1408, 5632),
         names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]}, gguf=Gguf("qwen2moe", norm_topk_prob=False),
     ),
     "qwen3_moe": Family(
-        {"num_key_value_heads": 4, "sliding_window": 4096}, computed=("num_experts", "num_local_experts"),
+        {"num_key_value_heads": 4, "sliding_window": 4096}, own_keys=("num_experts", "num_local_experts"),
         fields={"qk_norm": "heads"}, sliding="every", use_sliding_window="decides",
         experts=ExpertDefaults(128, 8, 768), gguf=Gguf("qwen3moe"),
     ),
     "gpt_oss": Family(
         {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
-        computed=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE,
-        computed_fields=lambda hf, head_dim: {
+        own_keys=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE,
+        own_fields=lambda hf, head_dim: {
             "gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702),
         },
         fields={"sinks": True, "expert_bias": True, "router_bias": True, "router_norm": True},
@@ -162,26 +162,26 @@ FAMILIES = {
     ),
     "smollm3": Family(
         {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
-        computed=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
+        own_keys=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
     ),
     "phi3": Family(
-        computed=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
+        own_keys=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
     ),
     "granite": Family(
-        computed=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
-        computed_fields=granite_fields,
+        own_keys=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+        own_fields=granite_fields,
     ),
     "olmo2": Family(supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER),
     "olmo3": Family(
         {"sliding_window": 4096, "sliding_window_pattern": 4},
         supported={**NO_MLP_BIAS, "sliding_window_pattern": (4,)},  # transformers reads no other from the file
-        fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope=1,
+        fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope_type=1,
         names=NORMS_AFTER,
     ),
     "seed_oss": Family(
-        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}, computed=("attention_out_bias",),
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}, own_keys=("attention_out_bias",),
         out_bias="attention_out_bias",
     ),
     "ernie4_5": Family(
@@ -190,17 +190,17 @@ FAMILIES = {
         rope_theta=5e5,
     ),
     "hunyuan_v1_dense": Family(
-        computed=("alpha",), supported={"use_qk_norm": (True,)}, fields={"qk_norm": "rotated"},
+        own_keys=("alpha",), supported={"use_qk_norm": (True,)}, fields={"qk_norm": "rotated"},
         names={
             "attention.q_norm": ["self_attn.query_layernorm"], "attention.k_norm": ["self_attn.key_layernorm"],
         },
     ),
     "exaone4": Family(
         {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_BIAS,
-        fields={"qk_norm": "heads", "norms_after": True}, sliding="by period", full_rope=None, names=NORMS_AFTER,
+        fields={"qk_norm": "heads", "norms_after": True}, sliding="by period", full_rope_type=None, names=NORMS_AFTER,
     ),
     "ministral3": Family(
-        {"num_key_value_heads": 8, "head_dim": 128}, computed=("llama_4_scaling_beta", "max_position_embeddings"),
+        {"num_key_value_heads": 8, "head_dim": 128}, own_keys=("llama_4_scaling_beta", "max_position_embeddings"),
         supported=NO_BIAS, sliding="every",
         default_rope={
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,

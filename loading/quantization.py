@@ -26,7 +26,7 @@ class StoredForm(NamedTuple):
 
     scheme: str | None = None  # of all matrices but the head
     head: str | None = None
-    overrides: Mapping[str, str | None] = MappingProxyType({})  # our name of a matrix -> its scheme: a GGUF file's
+    overrides: Mapping[str, str | None] = MappingProxyType({})  # our name of a matrix -> its scheme, where it differs
     requantize_to: str | None = None  # the scheme of weights that no scheme keeps exactly
     notes: tuple[str, ...] = ()  # for the user
     tie_embeddings: bool = False

@@ -299,7 +299,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return argparse.Namespace(**vars(args), **vars(server_args))
 
 
-def check_server_flags(args: argparse.Namespace) -> None:
+def complete_server_flags(args: argparse.Namespace) -> None:
     """Set args.api_key to the key of any source. ValueError for a number, an origin or a key that cannot work."""
     if not 0 < args.answer_s < 1e6:
         raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
@@ -334,7 +334,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status. SIGTERM stops accepting requests and finishes the running ones;
     SIGINT ends at once."""
     check_options(args)
-    check_server_flags(args)
+    complete_server_flags(args)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # clients that connect while the model loads wait for it
         listener = socket.create_server((args.host, args.port), family=family)
