@@ -286,10 +286,13 @@ def load_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTe
 
 
 def eos_ids(folder: Path) -> set[int]:
-    """The ids in eos_token_id of config.json and generation_config.json, a number or a list in each."""
+    """The ids in eos_token_id of config.json and generation_config.json, a number or a list in each. A config.json that
+    wraps a text model may hold them in its text_config."""
     ids = set()
     for file in (folder / "config.json", folder / "generation_config.json"):
-        value = read_json(file).get("eos_token_id")
+        fields = read_json(file)
+        text = fields.get("text_config") if isinstance(fields.get("text_config"), dict) else {}
+        value = fields.get("eos_token_id", text.get("eos_token_id"))
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(id, int) and not isinstance(id, bool) and 0 <= id < MAX_ID for id in values):
             raise ValueError(f"{file}: eos_token_id = {value!r:.99} must be a token's id or a list of them")

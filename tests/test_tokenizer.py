@@ -135,6 +135,17 @@ def test_stop_ids_come_from_every_place(sp_folder, json_folder, tmp_path):
     assert load_tokenizer(folder).stop_ids == {2, 7, 8, 9}
 
 
+def test_stop_ids_may_stand_in_the_text_models_part(json_folder, tmp_path):
+    """As in the config.json of a Mistral 3, which wraps a text model."""
+    folder = shutil.copytree(json_folder, tmp_path / "wrapped")
+    for config, expected in (
+        ({"text_config": {"eos_token_id": [7]}}, {7}),
+        ({"text_config": 3, "eos_token_id": 8}, {8}),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        assert expected < load_tokenizer(folder).stop_ids
+
+
 def test_bos_policy_is_the_folders(sp_folder, json_folder, tmp_path):
     """Trap: Qwen's config names a bos_token_id, but its tokenizer puts none in front."""
     folder = shutil.copytree(sp_folder, tmp_path / "sp")
