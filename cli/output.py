@@ -66,7 +66,7 @@ class ResultFile:
                 raise ValueError(f"--output {name}: line {number} is no result of --json; name another file") from None
         if rest:
             is_result = any(rest.startswith(beginning) or beginning.startswith(rest) for beginning in self.BEGINNINGS)
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
                 is_result = "prompt_tokens" in json.loads(rest)  # complete but for its end
             if not is_result:
                 raise ValueError(f"--output {name}: its last line is no result of --json; name another file")

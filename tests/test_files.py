@@ -91,7 +91,8 @@ def test_a_file_of_something_else_is_left_as_it_is(text_folder, prompts, capsys,
     file, flags = tmp_path / "notes", ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT)
     for text, message in (
         ("my notes\n", "line 1 is no result"), ("{}\n", "line 1 is no result"), ("my notes", "its last line is no"),
-        ('{"prompt": "One day"}', "its last line is no"), ('{"model_type": "llama", "a', "its last line is no"),
+        ('{"prompt": "One day"}', "its last line is no"), ("5", "its last line is no"),
+        ('{"model_type": "llama", "a', "its last line is no"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(ValueError, match=f"--output {file}: {message}"):
