@@ -164,10 +164,10 @@ class Drafter(nn.Module):
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         """Tokens (B, K) for the positions after `pos`, and the distributions (B, K, V) that they were drawn from. A row
-        of zeros has no draft; this class returns zeros for every row, beside its last token, whose states are known to
-        be finite: verification runs it."""
-        self.tokens[:, : state.k] = state.tokens.gather(1, state.pos[:, None])  # (B, 1)
-        return self.tokens[:, : state.k], self.probs[:, : state.k]
+        of zeros has no draft; this class returns zeros for every row. Verification still runs the tokens: here the
+        row's last one, whose states are known to be finite."""
+        last = state.tokens.gather(1, state.pos[:, None])  # (B, 1)
+        return last.expand(-1, state.k), self.probs[:, : state.k]
 
     def draft_lengths(self, k: int | str) -> tuple[int, ...]:
         """The numbers of tokens that a round may draft: `k`, or the choices of "auto"."""

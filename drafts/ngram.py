@@ -6,7 +6,7 @@ This file knows token ids in the state's tensors. It knows no model, no text and
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model import Config, Transformer
 from speculative import Drafter
@@ -21,6 +21,9 @@ class NgramDraft(Drafter):
         if n < 1:
             raise ValueError(f"ngram:{n} must match at least 1 token")
         self.n = n
+
+    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
+        return self.tokens[:, : state.k], self.probs[:, : state.k]  # as `update` wrote them
 
     def update(self, state: nn.Module) -> None:
         self.maybe_compile(self.find, state)(state)
