@@ -329,7 +329,7 @@ def test_a_line_that_is_no_request_is_named(wrong, tmp_path):
 
 
 def test_stdin_batches_and_plain_text(text_folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\na dog\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\na dog\n")))
     flags = ["--checkpoint", str(text_folder), "--prompt_file", "-", "--batch_size", "2", "--max_new_tokens", "4"]
     run_args(parse_args(flags))
     out, err = capsys.readouterr()
