@@ -47,6 +47,7 @@ def test_v4_and_v5_spelling_agree(family, folder_of):
 REFUSED = [  # (config, what the message must name)
     ({**LLAMA, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ({**LLAMA, "logits_scaling": 8}, "logits_scaling = 8"),
+    ({**LLAMA, "is_causal": False}, "is_causal = False"),
     ({**LLAMA, "num_experts": 8}, "num_experts = 8"),
     ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),

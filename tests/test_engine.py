@@ -20,6 +20,7 @@ from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
 from decoding.slots import NO_TOKEN, State
 from drafts.ngram import NgramDraft
+from drafts.suffix import SuffixDraft
 from generate import Engine, decide, generate
 from loading.checkpoint import load_model
 from model import visible_keys
@@ -348,3 +349,46 @@ def test_one_width_is_one_width(folder_of, drafter):
     engine = Engine(model, len(PROMPTS), longest, drafter=drafter and drafter(), speculate_k=3, one_width=True)
     assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=9) == want
     assert {*widths} - {8} == {4} and engine.drafts == (drafter is not None)
+
+
+def test_an_engine_refuses_what_no_step_can_do(text_folder):
+    model = load_model(text_folder, dtype=torch.float32)
+    V = model.config.vocab_size
+    with pytest.raises(ValueError, match=f"logprobs = {V + 1} is more than the {V} tokens that there are"):
+        Engine(model, 1, 40, logprobs=V + 1)
+    with pytest.raises(ValueError, match="one_width needs a speculate_k that is a number"):
+        Engine(model, 1, 40, one_width=True, speculate_k="auto")
+
+
+def test_no_temperature_is_the_neutral_one_for_every_draft(text_folder):
+    model, options = load_model(text_folder, dtype=torch.float32), {"max_new_tokens": 8, "seed": 3}
+    for make in (lambda: None, NgramDraft, SuffixDraft):
+        rows = [rows_of(model, PROMPTS, drafter=make(), sampling=Sampling(x), **options) for x in (None, 1.0)]
+        assert rows[0] == rows[1]
+
+
+def test_prompt_lookup_proposes_what_followed_the_latest_match(text_folder):
+    """By hand: verification refuses wrong proposals, so no text shows them."""
+    model, proposals, N, K = load_model(text_folder, dtype=torch.float32), [], 2, 4
+
+    class Recorded(NgramDraft):
+        def propose(self, state):
+            tokens, probs = super().propose(state)
+            text = state.tokens[0, : int(state.pos[0]) + 1].tolist()
+            proposals.append((text, tokens[0].tolist(), probs[0].clone()))
+            return tokens, probs
+
+    prompt = [5, 6, 7, 8, 5, 6]
+    for _ in generate(model, [prompt], sampling=Sampling(0), max_new_tokens=90, drafter=Recorded(N), speculate_k=K):
+        pass
+    num_matches = 0
+    for text, tokens, probs in proposals:
+        ends = [end for end in range(N - 1, len(text) - 1) if text[end - N + 1 : end + 1] == text[-N:]]
+        if not ends:
+            assert not probs.any()
+            continue
+        continuation = text[ends[-1] + 1 :]
+        expected = [continuation[i % len(continuation)] for i in range(K)]
+        assert tokens == expected and probs.argmax(-1).tolist() == expected and probs.sum().item() == K
+        num_matches += 1
+    assert num_matches >= 3

@@ -221,3 +221,16 @@ def test_top_p_keeps_the_same_tokens_in_whatever_order_sums_are_added(monkeypatc
     for top_p in torch.linspace(0.4, 0.93, 300).tolist():
         kept = [Sampling(1.0, top_p=top_p).probs(logits) for _ in range(4)]
         assert all(torch.equal(other, kept[0]) for other in kept)
+
+
+def test_the_smallest_top_p_leaves_the_most_likely_token():
+    """1e-50 is 0 in float32."""
+    for top_p in (1e-50, 1e-38, 1e-9):
+        p = Sampling(1.0, top_p=top_p).probs(torch.tensor([1.0, 3.0, 2.0]))
+        assert p.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_penalty_that_would_overflow_is_refused():
+    for value in (1e-50, 1e30, 0):
+        with pytest.raises(ValueError, match=r"repetition_penalty = .* must lie in \[0.01, 100\]"):
+            Sampling(0, repetition_penalty=value)
