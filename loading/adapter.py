@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's layout, merged into the weights of a folder while they are read.
 
-    merging_reader   a function that reads tensors -> one that reads merged tensors
+    merging_reader  a function that reads tensors -> one that reads merged tensors
     scale_of        alpha / r of a matrix, from adapter_config.json
 
 Merged is W + alpha / r * B A (arXiv:2106.09685), computed in float32 and rounded once, to the model's dtype or scheme.
