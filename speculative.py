@@ -334,8 +334,8 @@ class DraftLength:
         if k == "auto" and costs is None:
             raise ValueError("speculate_k = 'auto' needs calibrated costs: call engine.calibrate first")
         self.fixed, self.costs = None if k == "auto" else k, costs
-        # overlap / weight is the mean acceptance, first 0.7 with weight 8. matched: the share of rows with a draft.
-        self.overlap, self.weight, self.matched = 0.7 * 8, 8.0, 1.0
+        # overlap / weight is the mean acceptance, first 0.7 with weight 4. matched: the share of rows with a draft.
+        self.overlap, self.weight, self.matched = 0.7 * 4, 4.0, 1.0
         self.plain, self.patience, self.probing = 0, PROBE_AFTER, 0
 
     def observe(self, overlap: float) -> None:
@@ -355,7 +355,7 @@ class DraftLength:
             tokens = {k: len(expected) + sum(sum(row[:k]) for row in expected) for k in (0, *self.costs.verify_s)}
             return max(tokens, key=lambda k: tokens[k] / self.costs.round(k) / (MIN_GAIN if k else 1))
         k, gain = self.costs.best(self.overlap / self.weight, self.matched)
-        if gain >= MIN_GAIN:
+        if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
             self.plain, self.patience = 0, PROBE_AFTER
             return k
         if self.probing:

@@ -30,7 +30,8 @@ def operations(alpha: float, k: int, c_ops: float) -> float:
 
 @dataclass
 class Costs:
-    """Seconds, calibrated outside the rounds: of a plain decode step, and by K of drafting and of verifying."""
+    """Seconds, calibrated outside the rounds: of the target's pass in a plain step, and by K of the drafter and of
+    verifying. draft_s[0]: of a drafter beside a plain step, when it reads the new token."""
 
     decode_s: float
     draft_s: dict[int, float] = field(default_factory=dict)
@@ -45,14 +46,15 @@ class Costs:
         return self.verify_s[k] / self.decode_s
 
     def round(self, k: int) -> float:
-        """Cost of a round in plain steps."""
-        return 1.0 if k == 0 else k * self.c(k) + self.v(k)
+        """Cost of a step that drafts k tokens, in plain steps without a drafter."""
+        return (self.draft_s.get(k, 0.0) + (self.verify_s[k] if k else self.decode_s)) / self.decode_s
 
     def speedup(self, k: int, alpha: float, draft_share: float = 1.0, round_share: float = 1.0) -> float:
         """Expected speed-up of a batch. draft_share: the share of a row's steps in which the row has a draft;
         round_share: the share of all steps that are rounds, because some row has a draft."""
-        return (1 + draft_share * (expected_tokens(alpha, k) - 1)) / (1 + round_share * (self.round(k) - 1))
+        cost = round_share * self.round(k) + (1 - round_share) * self.round(0)
+        return (1 + draft_share * (expected_tokens(alpha, k) - 1)) / cost
 
     def best(self, alpha: float, *shares: float) -> tuple[int, float]:
-        """The calibrated K with the largest `speedup`, and that speed-up. K = 0, plain steps, has 1."""
+        """The calibrated K with the largest `speedup`, and that speed-up; 0 stands for plain steps."""
         return max(((k, self.speedup(k, alpha, *shares)) for k in (0, *self.verify_s)), key=lambda pair: pair[1])

@@ -748,6 +748,21 @@ def test_theory_against_simulation_and_sums():
     assert costs.best(0.0) == (0, 1.0) and costs.best(0.9) == (5, expected_tokens(0.9, 5) / 2.5)
 
 
+def test_a_drafter_that_reads_plain_tokens_makes_plain_steps_dearer():
+    """Costs by hand: a plain step takes 2 s and 0.5 s of the drafter; a round of 2 tokens 0.5 s and 2.5 s."""
+    costs = Costs(2.0, {0: 0.5, 2: 0.5}, {2: 2.5})
+    assert (costs.round(0), costs.round(2)) == (1.25, 1.5)
+    assert costs.best(0.0) == (0, 1 / 1.25)
+    assert costs.best(1.0) == (2, 3 / 1.5)
+    # Half of the steps are rounds, which yield 2 tokens more.
+    assert costs.speedup(2, 1.0, 0.5, 0.5) == pytest.approx((1 + 0.5 * 2) / (0.5 * 1.5 + 0.5 * 1.25))
+    length = DraftLength("auto", costs)
+    length.overlap, length.weight = 0.24, 1.0  # a round yields 1.30 tokens at a cost of 1.5, a plain step 1 at 1.25
+    assert length.choose() == 2
+    length.overlap = 0.18  # 1.21 tokens: less than MIN_GAIN above the rate of plain steps
+    assert length.choose() == 0
+
+
 def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     state = State(4, 12, torch.device("cpu"), K=4)
     for slot, prompt in enumerate([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]]):
