@@ -3,7 +3,8 @@
     python -m tests.attacks.law [--tokens 1000000] [--controls] [--seed 0] [--write benchmarks/law.json]
 
     CASES, CONTROLS     drafters, lengths of drafts and samplings; the same code, broken on purpose
-    decode              rows of generate() with a drafter: tokens, and where in its round each was decided
+    decode              rows with a drafter: tokens, and where in its round each was decided; in_batches by generate(),
+                        come_and_go by an Engine
     score               the law p of every token given those before it, from one plain pass over the finished row
     chi_square, martingale, too_many    three tests that know nothing of models
     examine             a case, decoded and tested; pooled   all cases as one
@@ -13,7 +14,7 @@ The null hypothesis is that, given everything before it, every token has the tar
     PIT     u = P(tokens before x) + V p(x), V uniform from a generator of its own, is uniform and independent (the
             probability integral transform), whatever order of the tokens the past gives: that of ids, and that of
             q - p, q the drafter's law. Histograms of both; for ids also of pairs of neighbours in a row, and of
-            neighbouring rows at the same position
+            neighbouring rows at the same position (of one slot, where requests come and go)
     sums    of f(x) - E f over all tokens, for f = [x in A], A the tokens that the drafter likes better than the target
             does (q > p: where accepting too much must show), and for f = log p; sharpest where contexts differ
     zeros   tokens to which p gives nothing
@@ -22,6 +23,13 @@ each over all tokens, and by the token's index in its round, which shows a slip 
 one with index K). The index is how many tokens of the round were accepted before: it depends on the past alone, so
 that the law is still p given it. Where the token came from, accepted, corrected or bonus, is no such thing: that is
 known only together with the token, and the law given it is not p.
+
+In some cases requests come and go in a few slots of an Engine. They wait, replace each other, are aborted, and continue
+earlier texts, whose positions slots lend. Samplings are mixed, and some requests are not drafted. The law of a token is
+p given its past, so its past alone may decide whether it counts. Arrivals, aborts, budgets and samplings come from a
+generator that sees no token, and an abort takes back no token: all that were decided before it count. Without the
+aborted rows the test would see more of the rows whose drafts were accepted, and be biased. Seeds differ, for a draft
+that knows an answer of the same noise knows the draws.
 
 False alarms: the whole run rejects a correct program with probability at most 1e-6, as Bonferroni's sum over all tests.
 For sums that needs no approximation: exp(l M - (e^l - 1 - l) V) is a supermartingale for every l (Freedman 1975; M the
@@ -42,6 +50,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 import time
@@ -58,7 +67,9 @@ import speculative
 from benchmarks.record import record
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
-from decoding.sampling import DRAFT_DRAW, FILTERED, Sampling
+from decoding.sampling import DRAFT_DRAW, FILTERED, PLAIN, Sampling
+from decoding.scheduler import Request
+from decoding.slots import State
 from decoding.timing import TokenRecord
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
@@ -80,7 +91,7 @@ CAUGHT = 1e-12  # a broken program must fail some test with a p-value below
 CONTROL_TOKENS = 40_000
 BATCH = 32  # rows decoded together
 LONGEST = 1600  # positions of a row, within the context
-BINS, PAIR_BINS, FEWEST = 64, 16, 100  # of a histogram, of one side of a square one; expected in every bin
+BINS, PAIR_BINS, FEWEST = 64, 16, 100  # at most, of a histogram and of one side of a square one; expected in every bin
 LOWEST = -12.0  # log p is cut here, so that a difference is bounded
 
 TINY = Config(
@@ -94,12 +105,16 @@ class Case(NamedTuple):
     name: str
     drafter: str
     k: int | str
-    sampling: Sampling
+    sampling: Sampling | tuple[Sampling, ...]  # a tuple: requests draw theirs from it
     target: str = "tiny"
     share: float = 1.0  # of an even part of the tokens
+    slots: int = 0  # in which requests come and go; 0: batches of rows
 
 
 FILTERS, MIN_P, HOT = Sampling(0.7, top_k=12, top_p=0.9), Sampling(1.0, min_p=0.08), Sampling(1.5)
+UNSCORED = Sampling(0), Sampling(1, presence_penalty=0.5)  # only neighbours, for `score` knows no penalty
+MIXED = (Sampling(1), FILTERS, MIN_P, HOT) * 2 + UNSCORED
+COOL = (Sampling(0.5), FILTERS) * 2 + UNSCORED
 CASES = (
     Case("model, K 1", "model", 1, Sampling(1)),
     Case("model, K 3, T 0.7 top-k top-p", "model", 3, FILTERS),
@@ -128,6 +143,12 @@ CASES = (
     Case("demo with suffix drafts, K 5, T 0.6", "suffix", 5, Sampling(0.6), "demo", 0.5),
     Case("demo pair, K 5, T 0.8", "demo-draft", 5, Sampling(0.8), "demo", 0.5),
     Case("demo pair, K 3, top-k top-p", "demo-draft", 3, Sampling(1, top_k=50, top_p=0.9), "demo", 0.5),
+    Case("come and go: model, K 3", "model", 3, MIXED, share=0.5, slots=3),
+    Case("come and go: model, K auto, sliding windows", "model", "auto", MIXED, "windowed", 0.5, 3),
+    Case("come and go: ngram 1, K 5", "ngram:1", 5, COOL, share=0.5, slots=4),
+    Case("come and go: suffix, K 5", "suffix", 5, COOL, share=0.5, slots=4),
+    Case("come and go: demo with suffix drafts, K 3", "suffix", 3, COOL, "demo", 0.2, 4),
+    Case("come and go: DFlash, K 3", "dflash", 3, (Sampling(3), Sampling(3, top_k=30), HOT, *UNSCORED), "tiny", 0.5, 4),
 )
 
 # ---------------------------------------------------------------------------------------------- models
@@ -242,42 +263,88 @@ class Row(NamedTuple):
     prompt: list[int]
     tokens: list[int]
     index: list[int]  # of each token in its round: how many drafted ones were accepted before it
+    sampling: Sampling
 
 
 def decode(case: Case, drafter: Drafter, n_tokens: int, seed: int) -> tuple[list[Row], list[TokenRecord]]:
-    """At least n_tokens in rows of different lengths, each with a seed of its own, in batches of one size."""
+    """At least n_tokens in rows of different lengths, each with a seed of its own."""
     model = target_of(case.target)
     longest = min(model.config.max_seq_length, LONGEST, max(64, n_tokens // 8))
     n_rows = math.ceil(n_tokens / (0.8 * longest))
     n_batches = math.ceil(n_rows / BATCH)
-    size = math.ceil(n_rows / n_batches)
+    size = case.slots or math.ceil(n_rows / n_batches)
     engine = Engine(model, size, longest, drafter=drafter, speculate_k=case.k)
     if case.k == "auto":  # costs that make every K pay at times, and the same ones in every run
         ks = speculative.AUTO_K
         engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
-    rows, records = [], []
-    generator = torch.Generator().manual_seed(seed)
+    if case.slots:
+        requests = come_and_go(engine, case.sampling, n_tokens, seed)
+    else:
+        requests = in_batches(engine, case.sampling, n_batches, seed)
+    rows = [Row(r.prompt, r.tokens, [token.index for token in r.token_records], r.sampling) for r in requests]
+    return rows, [token for request in requests for token in request.token_records if not token.first]
+
+
+def in_batches(engine: Engine, sampling: Sampling, n_batches: int, seed: int) -> list[Request]:
+    """Rows of generate(), in batches of one size."""
+    V, size, longest = engine.model.config.vocab_size, engine.batch_size, engine.max_seq_length
+    generator, timing = torch.Generator().manual_seed(seed), Timing()
     for batch in range(n_batches):
         lengths = torch.randint(1, longest // 20 + 2, (size,), generator=generator).tolist()
         ends = torch.randint(int(0.72 * longest), longest + 1, (size,), generator=generator).tolist()
-        V = model.config.vocab_size
         prompts = [torch.randint(V, (n,), generator=generator).tolist() for n in lengths]
         budgets, out = [end - n for end, n in zip(ends, lengths)], [[] for _ in prompts]
-        timing, seeds = Timing(), [(seed << 20) + batch * size + row for row in range(size)]
-        options = {"sampling": case.sampling, "max_new_tokens": budgets, "seed": seeds}
-        for row, id in generate(model, prompts, engine=engine, timing=timing, **options):
+        seeds = [(seed << 20) + batch * size + row for row in range(size)]
+        options = {"sampling": sampling, "max_new_tokens": budgets, "seed": seeds}
+        for row, id in generate(engine.model, prompts, engine=engine, timing=timing, **options):
             out[row].append(id)
-        for prompt, ids, row in zip(prompts, out, timing.tokens):
-            rows.append(Row(prompt, ids, [token.index for token in row]))
-            records += [token for token in row if not token.first]
-    return rows, records
+        assert out == [request.tokens for request in timing.requests[-size:]]
+    return timing.requests
+
+
+def come_and_go(engine: Engine, samplings: Sequence[Sampling], n_tokens: int, seed: int) -> list[Request]:
+    """Requests that arrive at random steps, one in five without a draft, one in four to be aborted. Returns the scored
+    ones, sorted by slot and prompt length: a row's neighbour then has its slot, and tokens at the same positions."""
+    generator, V, longest = torch.Generator().manual_seed(seed), engine.model.config.vocab_size, engine.max_seq_length
+    engine.chunk = 16  # other requests decode between the chunks of a prompt
+
+    def draw(n: int) -> int:
+        return int(torch.randint(n, (), generator=generator))
+
+    requests, slots, aborts = [], {}, collections.defaultdict(list)
+    num_decided = arrival = 0
+    for step in itertools.count():
+        while arrival <= step and num_decided < n_tokens:
+            sources = requests[-1 - draw(8) :][:1]  # one of the last eight
+            text = [id for request in sources for id in request.prompt + request.tokens]
+            length = (0, draw(longest // 8), longest // 2)[draw(3)]  # another text, a fork, or a chat's next turn
+            prompt = text[:length] + [draw(V) for _ in range(1 + draw(longest // 20))]
+            options = {"sampling": samplings[draw(len(samplings))], "max_new_tokens": 1 + draw(longest // 4)}
+            id = engine.add_request(prompt, seed=(seed << 20) + len(requests), draft=draw(5) > 0, **options)
+            requests.append(engine.requests[id])
+            if draw(4) == 0:
+                aborts[step + draw(longest // 8)].append(id)
+            arrival += draw(longest // 4 // engine.batch_size)  # at times slots are free, at others requests wait
+        for id in aborts[step]:
+            engine.abort(id)
+        num_decided += sum(is_scored(requests[id]) for id, _ in engine.step())
+        slots |= {id: request.slot.index for id, request in engine.requests.items() if request.slot}
+        if num_decided >= n_tokens and not engine.has_unfinished():
+            break
+    scored = [request for request in requests if request.tokens and is_scored(request)]
+    # -1: came and went in one step
+    return sorted(scored, key=lambda request: (slots.get(request.id, -1), len(request.prompt)))
+
+
+def is_scored(request: Request) -> bool:
+    return request.sampling.kind in (PLAIN, FILTERED)
 
 
 # -------------------------------------------------------------------------------------------------- score
 
 
 class Scores(NamedTuple):
-    """Of one row's tokens (n,) but for the first, which no round decides: float64, and index int64."""
+    """Of one row's tokens (n,): float64, and index and pos int64. The first, which no round decides, has index 0."""
 
     u: Tensor  # PIT by id
     by_draft: Tensor  # PIT in the order of q - p
@@ -287,6 +354,7 @@ class Scores(NamedTuple):
     near: Tensor  # p = 0 within rounding of a cut
     near_mass: Tensor  # at most the probability of drawing such a one
     index: Tensor
+    pos: Tensor  # from the prompt's first token on
     entropy: Tensor
 
 
@@ -322,17 +390,17 @@ def looked_up(tokens: Sequence[int], n: int) -> list[int]:
     return found
 
 
-def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
-    """tokens (R, T) -> q (R, T, V) after each position. On the target's caches the drafter saw the target's keys, here
-    its own: A is then another set than the drafter's, which any function of the past may be."""
+def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor, Sampling], Tensor]:
+    """tokens (R, T) and their sampling -> q (R, T, V) after each position. On the target's caches the drafter saw the
+    target's keys, here its own: A is then another set than the drafter's, which any function of the past may be."""
     if isinstance(drafter, EagleDraft | DFlashDraft):  # whose states only its target's caches hold
         drafter = ModelDraft(disturbed(target_of(case.target), 0.1))
     if isinstance(drafter, ModelDraft):
         V = target_of(case.target).config.vocab_size
-        return lambda tokens: case.sampling.probs(drafter.model(tokens, torch.arange(tokens.size(1)))[..., :V])
+        return lambda tokens, sampling: sampling.probs(drafter.model(tokens, torch.arange(tokens.size(1)))[..., :V])
     V = target_of(case.target).config.vocab_size
 
-    def one_hot(tokens: Tensor) -> Tensor:
+    def one_hot(tokens: Tensor, _) -> Tensor:
         ids = torch.tensor([looked_up(row, getattr(drafter, "n", 1)) for row in tokens.tolist()])  # (R, T)
         return torch.nn.functional.one_hot(ids.clamp(min=0), V) * (ids >= 0)[..., None]
 
@@ -340,22 +408,20 @@ def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def score(case: Case, rows: Sequence[Row], q_of: Callable[[Tensor], Tensor], seed: int) -> Iterator[Scores]:
+def score(case: Case, rows: Sequence[Row], q_of: Callable[[Tensor, Sampling], Tensor], seed: int) -> Iterator[Scores]:
     """Each row's tokens under p: one pass over the whole row, no cache, no drafter."""
     generator, slack = torch.Generator().manual_seed(seed), 4 * rounding(case.target)
     for row in rows:
         tokens = torch.tensor([row.prompt + row.tokens[:-1]])  # (1, T)
-        logits, q = exact(case.target)(tokens, torch.arange(tokens.size(1))), q_of(tokens)  # (1, T, V)
-        x = torch.tensor(row.tokens[1:])
-        noise = torch.rand(len(x), generator=generator, dtype=torch.float64)
-        at = len(row.prompt)
-        yield score_tokens(logits[0, at:], q[0, at:], x, row.index[1:], case.sampling, noise, slack)
+        pos = len(row.prompt) + torch.arange(len(row.tokens))  # (n,)
+        logits, q = exact(case.target)(tokens, torch.arange(tokens.size(1))), q_of(tokens, row.sampling)  # (1, T, V)
+        noise = torch.rand(len(pos), generator=generator, dtype=torch.float64)
+        yield score_tokens(row, logits[0, pos - 1], q[0, pos - 1], pos, noise, slack)
 
 
-def score_tokens(
-    logits: Tensor, q: Tensor, x: Tensor, index: Sequence[int], sampling: Sampling, noise: Tensor, slack: float
-) -> Scores:
-    """logits and q (n, V), x (n,) the tokens drawn, noise (n,) uniform -> Scores."""
+def score_tokens(row: Row, logits: Tensor, q: Tensor, pos: Tensor, noise: Tensor, slack: float) -> Scores:
+    """logits and q (n, V), pos (n,) of the tokens drawn, noise (n,) uniform -> Scores."""
+    x, sampling = torch.tensor(row.tokens), row.sampling
     p = sampling.probs(logits).double()
     p = p / p.sum(-1, keepdim=True)
     at = x[:, None]  # (n, 1)
@@ -370,7 +436,7 @@ def score_tokens(
     entropy = -(p * log_p).sum(-1)
     return Scores(
         u, by_draft, moments((q > p).double(), p, at), moments(1 - log_p / LOWEST, p, at), missed & ~close,
-        missed & close, mass, torch.tensor(index), entropy,
+        missed & close, mass, torch.tensor(row.index), pos, entropy,
     )  # fmt: skip
 
 
@@ -427,24 +493,11 @@ def too_many(zero: Tensor, near: Tensor, mass: Tensor) -> tuple[float, float]:
     return float(count), math.exp(count - expected - count * math.log(count / expected))
 
 
-def square(a: Tensor, b: Tensor) -> Tensor:
-    """Counts (PAIR_BINS^2,) of pairs of numbers in [0, 1)."""
-    cell = (a * PAIR_BINS).long() * PAIR_BINS + (b * PAIR_BINS).long()
-    return cell.bincount(minlength=PAIR_BINS**2)
-
-
-def pairs(rows: Sequence[Tensor]) -> Tensor:
-    """Of u and the next one in its row: each belongs to one pair, for overlapping ones are not independent."""
-    return sum(square(u[: len(u) // 2 * 2 : 2], u[1::2]) for u in rows)
-
-
-def neighbours(rows: Sequence[Tensor]) -> Tensor:
-    """Of two rows at the same position, each row in one pair."""
-    counts = torch.zeros(PAIR_BINS**2, dtype=torch.int64)
-    for a, b in zip(rows[::2], rows[1::2]):
-        n = min(len(a), len(b))
-        counts += square(a[:n], b[:n])
-    return counts
+def square(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Counts (n^2,) of pairs of numbers in [0, 1)."""
+    n = min(PAIR_BINS, math.isqrt(sum(len(a) for a, _ in pairs) // FEWEST))
+    counts = (((a * n).long() * n + (b * n).long()).bincount(minlength=n * n) for a, b in pairs)
+    return sum(counts, torch.zeros(n * n, dtype=torch.int64))
 
 
 def joined(parts: Sequence[Scores]) -> Scores:
@@ -456,10 +509,13 @@ def joined(parts: Sequence[Scores]) -> Scores:
     return Scores(*map(cat, zip(*parts)))
 
 
-def histograms(rows: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
-    """u with the next one, and with the row beside, where there are enough."""
-    counts = {"PIT, next": pairs(rows), "PIT, other row": neighbours(rows)}
-    return {name: chi_square(found) for name, found in counts.items() if found.sum() >= FEWEST * len(found)}
+def histograms(rows: Sequence[Scores]) -> dict[str, tuple[float, float]]:
+    """u with the next one in its row, and with the one of the row beside at the same position. A number stands in one
+    pair of a kind, for overlapping pairs are not independent."""
+    in_row = [(row.u[: len(row.u) // 2 * 2 : 2], row.u[1::2]) for row in rows]
+    in_two = [(a.u[torch.isin(a.pos, b.pos)], b.u[torch.isin(b.pos, a.pos)]) for a, b in zip(rows[::2], rows[1::2])]
+    counts = {"PIT, next": square(in_row), "PIT, other row": square(in_two)}
+    return {name: chi_square(cells) for name, cells in counts.items() if len(cells) >= 9}
 
 
 def by_group(scores: Scores, chosen: Tensor, name: str) -> dict[str, tuple[float, float]]:
@@ -481,7 +537,7 @@ def all_tests(rows: Sequence[Scores]) -> dict[str, tuple[float, float]]:
     """{name: (statistic, p-value)} of what a case decoded."""
     scores = joined(rows)
     everything = by_group(scores, torch.ones_like(scores.index, dtype=torch.bool), "")
-    found = {**everything, **histograms([row.u for row in rows])}
+    found = {**everything, **histograms(rows)}
     found["zeros"] = too_many(scores.zero, scores.near, scores.near_mass)
     for i in range(int(scores.index.max()) + 1):
         found |= by_group(scores, scores.index == i, f" at {i}")
@@ -565,6 +621,19 @@ def patched(owner, name: str, value) -> Callable:
     return functools.partial(mock.patch.object, owner, name, value)
 
 
+def keeping(name: str) -> Callable:
+    """State.fill, but for one tensor, where a slot keeps what its first request wrote."""
+    fill = State.fill
+
+    def fill_the_rest(state, slot, request):
+        is_used, values = state.prompt_length[slot] > 0, getattr(state, name)[slot].clone()
+        fill(state, slot, request)
+        if is_used:
+            getattr(state, name)[slot] = values
+
+    return fill_the_rest
+
+
 CONTROLS = {  # name -> what is put in place of the code
     "everything is accepted": patched(speculative, "accept", accept_everything),
     "the last of a draft is accepted always": patched(speculative, "accept", accept_the_last),
@@ -572,6 +641,12 @@ CONTROLS = {  # name -> what is put in place of the code
     "the draft's noise accepts": patched(speculative, "ACCEPT", DRAFT_DRAW),
     "the bonus by the law before": patched(speculative, "accept", stale_bonus),
 }
+IN_SLOTS = {  # of these, those that are right until another request takes the slot
+    "a slot keeps its first seed": patched(State, "fill", keeping("seed")),
+    "a slot keeps its first sampling": patched(State, "fill", keeping("values")),
+    "a slot lends its last token": patched(Request, "cached_ids", lambda request: request.prompt + request.tokens),
+}
+CONTROLS |= IN_SLOTS
 KEEPS_THE_LAW = "the draft's cache is stale"
 
 
@@ -591,7 +666,7 @@ BROKEN = (*CONTROLS, "PARD's q of the position before", "EAGLE-3's d2t is ignore
 
 def control(name: str, n_tokens: int = CONTROL_TOKENS, seed: int = 77) -> dict:
     """A case decoded by a broken program: its smallest p-value, by which test, and whether it is as it should be."""
-    case = Case(name, "model", 3, Sampling(1))
+    case = Case(name, "model", 3, MIXED, slots=8) if name in IN_SLOTS else Case(name, "model", 3, Sampling(1))
     breaks = CONTROLS.get(name, contextlib.nullcontext)
     drafter = broken_drafter(name, target_of(case.target))
     with breaks():
@@ -639,7 +714,7 @@ def run_cases(n_tokens: int, seed: int) -> dict[str, dict]:
 def run_controls() -> dict[str, dict]:
     found = {}
     for name in (*BROKEN, KEEPS_THE_LAW):
-        found[name] = said = control(name)
+        found[name] = said = control(name, CONTROL_TOKENS // 4 if name in IN_SLOTS else CONTROL_TOKENS)
         seen = "as it should be" if said["as_it_should_be"] else "NOT AS IT SHOULD BE"
         print(f"broken: {name}: {said['tokens']:,} tokens, p = {said['p']:.1e} ({said['test']}): {seen}")
     return found
