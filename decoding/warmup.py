@@ -16,6 +16,8 @@ from decoding.costs import Costs
 from decoding.sampling import Sampling
 from decoding.timing import step_times, synchronize
 
+STEADY_S = 0.01
+
 
 def compiled_row_counts(engine) -> list[int]:
     """The numbers of rows of compiled steps: one, and all."""
@@ -52,7 +54,7 @@ def warm_up(engine, kind: str) -> float:
 @torch.inference_mode()
 def calibrate(engine, sampling: Sampling, length: int, rounds: int) -> dict[int, Costs]:
     """Number of rows, one and all -> medians of a plain step, of drafting and of verifying with `length` positions
-    filled, measured in turn after one uncounted round. Each step draws new tokens: experts' costs depend on them."""
+    filled, measured in turn."""
     assert 1 <= length < engine.max_seq_length, f"{length} positions filled leave no room in {engine.max_seq_length}"
     costs = {n: costs_of_rows(engine, n, sampling, length, rounds) for n in compiled_row_counts(engine)}
     engine.clear()
@@ -60,19 +62,31 @@ def calibrate(engine, sampling: Sampling, length: int, rounds: int) -> dict[int,
 
 
 def costs_of_rows(engine, num_rows: int, sampling: Sampling, length: int, rounds: int) -> Costs:
+    """A short step that follows one of another kind is slower, because the processor's caches hold other code. So steps
+    of a kind repeat for STEADY_S, and the last one counts."""
     rows, times = engine.rows(0, num_rows), {k: [] for k in (0, *engine.ks)}
     state = rows.state
     state.pos.fill_(length - 1), state.done.fill_(True)
     state.kind = sampling.kind
     state.values.copy_(sampling.values)
     V, random = engine.model.config.vocab_size, torch.Generator().manual_seed(0)
-    for _, k in itertools.product(range(rounds + 1), times):
+
+    def run_step(k: int) -> tuple[float, float]:
+        """Seconds of drafter and target, over new tokens: experts' costs depend on them."""
         engine.draft_lag = 0
         state.tokens.copy_(torch.randint(V, state.tokens.shape, generator=random))
         other = torch.randint(V, (len(state.pos), k), generator=random).to(engine.device)  # (B, k)
         synchronize(engine.device)
         step = engine.run(rows, length, k, other=other)
         synchronize(engine.device)
-        times[k].append(step_times(step))
-    draft, verify = ({k: statistics.median(s[part] for s in times[k][1:]) for k in times} for part in (0, 1))
+        return step_times(step)
+
+    # Ranks must run the same steps.
+    seconds = engine.ranks.broadcast_object({k: min(sum(run_step(k)) for _ in range(2)) for k in times})
+    for _, k in itertools.product(range(rounds), times):
+        for _ in range(int(STEADY_S / seconds[k])):
+            run_step(k)
+        times[k].append(run_step(k))
+    # The times of K = 0, plain steps, are those of the target's pass, and of a drafter that reads its token.
+    draft, verify = ({k: statistics.median(s[part] for s in times[k]) for k in times} for part in (0, 1))
     return Costs(verify.pop(0), draft, verify)

@@ -699,6 +699,25 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
 # ----------------------------------------------------------------------------------- length, figures, theory
 
 
+@pytest.mark.parametrize("short_s", [0.002, 0.1])
+def test_short_steps_are_calibrated_behind_others_of_their_kind(monkeypatch, short_s):
+    """Steps of 2 ms count only behind another of their kind, where they take half as long; long ones run once each."""
+    engine = Engine(tiny(0), 1, 64, drafter=NgramDraft(), speculate_k=3)
+    kinds = []
+
+    def simulated_times(step) -> tuple[float, float]:
+        kinds.append(step.k)
+        return 0.0, (1 + step.k) * short_s / (2 if kinds[-2:-1] == [step.k] else 1)
+
+    monkeypatch.setattr("decoding.warmup.step_times", simulated_times)
+    costs = engine.calibrate(Sampling(0), 20, rounds=3)
+    if short_s == 0.002:
+        assert costs == Costs(0.001, {0: 0.0, 3: 0.0}, {3: 0.004})
+        assert kinds.count(0) == 2 + 3 * (10 + 1) and kinds.count(3) == 2 + 3 * (2 + 1)
+    else:
+        assert kinds == [0, 0, 3, 3, *[0, 3] * 3]
+
+
 def test_auto_is_lossless_and_finds_what_pays(margins):
     """Costs are given, not measured: a perfect cheap draft goes to the longest K, a hopeless one to plain steps."""
     target, draft, want = margins
