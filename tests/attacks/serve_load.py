@@ -1,4 +1,4 @@
-"""A server under load: `python -m tests.attacks.serve_load --minutes 10`, and `--overhead` for what serving costs.
+"""A server under load: `python -m tests.attacks.serve_load --minutes 60 [--write FILE]`; `--overhead` for its cost.
 
 Clients of many kinds ask the demo pair at once: completions and chats, whole and streamed, greedy and sampled, with
 stop strings, several answers a request; some are wrong, some leave in the middle. What each should be told was decoded
@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 
 import openai
+
+from benchmarks.record import record
 
 ROOT = Path(__file__).parent.parent.parent
 ALONE = ["--device", "cpu", "--no-compile"]
@@ -131,7 +133,7 @@ class Load:
 
     def leaves(self, draw, prompt, seed):
         chunks = self.client.completions.create(prompt=prompt, stream=True, **self.settings(seed, 400))
-        found = "".join(chunk.choices[0].text for chunk, _ in zip(chunks, range(draw.randrange(1, 8))))
+        found = "".join(chunk.choices[0].text for _, chunk in zip(range(draw.randrange(8)), chunks))
         chunks.close()
         return self.expected[prompt, seed].startswith(found[: len(self.expected[prompt, seed])]), True
 
@@ -170,7 +172,8 @@ def load(args: argparse.Namespace) -> dict:
     failed = bool(found.wrong or lost or after > GROWTH * before or status or log)
     return {
         "minutes": args.minutes, "counts": counts, "lost": lost, "wrong": found.wrong[:5],
-        "resident_mb": [round(before, 1), round(after, 1)], "exit": status, "log": log[:20], "failed": failed,
+        "resident_mb": [round(before, 1), round(after, 1)], "resident_mb_by_minute": [round(mb) for mb in memory[::30]],
+        "exit": status, "log": log[:20], "failed": failed,
     }  # fmt: skip
 
 
@@ -210,10 +213,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of --overhead")
     parser.add_argument("--checkpoint", help="of --overhead, decoded without a draft; default: the demo pair")
     parser.add_argument("--new", type=int, default=400, help="tokens of an answer, of --overhead")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    found = overhead(args) if args.overhead else load(args)
-    print(json.dumps(found, indent=1))
-    sys.exit(found["failed"])
+    results = overhead(args) if args.overhead else load(args)
+    print(json.dumps(results, indent=1))
+    if args.write:
+        record(args.write, results)
+    sys.exit(results["failed"])
 
 
 if __name__ == "__main__":
