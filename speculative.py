@@ -334,8 +334,8 @@ class DraftLength:
         if k == "auto" and costs is None:
             raise ValueError("speculate_k = 'auto' needs calibrated costs: call engine.calibrate first")
         self.fixed, self.costs = None if k == "auto" else k, costs
-        # overlap / weight is the mean acceptance, first 0.7 with weight 4. matched: the share of rows with a draft.
-        self.overlap, self.weight, self.matched = 0.7 * 4, 4.0, 1.0
+        # overlap / weight is the mean acceptance, first 0.8 with weight 4. matched: the share of rows with a draft.
+        self.overlap, self.weight, self.matched = 0.8 * 4, 4.0, 1.0
         self.plain, self.patience, self.probing = 0, PROBE_AFTER, 0
 
     def observe(self, overlap: float) -> None:

@@ -162,7 +162,7 @@ def race_rows(id: str, races: list[dict], note: str) -> list[dict]:
     speedups, reports = [r["plain"] / r["drafted"] for r in races], [r["report"] for r in races]
     rows = [row(f"{id}.speedup", speedups, "ratio", note)]
     rows.append(row(f"{id}.tokens_per_round", [r["tokens_per_round"] for r in reports], "tokens", note))
-    predicted = [(speedup, r) for speedup, r in zip(speedups, reports, strict=True) if r["predicted_speedup"]]
+    predicted = [(speedup, r) for speedup, r in zip(speedups, reports, strict=True) if r["c"] is not None]
     if predicted:
         over_predicted = [speedup / r["predicted_speedup"] for speedup, r in predicted]
         rows.append(row(f"{id}.measured_over_predicted", over_predicted, "ratio", note))

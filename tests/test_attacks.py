@@ -4,6 +4,7 @@ A control that passes shows an attack that no longer bites. What must hold of th
 fail fails with p < 1e-12; seeds are fixed.
 """
 
+import argparse
 import functools
 import json
 import os
@@ -15,12 +16,15 @@ import pytest
 import torch
 from conftest import ROOT
 
+import generate
 import loading.chat_templates as templates
 import speculative
 from decoding.sampling import Sampling
+from decoding.scheduler import MIN_REUSED
+from generate import Engine
 from loading.checkpoint import load_model
 from speculative import accept
-from tests.attacks import drift, faults, fuzz, law, mutate
+from tests.attacks import drift, faults, fuzz, law, mutate, serve_load
 
 pytestmark = pytest.mark.attack
 
@@ -126,7 +130,11 @@ def small(monkeypatch):
     law.rounding.cache_clear()
 
 
-CASES = [law.Case("K 3", "model", 3, Sampling(1)), law.Case("auto", "layers:0,1", "auto", law.FILTERS)]
+CASES = [
+    law.Case("K 3", "model", 3, Sampling(1)),
+    law.Case("auto", "layers:0,1", "auto", law.FILTERS),
+    law.Case("come and go", "model", 3, law.MIXED, slots=4),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -138,21 +146,55 @@ def test_the_program_keeps_the_law(small, case):
 
 @pytest.mark.parametrize("name", [*law.BROKEN, law.KEEPS_THE_LAW])
 def test_a_broken_program_breaks_the_law(small, name):
-    assert law.control(name, 4000)["as_it_should_be"]
+    n_tokens = 4000 if name not in law.IN_SLOTS else 5000 if "seed" in name else 1500
+    assert law.control(name, n_tokens)["as_it_should_be"]
+
+
+def test_requests_come_and_go(small):
+    model = law.target_of("tiny")
+    engine = Engine(model, 4, 160, drafter=law.drafter_of("suffix", model), speculate_k=3)
+    requests = law.come_and_go(engine, law.COOL, 1500, 5)
+    assert {request.finish_reason for request in requests} == {"length", "abort"}
+    assert {request.draft for request in requests} == {True, False}
+    assert len({request.sampling for request in requests}) == 2 and len({request.seed for request in requests}) > 40
+    assert sum(request.num_reused >= MIN_REUSED for request in requests) > 10
 
 
 # ------------------------------------------------------------------------------------------------- drift
 
 
+def keep_every_draft(*args, noise):
+    return accept(*args, noise=(noise[0] - 1, noise[1]))
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["as it is", "keeps every draft"])
 def test_drafting_does_not_drift(broken, monkeypatch):
     if broken:
-        keep = lambda *given, noise: accept(*given, noise=(noise[0] - 1, noise[1]))  # noqa: E731
-        monkeypatch.setattr(speculative, "accept", keep)
-    given = "--formats bfloat16 --drafters layers --speculate_k 3 --prompts 2 --batch_sizes 2 --new_tokens 40"
-    (row,) = drift.measure(drift.parse_args(given.split()))
+        monkeypatch.setattr(speculative, "accept", keep_every_draft)
+    args = "--formats bfloat16 --kv_cache_dtype model --requests alike --drafters layers --speculate_k 3 --prompts 2"
+    (row,) = drift.measure(drift.parse_args([*args.split(), "--batch_sizes", "2", "--new_tokens", "40"]))
     assert row["bits"] == 0 and row["identical"]
     assert row["flips"] == 2 and row["tokens"] < 80 if broken else row["flips"] == 0 and row["tokens"] == 80
+
+
+@pytest.mark.parametrize("control", [None, "prefixes"])
+def test_mixed_requests_do_not_drift(control):
+    """The control is one that requests alike do not see."""
+    args = "--formats mxfp4 --kv_cache_dtype int8 --drafters suffix dflash --speculate_k 3 --prompts 6 --new_tokens 16"
+    args = drift.parse_args([*args.split(), "--slots", "2", *(["--control", control] if control else [])])
+    rows = drift.measure(args)
+    assert [row["requests"] for row in rows] == ["alike"] * 2 + ["mixed"] * 3 and all(row["identical"] for row in rows)
+    assert {row["requests"] for row in rows if drift.differs(row)} == ({"mixed"} if control else set())
+    assert all(row["tokens"] > 40 and row["accepted"] > 0 for row in rows if row["drafter"] != "none")
+
+
+def test_drift_without_a_promise_neither_passes_nor_fails(monkeypatch):
+    monkeypatch.setattr(speculative, "accept", keep_every_draft)
+    monkeypatch.setattr(generate, "batch_invariant_rows", lambda model: 0)
+    args = "--formats int8 --kv_cache_dtype fp8 --requests alike --drafters layers --speculate_k 3 --prompts 2"
+    (row,) = drift.measure(drift.parse_args(args.split()))
+    assert row["flips"] and not row["identical"] and not drift.differs(row)
+    assert drift.total([row]) == "0 flips in 0 tokens, 0 settings (1 more are not promised); bits differ in 0"
 
 
 # -------------------------------------------------------------------------------------------------- soak
@@ -187,6 +229,31 @@ def test_a_server_of_seconds(sabotaged):
         assert done.returncode == 0 and not found["wrong"] and not found["grown"], found
 
 
+SERVER = """
+import decoding.scheduler as scheduler
+from generate import Engine
+from scripts.serve import main
+SABOTAGE
+main()
+"""
+SABOTAGES = {  # what is done to a server, and what its clients see
+    "as it is": ("", None),
+    "lends what is not shared": ("scheduler.common_prefix = lambda a, *b: len(a) if all(b) else 0", "wrong"),
+    "keeps memory": ("add, kept = Engine.add_request, []\n"
+                     "Engine.add_request = lambda *a, **b: kept.append(b'x' * 2**21) or add(*a, **b)", "resident_mb"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_clients_of_seconds(name, monkeypatch):
+    sabotage, sign = SABOTAGES[name]
+    monkeypatch.setattr(serve_load, "SERVER", ("-c", SERVER.replace("SABOTAGE", sabotage)))
+    results = serve_load.load(argparse.Namespace(minutes=0.15, clients=6, batch_size=3))
+    before, after = results["resident_mb"]
+    signs = {"wrong": bool(results["wrong"]), "resident_mb": after > serve_load.GROWTH * before}
+    assert results["counts"]["answered"] > 10 and {key for key in signs if signs[key]} == ({sign} - {None}), results
+
+
 # ------------------------------------------------------------------------------------- mutants, emulation
 
 
@@ -198,9 +265,14 @@ def test_mutants_that_a_test_sees_are_killed(tmp_path):
     (tmp_path / "tests" / "test_bounds.py").write_text(test)
     every = mutate.mutants(tmp_path, "bounds.py")
     assert {mutant.kind for mutant in every} == {"comparison", "exchanged branches", "swapped arguments"}
-    found = mutate.measure(tmp_path, every, {"bounds.py": ("test_bounds.py",)})
+    reports = []
+    tests = {"bounds.py": "bounds -k test"}
+    results = mutate.measure(tmp_path, tests, workers=2, report=lambda results: reports.append(results["tried"]))
     # At x = low both branches give the same: the one mutant that is the same program.
-    assert sorted(kind for _, _, kind, *_ in found["survivors"]) == ["comparison", "swapped arguments"]
+    counts = results["files"]["bounds.py"]
+    kinds = sorted(survivor.split(": ")[1] for survivor in counts.pop("survivors"))
+    assert kinds == ["comparison", "swapped arguments"] and reports == list(range(1, len(every) + 1))
+    assert counts == {"mutants": len(every), "tried": len(every), "killed": len(every) - 2}
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")

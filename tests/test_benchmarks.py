@@ -16,9 +16,10 @@ from benchmarks import background, bench, bench_gpu, context, evaluation, gpu_st
 from benchmarks.record import row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
-from benchmarks.workers import Contender
+from benchmarks.workers import Contender, race, race_rows
 from decoding.sampling import Sampling
-from generate import Timing, generate
+from drafts.ngram import NgramDraft
+from generate import Engine, Timing, generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
@@ -71,6 +72,18 @@ def test_results_merge_by_id(tmp_path):
     assert (a["hardware"], a["date"], a["value"]) == ("elsewhere", "2020-01-01", 1.0)
     assert (b["value"], b["min"], b["max"], c["value"]) == (2.0, 1.0, 3.0, 0.3333)
     assert b["hardware"] == result["hardware"] != "elsewhere"
+
+
+def test_races_without_a_draft_have_no_prediction():
+    """The report of a run that drafted nothing predicts 1 and has no costs."""
+    model = load_model(ROOT / "checkpoints" / "demo")
+    engine = Engine(model, 1, 32, drafter=NgramDraft(), speculate_k=5)
+    engine.calibrate(Sampling(0), 8, rounds=1)
+    undrafted = race(engine, [1000], 5, sampling=Sampling(0), max_new_tokens=2)
+    assert {r["id"] for r in race_rows("x", [undrafted], "")} == {"x.speedup", "x.tokens_per_round"}
+    drafted = race(engine, [7, 8, 9] * 5, 5, sampling=Sampling(0), max_new_tokens=9)
+    rows = {r["id"]: r["value"] for r in race_rows("x", [undrafted, drafted], "")}
+    assert rows["x.c"] == pytest.approx(drafted["report"]["c"], rel=1e-3) and "x.measured_over_predicted" in rows
 
 
 def test_the_tables_of_the_pages_say_what_the_files_say():

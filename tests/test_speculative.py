@@ -730,7 +730,7 @@ def test_auto_is_lossless_and_finds_what_pays(margins):
         engine.costs, timing = cheap, Timing()
         assert rows_of(target, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
         used[kind] = RowStatistics(token for tokens in timing.tokens for token in tokens).rounds
-    assert used["itself"].keys() == {5, 8} and used["itself"][8] > used["itself"][5]
+    assert used["itself"].keys() == {8}
     assert used["noise"][0] > 0.8 * used["noise"].total()
 
 
@@ -747,8 +747,8 @@ def test_draft_length_leaves_and_comes_back():
         length.observe(0.95)
     assert length.choose() == 5
     assert DraftLength(3).choose() == 3 == DraftLength(3, costs).choose()
-    # Costs are measured to a few percent: 1.7 tokens for 1.67 plain steps are not worth it, for 1.6 they are.
-    assert [DraftLength("auto", Costs(1.0, {1: 0.5}, {1: v})).choose() for v in (1.17, 1.1)] == [0, 1]
+    # Costs are measured to a few percent: 1.8 tokens for 1.77 plain steps are not worth it, for 1.7 they are.
+    assert [DraftLength("auto", Costs(1.0, {1: 0.5}, {1: v})).choose() for v in (1.27, 1.2)] == [0, 1]
 
 
 def test_theory_against_simulation_and_sums():

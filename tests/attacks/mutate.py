@@ -1,51 +1,141 @@
 """Do the tests notice a slip? Small mistakes drawn at random from the code, one at a time, against its fast tests.
 
-    python -m tests.attacks.mutate [--seed 0] [--sample 20] [--only model.py ...]
+    python -m tests.attacks.mutate [--sample N | all] [--only FILE ...] [--minutes M] [--write benchmarks/mutation.json]
 
-    TESTS       file of the core -> the test files that must notice a mistake in it
+    TESTS       file of the product -> the fast tests that must notice a mistake in it, the likeliest first
     slips       the mistakes of one expression or statement, by kind; mutants   all of a file, as texts
     Runner      pytest in a tree, forked from a process that has the libraries in memory
-    measure     the tests of the unchanged code, which must pass; then every mutant by itself
+    measure     the tests of the unchanged code, which must pass; then every mutant by itself, in one of several trees
 
 A kind of mistake: a comparison or a sign flipped, a number off by one, a term or a condition dropped, operands or
-arguments swapped, branches exchanged, a statement left out. Everything happens in a temporary copy. A survivor is one
-of three things: a test that is missing, code that nobody needs, or the same program in other words; a person decides.
+arguments swapped, branches exchanged, a statement left out. Everything happens in temporary copies. Every file has one
+mutant tried, then every file a second one, and so on: a run may stop at any time. The results are written after every
+mutant. A survivor is one of three things: a test that is missing, code that nobody needs, or the same program in other
+words; a person decides. A mutant is killed, too, by tests that take five times as long, or by a lack of memory.
 Why no library: cosmic-ray drops no terms and swaps no operands, mutmut's trampolines do not compile, and both start
 pytest anew for each mutant, which takes longer than most tests.
 """
 
 import ast
 import copy
+import hashlib
+import itertools
 import json
+import math
 import os
 import random
+import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.record import commit_of_checkout, record
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300  # for the tests of one mutant, which may run for ever
+LIMIT_S = 300  # for the tests of the unchanged code
+MAX_BYTES = 12 << 30  # of memory: a mutant may ask for any number
 LIBRARIES = ("torch", "hypothesis", "transformers.models.llama.modeling_llama")
+SLOW = """
+caches::drafted_greedy_text drafts::greedy_equals drafts::a_broken_eagle drafts::sequences_have drafts::turns_keep
+experts::drafts_of_sparse experts::every_matrix generate::64_greedy grammar::grammars_come grammar::json_obeys
+grammar::masked kept::a_resumed kept::newcomers kept::rows_that_begin program::a_chat_on program::a_closed_pipe
+program::a_full_disk program::a_terminal program::a_whole_run program::ctrl_c program::every_program
+program::start_up rounding::a_kept rounding::drafted_greedy rounding::logits_are serve::a_request_for_many
+serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json"""  # how their names begin: never run here
 TESTS = {
-    "model.py": ("test_model.py", "test_engine.py"),
-    "decoding/sampling.py": ("test_sampling.py",),
-    "generate.py": ("test_generate.py", "test_engine.py", "test_speculative.py"),
-    "speculative.py": ("test_speculative.py",),
-    "tp.py": ("test_tp.py",),
-    "weights/formats.py": ("test_quantize.py",),
-    "loading/checkpoint.py": ("test_checkpoint.py", "test_model.py"),
-    "loading/tokenizer.py": ("test_tokenizer.py",),
+    "generate.py": "engine requests generate",
+    "model.py": "model engine experts generate caches -k 'not test_caches or rows_take'",
+    "quantize.py": "quantize families experts -k 'quantize or calibration or gptq'",
+    "speculative.py": "speculative suffix",
+    "tp.py": "tp errors experts -k 'test_tp or test_errors or parts'",
+    "decoding/costs.py": "report suffix speculative -k 'report or suffix or theory or auto or length'",
+    "decoding/exactness.py": "rows_alone engine rounding",
+    "decoding/grammar.py": "grammar -m attack",
+    "decoding/kv_8bit.py": "rows_alone caches",
+    "decoding/logits.py": "requests",
+    "decoding/runner.py": "engine requests caches -k 'engine or requests or clearing or rows_take'",
+    "decoding/sampling.py": "sampling requests numbers",
+    "decoding/scheduler.py": "engine requests generate slots",
+    "decoding/slots.py": "requests generate slots",
+    "decoding/timing.py": "report engine requests tp -k 'report or engine or requests or host'",
+    "decoding/validation.py": "requests inputs generate",
+    "decoding/warmup.py": "engine",
+    "drafts/dflash.py": "dflash",
+    "drafts/eagle.py": "drafts -k 'eagle or config or folder or tensors or layer_ids or turns'",
+    "drafts/hidden_states.py": "dflash drafts -k 'dflash or eagle_is_its_twin'",
+    "drafts/ngram.py": "speculative errors inputs -k 'prompt_lookup or ngram or inputs or errors'",
+    "drafts/pard.py": "errors drafts -k 'errors or pard or config or folder'",
+    "drafts/suffix.py": "suffix numbers",
+    "drafts/vocabulary.py": "drafts -k 'strings or tokenizers or command_line or shared'",
+    "weights/compiling.py": "faults",
+    "weights/cpu.py": "cpu_products quantize rounding -k 'cpu_products or quantize or products or parts'",
+    "weights/experts.py": "experts",
+    "weights/formats.py": "fused floats cpu_products quantize",
+    "weights/gpu.py": "fused",
+    "weights/linears.py": "cpu_products fused quantize foreign",
+    "weights/rounding.py": "rows_alone rounding",
+    "weights/stored_code.py": "stored_code",
+    "weights/walker.py": "families quantize experts",
+    "loading/adapter.py": "adapter -m attack",
+    "loading/chat_templates.py": "tokenizer fuzz requests -k 'tokenizer or fuzz or template'",
+    "loading/checkpoint.py": "checkpoint families floats faults tp -k 'not plan'",
+    "loading/config.py": "config checkpoint families model",
+    "loading/drafts.py": "errors compare suffix drafts -k 'not (broken or law or twin)'",
+    "loading/families.py": "config checkpoint families model",
+    "loading/files.py": "checkpoint families faults kept",
+    "loading/gguf.py": "gguf",
+    "loading/gguf_metadata.py": "gguf",
+    "loading/hub.py": "hub -m 'not real'",
+    "loading/quantization.py": "checkpoint floats errors foreign",
+    "loading/tokenizer.py": "tokenizer tekken fuzz requests",
+    "loading/vocabularies.py": "tokenizer tekken fuzz gguf",
+    "loading/weight_names.py": "checkpoint families floats model",
+    "loading/quantized/detection.py": "floats fuzz foreign",
+    "loading/quantized/floats.py": "floats fuzz",
+    "loading/quantized/layouts.py": "foreign",
+    "loading/quantized/merged_experts.py": "experts gguf",
+    "loading/quantized/reader.py": "floats faults foreign",
+    "cli/answers.py": "requests inputs program",
+    "cli/chat.py": "program kept -k 'chat or message or turn or command or answer'",
+    "cli/draft_memory.py": "suffix",
+    "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl or old_torch'",
+    "cli/flags.py": "requests errors files program",
+    "cli/load.py": "errors kept program -k 'errors or moved or random_weights or gpu or generation_config'",
+    "cli/main.py": "requests files program",
+    "cli/memory.py": "memory",
+    "cli/output.py": "files requests program",
+    "cli/page.py": "page -m attack",
+    "cli/pipe.py": "program -k 'stdin or mark or stream'",
+    "cli/prompt_cache.py": "kept",
+    "cli/prompts.py": "requests files program",
+    "cli/replicas.py": "files program -k 'replicas or torchrun or line'",
+    "cli/report.py": "report experts speculative_cli program -k 'report or bytes or count or json or statistics'",
+    "cli/session.py": "kept program -k 'half_known or chat or text'",
+    "cli/threads.py": "threads",
+    "cli/version.py": "program -k version",
+    "scripts/batches.py": "serve -m 'attack and not browser'",
+    "scripts/compare.py": "compare live",
+    "scripts/distill_draft.py": "distill_draft draft_kinds",
+    "scripts/draft_kinds.py": "draft_kinds distill_draft",
+    "scripts/draft_start.py": "distill_draft draft_kinds",
+    "scripts/draft_text.py": "distill_draft draft_kinds",
+    "scripts/eval_lm.py": "eval_lm -m attack",
+    "scripts/live.py": "live",
+    "scripts/openai_form.py": "serve -m 'attack and not browser'",
+    "scripts/perplexity.py": "quantize -k perplexity",
+    "scripts/serve.py": "serve -m 'attack and not browser'",
+    "scripts/tp_plan.py": "tp -k plan",
 }
 PAIRS = (
     "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, FloorDiv Mod, LShift RShift, BitAnd BitOr, And Or"
@@ -108,21 +198,21 @@ def changeable(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(root: Path, file: str) -> list[Mutant]:
-    """Every mistake that still parses as another program, by its place."""
-    text = (root / file).read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    starts, same, found = [0], ast.unparse(tree), []
-    for line in (whole := text.encode()).split(b"\n"):
+    """Every mistake that is another program, by its position."""
+    source = (root / file).read_bytes()
+    starts, results = [0], []
+    for line in source.split(b"\n"):
         starts.append(starts[-1] + len(line) + 1)
-    for node in changeable(tree):
+    for node in changeable(ast.parse(source)):
         for kind, slip in slips(node):
             begin = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
-            new = ast.unparse(slip) if isinstance(node, ast.stmt | ast.Constant) else f"({ast.unparse(slip)})"
-            mutated = (whole[:begin] + new.encode() + whole[end:]).decode()
-            if ast.unparse(ast.parse(mutated)) != same:
-                found.append(Mutant(file, node.lineno, kind, whole[begin:end].decode(), new, mutated))
-    return found
+            new = ast.unparse(slip)
+            if new != ast.unparse(node):
+                new = new if isinstance(node, ast.stmt | ast.Constant) else f"({new})"
+                text = (source[:begin] + new.encode() + source[end:]).decode()
+                results.append(Mutant(file, node.lineno, kind, source[begin:end].decode(), new, text))
+    return results
 
 
 # --------------------------------------------------------------------------------------------- measuring
@@ -133,76 +223,168 @@ class Runner:
     them takes longer than most tests. It never imports a file of the copy before the fork."""
 
     SERVER = f"""
-import contextlib, importlib, json, os, signal, sys
+import contextlib, gc, importlib, json, os, resource, signal, sys
+from pathlib import Path
 import pytest
 for name in sys.argv[1:]:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+gc.collect(), gc.freeze()  # pytest collects several times
+class FastFirst:
+    def __init__(self, file):
+        self.file, self.seconds = file, json.loads(file.read_text()) if file.exists() else {{}}
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, 0) > 0.5)
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
+    def pytest_sessionfinish(self, exitstatus):
+        if exitstatus == 0 and not self.file.exists():
+            self.file.write_text(json.dumps(self.seconds))
+def end(number=0, frame=None):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if number == signal.SIGTERM:
+        os._exit(1)
+def tick(number, frame):
+    global limit_s
+    limit_s -= 1
+    if limit_s < 0:
+        end()
 for line in sys.stdin:
+    limit_s, file_of_seconds, *arguments = json.loads(line)
     if (child := os.fork()) == 0:
-        signal.alarm({LIMIT_S})
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_AS, ({MAX_BYTES}, {MAX_BYTES}))
         file = os.open(os.devnull, os.O_WRONLY)
         os.dup2(file, 1), os.dup2(file, 2)
-        os._exit(pytest.main(json.loads(line)))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        os._exit(pytest.main(arguments, plugins=[FastFirst(Path(file_of_seconds))]))
+    signal.signal(signal.SIGALRM, tick), signal.signal(signal.SIGTERM, end)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)  # no tick counts twice where all this is stopped for a while
+    status = os.waitpid(child, 0)[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    end()
+    print(os.waitstatus_to_exitcode(status), flush=True)
 """
 
     def __init__(self, root: Path, tree: Path):
         self.tree = tree
         shutil.copytree(root, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build"))
-        # No compiled files: two texts of one length, written within a second, would be taken for the same.
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        # No compiled files: two texts of one length, written within a second, would be taken for the same. Inductor's
+        # cache is this tree's own: no other program reads what a mutant stores.
+        cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tree}-cache"}
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **cache}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, "-c", self.SERVER, *LIBRARIES]
         self.process = subprocess.Popen(command, cwd=tree, env=env, start_new_session=True, **pipes)
 
-    def passes(self, tests: tuple[str, ...]) -> bool:
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
-        self.process.stdin.write(json.dumps(arguments) + "\n")
+    def passes(self, tests: str, limit_s: int) -> bool:
+        names, dash, others = tests.partition(" -")
+        words = [f"tests/test_{name}.py" for name in names.split()] + shlex.split(dash + others)
+        words += [f"--deselect=tests/test_{name.replace('::', '.py::test_')}" for name in SLOW.split()]
+        options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-p", "no:anyio", f"--basetemp={self.tree}-files"]
+        seconds = self.tree.parent / hashlib.sha256(tests.encode()).hexdigest()
+        self.process.stdin.write(json.dumps([limit_s, str(seconds), *options, *words]) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline()) == 0
 
+    def kills(self, mutant: Mutant, tests: str, limit_s: int) -> bool:
+        path = self.tree / mutant.file
+        source = path.read_bytes()
+        path.write_bytes(mutant.text.encode())
+        killed = not self.passes(tests, limit_s)
+        path.write_bytes(source)
+        return killed
+
     def stop(self) -> None:
-        """With whatever it has started."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """With the tests that run."""
+        self.process.terminate()
         self.process.communicate()
 
 
-def measure(root: Path, chosen: list[Mutant], tests: Mapping[str, tuple[str, ...]]) -> dict:
-    """The summary with every survivor. ValueError where tests fail without a mistake."""
-    start, survivors = time.perf_counter(), []
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        runner = Runner(root, Path(folder) / "tree")
+def measure(
+    root: Path, tests: Mapping[str, str], sample: int | None = None, seed: int = 0, workers: int = 1,
+    minutes: float = math.inf, report: Callable[[dict], None] = lambda results: None,
+) -> dict:  # fmt: skip
+    """`sample` mutants of each file, by default all; results go to `report` after each. ValueError where tests fail
+    without a mistake."""
+    start, lock, seconds = time.monotonic(), threading.Lock(), {}
+    mutants_by_file = {file: mutants(root, file) for file in tests}
+    for file, group in mutants_by_file.items():
+        random.Random(f"{seed} {file}").shuffle(group)
+    rounds = itertools.zip_longest(*(group[:sample] for group in mutants_by_file.values()))
+    chosen = [mutant for group in rounds for mutant in group if mutant]
+    files = {
+        file: {"mutants": len(group), "tried": 0, "killed": 0, "survivors": []}
+        for file, group in mutants_by_file.items()
+    }
+    results = {"seconds": 0, "tried": 0, "killed": 0, "files": files}
+
+    def run_clean(runner: Runner, text: str) -> None:
+        begin = time.monotonic()
+        if not runner.passes(text, LIMIT_S):
+            raise ValueError(f"these tests do not pass without a mistake: {text}")
+        seconds[text] = time.monotonic() - begin
+
+    def run_mutant(runner: Runner, mutant: Mutant) -> None:
+        if time.monotonic() - start > 60 * minutes:
+            return
+        text = tests[mutant.file]
+        killed = runner.kills(mutant, text, math.ceil(5 * seconds[text] + 10))
+        with lock:
+            for counts in (results, files[mutant.file]):
+                counts["tried"] += 1
+                counts["killed"] += killed
+            if not killed:
+                files[mutant.file]["survivors"].append("{1}: {2}: {3} -> {4}".format(*mutant))
+            results["seconds"] = round(time.monotonic() - start)
+            report(results)
+
+    def work(runner: Runner) -> None:
+        for value in remaining:
+            run(runner, value)
+            bar.update()
+
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(workers) as pool:
+        runners = [Runner(root, Path(folder) / str(number)) for number in range(workers)]
         try:
-            for file in dict.fromkeys(mutant.file for mutant in chosen):
-                if not runner.passes(tests[file]):
-                    raise ValueError(f"{file}: its tests do not pass without a mistake: {' '.join(tests[file])}")
-            for mutant in tqdm(chosen, desc="mutants"):
-                (runner.tree / mutant.file).write_text(mutant.text, encoding="utf-8")
-                if runner.passes(tests[mutant.file]):
-                    survivors.append(mutant[:-1])
-                shutil.copy(root / mutant.file, runner.tree / mutant.file)
+            for run, values in ((run_clean, dict.fromkeys(tests.values())), (run_mutant, chosen)):
+                remaining = iter(values)  # which the threads share
+                with tqdm(total=len(values), desc=run.__name__) as bar:
+                    list(pool.map(work, runners))
         finally:
-            runner.stop()
-    return {"mutants": len(chosen), "survivors": survivors, "seconds": round(time.perf_counter() - start)}
+            for runner in runners:
+                runner.stop()
+    return results
+
+
+def number_or_all(text: str) -> int | None:
+    return None if text == "all" else positive(text)
 
 
 def main() -> None:
     parser = Parser(description="Do the tests notice small mistakes that are put into the code?")
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--sample", type=positive, default=20, metavar="N", help="mutants of each file; default: 20")
+    add("--sample", type=number_or_all, default=10, metavar="N", help="mutants of each file, or all; default: 10")
     add("--only", nargs="+", choices=TESTS, default=list(TESTS), metavar="FILE", help="only these")
+    add("--workers", type=positive, default=2, metavar="N", help="trees that run at the same time; default: 2")
+    add("--minutes", type=float, default=math.inf, metavar="M", help="begin no mutant after so many; default: no end")
+    add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
+    source = {"commit": commit_of_checkout(), "seed": args.seed}  # before anybody commits more
+
+    def report(results: dict) -> None:
+        if args.write:
+            record(args.write, source | results)
+
     with ending_plainly():
-        chosen = []
-        for file in args.only:
-            every = mutants(ROOT, file)
-            chosen += random.Random(f"{args.seed} {file}").sample(every, min(args.sample, len(every)))
-        found = measure(ROOT, chosen, TESTS)
-        for one in found["survivors"]:
-            print("{}:{}: {}: {} -> {}".format(*one))
-        print(f"{found['mutants'] - len(found['survivors'])} of {found['mutants']} killed in {found['seconds']} s")
+        tests = {file: TESTS[file] for file in args.only}
+        results = measure(ROOT, tests, args.sample, args.seed, args.workers, args.minutes, report)
+        for file, counts in results["files"].items():
+            for survivor in counts["survivors"]:
+                print(f"{file}:{survivor}")
+        print("{killed} of {tried} killed in {seconds} s".format(**results))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ sets the rate at which one client receives tokens, and the server's own, against
 
 import argparse
 import collections
+import functools
 import json
 import random
 import re
@@ -31,6 +32,7 @@ WHO = ("Once upon a time", "One day, Tom", "The little dog", "Lily and Sam", "A 
 DID = (" saw a", " went home.", ", who was very sad,", "", " had a big red ball and")
 NEW, SEEDS, WARM = 48, 3, {"temperature": 0.9, "top_p": 0.95}
 GROWTH = 1.05  # of resident memory that passes for none
+SERVER = ("-m", "scripts.serve")
 
 
 def decoded(flags: list[str], rows: list[dict], models: list[str] = PAIR) -> list[dict]:
@@ -46,7 +48,7 @@ class Server:
     """A running server, and its log."""
 
     def __init__(self, *flags: str, models: list[str] = PAIR):
-        command = [sys.executable, "-m", "scripts.serve", *models, "--port", "0", *flags]
+        command = [sys.executable, *SERVER, *models, "--port", "0", *flags]
         self.process, self.log = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True), []
         self.ready = threading.Event()
         threading.Thread(target=self.read, daemon=True).start()
@@ -145,7 +147,9 @@ class Load:
         return "nothing", "an error"
 
 
-def load(args: argparse.Namespace) -> dict:
+@functools.cache
+def expected_texts() -> dict[tuple, str]:
+    """(prompt, seed or None for greedy) -> generate.py's text."""
     prompts = [who + did for who in WHO for did in DID]
     greedy = decoded(["--temperature", "0", "--max_new_tokens", str(NEW)], [{"prompt": prompt} for prompt in prompts])
     drawn = decoded(
@@ -153,7 +157,11 @@ def load(args: argparse.Namespace) -> dict:
         [{"prompt": prompt, "seed": seed} for prompt in prompts for seed in range(SEEDS)],
     )
     asked = [*((prompt, None) for prompt in prompts), *((prompt, seed) for prompt in prompts for seed in range(SEEDS))]
-    expected = {key: row["text"] for key, row in zip(asked, [*greedy, *drawn], strict=True)}
+    return {key: row["text"] for key, row in zip(asked, [*greedy, *drawn], strict=True)}
+
+
+def load(args: argparse.Namespace) -> dict:
+    expected = expected_texts()
     server, memory = Server("--batch_size", str(args.batch_size)), []
     end = time.monotonic() + 60 * args.minutes
     found = Load(server.url, expected, end)
