@@ -416,12 +416,14 @@ def generate(
         engine = Engine(model, len(prompts), max_length, drafter=drafter, speculate_k=speculate_k)
     else:
         validation.check_engine(engine, model, max_seq_length)
-    requests, stop_ids = [] if timing is None else timing.requests, frozenset(stop_ids)
+    stop_ids = frozenset(stop_ids)
     num_yielded, ids = [0] * len(prompts), range(engine.next_id, engine.next_id + len(prompts))
     try:
         for prompt, sampling, budget, seed in zip(prompts, samplings, budgets, seeds):
             engine.add_request(prompt, sampling=sampling, max_new_tokens=budget, stop_ids=stop_ids, seed=seed)
-        requests += [engine.requests[id] for id in ids]
+        requests = [engine.requests[id] for id in ids]
+        if timing is not None:
+            timing.requests += requests
         while any(r.finish_reason is None or n < len(r.tokens) for r, n in zip(requests, num_yielded)):
             if [len(request.tokens) for request in requests] == num_yielded:  # else another caller's step decided some
                 engine.step()

@@ -94,6 +94,14 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.token_probs == [[], [], [], []]
 
 
+def test_one_timing_records_several_calls(folder_of):
+    """The second call decodes its own rows alone."""
+    model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
+    first, second = (rows_of(model, prompts, timing=timing, max_new_tokens=5) for prompts in (PROMPTS[:3], PROMPTS[3:]))
+    assert [request.tokens for request in timing.requests] == first + second
+    assert timing.decoded == [5] * len(PROMPTS)
+
+
 def test_a_batch_after_a_larger_batch(folder_of):
     """Trap: batch 4, then batch 1, with caches kept; then longer than the caches were."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)

@@ -270,6 +270,8 @@ for line in sys.stdin:
     def __init__(self, root: Path, tree: Path):
         self.tree = tree
         shutil.copytree(root, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build"))
+        for command in ("git init --quiet", "git add ."):  # tests ask git for the list of programs
+            subprocess.run(command.split(), cwd=tree, check=True)
         # No compiled files: two texts of one length, written within a second, would be taken for the same. Inductor's
         # cache is this tree's own: no other program reads what a mutant stores.
         cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tree}-cache"}
