@@ -4,8 +4,8 @@
 
     TESTS       file of the product -> the fast tests that must notice a mistake in it, the likeliest first
     slips       the mistakes of one expression or statement, by kind; mutants   all of a file, as texts
-    Runner      pytest in a tree, forked from a process that has the libraries in memory
-    measure     the tests of the unchanged code, which must pass; then every mutant by itself, in one of several trees
+    Runner      pytest in a tree, forked from a process that has the libraries in memory; tests that were fast go first
+    measure     every mutant by itself, in one of several trees; before a first one its tests, which must pass
 
 A kind of mistake: a comparison or a sign flipped, a number off by one, a term or a condition dropped, operands or
 arguments swapped, branches exchanged, a statement left out. Everything happens in temporary copies. Every file has one
@@ -33,7 +33,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tqdm import tqdm
@@ -246,25 +246,26 @@ def end(number=0, frame=None):
     if number == signal.SIGTERM:
         os._exit(1)
 def tick(number, frame):
-    global limit_s
-    limit_s -= 1
-    if limit_s < 0:
+    global seconds
+    seconds += 1
+    if seconds > limit_s:
         end()
 for line in sys.stdin:
-    limit_s, file_of_seconds, *arguments = json.loads(line)
+    limit_s, file, *arguments = json.loads(line)
     if (child := os.fork()) == 0:
         os.setpgid(0, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL), signal.signal(signal.SIGTERM, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_AS, ({MAX_BYTES}, {MAX_BYTES}))
-        file = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(file, 1), os.dup2(file, 2)
-        os._exit(pytest.main(arguments, plugins=[FastFirst(Path(file_of_seconds))]))
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1), os.dup2(null, 2)
+        os._exit(pytest.main(arguments, plugins=[FastFirst(Path(file))]))
     signal.signal(signal.SIGALRM, tick), signal.signal(signal.SIGTERM, end)
-    signal.setitimer(signal.ITIMER_REAL, 1, 1)  # no tick counts twice where all this is stopped for a while
+    seconds = 0
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)  # a while in which all this is stopped counts as one tick
     status = os.waitpid(child, 0)[1]
     signal.setitimer(signal.ITIMER_REAL, 0)
     end()
-    print(os.waitstatus_to_exitcode(status), flush=True)
+    print(json.dumps([status == 0, seconds]), flush=True)
 """
 
     def __init__(self, root: Path, tree: Path):
@@ -280,23 +281,25 @@ for line in sys.stdin:
         command = [sys.executable, "-c", self.SERVER, *LIBRARIES]
         self.process = subprocess.Popen(command, cwd=tree, env=env, start_new_session=True, **pipes)
 
-    def passes(self, tests: str, limit_s: int) -> bool:
+    def run(self, tests: str, limit_s: int) -> tuple[bool, int]:
+        """Whether they pass, and the seconds that they took."""
         names, dash, others = tests.partition(" -")
         words = [f"tests/test_{name}.py" for name in names.split()] + shlex.split(dash + others)
         words += [f"--deselect=tests/test_{name.replace('::', '.py::test_')}" for name in SLOW.split()]
         options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-p", "no:anyio", f"--basetemp={self.tree}-files"]
-        seconds = self.tree.parent / hashlib.sha256(tests.encode()).hexdigest()
-        self.process.stdin.write(json.dumps([limit_s, str(seconds), *options, *words]) + "\n")
+        file = self.tree.parent / hashlib.sha256(tests.encode()).hexdigest()  # of the seconds of every test
+        self.process.stdin.write(json.dumps([limit_s, str(file), *options, *words]) + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline()) == 0
+        return json.loads(self.process.stdout.readline())
 
-    def kills(self, mutant: Mutant, tests: str, limit_s: int) -> bool:
+    def run_mutant(self, mutant: Mutant, tests: str, limit_s: int) -> tuple[bool, int]:
         path = self.tree / mutant.file
         source = path.read_bytes()
         path.write_bytes(mutant.text.encode())
-        killed = not self.passes(tests, limit_s)
-        path.write_bytes(source)
-        return killed
+        try:
+            return self.run(tests, limit_s)
+        finally:
+            path.write_bytes(source)
 
     def stop(self) -> None:
         """With the tests that run."""
@@ -314,46 +317,44 @@ def measure(
     mutants_by_file = {file: mutants(root, file) for file in tests}
     for file, group in mutants_by_file.items():
         random.Random(f"{seed} {file}").shuffle(group)
-    rounds = itertools.zip_longest(*(group[:sample] for group in mutants_by_file.values()))
-    chosen = [mutant for group in rounds for mutant in group if mutant]
+    groups = random.Random(seed).sample(list(mutants_by_file.values()), len(tests))
+    rounds = itertools.zip_longest(*(group[:sample] for group in groups))
+    chosen = [mutant for mutants_of_round in rounds for mutant in mutants_of_round if mutant]
     files = {
-        file: {"mutants": len(group), "tried": 0, "killed": 0, "survivors": []}
+        file: {"mutants": len(group), "seconds_of_tests": None, "tried": 0, "killed": 0, "survivors": []}
         for file, group in mutants_by_file.items()
     }
-    results = {"seconds": 0, "tried": 0, "killed": 0, "files": files}
+    results = {"seconds": 0, "tried": 0, "killed": 0, "timeouts": 0, "files": files}
+    remaining = iter(tqdm(chosen, desc="mutants"))
 
-    def run_clean(runner: Runner, text: str) -> None:
-        begin = time.monotonic()
-        if not runner.passes(text, LIMIT_S):
-            raise ValueError(f"these tests do not pass without a mistake: {text}")
-        seconds[text] = time.monotonic() - begin
-
-    def run_mutant(runner: Runner, mutant: Mutant) -> None:
-        if time.monotonic() - start > 60 * minutes:
-            return
-        text = tests[mutant.file]
-        killed = runner.kills(mutant, text, math.ceil(5 * seconds[text] + 10))
-        with lock:
-            for counts in (results, files[mutant.file]):
-                counts["tried"] += 1
-                counts["killed"] += killed
-            if not killed:
-                files[mutant.file]["survivors"].append("{1}: {2}: {3} -> {4}".format(*mutant))
-            results["seconds"] = round(time.monotonic() - start)
-            report(results)
-
-    def work(runner: Runner) -> None:
-        for value in remaining:
-            run(runner, value)
-            bar.update()
+    def try_mutants(runner: Runner) -> None:
+        while time.monotonic() - start < 60 * minutes:
+            with lock:
+                mutant = next(remaining, None)
+            if mutant is None:
+                break
+            text, counts = tests[mutant.file], files[mutant.file]
+            if text not in seconds:
+                passes, seconds[text] = runner.run(text, LIMIT_S)
+                if not passes:
+                    raise ValueError(f"{mutant.file}: its tests do not pass without a mistake: {text}")
+            counts["seconds_of_tests"], limit_s = seconds[text], 5 * seconds[text] + 10
+            survives, mutant_s = runner.run_mutant(mutant, text, limit_s)
+            with lock:
+                for totals in (results, counts):
+                    totals["tried"] += 1
+                    totals["killed"] += not survives
+                if survives:
+                    counts["survivors"].append("{1}: {2}: {3} -> {4}".format(*mutant))
+                results["timeouts"] += mutant_s > limit_s
+                results["seconds"] = round(time.monotonic() - start)
+                report(results)
 
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(workers) as pool:
         runners = [Runner(root, Path(folder) / str(number)) for number in range(workers)]
         try:
-            for run, values in ((run_clean, dict.fromkeys(tests.values())), (run_mutant, chosen)):
-                remaining = iter(values)  # which the threads share
-                with tqdm(total=len(values), desc=run.__name__) as bar:
-                    list(pool.map(work, runners))
+            for future in as_completed([pool.submit(try_mutants, runner) for runner in runners]):
+                future.result()
         finally:
             for runner in runners:
                 runner.stop()
@@ -386,7 +387,7 @@ def main() -> None:
         for file, counts in results["files"].items():
             for survivor in counts["survivors"]:
                 print(f"{file}:{survivor}")
-        print("{killed} of {tried} killed in {seconds} s".format(**results))
+        print("{killed} of {tried} killed, {timeouts} of them by the clock, in {seconds} s".format(**results))
 
 
 if __name__ == "__main__":
