@@ -39,6 +39,7 @@ GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
 UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 
 MAX_VARIANTS = 256  # compiled variants of one function: engines, kinds of sampling, draft lengths
+CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 LIBRARY = torch.library.Library("quickdraft", "FRAGMENT")  # operators that take a handle
 _handles = itertools.count()
@@ -63,7 +64,7 @@ def recompile_options() -> dict[str, bool]:
     torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per call; older versions
     get a higher limit.
     """
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+    if CAN_ISOLATE:
         return {"isolate_recompiles": True}
     torch._dynamo.config.recompile_limit = MAX_VARIANTS
     return {}
@@ -101,7 +102,9 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
         probe_vector_isa()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
     gpu_options = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
-    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | gpu_options
+    # Before 2.13 all engines share a function's compiled code, and only torch's own conditions tell their models apart.
+    conditions = {"guard_filter_fn": filter_guards} if CAN_ISOLATE else {}
+    return options | UNCHECKED | conditions | gpu_options
 
 
 @functools.cache

@@ -140,8 +140,9 @@ def settings() -> str:
 
 
 def can_store(device: torch.device) -> bool:
-    """Has this version of torch compiled functions that can be stored? A CUDA graph cannot."""
-    return device.type == "cpu" and hasattr(torch.compiler, "load_compiled_function")
+    """Has this version of torch compiled functions that can be stored? A CUDA graph cannot. Before 2.13 some of them
+    read other attributes than those that they were traced with."""
+    return device.type == "cpu" and torch.__version__ >= torch.torch_version.TorchVersion("2.13")
 
 
 class StoredFunction:
