@@ -18,7 +18,7 @@ from drafts.suffix import SuffixDraft
 from generate import Engine, compiled, decode_step
 from loading.checkpoint import load_model
 from speculative import ModelDraft, layer_subset
-from weights.stored_code import StoredFunction, describe
+from weights.stored_code import StoredFunction, can_store, describe
 from weights.walker import pack_model
 
 KINDS = {
@@ -27,6 +27,8 @@ KINDS = {
     "suffix": lambda model: SuffixDraft(),
     "layers": lambda model: ModelDraft(layer_subset(model, [0]), on_layers=[0]),
 }
+
+STORES = pytest.mark.skipif(not can_store(torch.device("cpu")), reason="this version of torch stores nothing")
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,7 @@ def text_and_probs(folder_of, kind: str, scheme: str | None, sampling: Sampling,
     return row, engine.state.top_logprobs.clone(), engine.state.token_probs.clone(), engine
 
 
+@STORES
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "kind, scheme, sampling",
@@ -83,6 +86,7 @@ def test_a_later_engine_loads_the_same_bits(folder_of, folder, compilations, kin
         assert torch.equal(other[1], usual[1]) and torch.equal(other[2], usual[2])
 
 
+@STORES
 @pytest.mark.compiled
 def test_runs_with_prompts_of_other_lengths_load_the_step(compilations, capsys):
     answers = []
@@ -169,6 +173,7 @@ class Settings:
         self.shift, self.hidden = shift, hidden
 
 
+@STORES
 @pytest.mark.compiled
 def test_broken_files_other_settings_and_unknown_objects_compile_anew(folder, compilations, monkeypatch):
     def run(settings) -> torch.Tensor:
@@ -198,6 +203,7 @@ def test_broken_files_other_settings_and_unknown_objects_compile_anew(folder, co
     assert run(Settings(1.0)).unstored is None and len(compilations) == 6
 
 
+@STORES
 @pytest.mark.compiled
 def test_the_oldest_files_go(folder, monkeypatch):
     monkeypatch.setattr(stored_code, "MAX_FILES", 2)
