@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loading.chat_templates import ChatTemplate, one_line
@@ -104,6 +104,7 @@ class Tokenizer:
     to_ids_after_special: Callable[[str], list[int]] | None = None  # if text after a special token encodes otherwise
     to_ids_with_specials: Callable[[str], list[int]] | None = None  # if the library matches special tokens itself
     template: ChatTemplate | None = None
+    folder: str = "tokenizer"  # or GGUF file, for messages
 
     def encode(self, text: str, bos: bool | None = None) -> list[int]:
         """Ids of text. `bos`: put BOS in front; None follows the folder's policy."""
@@ -185,7 +186,7 @@ class Tokenizer:
             names = {id: name for name, id in {**self.specials, **self.literals}.items()}
             name = names.get(id) or self.to_bytes(id).decode(errors="replace")
             vocab = f"the model's vocabulary of {self.vocab_size}"
-            raise ValueError(f"the text holds the token {name!r}, whose id {id} lies outside {vocab}")
+            raise ValueError(f"{self.folder}: the text holds the token {name!r}, whose id {id} lies outside {vocab}")
         return ids
 
     def _encode_around(self, text: str, names: Mapping[str, int | None]) -> list[int]:
@@ -237,7 +238,7 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
         with tempfile.TemporaryDirectory(prefix="quickdraft-") as temporary:
             gguf_folder.write_files(folder, Path(temporary))
             try:
-                return load_tokenizer(temporary)
+                return replace(load_tokenizer(temporary), folder=str(folder))
             except ValueError as error:
                 raise ValueError(str(error).replace(temporary, str(folder))) from None
     if not folder.is_dir():
@@ -251,8 +252,9 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
         fields["template"] = load_template(folder, settings, fields.pop("names", {}))
         fields["stop_ids"] = frozenset(fields["stop_ids"] | eos_ids(folder))
         model_size = read_json(folder / "config.json").get("vocab_size")
-        fields["vocab_size"] = min(fields["vocab_size"], model_size if isinstance(model_size, int) else MAX_ID)
-        return Tokenizer(**fields)
+        has_size = type(model_size) is int and model_size > 0  # config.py refuses others
+        fields["vocab_size"] = min(fields["vocab_size"], model_size if has_size else MAX_ID)
+        return Tokenizer(**fields, folder=str(folder))
     except (AttributeError, TypeError, LookupError, OverflowError, OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and str(folder) in str(error):
             raise

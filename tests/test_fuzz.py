@@ -71,6 +71,22 @@ def test_configs(case, folder):
     assert named in refusal(load_model, broken)
 
 
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in load_model(folder).state_dict().items() if not value.is_meta}
+
+
+def test_a_block_of_more_rows_than_a_matrix_has(folder):
+    """It costs no memory, and means what a block of 128 rows means to matrices of 128 rows at most."""
+    blocks = folder("blocks")
+    want = weights_of(blocks)
+    settings = json.loads((blocks / "config.json").read_text())["quantization_config"]
+    assert settings["weight_block_size"] == [128, 128]
+    assert all(value.size(0) <= 128 for name, value in want.items() if ".layers." in name)
+    edit(blocks / "config.json", quantization_config=settings | {"weight_block_size": [2**40, 128]})
+    got = weights_of(blocks)
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json",
                                   "model.safetensors", "chat_template.jinja"])  # fmt: skip
 @pytest.mark.parametrize("how", ["pipe", "device", "4 GiB", "folder"])
@@ -134,6 +150,23 @@ def test_tokenizer_settings(case, name, folder):
     broken = folder(name)
     edit(broken / "tokenizer_config.json", **SETTINGS[case])
     refusal(load_tokenizer, broken)
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "tokenizers"])
+def test_text_with_tokens_that_the_model_has_not(name, folder):
+    broken = folder(name)
+    edit(broken / "config.json", vocab_size=3)
+    assert "vocabulary of 3" in refusal(lambda _: load_tokenizer(broken).encode("On"), broken)
+
+
+@pytest.mark.parametrize("size", [True, False, 0, -1, -(10**58), "448", 2.5, None])
+def test_vocabularies_of_no_size(size, folder):
+    """The config is refused. A tokenizer without a model reads text as if it had no such key."""
+    broken = folder("sentencepiece")
+    want = load_tokenizer(broken).encode("On a day")
+    edit(broken / "config.json", vocab_size=size)
+    assert "config.json: vocab_size" in refusal(load_config, broken)
+    assert load_tokenizer(broken).encode("On a day") == want
 
 
 @pytest.mark.parametrize("ids", [[2**63], 10**30, [-1], -5])

@@ -74,7 +74,7 @@ class Fp8(Unpacked):
 
     def scales(self, m):
         scale = super().scales(m) if self.one_scale or self.rows == 1 else m.get(self.scale_key)
-        return check_finite(scale.float(), m).repeat_interleave(self.rows, 0)[: m.rows]  # (out, groups)
+        return check_finite(scale.float(), m).repeat_interleave(min(self.rows, m.rows), 0)[: m.rows]  # (out, groups)
 
     def scheme(self, matrices):
         blocks = "" if self.group == -1 else f"-g{self.group}"

@@ -241,6 +241,8 @@ def signalled(number: int, target: str = "") -> Callable[[Case], None]:
         end = time.monotonic() + 30
         while case.process.poll() is None and time.monotonic() < end:
             pids = [pid for pid, rank in case.processes().items() if rank == target] if target else [case.process.pid]
+            if target and pids:
+                time.sleep(START_S)  # a rank starts when torchrun starts it
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number) if number == signal.SIGINT and not target else os.kill(pid, number)
