@@ -24,7 +24,7 @@ from decoding.scheduler import MIN_REUSED
 from generate import Engine
 from loading.checkpoint import load_model
 from speculative import accept
-from tests.attacks import drift, faults, fuzz, law, mutate, serve_load
+from tests.attacks import drift, faults, fuzz, law, mutate, processors, serve_load
 
 pytestmark = pytest.mark.attack
 
@@ -252,6 +252,39 @@ def test_clients_of_seconds(name, monkeypatch):
     before, after = results["resident_mb"]
     signs = {"wrong": bool(results["wrong"]), "resident_mb": after > serve_load.GROWTH * before}
     assert results["counts"]["answered"] > 10 and {key for key in signs if signs[key]} == ({sign} - {None}), results
+
+
+# -------------------------------------------------------------------------------------------- processors
+
+LEVEL_TESTS = """
+import os
+import torch
+
+def test_the_level_has_arrived():
+    names = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+    assert tuple(map(os.environ.get, names)) == {settings!r}
+
+def test_a_sum_on_one_processor():
+    assert os.environ.get("ATEN_CPU_CAPABILITY") != "avx2"
+
+def test_a_crash():
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX512_CORE":
+        os.abort()
+"""
+LEVEL_RESULTS = {
+    ("DEFAULT", "default"): ("passed", 3, []),
+    ("AVX2", "avx2"): ("failed", 2, ["test_a_sum_on_one_processor"]),
+    ("AVX512_CORE", "default"): ("crashed", 0, []),
+}
+
+
+@pytest.mark.parametrize("level", LEVEL_RESULTS)
+def test_a_level_reports_what_fails_and_crashes(level, tmp_path):
+    settings = tuple(None if value.lower() == "default" else value for value in level)
+    (tmp_path / "test_level.py").write_text(LEVEL_TESTS.format(settings=settings))
+    result = processors.run_level(*level, ["-p", "no:cacheprovider", str(tmp_path)])
+    failed = [name.partition("::")[2] for name in result["failed"]]
+    assert (result["status"], result["passed"], failed) == LEVEL_RESULTS[level]
 
 
 # ------------------------------------------------------------------------------------- mutants, emulation

@@ -11,7 +11,6 @@ Without --all it runs the tests of texts and bits. A level that the processor la
 passed: oneDNN and aten would silently use less. What it cannot show: the timing and the memory order of real machines.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from benchmarks.record import hardware, record
 from cli.flags import Parser
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def cpu_flags() -> set[str]:
 
 
 def run_level(isa: str, capability: str, args: list[str]) -> dict:
-    """pytest's counts, and the names of the tests that failed."""
+    """pytest under one level: its status, the number of tests that passed, the names of those that failed."""
     settings = {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
     env = {name: value for name, value in os.environ.items() if name not in settings}
     env |= {name: value for name, value in settings.items() if value.lower() != "default"}
@@ -60,9 +60,11 @@ def run_level(isa: str, capability: str, args: list[str]) -> dict:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     crashed = done.returncode not in (0, 1) or (done.returncode == 1 and not failed)
+    passed = re.search(r"(\d+) passed", done.stdout)
     return {
-        "status": "crashed" if crashed else "failed" if failed else "passed", "failed": failed,
-        "seconds": round(time.perf_counter() - start), "output": done.stdout[-2000:] if crashed else "",
+        "status": "crashed" if crashed else "failed" if failed else "passed", "passed": int(passed[1]) if passed else 0,
+        "failed": failed, "output": done.stdout[-2000:] if crashed else "",
+        "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def main() -> None:
         print(f"{row['level']:26} {row['status']} {' '.join(row.get('missing', []))}".rstrip())
         print("".join(f"    {name}\n" for name in row.get("failed", [])), row.get("output", ""), end="", sep="")
     if args.write:
-        args.write.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        record(args.write, {"hardware": hardware(), "tests": "all" if args.all else list(TESTS), "levels": rows})
     sys.exit(any(row["status"] in ("failed", "crashed") for row in rows))
 
 
