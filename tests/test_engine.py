@@ -12,6 +12,7 @@ from test_generate import PROMPTS, SAMPLED, rows_of
 
 import decoding.timing as timing
 import generate as engine_room
+import weights.compiling as compiling
 from cli.flags import parse_args
 from cli.main import run
 from decoding.exactness import round_up_length
@@ -68,6 +69,24 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
             rows_of(engine.model, [list(range(length))], engine=engine, max_new_tokens=3)
         with pytest.raises(Exception, match="recompile"):  # control: the stance does bite
             rows_of(engine.model, [[5]], engine=Engine(engine.model, 1, 40, compile=True))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("isolated", [True, False], ids=["as it is", "control"])
+def test_engines_keep_their_own_code_on_older_torch(folder_of, isolated, monkeypatch):
+    """As before torch 2.13, where two engines of the same kind share a function. The control shows that they would
+    share its code too."""
+    monkeypatch.setattr(compiling, "CAN_ISOLATE", False)
+    if not isolated:
+        monkeypatch.setattr(compiling, "_calls", itertools.repeat(0))
+    texts, folder = [], folder_of("llama-3")
+    for scheme in (None, "int8"):
+        model = load_model(folder, dtype=torch.float32, quantize=scheme)
+        engine = Engine(model, 1, 60, compile=True, compile_prompts=False)
+        with nullcontext() if isolated or scheme is None else pytest.raises(Exception, match="weight"):
+            texts.append(rows_of(model, PROMPTS[:1], engine=engine))
+            assert texts[-1] == rows_of(load_model(folder, dtype=torch.float32, quantize=scheme), PROMPTS[:1])
+    assert len(texts) == 1 + isolated
 
 
 @pytest.mark.compiled
