@@ -45,7 +45,7 @@ try:
 except ImportError as error:
     if __name__ != "__main__":
         raise
-    fail(f"scripts.eval_lm needs the lm-evaluation-harness: pip install -r requirements-dev.txt ({error})")
+    fail(f"scripts.eval_lm needs the lm-evaluation-harness: pip install lm_eval ({error})")
 
 HEAD_ROWS = 512  # positions that the head scores at once: 0.26 GB of logits for a vocabulary of 128k
 MAX_GEN_TOKS = 256  # the harness's default for tasks without their own

@@ -38,7 +38,6 @@ from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.validation import check_lengths, check_settings
 from loading.hub import model_name
-from scripts.batches import Decoder, Job, Row
 from tp import ALONE
 
 try:
@@ -49,6 +48,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 
+    from scripts.batches import Decoder, Job, Row
     from scripts.openai_form import MAX_TOP_LOGPROBS, MIN_SEED, Answer, Event, Refusal, TextRequest, read_request
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")

@@ -974,6 +974,28 @@ def test_every_program_helps(file, tmp_path):
     assert forked(help, tmp_path / "stderr") == 0, (tmp_path / "stderr").read_text()
 
 
+def required(file: str) -> set[str]:
+    """The modules of the packages that a requirements file pins."""
+    return set(re.findall(r"^([\w-]+)==", (ROOT / file).read_text().replace("-", "_"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("file", [file for file in PROGRAMS if not file.startswith("tests/")])
+def test_every_program_names_the_packages_that_it_lacks(file, tmp_path):
+    """With requirements.txt alone it helps, or says in one line how to install the rest."""
+    missing = required("requirements-dev.txt") - required("requirements.txt") | {"pydantic", "starlette"}
+
+    def help() -> None:
+        for name in list(sys.modules):
+            if name.partition(".")[0] in {*missing, "scripts", "benchmarks"}:
+                del sys.modules[name]
+        sys.modules.update(dict.fromkeys(missing))
+        sys.argv = [file, "--help"]
+        runpy.run_module(file.removesuffix(".py").replace("/", "."), run_name="__main__", alter_sys=True)
+
+    status, error = forked(help, tmp_path / "stderr"), (tmp_path / "stderr").read_text()
+    assert status == 0 or (status == 2 and re.fullmatch(r"error: \S+ needs .+: pip install .+\n", error)), error
+
+
 @pytest.mark.parametrize(
     "program, flags",
     [("quantize", "--checkpoint a --output b"), ("scripts.perplexity", "--checkpoint a --text b"),
