@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from steps import prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
 
+import drafts.pard as pard
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
@@ -240,6 +241,17 @@ def test_pard_is_its_twin(family, plain, target, folder_of, tmp_path):
     drafter = recorded(PardDraft)(load_model(folder, dtype=torch.float32), V - 1)
     worst, accepted = distance(target, drafter, pard_twin, folder, plain)
     assert worst < 1e-4 and len(accepted) > 2
+
+
+@pytest.mark.parametrize("has_other_ids", [False, True])
+def test_a_pard_mask_is_an_id_of_the_draft(has_other_ids, target, tmp_path, monkeypatch):
+    """Translated embeddings put it behind the target's ids."""
+    draft = tiny(7, n_layers=1, vocab_size=7)
+    if has_other_ids:
+        translate(draft, torch.tensor([5, -1, 0, 3]), 1, 6)
+    monkeypatch.setattr(pard, "load_translated", lambda *args, **options: draft)
+    target = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=4))
+    assert pard.load(tmp_path, 6, target, None).mask == (4 if has_other_ids else 6)
 
 
 @pytest.mark.parametrize("broken", ["masks stay", "masks stay, plain steps", "another mask"])

@@ -209,7 +209,7 @@ def test_rows_of_a_file_decode_together_as_memory_and_rounding_allow(
     assert max(sizes) == cli.main.MAX_ROWS
 
 
-def test_free_memory_is_that_of_the_container(tmp_path):
+def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     machine = free_memory(cpu, str(tmp_path))
     assert 1e6 < machine < 1e15
@@ -218,6 +218,10 @@ def test_free_memory_is_that_of_the_container(tmp_path):
         (tmp_path / "memory.current").write_text("6000000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 4000000\n")
         assert free_memory(cpu, str(tmp_path)) == expected
+        with monkeypatch.context() as patch:  # ranks of one machine share it
+            for name, value in (("LOCAL_RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+                patch.setenv(name, value)
+            assert free_memory(cpu, str(tmp_path)) == expected / 4
     (tmp_path / "memory.max").write_text("max\n")
     assert abs(free_memory(cpu, str(tmp_path)) / machine - 1) < 0.5
 

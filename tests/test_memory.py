@@ -15,6 +15,7 @@ import cli.memory
 from cli.flags import check_options, parse_args
 from cli.main import open_session, run
 from cli.memory import check_memory, session_bytes
+from cli.prompts import Request
 from tp import ALONE
 
 CPU = torch.device("cpu")
@@ -156,6 +157,20 @@ def test_a_session_that_cannot_fit_ends_before_weights_are_read(free, monkeypatc
     free(needed(flags(), 4, 512) - 1)
     with pytest.raises(ValueError, match="this fits: --batch_size 3 or --max_seq_length 511 or --quantize int8"):
         open_session(flags(*CHAT, "--batch_size", 4), [], CPU, ALONE, num_slots=4)
+
+
+@pytest.mark.parametrize("num_answered, num_rows", [(0, 3), (4, 2), (5, 1), (6, 1)])
+def test_memory_is_needed_for_rows_that_are_open(num_answered, num_rows, monkeypatch):
+    """Of three lines with two samples each, a file answers some already."""
+
+    def check(args, device, ranks, num_rows, *lengths):
+        raise ValueError(f"{num_rows} rows")
+
+    monkeypatch.setattr(cli.main, "check_memory", check)
+    answered = dict.fromkeys(range(num_answered))
+    with pytest.raises(ValueError, match=f"^{num_rows} rows"):
+        args = flags("--batch_size", 3, "--num_samples", 2)
+        open_session(args, [Request("a")] * 3, CPU, ALONE, answered=answered)
 
 
 @pytest.mark.parametrize("share", [0.45, 0.6, 0.8, 0.95])

@@ -30,7 +30,7 @@ import decoding.scheduler as scheduler
 from cli.answers import Printer
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import parse_args
-from cli.load import pick_device
+from cli.load import load, pick_device
 from cli.main import main
 from cli.main import run as run_args
 from cli.prompts import requests
@@ -42,6 +42,8 @@ from decoding.timing import Timing
 from generate import Engine, generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
+from tp import ALONE
+from weights.linears import check_unpacked
 
 
 def run(capsys, *arguments) -> tuple[list[dict], str]:
@@ -342,6 +344,15 @@ def test_new_tokens_default_to_the_end_of_the_context(text_folder, capsys):
     assert len(rows[0]["prompt_tokens"]) + len(rows[0]["tokens"]) == 160
     rows, _ = run(capsys, "--checkpoint", text_folder, "--prompt", prompt, "--ignore_eos", "--max_seq_length", 140)
     assert len(rows[0]["prompt_tokens"]) + len(rows[0]["tokens"]) == 140
+
+
+def test_models_are_packed_once_they_are_loaded():
+    """Target and draft: few rows are decoded by kernels that read packed weights."""
+    flags = "--checkpoint checkpoints/demo --draft_checkpoint checkpoints/demo-draft --quantize int4-g32"
+    model, _, drafter = load(parse_args(flags.split()), torch.device("cpu"), ALONE)
+    for part in (model, drafter.model):
+        with pytest.raises(ValueError, match="a packed model cannot be saved"):
+            check_unpacked(part, "saved")
 
 
 def test_random_weights_measure_a_shape_without_a_tokenizer(tmp_path, capsys):

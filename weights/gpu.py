@@ -56,19 +56,15 @@ def row_sums(terms: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
     return torch.stack(sums) if len(sums) > 1 else sums[0][None]
 
 
-def grouped_sums(
-    values: list[Tensor], x: Tensor, group: int, scale: Tensor, *, factor: float = 1.0, zero: Tensor | None = None
-) -> Tensor:
-    """x (M, in) -> (M, out) with the weights values * factor * scale + zero. values: P x (out, in / P) float32 in the
-    order of `unpack_words`; scale and zero (out, in / g) apply to the sum over a group."""
+def grouped_sums(values: list[Tensor], x: Tensor, group: int, scale: Tensor, factor: float = 1.0) -> Tensor:
+    """x (M, in) -> (M, out) with the weights values * factor * scale. values: P x (out, in / P) float32 in the order of
+    `unpack_words`; scale (out, in / g) applies to the sum over a group."""
     P = len(values)
     n = group // P
     values, sums = [value.unflatten(1, (-1, n)) for value in values], []  # (out, in / g, n)
     for row in x.float().view(x.size(0), -1, P, n).unbind():  # (in / g, P, n)
         parts = row.unbind(1)
         y = sum(value * part for value, part in zip(values, parts)) * factor * scale[..., None]  # (out, in / g, n)
-        if zero is not None:
-            y = y + sum(parts) * zero[..., None]
         sums.append(y.sum((1, 2)).to(x.dtype))
     return torch.stack(sums) if len(sums) > 1 else sums[0][None]
 

@@ -54,7 +54,7 @@ program::a_full_disk program::a_terminal program::a_whole_run program::ctrl_c pr
 program::start_up rounding::a_kept rounding::drafted_greedy rounding::logits_are serve::a_request_for_many
 serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json"""  # how their names begin: never run here
 TESTS = {
-    "generate.py": "engine requests generate",
+    "generate.py": "engine requests generate interrupts",
     "model.py": "model engine experts generate caches -k 'not test_caches or rows_take'",
     "quantize.py": "quantize families experts -k 'quantize or calibration or gptq'",
     "speculative.py": "speculative suffix",
@@ -81,7 +81,7 @@ TESTS = {
     "weights/compiling.py": "faults",
     "weights/cpu.py": "cpu_products quantize rounding -k 'cpu_products or quantize or products or parts'",
     "weights/experts.py": "experts",
-    "weights/formats.py": "fused floats cpu_products quantize",
+    "weights/formats.py": "fused floats cpu_products quantize tp -k 'not test_tp or slice'",
     "weights/gpu.py": "fused",
     "weights/linears.py": "cpu_products fused quantize foreign",
     "weights/rounding.py": "rows_alone rounding",
@@ -111,12 +111,12 @@ TESTS = {
     "cli/draft_memory.py": "suffix",
     "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl or old_torch'",
     "cli/flags.py": "requests errors files program",
-    "cli/load.py": "errors kept program -k 'errors or moved or random_weights or gpu or generation_config'",
+    "cli/load.py": "errors kept program -k 'errors or moved or random_weights or packed or gpu or generation_config'",
     "cli/main.py": "requests files program",
     "cli/memory.py": "memory",
     "cli/output.py": "files requests program",
-    "cli/page.py": "page -m attack",
-    "cli/pipe.py": "program -k 'stdin or mark or stream'",
+    "cli/page.py": "page serve -m 'attack and not browser'",
+    "cli/pipe.py": "files -m 'not long' -k 'pipe or slots'",
     "cli/prompt_cache.py": "kept",
     "cli/prompts.py": "requests files program",
     "cli/replicas.py": "files program -k 'replicas or torchrun or line'",
