@@ -160,6 +160,14 @@ def test_scores_are_exact_sums():
     )
 
 
+def test_heads_too_wide_for_exact_sums_are_not_scored_in_codes():
+    """Without a product in int32, sums are float32. The largest codes of 1,041 channels add up to more than 2^24."""
+    for E in (1040, 1041):
+        codes, sums = torch.full((1, E), 127, dtype=torch.int8), torch.empty(1, 1)
+        caches.multiply_codes(codes, codes, sums)
+        assert caches.uses_integer_scores(E, torch.bfloat16, CPU) == (sums.item() == E * 127**2) == (E == 1040)
+
+
 def test_the_self_check_sees_how_codes_are_added(monkeypatch):
     """Whole passes round alike here; a product over positions in halves, where there are several queries, is seen."""
     like = torch.zeros(1, dtype=torch.bfloat16)

@@ -49,6 +49,10 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     kind.bind(draft, target)
     (tmp_path / "draft").mkdir()
     kind.save(draft, tmp_path / "draft")
+    if name == "pard":
+        num_ids = target.config.vocab_size
+        hf = config_json(tmp_path / "draft")
+        assert (hf["vocab_size"], hf["pard_token"]) == (num_ids + 1, num_ids), "the mask is the one token more"
     twin = {"pard": lambda *_: pard_twin, "dflash": DFlashTwin}.get(name, EagleTwin)(tmp_path / "draft", source)
     row = torch.randint(0, 131, (T,), generator=torch.Generator().manual_seed(1)).tolist()
     want_p = logits(config_json(source), load_file(source / "model.safetensors"), row).softmax(-1)

@@ -333,6 +333,7 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
 
     def watched(self, length):
         caches = slice_to(self, length)
+        assert caches.key_pos.numel() >= length
         seen.add((caches.key_pos.numel(), self.model is model))
         return caches
 

@@ -12,19 +12,23 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 from safetensors.torch import load_file, save_file
 from test_tp import launch
+from torch.distributed import HashStore
 
 import cli.main
 from cli.errors import free_memory
 from cli.flags import check_options, parse_args
 from cli.main import run as run_args
-from cli.output import POLL_S
+from cli.output import POLL_S, Output, Result
+from cli.replicas import Replicas
 from generate import Engine
+from tp import ALONE, Ranks
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
 SHORT = ("--max_new_tokens", 6, "--temperature", 0, "--dtype", "float32", "--ignore_eos", "--device", "cpu")
@@ -293,6 +297,32 @@ def test_ranks_that_make_no_replicas_are_refused(flags, world, message, monkeypa
         monkeypatch.setenv("LOCAL_RANK", "0"), monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=message):
         check_options(parse_args(flags))
+
+
+def test_rank_0_waits_for_the_results_of_another_replica(monkeypatch, capsys):
+    """Two replicas in one process, on a clock that only naps move: a row belongs to one of them, rank 0 shows all rows
+    in order and rates them by the seconds of both."""
+    store, clock = HashStore(), [10.0]
+    monkeypatch.setattr("cli.replicas._get_default_store", lambda: store)
+    first, second = (Replicas(Ranks(rank, 2), ALONE) for rank in range(2))
+    assert [*second.numbers(3)] == [0, 1, 2] and not [*first.numbers(3)]
+    late_results = iter([Result(1, "b", num_tokens=4), None])  # a third nap would wait for nothing
+
+    def nap(seconds):
+        if result := next(late_results):
+            second.send(result)
+        clock[0] += 2
+
+    monkeypatch.setattr("cli.output.time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=nap))
+    args = SimpleNamespace(json=False, ordered=False, prompt_file="p.jsonl")
+    output = Output(SimpleNamespace(engine=None), [], args, first)
+    clock[0] += 4
+    second.send(Result(2, "c", num_tokens=5))
+    output.receive(Result(0, "a", num_tokens=3))
+    output.wait_for_others(3)
+    output.print_total()
+    out, err = capsys.readouterr()
+    assert out == "a\nb\nc\n" and err.endswith("all 2 together: 12 tokens in 8.0 s, 1.5 tok/s\n")
 
 
 @pytest.mark.ranks

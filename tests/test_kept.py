@@ -632,6 +632,16 @@ def test_where_no_file_can_be(tmp_path, capsys, monkeypatch):
     assert "--prompt_cache is about generate.py's own prompts" in capsys.readouterr().err
 
 
+def test_a_missing_checkpoint_is_named_as_without_the_flag(tmp_path):
+    for flags in (["--checkpoint", str(tmp_path / "none")], ["--random_weights", str(tmp_path / "none.json")]):
+        messages = []
+        for cache in ([], ["--prompt_cache", str(tmp_path / "cache")]):
+            with pytest.raises(ValueError, match=r"none\S*: no such") as error:
+                run(parse_args([*flags, "--device", "cpu", "--prompt", TEXT, *cache]))
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+
 def test_an_interrupted_copy_of_a_prefix_lends_nothing(monkeypatch):
     """A request gets its slot before the prefix of another slot is copied to it. The slot of an aborted copy holds
     nothing that a later request could take."""

@@ -74,6 +74,15 @@ def test_the_column_behind_decodes():
     assert "".join(log) == "fssffffsffff"
 
 
+def test_the_picture_leaves_one_line_of_the_terminal(monkeypatch):
+    """For the ^C that a terminal echoes; the texts get all others."""
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80, height=20)
+    monkeypatch.setattr("scripts.live.Console", lambda **_: terminal)
+    watch([TimedColumn(name, [1.0, 1.0], []) for name in "ab"])
+    assert terminal.file.getvalue().split("╭")[-1].count("\n") == 19
+
+
 def num_cells(text: str) -> int:
     """Width on a terminal, without rich: wide and full-width characters take two cells, marks none."""
     marks = [c for c in text if unicodedata.category(c) in ("Mn", "Me", "Cf")]

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import platform
 import pty
 import re
 import runpy
@@ -497,6 +498,14 @@ def test_the_version_names_torch_and_the_processor(capsys):
 def test_the_version_names_instructions_for_8_bit_products(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda *_: "model name\t: CPU 1\nflags\t\t: avx2 avx_vnni fma\n")
     assert re.fullmatch(r"CPU 1 \(\w+, avx_vnni\)", processor())
+
+
+def test_the_version_names_the_architecture_of_a_processor_without_a_name(monkeypatch):
+    """As on ARM with Linux, where /proc/cpuinfo has no model's name."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: "processor\t: 0\nBogoMIPS\t: 50.00\n")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert processor().startswith("aarch64 (")
 
 
 # -------------------------------------------------------------------------------------------------- chat

@@ -2,13 +2,25 @@
 
 import json
 import math
+import resource
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cli.report import ACCEPTED, BONUS, CORRECTED, PLAIN_TOKEN, RowStatistics, origin, speculation, speculative
+from cli.report import (
+    ACCEPTED,
+    BONUS,
+    CORRECTED,
+    PLAIN_TOKEN,
+    RowStatistics,
+    origin,
+    peak_memory_gb,
+    speculation,
+    speculative,
+)
 from cli.report import summary as lines_of
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
@@ -147,3 +159,11 @@ def test_no_speed_up_is_measured_where_nothing_was_drafted():
     """Plain steps are as long as plain steps: another number only says that the machine has changed since then."""
     found = speculative(engine(), [batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.1)])
     assert found["measured_speedup"] is None and "speed-up – measured" in lines_of(found)[-1]
+
+
+@pytest.mark.parametrize("system, maxrss", [("linux", 2_000_000), ("darwin", 2_048_000_000)])
+def test_peak_memory_is_in_the_units_of_its_system(system, maxrss, monkeypatch):
+    """getrusage counts kilobytes of 1,024 bytes on Linux, and bytes on macOS."""
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=maxrss))
+    assert peak_memory_gb(torch.device("cpu")) == 2.048

@@ -473,11 +473,38 @@ def test_a_drafter_of_two_engines_is_refused(folder_of):
         list(generate(model, [[5] * 8], sampling=Sampling(0), max_new_tokens=8, engine=first))
 
 
+def test_a_grammar_of_ones_own_allows_its_tokens_alone(folder_of):
+    """Ids at the ends of the masks' words, and the last one of the vocabulary."""
+    model, ids = load_model(folder_of("llama-3"), dtype=torch.float32), [31, 0, 32, 63, 64, 130]
+
+    class OneText:
+        def masks(self, tokens, draft_tokens=()):
+            word, bit = divmod(ids[len(tokens)], 32)
+            mask = torch.zeros(1, 5, dtype=torch.int32)
+            mask[0, word] = -(2**31) if bit == 31 else 1 << bit
+            return mask
+
+    engine = Engine(model, 1, 20)
+    engine.add_request([5], sampling=Sampling(0), max_new_tokens=len(ids), grammar=OneText())
+    events = []
+    while engine.has_unfinished():
+        events += engine.step()
+    assert [id for _, id in events] == ids
+
+
 @pytest.mark.parametrize("seed", [2**63, 2**64, -(2**63) - 1])
 def test_a_seed_has_64_bits(folder_of, seed):
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     with pytest.raises(ValueError, match=r"seed = -?\d+ must lie between -2\^63 and 2\^63 - 1"):
         list(generate(model, [[5]], sampling=Sampling(0), max_new_tokens=2, seed=seed))
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -(2**63)])
+def test_the_first_and_last_seed_draw_their_own_tokens(folder_of, seed):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"sampling": Sampling(1.0), "max_new_tokens": 20}
+    texts = [list(generate(model, [[5]], seed=s, **options)) for s in (seed, seed, 0)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 # -------------------------------------------------------------------------------------- rows that fail

@@ -215,6 +215,7 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
     config = dataclasses.replace(load_config(folder_of("llama-3")), n_heads=12, n_kv_heads=4)
     with pytest.raises(ValueError, match=r"num_key_value_heads = 4 cannot be divided over 6 ranks"):
         tp.check_divisible(config, 6)
+    tp.check_divisible(dataclasses.replace(load_config(folder_of("llama-3")), ffn_dim=98), 2)  # 49 inputs, no groups
 
 
 def test_a_format_that_needs_whole_rows_is_not_cut(monkeypatch):

@@ -68,8 +68,9 @@ TESTS = {
     "decoding/sampling.py": "sampling requests numbers",
     "decoding/scheduler.py": "engine requests generate slots",
     "decoding/slots.py": "requests generate slots",
-    "decoding/timing.py": "report engine requests tp -k 'report or engine or requests or host'",
-    "decoding/validation.py": "requests inputs generate",
+    "decoding/timing.py": "report engine requests tp suffix speculative"
+    " -k 'report or engine or requests or host or late or turns_keep'",
+    "decoding/validation.py": "requests inputs generate dflash -k 'not test_dflash or windows'",
     "decoding/warmup.py": "engine",
     "drafts/dflash.py": "dflash",
     "drafts/eagle.py": "drafts -k 'eagle or config or folder or tensors or layer_ids or turns'",
@@ -111,7 +112,8 @@ TESTS = {
     "cli/draft_memory.py": "suffix",
     "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl or old_torch'",
     "cli/flags.py": "requests errors files program",
-    "cli/load.py": "errors kept program -k 'errors or moved or random_weights or packed or gpu or generation_config'",
+    "cli/load.py": "errors kept program speculative_cli"
+    " -k 'errors or moved or random_weights or packed or gpu or generation_config or json_per_row'",
     "cli/main.py": "requests files program",
     "cli/memory.py": "memory",
     "cli/output.py": "files requests program",
