@@ -174,7 +174,7 @@ def load(
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     """The draft's settings and Config, for a target of this Config. ValueError names the wrong key and value."""
-    hf = Section(hf, tie_word_embeddings=False)
+    hf = Section(hf)
     if not isinstance(hf.get("dflash_config"), dict):
         raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")
     options = Section(hf["dflash_config"])

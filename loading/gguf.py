@@ -275,8 +275,8 @@ def _tensors(cursor: Cursor, count: int, alignment: object, data: Tensor) -> dic
             if 0 in shape or shape[-1] % kind.weights:
                 raise ValueError(f"its shape {list(shape)} does not divide into {kind.name}'s blocks of {kind.weights}")
             headers[name] = (cursor.number("Q"), kind, shape)
-    if type(alignment) is not int or alignment % 8 or not 0 < alignment <= 2**16:
-        raise ValueError(f"general.alignment = {alignment!r:.40} is no multiple of 8")
+    if type(alignment) is not int or alignment <= 0 or alignment % 8:
+        raise ValueError(f"general.alignment = {alignment!r:.40} is no positive multiple of 8")
     begin, end, tensors = math.ceil(cursor.at / alignment) * alignment, 0, {}
     for name, (offset, kind, shape) in sorted(headers.items(), key=lambda header: header[1][0]):
         size = math.prod(shape) // kind.weights * kind.bytes

@@ -71,6 +71,18 @@ def test_merged_weights_are_pefts(base, tmp_path, options):
     assert not torch.allclose(load_model(base, dtype=torch.float32)(tokens, torch.arange(30)), want, atol=1e-2)
 
 
+def test_without_lora_alpha_it_is_pefts_default(base, tmp_path):
+    folder, theirs = adapter(base, tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    file = folder / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    assert settings.pop("lora_alpha") == peft.LoraConfig().lora_alpha
+    file.write_text(json.dumps(settings))
+    tokens = torch.arange(5, 35)[None]
+    ours = load_model(base, dtype=torch.float32, adapter=folder)
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens, torch.arange(30)), theirs(tokens).logits, atol=2e-5)
+
+
 def test_an_adapter_is_merged_before_quantizing(base, tmp_path):
     """In memory and by quantize.py, whose folder needs no adapter any more."""
     folder, theirs = adapter(base, tmp_path / "adapter", r=4, target_modules=ALL)

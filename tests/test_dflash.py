@@ -293,6 +293,12 @@ def test_a_config_that_cannot_be_honoured_is_refused(change, message, target, tm
     assert str(folder) in str(error.value)
 
 
+def test_weights_for_another_target_are_not_read(target, tmp_path):
+    folder = written(tmp_path / "draft", PUBLISHED | {"hidden_size": 32}, {})
+    with pytest.raises(ValueError, match=f"^{folder / 'config.json'}: hidden_size = 32 is of another target"):
+        load_dflash(folder, target)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -459,6 +459,18 @@ def test_refused_by_name(hf, names):
     assert names in str(error.value)
 
 
+def test_qwen2_moe_slides_in_every_other_of_its_early_layers():
+    """As transformers decides where config.json has no layer_types."""
+    import transformers
+
+    sizes = {key: QWEN[key] for key in QWEN if key not in ("model_type", "rope_theta", "head_dim")}
+    sizes |= {"num_hidden_layers": 6, "max_window_layers": 3, "sliding_window": 9, "use_sliding_window": True}
+    kinds = transformers.AutoConfig.for_model("qwen2_moe", **sizes).layer_types
+    windows = config_from_hf({"model_type": "qwen2_moe", **sizes}).windows
+    assert windows == tuple(9 if kind == "sliding_attention" else None for kind in kinds)
+    assert windows == (9, None, 9, None, None, None)
+
+
 def test_gpt_oss_slides_in_every_other_layer():
     assert config_from_hf({**OSS, "sliding_window": 9}).windows == (9, None, 9, None)
     kinds = ["full_attention", "sliding_attention"] * 2

@@ -409,6 +409,14 @@ def test_what_no_scheme_holds_is_quantized_again_and_said(name, tmp_path, capsys
     assert linears(other)[0, "ffn.down"].scheme == "mxfp8"
 
 
+def test_with_matrices_that_are_quantized_again_a_plain_head_may_be_quantized(tmp_path):
+    scheme, config, pack, drawn = INEXACT["gptq act-order"]
+    build(tmp_path, config, pack, **drawn)
+    for head in (None, "int8"):
+        model = load_model(tmp_path, dtype=torch.float32, head=head)
+        assert linears(model)[0, "ffn.down"].scheme == scheme and getattr(model.lm_head, "scheme", None) == head
+
+
 # ------------------------------------------------------------------------------------------ what could go wrong
 
 

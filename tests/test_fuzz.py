@@ -266,6 +266,16 @@ def test_templates_that_spend_without_end(case, monkeypatch):
     assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
 
 
+def test_a_template_may_repeat_a_long_message_16_times():
+    """What a template may write grows with its request, without which 2^22 characters are the limit."""
+    message = [{"role": "user", "content": "x" * 2**19}]
+    for times in (1, 16):
+        template = ChatTemplate("{{ messages[0].content * times }}", {"times": times})
+        assert len(template.render(message, True)) == times * 2**19
+    with pytest.raises(ValueError, match=f"it writes {32 * 2**19} characters"):
+        ChatTemplate("{{ messages[0].content * 32 }}", {}).render(message, True)
+
+
 @pytest.mark.attack
 def test_a_templates_process_opens_and_writes_nothing(tmp_path):
     """Even a template that left jinja's sandbox would find no file to open. Here the sandbox is left on purpose."""

@@ -713,7 +713,8 @@ def test_broken_files_are_one_line(what, good, tmp_path):
         ("llama.expert_weights_norm", 0, "llama.expert_weights_norm = False is not supported; supported: True"),
         ("llama.attn_logit_softcapping", 30, "attn_logit_softcapping = 30"),
         ("llama.rope.scaling.type", "longrope", "rope.scaling.type = 'longrope' is not supported"),
-        ("general.alignment", 7, "general.alignment = 7 is no multiple of 8"),
+        ("general.alignment", 7, "general.alignment = 7 is no positive multiple of 8"),
+        ("general.alignment", 0, "general.alignment = 0 is no positive multiple of 8"),
         ("split.count", 3, "split.count is 3"),
     ],
 )
@@ -723,13 +724,20 @@ def test_keys_that_change_the_arithmetic_are_refused(key, value, message, tmp_pa
 
     file = tmp_path / "m.gguf"
     if key == "general.alignment":
-        file.write_bytes(bytes(write(file, keys=lambda w: w.add_uint32("general.alignmen_", 7)).read_bytes()).replace(
-            b"general.alignmen_", b"general.alignment"))  # fmt: skip
+        data = write(file, keys=lambda w: w.add_uint32("general.alignmen_", value)).read_bytes()
+        file.write_bytes(data.replace(b"general.alignmen_", b"general.alignment"))
     else:
         write(file, "qwen2" if key.startswith("qwen2") else "llama-3", keys=keys)
     with pytest.raises(ValueError, match=r"m.gguf") as error:
         load_config(file)
     assert message in str(error.value)
+
+
+def test_tensors_may_be_aligned_to_any_multiple_of_8(tmp_path, folder_of):
+    want = load_model(folder_of("llama-3"), dtype=torch.float32)
+    for alignment in (8, 2**17):
+        file = write(tmp_path / f"{alignment}.gguf", keys=lambda w, n=alignment: w.add_custom_alignment(n))
+        assert same(load_model(file, dtype=torch.float32), want)
 
 
 @pytest.mark.parametrize("kind, rope_type", [(None, "linear"), ("linear", "linear"), ("none", "default")])

@@ -497,6 +497,25 @@ def test_special_names_that_overlap_in_a_message_stay_text(json_folder, tmp_path
     assert tokenizer.decode(ids) == "x<ab>c<ab><ab>cb>c"
 
 
+def test_of_names_that_begin_alike_the_longest_is_taken(sp_folder, tmp_path):
+    """As in transformers, in whatever order the settings name them."""
+    from transformers import AutoTokenizer
+
+    size = load_tokenizer(sp_folder).vocab_size
+    for number, names in enumerate((["<ab", "<ab>c", "<ab>"], ["<ab>c", "<ab>", "<ab"])):
+        token = {"special": False, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+        decoder = {str(size + i): {"content": name, **token} for i, name in enumerate(names)}
+        settings = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "added_tokens_decoder": decoder}
+        folder = shutil.copytree(sp_folder, tmp_path / str(number))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        own, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+        for text in ("the<ab>cat", "<ab>the", "a <abc", "<ab<ab>c<ab>>"):
+            assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False), text
+        assert [id for id in tokenizer.encode("<ab<ab>c<ab>") if id >= size] == [
+            size + names.index(name) for name in ("<ab", "<ab>c", "<ab>")
+        ]
+
+
 @pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)
 def test_templates_see_messages_as_users_wrote_them(chat_folder):
     """A message that spells a special token goes through a template's filters as transformers' does, as text."""

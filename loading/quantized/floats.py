@@ -101,9 +101,8 @@ class Mx(Layout):
     compressors/{mxfp4,mxfp8,mx_utils}."""
 
     act_order: bool = False
-    key = scale_key = "weight_scale"
+    key = "weight_scale"
     zeros_only = ("weight_zero_point",)
-    inputs_first = has_zeros = False
 
     def tensors(self, m):
         codes = ("weight_packed", m.columns // 2, "U8") if self.bits == 4 else ("weight", m.columns, "F8_E4M3")
