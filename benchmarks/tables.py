@@ -11,11 +11,12 @@ test compares them with the files. A dash stands for a figure that was not measu
 import functools
 import json
 import re
+from collections.abc import Callable
 
 from benchmarks.pipes import ROOT
 from weights.formats import FORMATS, SCHEMES
 
-PAGES = ("README.md", "benchmarks/README.md", "docs/measured.md")
+PAGES = ("README.md", "benchmarks/README.md", "docs/measured.md", "docs/proof.md")
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 # name -> the table's title, its columns (head -> word in an id), and its lines (label -> id, {} for the column's word)
@@ -63,8 +64,53 @@ def quality(rows: RowById) -> Lines:
     return [["", "bits a weight", "perplexity", "KL, nats a token", "same most likely token"], *lines]
 
 
+def proof(rows: RowById) -> Lines:
+    """The last recorded run of each attack, from the attacks' own files."""
+    lines = []
+    for name, result in RESULTS.items():
+        run = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+        command = re.sub(r"^python -m \w+(\.attacks)?\.", "", run["command"])
+        lines.append([f"`{name}`", result(run), f"`{command}`", f"{run['commit']}, {run['date']}"])
+    return [["attack", "result", "command, behind `python -m tests.attacks.`", "commit"], *lines]
+
+
+def controls_of(run: dict) -> str:
+    controls = run["controls"].values()
+    return f"{sum(control['as_it_should_be'] for control in controls)} of {len(controls)} controls judged rightly"
+
+
+def levels_of(run: dict) -> str:
+    def names(status: str) -> str:
+        return ", ".join(level["level"] for level in run["levels"] if level["status"] == status)
+
+    texts = {status: names(status) for status in ("passed", "failed", "crashed", "not this processor")}
+    return "; ".join(f"{status}: {text}" for status, text in texts.items() if text)
+
+
+RESULTS: dict[str, Callable[[dict], str]] = {
+    "law": lambda run: (
+        f"{run['tokens']:,} tokens in {len(run['cases']) - 1} cases, {run['tests']} tests: smallest p "
+        f"{run['smallest_p']:.1e}, threshold {run['threshold']:.1e}; {controls_of(run)}"
+    ),
+    "drift": lambda run: run["total"],
+    "fuzz": lambda run: (
+        f"{run['cases']:,} cases: {run['loaded']:,} loaded, {sum(run['refused'].values()):,} refused, "
+        f"{len(run['failures'])} failed; slowest {run['slowest_s']} s"
+    ),
+    "faults": lambda run: f"{run['cases']} cases, {len(run['failures'])} failed",
+    "serve_load": lambda run: (
+        f"{run['minutes']:.0f} minutes, {run['counts']['asked']:,} requests: {run['lost']} lost, {len(run['wrong'])} "
+        f"wrong; memory {run['resident_mb'][0]:.0f} MB in the second quarter, {run['resident_mb'][1]:.0f} in the last"
+    ),
+    "soak": lambda run: (
+        f"{run['minutes']:.0f} minutes, {run['answers']:,} answers of {run['tokens']:,} tokens, {run['interrupted']} "
+        f"interrupts: {len(run['wrong'])} wrong; memory {run['mb_early']:.0f} MB early, {run['mb_late']:.0f} late"
+    ),
+    "processors": levels_of,
+    "mutation": lambda run: f"{run['tried']:,} mutants, {run['killed']:,} killed",
+}  # fmt: skip
 TABLES = {name: functools.partial(by_column, table) for name, table in TABLES_BY_COLUMN.items()}
-TABLES |= {"summary": summary, "context": context, "quality": quality}
+TABLES |= {"summary": summary, "context": context, "quality": quality, "proof": proof}
 
 
 def cell(rows: RowById, id: str) -> str:
