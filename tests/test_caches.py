@@ -17,6 +17,7 @@ from test_generate import PROMPTS, rows_of
 
 import decoding.kv_8bit as caches
 import generate as engines
+import model as model_room
 from cli.flags import parse_args
 from cli.main import run
 from cli.report import position_bytes
@@ -92,6 +93,16 @@ def test_what_is_held_is_within_half_a_step(kind, B):
         apart.update(k[at][:, :, None], v[at][:, :, None], pos[:, None])
     for mine, other in zip(cache.read(B, every(S)), apart.read(B, every(S)), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_window_gathers_what_its_positions_hold(kind):
+    """Far behind the window's start only its keys are read, other ones in every row: bit for bit those of the cache."""
+    cache, *_ = filled(kind, 2, 3, 24, 16)
+    index = torch.stack([torch.arange(5), torch.arange(17, 22)])  # (B, S)
+    window = every(5, B=2)._replace(index=index)
+    for got, want in zip(cache.read(2, window), cache.read(2, every(24)), strict=True):
+        assert torch.equal(got, torch.stack([row[:, at] for row, at in zip(want, index, strict=True)]))
 
 
 @pytest.mark.parametrize("kind", CODED)
@@ -287,9 +298,10 @@ def test_rows_and_drafts_have_their_own_text(family, folder_of):
         assert rows_of(model, PROMPTS, engine=engine) == alone
 
 
-def test_16_bit_windows_meet_codes_too(folder_of):
+def test_16_bit_windows_meet_codes_too(folder_of, monkeypatch):
     """Gathered positions of a window, in bfloat16: attention over codes gives what dequantized ones do, up to the
     rounding of queries to 8 bits."""
+    monkeypatch.setattr(model_room, "KEY_BLOCK", 16)  # so that few positions are gathered
     model = load_model(folder_of("mistral-v0.1"), dtype=torch.bfloat16)
     tokens, pos = torch.tensor([[*range(3, 63)]]), torch.arange(60)
     found = []

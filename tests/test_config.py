@@ -275,6 +275,15 @@ def test_families_differ_where_their_key_is_absent():
     assert config_from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3", "smollm3", "phi3", "granite", "olmo3", "ernie4_5"])
+def test_theta_is_transformers_where_a_file_has_none(model_type):
+    from transformers import AutoConfig
+
+    rope = AutoConfig.for_model(model_type).rope_parameters
+    theta = config_from_hf({**LLAMA, "model_type": model_type, "rope_parameters": None}).rope_theta
+    assert theta == rope.get("full_attention", rope)["rope_theta"]
+
+
 def test_config_survives_json():
     assert config_from_hf(json.loads(json.dumps(LLAMA))) == config_from_hf(LLAMA)
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import cli.load as loading
 from cli.main import main
 from loading.checkpoint import load_model
+from loading.drafts import pick_dtype
 
 
 def edit_config(folder, **changes) -> None:
@@ -154,6 +155,14 @@ def test_a_dtype_that_the_device_lacks_is_said(text_folder, monkeypatch, capsys)
     assert status == 2 and lines == [
         "error: --dtype bfloat16: cpu cannot compute in it (no bfloat16 here); try --dtype float32"
     ]
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float64", None])
+def test_without_the_flag_the_dtype_is_the_stored_one(stored):
+    """Where we compute in it. Types that config.json names and we do not compute in become bfloat16."""
+    want = torch.bfloat16 if stored in ("float64", None) else getattr(torch, stored)
+    assert pick_dtype(None, stored, torch.device("cpu")) == want
+    assert pick_dtype("float16", stored, torch.device("cpu")) == torch.float16
 
 
 def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):

@@ -275,6 +275,7 @@ ASKED = [
      Sampling(0.8, 20, 0.9)),
     ("They all lived happily ever", {"until": [""], "max_gen_toks": 200}, Sampling(0.0)),  # to the end token
     ("", {"until": ["."], "max_gen_toks": 20}, Sampling(0.0)),
+    ("Tim and Sam", {"until": ["."], "max_gen_toks": 1}, Sampling(0.0)),
 ]  # fmt: skip
 
 
@@ -345,6 +346,7 @@ def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
         ({"length_penalty": 1.2, "do_sample": True}, "length_penalty = 1.2"),
         ({"do_sample": True, "top_p": 1.5}, "top_p = 1.5"),
         ({"max_gen_toks": 512}, "max_gen_toks = 512 must"),
+        ({"max_gen_toks": 0}, "max_gen_toks = 0 must"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(lm, settings, message):

@@ -347,6 +347,15 @@ def test_libraries_that_an_interrupted_compilation_left_are_deleted(tmp_path):
     assert [file.name for file in (tmp_path / "ab").glob("*.so")] == ["c6.main.so"]
 
 
+def test_compiling_deletes_such_libraries_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "repair_cache", compiling.repair_cache.__wrapped__)  # else once in a process
+    library = tmp_path / "ab" / "c1.main.so"
+    library.parent.mkdir(), library.touch()
+    compiling.compile_options(torch.device("cuda"), prompts=False)  # of a CPU, it would compile a probe
+    assert not library.exists()
+
+
 def test_a_damaged_library_is_one_line(capsys):
     with pytest.raises(SystemExit) as exit, edge.ending_plainly():
         raise RuntimeError("OSError: /tmp/cx.main.so: file too short\n\nset TORCHDYNAMO_VERBOSE=1")

@@ -417,6 +417,14 @@ def test_with_matrices_that_are_quantized_again_a_plain_head_may_be_quantized(tm
         assert linears(model)[0, "ffn.down"].scheme == scheme and getattr(model.lm_head, "scheme", None) == head
 
 
+def test_an_adapter_is_not_merged_into_matrices_that_are_quantized_again(tmp_path):
+    """Of a folder in which every matrix is quantized, so that nothing else tells that it is."""
+    _, config, pack, drawn = INEXACT["gptq act-order"]
+    build(tmp_path, config, pack, **drawn)
+    with pytest.raises(ValueError, match="is stored quantized; merge into the original weights"):
+        load_model(tmp_path, adapter=tmp_path / "adapter")
+
+
 # ------------------------------------------------------------------------------------------ what could go wrong
 
 

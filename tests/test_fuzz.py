@@ -2,6 +2,7 @@
 writes nothing elsewhere, and ends in bounded time and memory. Each case here was found by tests/attacks/fuzz.py."""
 
 import base64
+import functools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +266,20 @@ def test_templates_that_spend_without_end(case, monkeypatch):
     assert time.perf_counter() - start < 5 and len(str(error.value)) < fuzz.LONGEST_LINE
     monkeypatch.setattr(templates, "MAX_SECONDS", 5)
     assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
+
+
+def test_ctrl_c_ends_a_templates_process(monkeypatch):
+    """A template that goes on would write a late answer, which the next request must not read."""
+    process = templates.renderer()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "stdout", SimpleNamespace(readline=interrupt))
+    monkeypatch.setattr(process, "wait", functools.partial(process.wait, timeout=5))  # a failure does not hang
+    with pytest.raises(KeyboardInterrupt):
+        ChatTemplate("late", {}).render(MESSAGES, True)
+    assert process.poll() is not None and ChatTemplate("next", {}).render(MESSAGES, True) == "next"
 
 
 def test_a_template_may_repeat_a_long_message_16_times():

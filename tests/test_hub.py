@@ -1,5 +1,6 @@
 """Names of the hub as checkpoints: the hub's own client against a server that speaks its protocol."""
 
+import argparse
 import hashlib
 import importlib.util
 import inspect
@@ -13,12 +14,14 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
 import quantize
 from cli import flags
+from loading.hub import checkpoint_path
 from scripts import distill_draft, eval_lm, perplexity, serve
 
 pytest.importorskip("huggingface_hub")
@@ -289,6 +292,24 @@ def test_a_local_folder_wins_over_the_hub(hub, tmp_path):
     hub.requests.clear()
     (tmp_path / "tiny" / "demo").mkdir()
     assert paths(hub, tmp_path / "home", "tiny/demo", cwd=tmp_path) == ["tiny/demo"] and not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "is_refusal"),
+    [(401, None, True), (403, None, True), (404, "RepoNotFound", True), (404, "RevisionNotFound", False),
+     (500, None, False)],
+)  # fmt: skip
+def test_an_answer_of_the_hub_is_a_refusal_or_keeps_its_reason(status, code, is_refusal, monkeypatch):
+    def download(**_) -> None:
+        error = OSError("the client's reason")
+        error.response = SimpleNamespace(status_code=status, headers={"X-Error-Code": code} if code else {})
+        raise error
+
+    monkeypatch.setattr("loading.hub.download", download)
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        checkpoint_path("tiny/demo")
+    assert (f"the hub refuses tiny/demo (status {status})" in str(error.value)) == is_refusal
+    assert (str(error.value) == "tiny/demo: the client's reason") != is_refusal
 
 
 def test_every_program_takes_a_name(monkeypatch):

@@ -136,6 +136,7 @@ def test_colours_and_rates_tell_which_tokens_were_drafted():
     started = time.perf_counter()
     watch(columns)
     assert 0 < plain.seconds + drafted.seconds <= time.perf_counter() - started, "clocks never overlap"
+    assert all(0 < column.first_token_s < column.seconds for column in columns)
     text, stream = drafted.text(), drafted.session.tokenizer.stream(continues=True)
     records = drafted.answer.request.token_records
     pieces = [(stream.feed(id), origin(record)) for id, record in zip(drafted.answer.printer.ids, records, strict=True)]

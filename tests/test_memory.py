@@ -191,6 +191,13 @@ def test_following_the_advice_works(free, share):
                 assert needed(changed, changed.batch_size, changed.max_seq_length) > num_free, text
 
 
+def test_a_batch_of_no_rows_is_no_advice(free):
+    """Beside the weights the free memory holds 426 positions, and a row has 512."""
+    free(session_bytes(flags(), "int4-g32", CPU, ALONE)[1])
+    advice = refusal(flags(), 4, 512).partition("this fits: ")[2]
+    assert advice == "--quantize int4-g32 --max_seq_length 106"
+
+
 def test_the_advice_decodes(free, capsys):
     """Flags of the message, in the program itself."""
     words = ("--num_samples", 4, "--max_seq_length", 400, "--max_new_tokens", 4, "--device", "cpu")

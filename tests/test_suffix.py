@@ -5,6 +5,7 @@ import collections
 import functools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of,
 
 import decoding.timing as clock
 import drafts.suffix as suffix
+from cli.draft_memory import draft_memory
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
@@ -228,6 +230,17 @@ def test_a_memory_is_there_in_the_next_run(tmp_path, capsys):
         parse_args([*COMMON, "--temperature", "1", "--seed", "7", "--draft", "suffix", "--draft_memory", str(file)])
     )
     assert set(json.loads(file.read_text())["seeds"]) == {None, 7}
+
+
+def test_a_memory_holds_earlier_answers_first(tmp_path):
+    """Also where the second answer made the first one the pool's older half. Of equal matches the latest drafts."""
+    engine = Engine(tiny(0), 1, 64, drafter=SuffixDraft(pool_tokens=40))
+    session = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(pieces=lambda: [b"a"]))
+    texts, options = [], {"sampling": Sampling(1), "max_new_tokens": 12, "engine": engine}
+    with draft_memory(str(tmp_path / "memory.json"), session):
+        for seed in range(2):
+            texts += [1, 2, *(id for _, id in generate(engine.model, [[1, 2]], seed=seed, **options)), -1]
+    assert json.loads((tmp_path / "memory.json").read_text())["ids"] == texts
 
 
 @pytest.mark.attack

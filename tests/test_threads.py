@@ -1,8 +1,16 @@
 """The number of threads follows who else runs on the machine."""
 
 import pytest
+from conftest import ROOT
 
+from cli.answers import Answer
+from cli.prompts import Request
+from cli.session import Session
 from cli.threads import MAX_PATIENCE, TRY, Threads
+from decoding.sampling import Sampling
+from generate import Engine
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
 
 
 class Machine:
@@ -91,3 +99,25 @@ def test_a_single_processor_is_left_alone():
     for _ in range(100):
         threads.observe(0, 0.01)
     assert not tried
+
+
+def test_a_neighbour_that_leaves_in_part_is_noticed_when_it_grows():
+    """Steps beside a neighbour do not count as the fastest ones with all threads."""
+    machine = Machine()
+    threads = Threads(2, machine.use)
+    for seconds, steps, number in ((0.010, 50, 2), (0.040, 2 * MAX_PATIENCE, 1), (0.014, 2 * MAX_PATIENCE, 2),
+                                   (0.020, 50, 1)):  # fmt: skip
+        for _ in range(steps):
+            threads.observe(0, 0.016 if machine.threads == 1 else seconds)
+        assert machine.threads == number
+
+
+def test_a_session_observes_its_steps():
+    """So one thread is tried for a moment."""
+    tried = []
+    model = load_model(ROOT / "checkpoints/demo")
+    session = Session(Engine(model, 1, 64), load_tokenizer(ROOT / "checkpoints/demo"), Sampling(0), frozenset())
+    session.threads = Threads(2, tried.append)
+    request = Request("a", ids=[1, 2, 3], max_new_tokens=3 * TRY, seed=0)
+    list(session.decode([Answer(request, session.printer([]))]))
+    assert tried[0] == 1 and len(tried) > 1

@@ -745,7 +745,7 @@ def test_added_tokens_strip_the_spaces_beside_them(kind, sp_folder, tmp_path):
     for messages in CONVERSATIONS:
         want = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert tokenizer.chat(messages) == want
-    for text in ("the  <left>  cat", "the<word>cat", "the <word> cat", "the \n<left><left> <word>"):
+    for text in ("the  <left>  cat", "the<word>cat", "the <word> cat", "a<word>", "the \n<left><left> <word>"):
         assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False), text
 
 

@@ -1,5 +1,6 @@
 """Tensor parallelism: what a rank holds, without processes; and two and four gloo ranks against one process."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -734,6 +735,21 @@ def test_the_host_does_not_wait_for_ever():
     assert not answers
     with pytest.raises(torch.distributed.DistError, match=r"nothing came in 0.1 s"):
         timing.wait_for(types.SimpleNamespace(query=lambda: False), 0.1)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.1])
+def test_results_of_ranks_are_waited_for_with_a_timeout(timeout_s):
+    """One process lets the device say when it is ready; several ask again and again, to give up at the timeout."""
+    calls = []
+    event = types.SimpleNamespace(synchronize=lambda: calls.append("wait"), query=lambda: bool(calls.append("ask")))
+    readback = timing.Readback(torch.device("cpu"), timeout_s)
+    readback.send(timing.StepResult(0, (), *torch.zeros(4, 1, 1)), "label")
+    ((step, _, label),) = readback.waiting
+    readback.waiting[0] = (step, event, label)  # as on a GPU
+    refused = pytest.raises(torch.distributed.DistError, match=r"nothing came in 0.1 s")
+    with contextlib.nullcontext() if timeout_s is None else refused:
+        assert readback.receive()[0] == "label"
+    assert set(calls) == {"wait" if timeout_s is None else "ask"}
 
 
 @pytest.mark.ranks
