@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, compiler, nn
 
-KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.14)
+KEY_BLOCK = 512  # keys that a CPU's attention kernel adds up at once (torch 2.11 to 2.13)
 LOGSUMEXP_DEVICE = "cpu"  # only its attention kernel also returns the log-sum-exp
 
 

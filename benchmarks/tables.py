@@ -68,15 +68,16 @@ def proof(rows: RowById) -> Lines:
     """The last recorded run of each attack, from the attacks' own files."""
     lines = []
     for name, result in RESULTS.items():
+        attack = "mutate" if name == "mutation" else name
         run = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
         command = re.sub(r"^python -m \w+(\.attacks)?\.", "", run["command"])
-        lines.append([f"`{name}`", result(run), f"`{command}`", f"{run['commit']}, {run['date']}"])
-    return [["attack", "result", "command, behind `python -m tests.attacks.`", "commit"], *lines]
+        lines.append([f"`{attack}`", result(run), f"`{command}`", f"{run['commit']}, {run['date']}"])
+    return [["attack", "result", "command: `python -m tests.attacks.…`", "commit"], *lines]
 
 
 def controls_of(run: dict) -> str:
     controls = run["controls"].values()
-    return f"{sum(control['as_it_should_be'] for control in controls)} of {len(controls)} controls judged rightly"
+    return f"{sum(control['as_it_should_be'] for control in controls)} of {len(controls)} controls as expected"
 
 
 def levels_of(run: dict) -> str:
@@ -92,7 +93,7 @@ RESULTS: dict[str, Callable[[dict], str]] = {
         f"{run['tokens']:,} tokens in {len(run['cases']) - 1} cases, {run['tests']} tests: smallest p "
         f"{run['smallest_p']:.1e}, threshold {run['threshold']:.1e}; {controls_of(run)}"
     ),
-    "drift": lambda run: run["total"],
+    "drift": lambda run: run["total"] + "; all report `identical`" * all(row["identical"] for row in run["settings"]),
     "fuzz": lambda run: (
         f"{run['cases']:,} cases: {run['loaded']:,} loaded, {sum(run['refused'].values()):,} refused, "
         f"{len(run['failures'])} failed; slowest {run['slowest_s']} s"

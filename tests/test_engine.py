@@ -78,7 +78,7 @@ def test_engines_keep_their_own_code_on_older_torch(folder_of, isolated, monkeyp
     share its code too."""
     monkeypatch.setattr(compiling, "CAN_ISOLATE", False)
     if not isolated:
-        monkeypatch.setattr(compiling, "_calls", itertools.repeat(0))
+        monkeypatch.setattr(compiling, "_call_numbers", itertools.repeat(0))
     texts, folder = [], folder_of("llama-3")
     for scheme in (None, "int8"):
         model = load_model(folder, dtype=torch.float32, quantize=scheme)

@@ -508,9 +508,9 @@ def test_of_names_that_begin_alike_the_longest_is_taken(sp_folder, tmp_path):
         settings = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "added_tokens_decoder": decoder}
         folder = shutil.copytree(sp_folder, tmp_path / str(number))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        own, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+        reference, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
         for text in ("the<ab>cat", "<ab>the", "a <abc", "<ab<ab>c<ab>>"):
-            assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False), text
+            assert tokenizer.encode(text, bos=False) == reference.encode(text, add_special_tokens=False), text
         assert [id for id in tokenizer.encode("<ab<ab>c<ab>") if id >= size] == [
             size + names.index(name) for name in ("<ab", "<ab>c", "<ab>")
         ]

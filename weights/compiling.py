@@ -43,7 +43,7 @@ CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameter
 
 LIBRARY = torch.library.Library("quickdraft", "FRAGMENT")  # operators that take a handle
 _handles = itertools.count()
-_calls = itertools.count()  # of torch.compile
+_call_numbers = itertools.count()
 _modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # by handle
 
 
@@ -63,7 +63,7 @@ def recompile_options() -> dict[str, bool]:
     """Arguments of `torch.compile` for a function that is compiled anew for each engine, kind and draft length.
 
     torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per call; older versions
-    get a higher limit, and `compile_options` sets the calls apart.
+    get a higher limit, and `compile_options` adds an option that differs from call to call.
     """
     if CAN_ISOLATE:
         return {"isolate_recompiles": True}
@@ -103,10 +103,10 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
         probe_vector_isa()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
     gpu_options = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
-    # torch before 2.13 runs code that was compiled for another call if both calls have equal options. Nothing reads
-    # this folder, as long as tracing is off, and no key of torch's caches depends on it.
-    own = {} if CAN_ISOLATE else {"trace.debug_dir": f"call-{next(_calls)}"}
-    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | own | gpu_options
+    # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads this folder, because
+    # Inductor's debug traces are off, and no key of torch's caches depends on it.
+    isolating_options = {} if CAN_ISOLATE else {"trace.debug_dir": f"call-{next(_call_numbers)}"}
+    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | isolating_options | gpu_options
 
 
 @functools.cache

@@ -611,7 +611,7 @@ def main() -> None:
     add("--seed", type=int, default=1)
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under nohup would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children would inherit that nohup ignores it
     with ending_plainly():
         programs = [program for program in PROGRAMS if not args.only or program.name in args.only]
         faults = {name: fault for name, fault in FAULTS.items() if not args.faults or name in args.faults}
