@@ -550,4 +550,4 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit, pytest.warns(RuntimeWarning, match="scripts.eval_lm"):
         runpy.run_module("scripts.eval_lm", run_name="__main__")
     out, err = capsys.readouterr()
-    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and "requirements-dev.txt" in err
+    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and "pip install lm_eval" in err
