@@ -316,6 +316,46 @@ def test_emulating_needs_a_build_for_cuda():
     assert done.stderr == "error: emulating a GPU needs a CUDA build of torch with its headers, and triton\n"
 
 
+REPLAYED = """
+import sys, torch
+x = torch.zeros(3, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = x + 1
+if sys.argv[1] == "replaced":
+    x = torch.ones(3, device="cuda")
+else:
+    x.copy_(torch.ones(3))
+graph.replay()
+print(y.tolist())
+"""
+WAITING = REPLAYED.replace("y = x + 1", "y = x + x.sum().item()")
+NOT_COMPUTED = """
+import torch
+print(torch.nn.LSTMCell(2, 2).cuda()(torch.ones(1, 2, device="cuda"))[0].tolist())
+"""
+
+
+@pytest.mark.attack
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
+@pytest.mark.parametrize(
+    "program, argument, output, status, message",
+    [
+        (REPLAYED, "copied", "[2.0, 2.0, 2.0]\n", 0, "1 CUDA graphs of 1 add.Tensor"),
+        (REPLAYED, "replaced", "[1.0, 1.0, 1.0]\n", 0, "1 replay"),
+        (WAITING, "copied", "", 1, "CUDA error"),
+        (NOT_COMPUTED, "", "[[0.0, 0.0]]\n", 1, "WRONG: a kernel of torch's own, called 1 times, computed nothing"),
+    ],
+    ids=["correct", "an input that the graph does not read", "a wait inside a graph", "a kernel without a CPU version"],
+)
+def test_emulation_catches_mistakes_of_graphs_and_kernels(tmp_path, program, argument, output, status, message):
+    """A CUDA graph reads the addresses that it recorded: where an input moved, the replay gives the old value."""
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "tests.attacks.emulate", str(tmp_path / "program.py"), argument]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (output, status) and message in done.stderr, done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
 @pytest.mark.parametrize(

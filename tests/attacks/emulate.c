@@ -22,6 +22,7 @@ static void tell(int what, void *a, void *b, size_t n) { if (callback) callback(
 static long captures, capturing; /* the graph that is being recorded, from 1 on; 0: none */
 static cudaStream_t captured;
 long emulate_capturing(void) { return capturing; }
+static int records(cudaStream_t s) { return capturing && s == captured; }
 
 /* ------------------------------------------------------------------------------------------------ memory */
 
@@ -59,22 +60,24 @@ E cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
         }
     OK;
 }
-static E copy(void *to, const void *from, size_t n) {
-    if (capturing) tell(COPY, to, (void *)from, n); else memmove(to, from, n);
+static E copy(void *to, const void *from, size_t n, cudaStream_t s) {
+    if (records(s)) tell(COPY, to, (void *)from, n); else memmove(to, from, n);
     OK;
 }
 E cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind k) { memmove(to, from, n); OK; }
-E cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind k, cudaStream_t s) { return copy(to, from, n); }
-E cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t n, cudaStream_t s) { return copy(to, from, n); }
+E cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind k, cudaStream_t s) {
+    return copy(to, from, n, s);
+}
+E cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t n, cudaStream_t s) { return copy(to, from, n, s); }
 E cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                     enum cudaMemcpyKind k, cudaStream_t s) {
-    for (size_t i = 0; i < height; i++) copy((char *)to + i * to_pitch, (char *)from + i * from_pitch, width);
+    for (size_t i = 0; i < height; i++) copy((char *)to + i * to_pitch, (char *)from + i * from_pitch, width, s);
     OK;
 }
 E cudaMemcpyToSymbol(const void *to, const void *from, size_t n, size_t offset, enum cudaMemcpyKind k) { OK; }
 E cudaMemset(void *to, int value, size_t n) { memset(to, value, n); OK; }
 E cudaMemsetAsync(void *to, int value, size_t n, cudaStream_t s) {
-    if (capturing) tell(SET, to, (void *)(long)value, n); else memset(to, value, n);
+    if (records(s)) tell(SET, to, (void *)(long)value, n); else memset(to, value, n);
     OK;
 }
 E cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int d) { *p = (void *)8; OK; }
@@ -161,7 +164,7 @@ E cudaStreamCreate(cudaStream_t *s) { *s = (void *)(streams += 16); OK; }
 E cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int priority) { return cudaStreamCreate(s); }
 E cudaStreamDestroy(cudaStream_t s) { OK; }
 E cudaStreamQuery(cudaStream_t s) { OK; }
-E cudaStreamSynchronize(cudaStream_t s) { return capturing ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
+E cudaStreamSynchronize(cudaStream_t s) { return records(s) ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
 E cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { OK; }
 E cudaStreamGetPriority(cudaStream_t s, int *priority) { *priority = 0; OK; }
 E cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void *d, unsigned flags) { f(s, cudaSuccess, d); OK; }
@@ -177,7 +180,7 @@ E cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
 }
 E cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) { *g = (void *)capturing; capturing = 0; OK; }
 E cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
-    *status = capturing && s == captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *status = records(s) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     OK;
 }
 E cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *g,

@@ -7,11 +7,10 @@ It needs a CUDA build of torch with its Triton, and a C compiler. emulate.c goes
 the host's. Everything above that is as on a GPU: what Inductor generates for one, Dynamo's guards, CUDA graphs with
 their static inputs, which graphs are skipped, which calls wait for the device, the attention that is chosen.
 
-    built, restarted        the library in C, and this program again with it in front
-    host, do, told          a CUDA tensor's memory as a CPU tensor; an action, now or in the graph that is recorded
+    build_library, restart  the library in C, and this program with it in front
+    host, do, on_event      a CUDA tensor's memory as a CPU tensor; an action, now or in the graph that is recorded
     operator, special       aten's operators on CUDA tensors, computed by their CPU versions
-    use_interpreter         Triton's kernels, in its own interpreter
-    report                  how often each ran, and what each CUDA graph replays
+    report                  the number of calls, the contents of each CUDA graph; status 1 if a kernel was not computed
 
 No time that is taken here means anything. What it cannot see: how a kernel is compiled and runs, two kernels at once,
 several devices, cuDNN's and cuBLAS's own arithmetic.
@@ -22,7 +21,6 @@ import collections
 import contextlib
 import ctypes
 import functools
-import inspect
 import os
 import runpy
 import subprocess
@@ -32,7 +30,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -41,7 +38,7 @@ EMULATED = "QUICKDRAFT_EMULATED"  # in the environment of a process that runs wi
 # ------------------------------------------------------------------------------------------ the library
 
 
-def built(folder: Path) -> Path:
+def build_library(folder: Path) -> Path:
     """emulate.c as libcuda.so.1. ValueError where it cannot be built here."""
     site = Path(sysconfig.get_paths()["purelib"])
     include = [*site.glob("nvidia/cu*/include"), *site.glob("triton/backends/nvidia/include")]
@@ -54,10 +51,10 @@ def built(folder: Path) -> Path:
     return file
 
 
-def restarted() -> None:
-    """This program again, with the library in front."""
+def restart() -> None:
+    """Runs this program with the library in front."""
     with tempfile.TemporaryDirectory() as folder:
-        file = str(built(Path(folder)))
+        file = str(build_library(Path(folder)))
         env = os.environ | {
             EMULATED: file,
             "LD_PRELOAD": file,
@@ -98,19 +95,19 @@ def do(name: str, action) -> None:
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-def told(what, a, b, n):
-    """What emulate.c saw."""
-    if what == COPY:
+def on_event(kind, a, b, n):
+    """A call that emulate.c reports."""
+    if kind == COPY:
         do("copy", lambda: ctypes.memmove(a, b, n))
-    elif what == SET:
+    elif kind == SET:
         do("set", lambda: ctypes.memset(a, b or 0, n))
-    elif what == BEGIN:
+    elif kind == BEGIN:
         graphs[a] = []
-    elif what == REPLAY:
+    elif kind == REPLAY:
         counts["replay"] += 1
         for _, action in graphs[a]:
             action()
-    elif what == KERNEL:
+    elif kind == KERNEL:
         skipped[ctypes.cast(a, ctypes.c_char_p).value.decode()] += 1
 
 
@@ -234,6 +231,10 @@ def on_host(value):
     return host(value)
 
 
+def empty_on_cuda(tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+
 def operator(name: str):
     """aten's operator for CUDA tensors, by its CPU version."""
     packet_name, _, overload = name.partition(".")
@@ -253,21 +254,18 @@ def operator(name: str):
     def run(*args, **kwargs):
         here_args, here_kwargs = tree_map(on_host, list(args)), tree_map(on_host, dict(kwargs))
         if not written:
-            found = call(here_args, here_kwargs)
-            out = tree_map_only(
-                torch.Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda"), found
-            )
+            out = tree_map_only(torch.Tensor, empty_on_cuda, call(here_args, here_kwargs))
             targets = tree_map(host, out)
 
-            def again():
+            def recompute():
                 for target, value in zip(tree_leaves(targets), tree_leaves(call(here_args, here_kwargs))):
                     if isinstance(target, torch.Tensor) and target.numel():
                         target.copy_(value)
 
-            do(name, again)
+            do(name, recompute)
             return out
-        given = dict(zip(places, args)) | kwargs
-        outs = [given[place] for place in written]
+        arguments = dict(zip(places, args)) | kwargs
+        outs = [arguments[place] for place in written]
         if any(isinstance(out, torch.Tensor) and out.numel() == 0 for out in outs):  # to be resized
             for place, out in zip(written, outs):
                 fresh, index = torch.empty(0, dtype=out.dtype), places.index(place)
@@ -296,7 +294,7 @@ def has_kernel(name: str) -> bool:
 
 
 def replace_operators() -> torch.library.Library:
-    found = torch.library.Library("aten", "IMPL")
+    operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):
         for full in torch._C._dispatch_get_all_op_names():
             name = full.removeprefix("aten::")
@@ -304,103 +302,8 @@ def replace_operators() -> torch.library.Library:
                 continue
             with contextlib.suppress(AttributeError):  # an operator that Python has no name for
                 if name in SPECIAL or has_kernel(name):
-                    found.impl(name, SPECIAL.get(name) or operator(name), "CUDA")
-    return found
-
-
-# ---------------------------------------------------------------------------------------------- Triton
-
-
-def use_interpreter() -> None:
-    """Inductor's Triton kernels run in Triton's interpreter, with its slowest parts as numpy's."""
-    import triton
-    import triton.language as tl
-    from torch._inductor.runtime import triton_helpers, triton_heuristics
-    from triton.runtime import interpreter
-
-    def tensor(data, dtype):
-        data = np.asarray(data)
-        shape = tl.block_type(dtype, list(data.shape)) if data.ndim else dtype
-        return tl.core.tensor(interpreter.TensorHandle(data.reshape(data.shape or 1), dtype), shape)
-
-    names = {"fabs": "abs", "nearbyint": "rint", "round": "rint", "pow": "power"}
-
-    class Libdevice:
-        """By numpy."""
-
-        def __getattr__(self, name):
-            function = (lambda x: 1 / np.sqrt(x)) if name == "rsqrt" else getattr(np, names.get(name, name))
-
-            def call(*args):
-                first = next(arg for arg in args if isinstance(arg, tl.core.tensor))
-                data = function(*(arg.handle.data if isinstance(arg, tl.core.tensor) else arg for arg in args))
-                kind = tl.int1 if data.dtype == bool else first.handle.dtype
-                data = data if data.dtype == bool else data.astype(first.handle.data.dtype)
-                return tensor(data, kind) if first.type.is_block() else tensor(data.reshape(()), kind)
-
-            return call
-
-    def best(pick):
-        """A reduction to the largest or least value, NaN where there is one; with indices the lowest of the best."""
-
-        def indexed(x, index, dim):
-            data = x.handle.data
-            top = pick(data, axis=dim, keepdims=True)
-            hit = (data == top) | (np.isnan(data) if data.dtype.kind == "f" else False)
-            places = np.broadcast_to(index.handle.data, data.shape)
-            found = np.where(hit, places, np.iinfo(places.dtype).max).min(axis=dim)
-            return tensor(np.squeeze(top, dim), x.handle.dtype), tensor(found, index.handle.dtype)
-
-        return lambda x, dim: tensor(pick(x.handle.data, axis=dim), x.handle.dtype), indexed
-
-    triton_helpers.libdevice = Libdevice()
-    triton_helpers.max2, triton_helpers.max_with_index = best(np.max)
-    triton_helpers.min2, triton_helpers.min_with_index = best(np.min)
-    triton_helpers.any = lambda x, dim: tensor(x.handle.data.astype(bool).any(axis=dim), x.handle.dtype)
-    triton_helpers.promote_to_tensor = lambda x: x
-    tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *args, **kwargs: None
-
-    usual_patch, patched = interpreter._patch_lang_tensor, set()
-
-    def patch(kind, scope):
-        usual_patch(kind, scope)
-        scope.set_attr(kind, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
-
-    def device_function(self, *args, **kwargs):
-        if id(self.fn.__globals__) not in patched:  # once a kernel: it takes longer than most functions
-            patched.add(id(self.fn.__globals__))
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    def interpret(function, grid, args, kwargs):
-        patched.clear()
-        executor = interpreter.GridExecutor(function.rewrite(), inspect.getfullargspec(function.fn).args, grid)
-        executor._init_args_hst = lambda args, kwargs: (args, kwargs)  # they are on the host
-        executor._restore_args_dev = lambda *args: None
-        with np.errstate(all="ignore"):
-            executor(*args, **kwargs)
-
-    def large(config, numbers):
-        """Blocks of up to 2^17 elements: the interpreter takes as long for each."""
-        blocks, room = dict(config.kwargs), 2**17
-        for name in ("R0_BLOCK", "XBLOCK"):
-            n = numbers.get(name.removesuffix("BLOCK").lower() + "numel")
-            if name in blocks and n is not None:
-                blocks[name] = min(1 << max(n - 1, 0).bit_length(), room)
-                room = max(room // blocks[name], 1)
-        return triton.Config(blocks)
-
-    def run(self, *args, stream=None, **kwargs):
-        numbers = dict(zip([name for name, kind in self.triton_meta["signature"].items() if kind != "constexpr"], args))
-        config = large(self.configs[0], numbers)
-        args, grid = self._interpret_args_grid(args, config)
-        args = [host(arg) for arg in args]
-        do("Triton", lambda: interpret(self.fn, grid, args, {**kwargs, **config.kwargs}))
-
-    interpreter._patch_lang_tensor = patch
-    interpreter.InterpretedFunction.__call__ = device_function
-    triton_heuristics.CachingAutotuner.run = run
-    triton_heuristics.CachingAutotuner.precompile = lambda self, *args, **kwargs: None
+                    operators.impl(name, SPECIAL.get(name) or operator(name), "CUDA")
+    return operators
 
 
 # ----------------------------------------------------------------------------------------------- main
@@ -417,6 +320,9 @@ def report() -> None:
         print(f"{n} CUDA graphs of {', '.join(f'{count} {name}' for name, count in kind)}", file=sys.stderr)
     for name, n in skipped.most_common():
         print(f"WRONG: a kernel of torch's own, called {n} times, computed nothing: {name[:150]}", file=sys.stderr)
+    if skipped:
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def main() -> None:
@@ -428,7 +334,7 @@ def main() -> None:
         from cli.errors import ending_plainly
 
         with ending_plainly():
-            restarted()
+            restart()
 
 
 def run_emulated() -> None:
@@ -436,11 +342,13 @@ def run_emulated() -> None:
     global library, native_copy, replaced
     library = ctypes.CDLL(os.environ[EMULATED])
     library.emulate_capturing.restype = ctypes.c_long
-    library.emulate_callback(told)
+    library.emulate_callback(on_event)
     torch.cuda.init()
     native_copy = torch.library.get_kernel("aten::copy_", "CUDA")
     replaced = replace_operators()
-    use_interpreter()
+    from tests.attacks.interpret_triton import use_interpreter  # a CPU's torch may have no Triton
+
+    use_interpreter(host, do)
     atexit.register(report)
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "-m":
