@@ -27,9 +27,9 @@ from tqdm import tqdm
 import loading.checkpoint as checkpoint
 from loading.files import complete_folder
 from loading.hub import PATH_HELP, checkpoint_path
+from loading.plain_files import is_gguf
 from loading.quantization import stored_scheme
 from loading.tokenizer import copy_files, load_tokenizer
-from loading.vocabularies import is_gguf
 from model import Block, Config, Transformer, scaled
 from tp import launched
 from weights import formats

@@ -13,7 +13,7 @@ from pathlib import Path
 from cli.prompt_cache import compare
 from cli.session import Session
 from loading.files import write_atomically
-from loading.vocabularies import read_json
+from loading.plain_files import read_json
 
 FORMAT = "a draft memory of quickdraft, 1"
 
@@ -34,7 +34,7 @@ def draft_memory(name: str | None, session: Session, writes: bool = True) -> Ite
             compare(stored, origin | checksum(texts))
         except ValueError as error:
             raise ValueError(f"--draft_memory {file}: {error}; delete it, or name another file") from None
-        engine.drafter.pool[0].extend(*texts)
+        engine.drafter.fill_pool(*texts)
     try:
         yield
     finally:

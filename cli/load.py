@@ -18,9 +18,9 @@ from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import load_config, load_model, random_model, read_config
 from loading.drafts import check_draft, is_folder, load_drafter, pick_dtype
+from loading.plain_files import read_json
 from loading.quantization import head_scheme
 from loading.tokenizer import Tokenizer, load_tokenizer
-from loading.vocabularies import read_json
 from model import Config, KVCache, Transformer
 from speculative import Costs, Drafter
 from tp import Ranks

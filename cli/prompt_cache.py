@@ -25,7 +25,7 @@ from generate import Engine
 from loading.adapter import adapter_hash
 from loading.checkpoint import fingerprints, read_config
 from loading.files import open_shards, shards, write_atomically
-from loading.vocabularies import plain_file
+from loading.plain_files import plain_file
 
 FORMAT = "a prompt cache of quickdraft, 1"
 SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that change keys and values

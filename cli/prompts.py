@@ -228,6 +228,9 @@ def encoded(
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
         try:
+            unused = [f"--{key}" for key in TEMPLATE_KEYS if request.messages is None and getattr(args, key)]
+            if unused:
+                raise ValueError(f"{', '.join(unused)}: only conversations have a template")
             ids = request.encode(tokenizer, template_kwargs(args))
             row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit))
             row = row._replace(

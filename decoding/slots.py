@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import decoding.sampling as sampling
 from decoding.logits import apply_masks, penalize, top_logprobs
-from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_kind, distribution
+from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_kind
 from tp import ALONE, Ranks
 
 NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
@@ -128,7 +129,7 @@ class State(nn.Module):
         T, index = tokens.size(1), tokens.clamp(min=0)[..., None]  # (B, T, 1)
         self.top_logprobs[:, :T] = top_logprobs(logits, tokens, self.num_top_logprobs)
         self.token_probs.zero_()
-        self.token_probs[:, :T, 0] = distribution(processed, self.kind, self.values).gather(2, index)[..., 0]
+        self.token_probs[:, :T, 0] = sampling.distribution(processed, self.kind, self.values).gather(2, index)[..., 0]
         if q is not None:
             self.token_probs[:, : T - 1, 1] = q.gather(2, index[:, :-1])[..., 0]
 

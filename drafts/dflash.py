@@ -21,7 +21,7 @@ from drafts.hidden_states import record_hidden_states
 from loading.checkpoint import DTYPES, allocate
 from loading.config import Section, config_from_hf
 from loading.files import check_headers, open_shards, read_json, shards, tensor_reader
-from loading.vocabularies import error_prefix
+from loading.plain_files import error_prefix
 from loading.weight_names import pieces
 from model import Caches, Config, Linear, RMSNorm, Transformer, apply_rope
 from speculative import ModelDraft

@@ -24,7 +24,7 @@ from drafts.vocabulary import spread
 from loading.checkpoint import DTYPES, allocate, pieces
 from loading.config import Section, config_from_hf
 from loading.files import check_headers, open_shards, read_json, shards, tensor_reader
-from loading.vocabularies import error_prefix
+from loading.plain_files import error_prefix
 from model import Caches, Config, Linear, RMSNorm, Transformer
 from speculative import ModelDraft
 from weights.walker import quantized_copy

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from loading.checkpoint import load_config
 from loading.config import Section
 from loading.drafts import load_translated
+from loading.plain_files import error_prefix
 from loading.tokenizer import Tokenizer
-from loading.vocabularies import error_prefix
 from model import Caches, Config, Transformer
 from speculative import ModelDraft
 

@@ -158,11 +158,23 @@ class SuffixDraft(Drafter):
     def remember(self, request: Request) -> None:
         """Move an answer and the end of its prompt to the pool. If its newer half is full, drop the older half."""
         ids = [*request.prompt[-self.depth :], *request.tokens, END]
+        if request.tokens:
+            self.add_to_pool(ids, [noise_seed(request)] * len(ids))
+        del self.texts[request], self.guesses[request]
+
+    def add_to_pool(self, ids: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Add a text to the newer half of the pool; nothing if it is longer than a half."""
         if len(self.pool[0].ids) + len(ids) > self.pool_tokens // 2:
             self.pool = [Text(), self.pool[0]]
-        if request.tokens and len(ids) <= self.pool_tokens // 2:
-            self.pool[0].extend(ids, [noise_seed(request)] * len(ids))
-        del self.texts[request], self.guesses[request]
+        if len(ids) <= self.pool_tokens // 2:
+            self.pool[0].extend(ids, seeds)
+
+    def fill_pool(self, ids: Sequence[int], seeds: Sequence[int | None]) -> None:
+        """Add texts, each with its END, the oldest first, as `remember` would."""
+        begin = 0
+        for end in (at + 1 for at, id in enumerate(ids) if id == END):
+            self.add_to_pool(ids[begin:end], seeds[begin:end])
+            begin = end
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.maybe_compile(self.align, state, state.k)(state, state.k)

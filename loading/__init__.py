@@ -4,6 +4,7 @@ checkpoint.py       a folder or GGUF file -> Transformer, and back
 config.py           config.json -> model.Config
 tokenizer.py        text <-> ids;  vocabularies.py  tokenizer files of three libraries;  chat_templates.py
 drafts.py           a draft folder or a spec -> Drafter
+plain_files.py      are files there, plain, of bounded size?
 files.py            JSON and safetensors, checked when they are read, written in full or not at all
 quantization.py     the schemes of a folder;  quantized/  other programs' formats
 gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as the files of a folder

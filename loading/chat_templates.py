@@ -1,6 +1,7 @@
 """Chat templates: untrusted jinja programs, rendered in a child process.
 
     ChatTemplate   a folder's template; `render` returns a conversation's text
+    reads_parts    whether a template reads a message's content as a list
     serve          the child process: `python loading/chat_templates.py`
 
 jinja's sandbox restricts a template's access. Only a separate process can limit its time and memory, because a single
@@ -17,6 +18,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import jinja2
 import jinja2.debug  # now, because at a template's first error no file can be opened any more
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -25,13 +27,15 @@ MAX_ADDED_CHARS = 2**22  # a rendered text has at most 16 times the characters o
 
 
 class Generation(Extension):
-    """{% generation %} … {% endgeneration %}, which marks text to train on. Rendering keeps the body."""
+    """{% generation %} … {% endgeneration %}, which marks text to train on. Rendering keeps the body, whose variables
+    end with it, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012, jinja's protocol
 
     def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def raise_exception(message: str):
@@ -85,6 +89,19 @@ class ChatTemplate:
         if "error" in answer:
             raise ValueError(f"the chat template refused the messages: {answer['error']}")
         return answer["text"]
+
+
+@functools.lru_cache(8)
+def reads_parts(source: str) -> bool:
+    """Whether a template loops over a message's content, which may then be a list of parts."""
+
+    def is_content(node: nodes.Node) -> bool:
+        while isinstance(node, nodes.Filter):  # such as content | selectattr("type", "equalto", "text")
+            node = node.node
+        name = node.arg.value if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) else None
+        return "content" in (name, getattr(node, "attr", None), getattr(node, "name", None))
+
+    return any(is_content(loop.iter) for loop in ENVIRONMENT.parse(source).find_all(nodes.For))
 
 
 @functools.cache

@@ -41,8 +41,8 @@ from loading.files import (
     write_atomically,
     write_index,
 )  # fmt: skip
+from loading.plain_files import error_prefix, is_gguf, plain_file
 from loading.quantization import QUICKDRAFT_CONFIG, StoredForm, max_group, read_stored_form, resolve_schemes
-from loading.vocabularies import error_prefix, is_gguf, plain_file
 from loading.weight_names import pieces, sources
 from model import Config, Transformer
 from tp import ALONE, Ranks, check_divisible, connect, fill_shard, shard, shard_spec, shrink_to_shard, source_rows

@@ -20,8 +20,8 @@ from torch import Tensor
 from loading.checkpoint import fingerprints, load_config, load_model
 from loading.config import Section
 from loading.files import open_shards, read_json, shards
+from loading.plain_files import error_prefix
 from loading.tokenizer import Tokenizer, load_tokenizer
-from loading.vocabularies import error_prefix
 from model import Config, Transformer
 from tp import ranks_of
 from weights.rooms import resolve

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import loading.vocabularies as vocabularies
+import loading.plain_files as plain_files
 from loading.chat_templates import one_line
 from loading.families import Family
 from weights.formats import row_chunks
@@ -38,16 +38,16 @@ SAMPLE_RUNS, SAMPLE_BYTES, MAX_RUNS = 16, 4096, 2**14
 def read_json(file: Path) -> dict:
     """A JSON object from a file that must exist, or from a GGUF file's keys. A config.json without a
     quantization_config gets that of ModelOpt's hf_quant_config.json."""
-    if vocabularies.is_gguf(file.parent):
+    if plain_files.is_gguf(file.parent):
         return gguf_folder.read_json(file.parent, file.name)
-    if not vocabularies.file_exists(file):
+    if not plain_files.file_exists(file):
         others = sorted(file.parent.glob("*.gguf"))
         raise ValueError(f"{file}: no such file" + (f"; pass the path of {others[0].name}" if others else ""))
-    hf = vocabularies.read_json(file)
+    hf = plain_files.read_json(file)
     if file.name == "config.json":
         settings = hf.get("quantization_config")
         if settings is None:
-            settings = vocabularies.read_json(file.with_name("hf_quant_config.json")).get("quantization")
+            settings = plain_files.read_json(file.with_name("hf_quant_config.json")).get("quantization")
             if isinstance(settings, dict):
                 hf["quantization_config"] = {"quant_method": "modelopt", **settings}
         elif isinstance(settings, dict) and settings.get("quant_library") == "modelopt":  # ModelOpt 0.29
@@ -57,12 +57,12 @@ def read_json(file: Path) -> dict:
 
 def shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: model.safetensors, or those in the index. For a GGUF file, its parts."""
-    if vocabularies.is_gguf(folder):
+    if plain_files.is_gguf(folder):
         return gguf.parts_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if vocabularies.file_exists(single):
+    if plain_files.file_exists(single):
         return [single]
-    if not vocabularies.file_exists(index):
+    if not plain_files.file_exists(index):
         pickles, parts = [*folder.glob("*.bin"), *folder.glob("*.pth")], sorted(folder.glob("*-of-*.safetensors"))
         hint = f"; {pickles[0].name} is a pickle: convert the folder to safetensors first" if pickles else ""
         if parts:
@@ -85,8 +85,8 @@ def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     readers = {}
     for file in files:
         try:
-            vocabularies.plain_file(file, sys.maxsize)
-            is_gguf = vocabularies.is_gguf(file)
+            plain_files.plain_file(file, sys.maxsize)
+            is_gguf = plain_files.is_gguf(file)
             reader = gguf.Tensors(file, files[0]) if is_gguf else safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: too large to be mapped
             raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None

@@ -27,7 +27,7 @@ from torch import Tensor
 import loading.weight_names as weight_names
 from loading.chat_templates import one_line
 from loading.families import FAMILIES
-from loading.vocabularies import GGUF_MAGIC, error_prefix, is_gguf, plain_file
+from loading.plain_files import GGUF_MAGIC, error_prefix, is_gguf, plain_file
 from weights.formats import dequantize_tensor, row_chunks
 
 STRING, ARRAY = 8, 9

@@ -19,7 +19,8 @@ import torch
 from loading.chat_templates import one_line
 from loading.families import FAMILIES, Family
 from loading.gguf import Blocks, Strings, kv_heads, model_type_of, open_file, parts_of
-from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN, error_prefix
+from loading.plain_files import error_prefix
+from loading.vocabularies import LLAMA3_PATTERN, TEKKEN_PATTERN
 
 COPIED = {  # Hugging Face's key -> the architecture's key
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",

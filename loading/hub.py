@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import loading.vocabularies as vocabularies
+import loading.plain_files as plain_files
 from loading.drafts import kind_of
 from loading.files import read_json, shards
 from loading.tokenizer import FILES
@@ -91,7 +91,7 @@ def cached_path(folder: Path, type: str | None) -> Path:
     """A cached folder, or its GGUF file of a type. ValueError names a file that is not there."""
     if type is not None:
         # The client stores a repository's list of files here. An older one does not.
-        listed = vocabularies.read_json(folder.parents[1] / "trees" / f"{folder.name}.json").get("files", ())
+        listed = plain_files.read_json(folder.parents[1] / "trees" / f"{folder.name}.json").get("files", ())
         files = gguf_files({*listed, *(file.relative_to(folder).as_posix() for file in folder.rglob("*"))}, type)
         if absent := [name for name in files if not (folder / name).exists()]:
             raise ValueError(f"no file {absent[0]}")

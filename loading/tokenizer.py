@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loading.chat_templates import ChatTemplate, one_line
-from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, file_exists, is_gguf, plain_file, read_json, token_fields
+from loading.chat_templates import ChatTemplate, one_line, reads_parts
+from loading.plain_files import file_exists, is_gguf, plain_file, read_json
+from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, token_fields, vocab_size
 from weights.rooms import room
 
 gguf_folder = room("loading.gguf_metadata")
@@ -140,7 +141,8 @@ class Tokenizer:
         """Ids of a conversation ({"role", "content"} objects) in the folder's format, up to the next answer.
 
         `prefill` is the beginning of that answer. `tools` (JSON schemas) and `names` are variables of the template.
-        Content may be a list of {"type": "text", "text"} parts, as in OpenAI's API. Special tokens that the template
+        Content may be a list of {"type": "text", "text"} parts, as in OpenAI's API, which are joined unless the
+        template loops over them. Special tokens that the template
         writes, BOS among them, become ids; those that a message spells stay text. ValueError without a template, or if
         the template refuses.
         """
@@ -149,9 +151,10 @@ class Tokenizer:
         source = self.template.source_for(tools)
         # The markers are not escaped in the assistant's messages, in which templates look for its <think>.
         markers = [name for name in self.literals if name in source and not name.isspace()]
-        tokens, escaped = [*self.specials, *markers], []
+        tokens, escaped, with_parts = [*self.specials, *markers], [], reads_parts(source)
         for message in messages:
-            texts = {**message, "content": join_parts(message.get("content"))} if "content" in message else message
+            text = join_parts(message.get("content"))
+            texts = message if "content" not in message or with_parts else {**message, "content": text}
             is_assistant = message.get("role") == "assistant"
             escaped.append(self._escape(texts, self.specials if is_assistant else tokens, source))
         names = {key: self._escape(value, tokens, source) for key, value in names.items()}
@@ -244,16 +247,16 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder or GGUF file")
     try:
-        settings = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-        for key in NAMED_TOKENS:
-            if isinstance(settings.get(key), dict):  # {"content": name, …}
+        settings, names = read_json(folder / "tokenizer_config.json"), read_json(folder / "special_tokens_map.json")
+        # As in transformers: beside settings of before 4.34, which have no added_tokens_decoder, the map is the newer.
+        settings = {**names, **settings} if "added_tokens_decoder" in settings else {**settings, **names}
+        for key in [key for key in settings if key.endswith("_token")]:
+            if isinstance(settings[key], dict):  # {"content": name, …}
                 settings[key] = settings[key].get("content")
         fields = token_fields(folder, settings)
         fields["template"] = load_template(folder, settings, fields.pop("names", {}))
         fields["stop_ids"] = frozenset(fields["stop_ids"] | eos_ids(folder))
-        model_size = read_json(folder / "config.json").get("vocab_size")
-        has_size = type(model_size) is int and model_size > 0  # config.py refuses others
-        fields["vocab_size"] = min(fields["vocab_size"], model_size if has_size else MAX_ID)
+        fields["vocab_size"] = min(fields["vocab_size"], vocab_size(folder))
         return Tokenizer(**fields, folder=str(folder))
     except (AttributeError, TypeError, LookupError, OverflowError, OSError, ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and str(folder) in str(error):
@@ -266,6 +269,9 @@ def load_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTe
     `names`: key -> name of special tokens that the settings leave out."""
     file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     names = names | {key: settings[key] for key in NAMED_TOKENS if settings.get(key) is not None}
+    extra = settings.get("extra_special_tokens")  # a model's own, by key, or a list of names without keys
+    own = {**settings, **(extra if isinstance(extra, dict) else {})}
+    names |= {key: name for key, name in own.items() if key.endswith("_token") and isinstance(name, str)}
     try:
         if file_exists(file):
             sources = {"default": plain_file(file, 4 * MAX_TEMPLATE_CHARS).read_text(encoding="utf-8")}

@@ -1,11 +1,7 @@
 """Tokenizer files of three libraries -> functions between text, ids and bytes.
 
     token_fields    the fields of tokenizer.Tokenizer, without its template
-    read_json       a JSON object from a file; empty without the file
-    file_exists     does a file exist? A dangling link is an error
-    plain_file      refuses pipes, devices and oversized files
-    is_gguf         does a file begin like one of llama.cpp's?
-    error_prefix    puts a file's name in front of a ValueError
+    added_tokens    the tokens that the settings add, and which of them are special
 
 Hostile files end in a ValueError, not in a library's panic or a full memory.
 """
@@ -15,12 +11,12 @@ import contextlib
 import functools
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from loading.chat_templates import one_line
+from loading.plain_files import file_exists, plain_file, read_json
 
 # Tokens that end a turn or a text. A chat model stops at each, although its config often lists only one.
 END_NAMES = (
@@ -61,11 +57,9 @@ BYTE_OF_CHAR |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)
 PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 # Real folders stay far below these.
-MAX_VOCAB_BYTES, MAX_JSON_BYTES = 2**26, 2**24  # bytes of a vocabulary, of other JSON
+MAX_VOCAB_BYTES = 2**26
 MAX_ID = 2**24
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # keys of the settings
-GGUF_MAGIC = b"GGUF"
-LFS_POINTER = b"version https://git-lfs."  # the beginning of a file that git cloned without Git LFS
 MAX_GROWTH = 64  # factor by which a normalizer may lengthen a text
 
 
@@ -111,55 +105,6 @@ def ids_by_name(fast_json: dict) -> dict[str, int]:
     return ids | {token["content"]: token["id"] for token in fast_json["added_tokens"]}
 
 
-def file_exists(file: Path) -> bool:
-    """Does a file exist? ValueError for a dangling link, such as those that a cleaned cache leaves."""
-    if file.is_symlink() and not file.exists():
-        raise ValueError(f"{file}: a link to {os.readlink(file)}, which does not exist; fetch the file again")
-    return file.exists()
-
-
-def plain_file(file: Path, max_bytes: int) -> Path:
-    """The same file. ValueError for a pipe or device, for more than `max_bytes`, and for a Git LFS pointer."""
-    if not file.is_file():
-        raise ValueError(f"{file}: not a plain file")
-    if file.stat().st_size > max_bytes:
-        raise ValueError(f"{file}: {file.stat().st_size:,} bytes are more than the limit of {max_bytes:,}")
-    with file.open("rb") as stream:
-        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{file}: a Git LFS pointer instead of the file; fetch it with `git lfs pull`")
-    return file
-
-
-def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
-    """A JSON object; {} if the file does not exist."""
-    if not file_exists(file):
-        return {}
-    try:
-        value = json.loads(plain_file(file, max_bytes).read_text(encoding="utf-8-sig"))  # with or without a BOM
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def is_gguf(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        return stream.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-
-
-@contextlib.contextmanager
-def error_prefix(prefix: object) -> Iterator[None]:
-    """Put a prefix, such as a file's path, in front of a ValueError's message that lacks it or has its name alone."""
-    try:
-        yield
-    except ValueError as error:
-        message = str(error).removeprefix(f"{prefix}: ").removeprefix(f"{Path(str(prefix)).name}: ")
-        raise ValueError(f"{prefix}: {message}") from None
-
-
 @contextlib.contextmanager
 def library_errors(file: Path, message: str):
     """Turn every exception of a library into a ValueError. Rust's panics are BaseExceptions."""
@@ -172,10 +117,20 @@ def library_errors(file: Path, message: str):
 
 
 def added_tokens(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
-    """Tokens that the settings or added_tokens.json add to the model's: id -> (name, is_special)."""
-    decoder = settings.get("added_tokens_decoder") or {}
+    """Tokens that the settings or added_tokens.json add to the model's: id -> (name, is_special).
+
+    Of those in added_tokens.json, the ones that the settings name are special, as in transformers. So are those named
+    <|…|>, which divide a conversation, and those that the model lacks: a prompt that spells them is text.
+    """
+    decoder, special_names = settings.get("added_tokens_decoder") or {}, named_specials(settings)
+    size = vocab_size(folder)
+
+    def is_special(name: str, id: int) -> bool:
+        return name in special_names or id >= size or (name.startswith("<|") and name.endswith("|>"))
+
     try:
-        added = {int(id): (name, True) for name, id in read_json(folder / "added_tokens.json").items()}
+        ids = {name: int(id) for name, id in read_json(folder / "added_tokens.json").items()}
+        added = {id: (name, is_special(name, id)) for name, id in ids.items()}
         added |= {int(id): (token["content"], bool(token.get("special"))) for id, token in decoder.items()}
     except ValueError as error:
         raise ValueError(f"{folder}: added tokens need whole numbers as ids: {one_line(error)}") from None
@@ -183,6 +138,21 @@ def added_tokens(folder: Path, settings: dict) -> dict[int, tuple[str, bool]]:
         if not 0 <= id < MAX_ID or not isinstance(name, str) or not name:
             raise ValueError(f"{folder}: added token {id} = {name!r:.99} needs a name and an id below {MAX_ID:,}")
     return added
+
+
+def vocab_size(folder: Path) -> int:
+    """The vocab_size of config.json; MAX_ID without a valid one, which config.py refuses."""
+    size = read_json(folder / "config.json").get("vocab_size")
+    return size if type(size) is int and size > 0 else MAX_ID
+
+
+def named_specials(settings: dict) -> set[str]:
+    """The names of special tokens in the settings: of keys such as eos_token, and in the lists of others."""
+    lists = (settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens"))
+    values = [value for key, value in settings.items() if key.endswith("_token")]
+    values += [value for names in lists if isinstance(names, list) for value in names]
+    names = (value.get("content") if isinstance(value, dict) else value for value in values)
+    return {name for name in names if isinstance(name, str)}
 
 
 def stop_ids(ids: dict[str, int], eos_id: int | None) -> set[int]:
@@ -409,8 +379,12 @@ def add_configured_tokens(model, file: Path, settings: dict) -> None:
     special, as transformers does. ValueError for an id that the library does not give."""
     from tokenizers import AddedToken
 
-    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-    for id, token in sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+    flags, decoder = ("lstrip", "rstrip", "single_word", "normalized", "special"), settings.get("added_tokens_decoder")
+    decoder = decoder or {
+        id: {"content": name, "special": special, "normalized": not special}
+        for id, (name, special) in added_tokens(file.parent, settings).items()
+    }
+    for id, token in sorted(decoder.items(), key=lambda item: int(item[0])):
         if model.token_to_id(name := token["content"]) is None:
             model.add_tokens([AddedToken(name, **{key: bool(token[key]) for key in flags if key in token})])
             if model.token_to_id(name) != int(id):

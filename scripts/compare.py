@@ -73,8 +73,8 @@ class Side:
         return [answer.printer.ids for answer in answers]
 
 
-def side_args(name: str, flags: str) -> argparse.Namespace:
-    """generate.py's flags from a string. ValueError for flags that mean nothing here."""
+def side_args(name: str, flags: str, prompt_file: str | None = None) -> argparse.Namespace:
+    """generate.py's flags from a string, for these prompts. ValueError for flags that mean nothing here."""
     try:
         words = shlex.split(flags)
     except ValueError as error:
@@ -86,7 +86,7 @@ def side_args(name: str, flags: str) -> argparse.Namespace:
     for option in REFUSED:
         if f"--{option}" in options or getattr(args, option) != getattr(defaults, option):
             raise ValueError(f"--{name}: --{option} has no meaning here; this program has its own --prompt and --json")
-    check_options(args)
+    check_options(argparse.Namespace(**vars(args) | {"prompt_file": prompt_file}))
     return args
 
 
@@ -197,7 +197,7 @@ def top_gap(side: Side, ids: list[int]) -> float:
 
 def run(args: argparse.Namespace) -> dict:
     """Load, decode, compare: the object that --json prints."""
-    flags_a, flags_b = side_args("a", args.a), side_args("b", args.b)
+    flags_a, flags_b = (side_args(*side, args.prompt_file) for side in (("a", args.a), ("b", args.b)))
     prompts, errors = requests(args)
     if errors:
         raise ValueError(errors[0])

@@ -25,7 +25,7 @@ from decoding.sampling import Sampling
 from loading.tokenizer import join_parts
 
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
-MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id"}  # as templates read them
+MESSAGE_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id"}  # as templates read them
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Values of unsupported keys that change nothing, and so are accepted.
@@ -66,7 +66,7 @@ def setting_type(hint: object) -> object:
 def answer_schema(x: object) -> dict:
     """The JSON schema of a response_format."""
     match x:
-        case {"type": "json_object"}:
+        case {"type": "json_object", **others} if not others:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return schema
@@ -127,9 +127,23 @@ class Completion(TextRequest):
     echo: bool = False
 
 
+def parse_arguments(x: object) -> object:
+    """A call's arguments, which OpenAI's clients send as JSON in a string."""
+    try:
+        return json.loads(x) if isinstance(x, str) else x
+    except RecursionError:
+        raise ValueError("the arguments nest too deeply") from None
+
+
+def check_parts(content: object) -> object:
+    """A message's content. ValueError for a part that is not text."""
+    join_parts(content)
+    return content
+
+
 class Function(BaseModel):
     name: str
-    arguments: Annotated[dict, BeforeValidator(lambda x: json.loads(x) if isinstance(x, str) else x)]
+    arguments: Annotated[dict, BeforeValidator(parse_arguments)]
 
 
 class ToolCall(BaseModel):
@@ -141,15 +155,15 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: Annotated[str | None, BeforeValidator(join_parts)] = None
+    content: Annotated[str | list[dict] | None, BeforeValidator(check_parts)] = None
+    name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     def model_post_init(self, context: object) -> None:
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing")
-        self.content = self.content or ""
-        if keys := [key for key, value in self.model_extra.items() if value and key not in ("name", "refusal")]:
+        if keys := [key for key, value in self.model_extra.items() if value and key != "refusal"]:
             raise ValueError(f"{keys[0]:.99} is not supported")
 
 
@@ -164,7 +178,10 @@ class Chat(TextRequest):
 
     @property
     def prompts(self) -> list[list[dict]]:
-        return [[message.model_dump(include=MESSAGE_KEYS, exclude_none=True) for message in self.messages]]
+        return [
+            [message.model_dump(include=MESSAGE_KEYS, exclude_none=True) | {"content": message.content}
+             for message in self.messages]
+        ]  # fmt: skip
 
     @property
     def num_logprobs(self) -> int | None:
@@ -175,7 +192,9 @@ def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> Te
     """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of its settings."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
-    neutral = NEUTRAL | {"best_of": [body.get("n", 1)]}
+    neutral = NEUTRAL | {"best_of": [body.get("n") or 1]}
+    if body.get("tool_choice") == "none":
+        body = body | {"tools": None}  # a prompt without tools asks for no call
     defaults = {f.name: value for f in fields(sampling) if (value := getattr(sampling, f.name)) != f.default}
     body = defaults | {
         key: value for key, value in body.items()
@@ -221,10 +240,11 @@ class Answer:
 
     def usage(self, prompt_tokens: int, events: Sequence[Event]) -> dict:
         """A prompt counts once, however many answers it has."""
-        timings = [event.ending["timings"] for event in events if event.ending]
-        decoded, cached = (sum(timing[key] for timing in timings) for key in ("tokens", "cached_tokens"))
+        timings = {event.index: event.ending["timings"] for event in events if event.ending}
+        decoded = sum(timing["tokens"] for timing in timings.values())
+        cached = sum(timing["cached_tokens"] for index, timing in timings.items() if index % self.request.n == 0)
         return {"prompt_tokens": prompt_tokens, "completion_tokens": decoded, "total_tokens": prompt_tokens + decoded,
-                "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)}}  # fmt: skip
+                "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
 
     def opening(self, index: int) -> dict:
         """A chat's first chunk."""
@@ -267,7 +287,10 @@ class Answer:
             offset += len(text)
         self.num_characters[event.index] = offset
         pairs = [token.top_logprobs for token in event.tokens]
-        top = [p and {self.pieces[id].decode(errors="replace"): x for id, x in reversed(p[1:])} for p in pairs]
+        top = [
+            p and {text if id == p[0][0] else self.pieces[id].decode(errors="replace"): x for id, x in reversed(p[1:])}
+            for text, p in zip(texts, pairs)
+        ]  # a chosen token has the text that `tokens` has
         return {
             "tokens": texts, "token_logprobs": [p[0][1] if p else None for p in pairs],
             "top_logprobs": top if self.request.num_logprobs else None, "text_offset": offsets,

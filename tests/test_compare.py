@@ -114,6 +114,15 @@ def test_a_prompt_has_settings_on_its_line(monkeypatch, capsys, tmp_path):
     assert status == 0 and report["judged"] is False and report["prompts"][0]["tokens"] == 5
 
 
+def test_a_side_begins_answers_of_conversations(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "One day"}], "max_new_tokens": 4}')
+    status, out, _ = run_main(
+        monkeypatch, capsys, f"{GREEDY} --prefill Well", GREEDY, "--prompt_file", str(file), "--json"
+    )
+    assert status == 1 and json.loads(out)["different"] == 1
+
+
 def test_text_for_people(monkeypatch, capsys):
     common = ("--prompt", "The big dog was sad because it")
     status, out, _ = run_main(monkeypatch, capsys, GREEDY, f"{GREEDY} --quantize int4-g128 --draft ngram", *common)

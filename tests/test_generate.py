@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import FAMILIES, oracle
 
+import decoding.sampling as sampling_module
 import decoding.timing as timing
 import generate as library
 from decoding.sampling import Sampling
@@ -92,6 +93,19 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
             assert told.top_logprobs[row][i] == [pytest.approx(pair, abs=1e-4) for pair in pairs]
     engine.state.return_logprobs, again = False, Timing()
     assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.token_probs == [[], [], [], []]
+
+
+def test_the_recorded_p_is_that_of_a_forks_distribution(monkeypatch, folder_of):
+    """docs/fork.md: decoding.sampling.distribution is the only function that turns logits into probabilities."""
+    usual = sampling_module.distribution
+    monkeypatch.setattr(sampling_module, "distribution", lambda logits, *rest: usual(2 * logits, *rest))
+    model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
+    engine = Engine(model, 1, 40, logprobs=0)
+    (ids,) = rows_of(model, PROMPTS[:1], timing=timing, sampling=Sampling(1), seed=3, engine=engine)
+    text, pos = torch.tensor([PROMPTS[0] + ids]), torch.arange(len(PROMPTS[0] + ids))
+    p = (2 * model(text, pos)[0, len(PROMPTS[0]) - 1 : -1]).softmax(-1)  # (T, V)
+    recorded = [token_p for token_p, _ in timing.token_probs[0]]
+    assert recorded == pytest.approx([p[i, id].item() for i, id in enumerate(ids)], abs=1e-4)
 
 
 def test_one_timing_records_several_calls(folder_of):

@@ -153,6 +153,17 @@ def test_flags_that_cannot_be_meant(flags, named):
         check_options(parse_args(flags))
 
 
+def test_flags_of_templates_are_refused_for_the_lines_without_one(text_folder, tmp_path):
+    file = jsonl(tmp_path / "f.jsonl", {"prompt": "the cat"}, {"messages": USER})
+    args = parse_args(["--prompt_file", str(file), "--prefill", "x", "--chat_template_kwargs", '{"a": 1}'])
+    rows, refused = encoded(requests(args)[0], args, load_tokenizer(text_folder), 100, lambda *_: None, warns=False)
+    assert "line 1: --chat_template_kwargs, --prefill: only conversations have a template" in refused[0]
+    del args.chat_template_kwargs
+    args.chat_template_kwargs = None
+    rows, refused = encoded(requests(args)[0], args, load_tokenizer(text_folder), 100, lambda *_: None, warns=False)
+    assert len(rows) == len(refused) == 1
+
+
 @pytest.mark.parametrize("flags", [["--chat_template_kwargs", "[]"], ["--tools", "{}"], ["--tools", "no/such/file"]])
 def test_flags_that_are_no_json(flags, capsys):
     with pytest.raises(SystemExit):

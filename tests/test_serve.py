@@ -176,6 +176,8 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     assert alone[0].timings["rows"] == 1
     usage = server.ask(PROMPTS[1], n=3, **settings).usage  # of a prompt that is counted once, and was kept three times
     assert usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens
+    usage = server.ask("Sue met nine purple zebras", n=4, **settings).usage  # new but for BOS, in each of four rows
+    assert usage.prompt_tokens_details.cached_tokens == 1
     four = server.ask([PROMPTS[2], PROMPTS[3]], n=2, seed=5, **settings).choices
     assert [choice.index for choice in four] == [0, 1, 2, 3]
     assert four[3].text == server.ask(PROMPTS[3], seed=6, **settings).choices[0].text
@@ -319,6 +321,11 @@ REFUSED = {
     "another model": ({"model": "gpt-4"}, 404, "model"),
     "an unknown key": ({"extra_body": {"mirostat": 2}}, 400, "mirostat"),
     "options of a stream": ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    "a schema that another key holds": (
+        {"extra_body": {"response_format": {"type": "json_object", "schema": {"type": "array"}}}},
+        400,
+        "response_format",
+    ),
     "no format of answers": ({"extra_body": {"response_format": {"type": "xml"}}}, 400, "response_format"),
     "no schema": ({"extra_body": {"response_format": {"type": "json_schema"}}}, 400, "response_format"),
     "a broken schema": ({"extra_body": {"response_format": json_format({"type": "objct"})}}, 400, "response_format"),
@@ -470,6 +477,17 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     assert caught.value.body["error"]["param"] == "top_logprobs"
     numbers = [read_request(chat | keys, True, "m", Sampling()) for keys in ({"logprobs": True}, {"top_logprobs": 0})]
     assert [request.num_logprobs for request in numbers] == [3, None]
+    named = [{"role": "user", "content": "a", "name": "Bob"}]
+    assert read_request({"messages": named}, True, "m", Sampling()).prompts == [named]
+    assert read_request({"messages": [named[0] | {"name": None}]}, True, "m", Sampling()).prompts == ask.prompts
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for value in ("auto", "none"):
+        request = read_request({"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling())
+        assert request.tools == (tools if value == "auto" else None)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+    with pytest.raises(Refusal, match="nest too deeply"):
+        read_request({"messages": [call]}, True, "m", Sampling())
+    assert read_request({"prompt": "a", "n": None, "best_of": 1}, False, "m", Sampling()).n == 1
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
@@ -551,6 +569,8 @@ def test_text_offsets_index_the_text(server, tokenizer):
         assert len(logprobs.tokens) == 6 + echo * len(tokenizer.encode(prompt))
         parts = [chunk.choices[0].logprobs for chunk in server.ask(prompt, stream=True, **options)]
         assert [offset for part in parts if part for offset in part.text_offset] == logprobs.text_offset
+        tops = [(token, top) for token, top in zip(logprobs.tokens, logprobs.top_logprobs) if top and len(top) == 3]
+        assert len(tops) >= 3 and all(token in top for token, top in tops)  # a third entry is the chosen token's
 
 
 def test_max_tokens_are_clipped_to_the_room_that_the_prompt_leaves(server, tokenizer):
@@ -618,7 +638,8 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(DEMO, folder)
     template = (
-        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}{{ '-' if m.content is none else m.content }}"
         "{% for c in m.tool_calls or [] %} {{ c.function.name }}({{ c.function.arguments.name }}){% endfor %} "
         "{% endfor %}"
     )
@@ -632,7 +653,7 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     tools = [{"type": "function", "function": {"name": "call", "parameters": {}}}]
     ask = functools.partial(running.client.chat.completions.create, model="folder", max_tokens=8, temperature=0)
     text = ask(messages=messages, tools=tools).choices[0].message.content
-    prompt = load_tokenizer(folder).parse("call Tom  call(Max) barks ")
+    prompt = load_tokenizer(folder).parse("call Tom - call(Max) barks ")
     assert text == running.ask(prompt, model="folder", max_tokens=8).choices[0].text
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     running = serving("--checkpoint", str(folder))

@@ -243,6 +243,18 @@ def test_a_memory_holds_earlier_answers_first(tmp_path):
     assert json.loads((tmp_path / "memory.json").read_text())["ids"] == texts
 
 
+def test_a_memory_stays_within_the_pool_however_many_runs_write_it(tmp_path):
+    engine = Engine(tiny(0), 1, 64)
+    for seed in range(6):
+        engine = Engine(engine.model, 1, 64, drafter=SuffixDraft(pool_tokens=40))
+        session = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(pieces=lambda: [b"a"]))
+        options = {"sampling": Sampling(1), "max_new_tokens": 12, "engine": engine}
+        with draft_memory(str(tmp_path / "memory.json"), session):
+            answer = [1, 2, *(id for _, id in generate(engine.model, [[1, 2]], seed=seed, **options)), -1]
+        ids = json.loads((tmp_path / "memory.json").read_text())["ids"]
+        assert len(ids) <= 40 and ids[-len(answer) :] == answer
+
+
 @pytest.mark.attack
 @pytest.mark.parametrize(
     "key, value, message",

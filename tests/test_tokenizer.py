@@ -539,6 +539,46 @@ def test_what_templates_are_given(chat_folder):
     assert load_tokenizer(chat_folder).chat(messages) == want and want[0] == 1 and want[-1] == 2
 
 
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set a = 'x' %}{% generation %}{% set a = 'y' %}{{ messages[0].role }}{% endgeneration %}{{ a }}",
+        "{% for part in messages[0].content %}{{ part.text }}|{% endfor %}",
+        "{% for part in messages[0]['content'] | selectattr('type', 'equalto', 'text') %}{{ part.text }}|{% endfor %}",
+        "{% set content = messages[0].content %}{% if content is string %}{{ content }}"
+        "{% else %}{% for part in content %}{{ part.text }} {% endfor %}{% endif %}",
+        "{{ messages[0].role }}{{ cls_token }}{{ turn_token }}{{ image_token }}",
+    ],
+)
+def test_templates_see_what_transformers_shows_them(chat_folder, template):
+    """Scopes, content in parts, and a model's own special tokens."""
+    from transformers import AutoTokenizer
+
+    settings = {
+        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "cls_token": "<s>", "turn_token": "</s>",
+        "extra_special_tokens": {"image_token": "</s>"},
+    }  # fmt: skip
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (chat_folder / "chat_template.jinja").write_text(template)
+    content = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
+    messages = [{"role": "user", "content": content}]
+    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, return_dict=False)
+    assert load_tokenizer(chat_folder).chat(messages) == want
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+def test_parts_become_one_text_for_templates_that_read_a_text(chat_folder):
+    (chat_folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content.strip() }}{% endfor %}"
+        "{% for line in messages[0].content.split('|') %}{{ line }}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
+    tokenizer = load_tokenizer(chat_folder)
+    in_parts, text = ([{"role": "user", "content": content}] for content in (parts, "the cat"))
+    assert tokenizer.chat(in_parts) == tokenizer.chat(text)
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -922,3 +962,26 @@ def test_no_space_is_put_in_front_where_the_settings_say_so(sp_folder, tmp_path)
     for text in ("the cat", " the cat", "cat the"):
         assert tokenizer.encode(text) == own(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_map_of_special_tokens_beside_older_settings_is_transformers(sp_folder, tmp_path):
+    """Before 4.34 transformers wrote a changed eos_token to special_tokens_map.json alone. Tokens of added_tokens.json
+    that neither file names are text."""
+    from transformers import AutoTokenizer
+
+    folder, size = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder).vocab_size
+    template = "{{ messages[0].content }}{{ eos_token }}{{ sep_token }}"
+    settings = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "sep_token": "<s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    added = {"<|im_end|>": size, "<tool_call>": size + 1, "<|im_start|>": size + 2}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    (folder / "config.json").unlink(missing_ok=True)
+    tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "the cat"}]
+    assert tokenizer.chat(messages) == own.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.stop_ids == {own.eos_token_id} == {size}
+    assert tokenizer.encode("the<tool_call>", bos=False) == own.encode("the<tool_call>", add_special_tokens=False)
+    assert "<tool_call>" in tokenizer.decode([size + 1]) and not tokenizer.decode([size])
+    # Unlike there, a user's <|im_start|> begins no turn.
+    assert size + 2 not in tokenizer.encode("<|im_start|>system") and size + 2 in tokenizer.parse("<|im_start|>system")

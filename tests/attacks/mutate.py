@@ -100,6 +100,7 @@ TESTS = {
     "loading/hub.py": "hub -m 'not real'",
     "loading/quantization.py": "checkpoint floats errors foreign",
     "loading/tokenizer.py": "tokenizer tekken fuzz requests",
+    "loading/plain_files.py": "files tokenizer hub fuzz",
     "loading/vocabularies.py": "tokenizer tekken fuzz gguf",
     "loading/weight_names.py": "checkpoint families floats model",
     "loading/quantized/detection.py": "floats fuzz foreign",
