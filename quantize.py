@@ -40,6 +40,7 @@ from weights.walker import quantize_model, quantized_copy, replace_linears  # no
 # ------------------------------------------------------------------------------------------ calibration
 
 METHODS = ("rtn", "search", "gptq")
+STORED_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 DAMPING = 0.01  # fraction of the mean diagonal that is added to the diagonal
 BLOCK_COLUMNS = 128  # columns after whose errors all remaining columns are updated
 
@@ -204,7 +205,10 @@ def run(args: argparse.Namespace) -> None:
     if is_gguf(folder) and dtype != torch.float32:
         rounding = f"weights of other types are rounded to {str(dtype).removeprefix('torch.')}"
         print(f"{folder}: {rounding}; --dtype float32 keeps them as they are", file=sys.stderr)
-    needs_float32 = args.method == "gptq" or is_gguf(folder)  # GPTQ's and GGUF's weights may have more than 16 bits
+    # Quantized weights are rounded once, to their codes. GPTQ's, GGUF's and merged ones may have more than 16 bits.
+    tensors = checkpoint.open_shards(checkpoint.shards(folder))
+    types = {reader.get_slice(name).get_dtype() for name, (_, reader) in tensors.items()}
+    needs_float32 = args.method == "gptq" or is_gguf(folder) or args.adapter or types != {STORED_TYPES.get(dtype)}
     model = checkpoint.empty_model(config, torch.float32 if needs_float32 else dtype)
     names = checkpoint.names_by_shard(model)
     # compressed-tensors has one format per folder and none for an embedding; transformers loads no quantized experts.
@@ -262,7 +266,11 @@ def check_finite(module: nn.Module, prefix: str) -> None:
 def calibration_states(args: argparse.Namespace, model: Transformer) -> list[Tensor]:
     """Embedded windows, spread evenly over the calibration text, in batches (8, T, D)."""
     tokenizer = load_tokenizer(args.checkpoint)
-    ids = tokenizer.encode(Path(args.calibration).read_text(encoding="utf-8"), bos=False)
+    try:
+        text = Path(args.calibration).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.calibration}: not UTF-8 text: {error}") from None
+    ids = tokenizer.encode(text, bos=False)
     size = args.context
     count = min(args.samples, len(ids) // size)
     if count < 1:

@@ -170,8 +170,8 @@ def context_limit(args: argparse.Namespace, config: Config) -> int:
     """Positions of a row. ValueError for flags that this model cannot serve."""
     longest = config.max_seq_length
     limit = longest if args.max_seq_length is None else args.max_seq_length
-    if not 1 <= limit <= longest:
-        raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {longest}")
+    if not 2 <= limit <= longest:  # a prompt and a new token
+        raise ValueError(f"--max_seq_length {limit} must lie between 2 and the model's {longest}")
     if (args.logprobs or 0) > config.vocab_size:
         raise ValueError(f"--logprobs {args.logprobs} is more than the {config.vocab_size} tokens that there are")
     return limit

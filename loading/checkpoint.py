@@ -442,6 +442,8 @@ def write_tensors(
                 source, part = foreign.compressed_tensors_part(source, part)
             is_cast = dtype and is_plain(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
+            if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
+                raise ValueError(f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range")
     tensors = merged_experts.merge_experts(tensors) if FAMILIES[model.config.family].merges_experts else tensors
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -101,8 +101,8 @@ def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Reque
         drafter = drafter_of(args, model, tokenizer)
         parts.append((model, tokenizer, drafter))
         max_length, limit = model.config.max_seq_length, args.max_seq_length
-        if limit is not None and not 1 <= limit <= max_length:
-            raise ValueError(f"--max_seq_length {limit} must lie between 1 and the model's {max_length}")
+        if limit is not None and not 2 <= limit <= max_length:
+            raise ValueError(f"--max_seq_length {limit} must lie between 2 and the model's {max_length}")
         contexts.append(limit or max_length)
         if drafter is not None and drafter.owns_cache:
             contexts.append(drafter.model.config.max_seq_length)

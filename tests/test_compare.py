@@ -229,7 +229,7 @@ def test_flags_of_one_word_reach_their_side():
         ("--speculate_k 3", [], "--speculate_k and --show_drafts need"),
         ("--checkpoint nowhere", [], "nowhere: no such folder"),
         ("--max_new_tokens 9999", [], "over the limit of 512 positions"),
-        ("--max_seq_length 0", [], "--max_seq_length 0 must lie between 1"),
+        ("--max_seq_length 0", [], "--max_seq_length 0 must lie between 2"),
         ("", ["--prompt", ""], "--prompt is empty"),
         ("", ["--prompt_file", "nowhere.txt"], "nowhere.txt"),
         ("", ["--rounds", "0"], "--rounds: 0 must be at least 1"),

@@ -181,8 +181,8 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "layers of a draft": (["--draft", "layers:0-7"], "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be"),
     "folder of a draft": (["--draft_checkpoint", "nowhere"], "nowhere: no such folder"),
     "new tokens": (["--max_new_tokens", "0"], "--max_new_tokens 0 must be at least 1"),
-    "positions": (["--max_seq_length", "161"], "--max_seq_length 161 must lie between 1 and the model's 160"),
-    "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 1"),
+    "positions": (["--max_seq_length", "161"], "--max_seq_length 161 must lie between 2 and the model's 160"),
+    "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 2"),
     "log-probabilities": (["--json", "--logprobs", "385"], "--logprobs 385 is more than the 384 tokens"),
 }
 

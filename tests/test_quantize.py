@@ -904,3 +904,14 @@ def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
         error = (packed(x).double() - x.double() @ w.T).abs()
         bound = (40 if scheme == "int4-g32" else 4) * torch.finfo(dtype).eps  # a zero of int4 is up to 15 scales
         assert (error <= bound * size + 1e-3 * torch.finfo(dtype).eps).all(), rows
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_plain_weights_dtype_changes_no_code(dtype, text_folder, tmp_path):
+    """Weights of float32, and merged ones, are rounded once: to their codes, as while loading."""
+    quantize_program.main(
+        ["--checkpoint", str(text_folder), "--scheme", "int8", "--dtype", dtype, "--output", str(tmp_path / "q")]
+    )
+    got = load_model(tmp_path / "q", dtype=getattr(torch, dtype), pack=False)
+    want = load_model(text_folder, dtype=getattr(torch, dtype), quantize="int8", pack=False)
+    assert all(torch.equal(*pair) for pair in zip(got.parameters(), want.parameters(), strict=True))

@@ -108,6 +108,22 @@ def key(*args, function=decode_step, options=None) -> str:
     return StoredFunction(function, None, options or {}).key(args)
 
 
+PROGRAM = """
+import functools
+def scale(logits, tokens, pos): return logits * SCALE
+def scale_by_module(logits, tokens, pos): return logits * numbers.OTHER_SCALE
+def scale_by(logits, tokens, pos, number): return logits * number
+partial = functools.partial(scale_by, number=SCALE)
+class Scale:
+    def __call__(self, logits, tokens, pos): return logits * SCALE
+    def near(self, logits, kind, values): return distribution(logits * SCALE, kind, values)
+def near(logits, kind, values): return distribution(logits * SCALE, kind, values)
+def make_near(number=None):
+    number = SCALE
+    return lambda logits, kind, values: distribution(logits * number, kind, values)
+"""
+
+
 def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
     """Equal for objects made anew, other for anything that a trace could read."""
     model, caches, state = args = step_arguments(folder_of)
@@ -144,6 +160,25 @@ def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "own", types.SimpleNamespace(__file__=str(tmp_path / "own.py")))
         keys.append(key(*args))
     monkeypatch.delitem(sys.modules, "own")
+    own = tmp_path / "program.py"
+    own.write_text(PROGRAM)
+    for scale in ("2.0", "3.0"):  # numbers that a user's program was started with
+        program = types.ModuleType("program")
+        program.__file__, program.distribution = str(own), decoding.sampling.distribution
+        program.numbers = types.ModuleType("numbers_of_a_program")
+        program.numbers.__file__ = str(own)
+        program.SCALE = program.numbers.OTHER_SCALE = float(scale)
+        exec(PROGRAM, vars(program))
+        monkeypatch.setitem(sys.modules, "program", program)
+        for process in (program.scale, program.scale_by_module, program.Scale(), program.partial):
+            other = copy.copy(state)
+            other.process = process
+            keys.append(key(model, caches, other))
+        for patched in (program.near, program.make_near(), program.Scale().near):
+            with monkeypatch.context() as patch:
+                patch.setattr(decoding.sampling, "distribution", patched)
+                keys.append(key(*args))
+    monkeypatch.delitem(sys.modules, "program")
     assert key(*args) == usual
     assert len(set(keys)) == len(keys)
 

@@ -22,13 +22,13 @@ import tempfile
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
 
 TORCH_VALUES = (torch.dtype, torch.device, torch.layout)
-PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes, enum.Enum, *TORCH_VALUES)
+PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes, enum.Enum, PurePath, *TORCH_VALUES)
 MAX_FILES = 200  # of some megabytes; the oldest are deleted
 MAX_OBJECTS = 200_000  # of one key: a description of more would take longer than a trace
 PROJECT = ("model", "generate", "speculative", "quantize", "tp", "decoding", "drafts", "loading", "weights")  # modules
@@ -66,6 +66,8 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         if value.__module__.partition(".")[0] != "torch":
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             yield from describe([value.__code__, value.__defaults__, value.__kwdefaults__, cells], memo)
+        if is_own(value.__module__, value.__globals__):
+            yield from describe_globals(names_in(value.__code__), value.__globals__, memo)
     elif isinstance(value, (set, frozenset)):
         yield from sorted(" ".join(describe(item, {})) for item in value)
     elif isinstance(value, (tuple, list, collections.deque)):
@@ -87,6 +89,8 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         yield from describe((value.fget, value.fset), memo)
     elif isinstance(value, type):
         yield f"{value.__module__}.{value.__qualname__}"
+        if is_own(value.__module__, vars(sys.modules.get(value.__module__, types))):
+            yield from describe([functions_of(base) for base in value.__mro__[:-1]], memo)
     elif isinstance(value, (types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)):
         yield getattr(value, "__name__", "")
     elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -101,9 +105,40 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
     yield ")"
 
 
+def describe_globals(names: set[str], namespace: dict, memo: dict[int, tuple[int, object]]) -> Iterator[str]:
+    """The values of a module's names that code of a user's program may read, also through other modules of it."""
+    for name in sorted(names & namespace.keys()):
+        value = namespace[name]
+        if isinstance(value, types.ModuleType):
+            if is_own(value.__name__, vars(value)) and id(value) not in memo:
+                memo[id(value)] = len(memo), value
+                yield from describe_globals(names, vars(value), memo)
+        else:
+            yield name
+            yield from describe(value, memo)
+
+
+def is_own(module: str | None, namespace: dict) -> bool:
+    """Is this a module of a user's program? Of such modules loaded_code has the sources alone."""
+    package, file = (module or "").partition(".")[0], namespace.get("__file__") or ""
+    return bool(file) and package not in (*PROJECT, "torch") and not file.startswith(LIBRARIES)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The names that code, and the functions inside it, look up in a module or an object."""
+    return set(code.co_names).union(*(names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)))
+
+
+def functions_of(value: type) -> dict[str, object]:
+    """The functions and plain constants of a class."""
+    kinds = (*PLAIN, types.FunctionType, staticmethod, classmethod, property)
+    return {key: member for key, member in vars(value).items() if isinstance(member, kinds)}
+
+
 def loaded_code() -> Iterator[str]:
-    """The sources of all loaded modules that are no libraries, and the project's functions and plain constants as they
-    are now. Undescribed for a main program without a file: its code cannot be told from other code."""
+    """The sources of all loaded modules that are no libraries; the project's functions and plain constants as they are
+    now, with the functions that a program put in their place. Undescribed for a main program without a file: its code
+    cannot be told from other code."""
     memo: dict[int, tuple[int, object]] = {}
     for name, module in sorted(sys.modules.items()):
         package, _, _ = name.partition(".")
@@ -116,13 +151,12 @@ def loaded_code() -> Iterator[str]:
             continue
         yield name + hashlib.sha256(Path(file).read_bytes()).hexdigest()
         for attribute, value in sorted(vars(module).items()) if is_project else ():
-            if isinstance(value, (type, types.FunctionType)) and value.__module__ != name:
+            is_replaced = isinstance(value, types.FunctionType) and is_own(value.__module__, value.__globals__)
+            if isinstance(value, (type, types.FunctionType)) and value.__module__ != name and not is_replaced:
                 continue  # of another module
             if isinstance(value, type):
-                kinds = (*PLAIN, types.FunctionType, staticmethod, classmethod, property)
-                members = {key: member for key, member in vars(value).items() if isinstance(member, kinds)}
-                yield from (attribute, *describe(members, memo))
-            elif isinstance(value, (*PLAIN, types.FunctionType)):
+                yield from (attribute, *describe(functions_of(value), memo))
+            elif isinstance(value, (*PLAIN, types.FunctionType, types.MethodType, functools.partial)):
                 yield from (attribute, *describe(value, memo))
 
 
