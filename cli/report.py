@@ -65,14 +65,14 @@ def attended_bytes(per_position: Counter, length: int) -> int:
 
 
 def bytes_read(engine: Engine, timing: Timing) -> int:
-    """Bytes that the steps after the prompt read, of target and draft: weights as stored, keys and values attended."""
+    """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and values attended."""
     weights, read = functools.cache(weight_bytes), 0
     (target, per), *draft = [(model, position_bytes(model, engine.runner.kind)) for model in engine.models]
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
         for draft_model, draft_per in draft:
-            for i in range(engine.drafter.passes(step.k)):
+            for i in range(engine.drafter.passes(step.k) if step.k else 0):
                 read += weights(draft_model, rows) + sum(attended_bytes(draft_per, n + i) for n in step.positions)
     return read
 
@@ -182,7 +182,7 @@ def speculation(
         "c": costs.c(usual) if modelled else None, "v": costs.v(usual) if modelled else None, "c_ops": c_ops,
         "operations": sum(n * (k * c_ops + k + 1) for k, n in steps.items()) / row.tokens if rounds else None,
         "measured_speedup": plain_s / seconds if plain_s and seconds > 0 and any(row.rounds) else None,
-        "predicted_speedup": row.tokens / cost if cost else None,
+        "predicted_speedup": row.tokens / cost if cost and any(steps) else None,
         "predicted_speedup_iid": costs.speedup(usual, alpha, drafted, paid) if modelled else None,
         "best_of": sorted({0, *costs.verify_s}) if modelled else [],
         "best_k": best_k, "best_k_speedup": best_speedup, "draft_s": draft_s, "verify_s": verify_s,

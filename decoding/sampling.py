@@ -178,8 +178,8 @@ def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
 
 
 def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, as its one-hot would."""
-    if kind == GREEDY:
+    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, as the one-hot of ours would."""
+    if kind == GREEDY and distribution is OUR_DISTRIBUTION:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
     return draw(distribution(logits, kind, values), noise)
@@ -211,6 +211,9 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
         filtered = filtered * (is_neutral | SETTINGS[name].filter(filtered, value_by_name[name]))
         is_filtered = is_filtered | ~is_neutral
     return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
+
+
+OUR_DISTRIBUTION = distribution  # a program may put another function in its place
 
 
 def common_kind(owners: Iterable) -> str:

@@ -53,6 +53,12 @@ def test_save_is_the_inverse_of_load(family, folder_of, tmp_path):
         assert torch.allclose(again(tokens).logits, oracle(family)(tokens).logits, atol=1e-5)
 
 
+def test_a_head_that_is_quantized_alone_cannot_be_saved(folder_of, tmp_path):
+    model = quantize.quantize_model(load_model(folder_of("llama-2")), None, "int8")
+    with pytest.raises(ValueError, match="its blocks are in full precision, its head in int8"):
+        save_model(model, tmp_path / "q", config_json(folder_of("llama-2")))
+
+
 def test_tied_head_is_one_memory(folder_of):
     model = load_model(folder_of("llama-3.2"), dtype=torch.float32)
     assert model.lm_head.weight.data_ptr() == model.embed.weight.data_ptr()

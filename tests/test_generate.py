@@ -108,6 +108,25 @@ def test_the_recorded_p_is_that_of_a_forks_distribution(monkeypatch, folder_of):
     assert recorded == pytest.approx([p[i, id].item() for i, id in enumerate(ids)], abs=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_keeps_a_forks_distribution(temperature, monkeypatch, folder_of):
+    """One that bans the most likely token, so that the argmax is not its greedy choice."""
+    usual = sampling_module.distribution
+
+    def second_best(logits, kind, values):
+        return usual(logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf")), kind, values)
+
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"sampling": Sampling(temperature), "seed": 3}
+    before = rows_of(model, PROMPTS, **options)
+    monkeypatch.setattr(sampling_module, "distribution", second_best)
+    plain = rows_of(model, PROMPTS, **options)
+    assert plain != before
+    if temperature == 0:
+        drafter = ModelDraft(layer_subset(model, [0, 1]))
+        assert rows_of(model, PROMPTS, drafter=drafter, speculate_k=3, **options) == plain
+
+
 def test_one_timing_records_several_calls(folder_of):
     """The second call decodes its own rows alone."""
     model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()

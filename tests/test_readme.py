@@ -156,7 +156,7 @@ def test_figures_are_those_of_the_results_files():
         (r"llama.cpp keeps ([\d.]+) of its own", f"{cpu['smollm2.q4_1.llamacpp.busy_over_quiet']['value']:.2f}"),
         (r"over ([\d,]+) sampled tokens", f"{law['tokens']:,}"),
         (r"Of ([\d,]+) greedy tokens", drift["total"].split()[3]),
-        (r"in (\d+) settings", drift["total"].split()[5]),
+        (r"in (\d+) (?:eager )?settings", drift["total"].split()[5]),
         (r"price is ([\d.]+ %) of a step", f"{100 * (max(prices) - 1):.1f} %"),
     ):
         stated = re.findall(pattern, text)

@@ -9,13 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_speculative import tiny
 
+from cli.chat import statistics
 from cli.report import (
     ACCEPTED,
     BONUS,
     CORRECTED,
     PLAIN_TOKEN,
     RowStatistics,
+    bytes_read,
     origin,
     peak_memory_gb,
     speculation,
@@ -25,6 +28,7 @@ from cli.report import summary as lines_of
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
 from decoding.timing import StepRecord, Timing, TokenRecord
+from model import KVCache
 from speculative import Costs, DraftLength, expected_tokens
 
 COSTS = Costs(0.1, {3: 0.06}, {3: 0.12})  # c = 0.2, v = 1.2
@@ -103,6 +107,29 @@ def test_a_round_costs_a_row_the_same_where_only_another_row_matched():
     both = speculative(engine(), [timing])
     assert both["predicted_speedup"] == pytest.approx((12 + 6) / (8 * 1.8))
     assert both["predicted_speedup_iid"] == pytest.approx((1 + 5 / 8 * 0.875) / 1.8)
+
+
+def test_without_a_round_there_is_no_speed_up_and_no_draft_pass():
+    timing = batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.3)
+    found = speculative(engine(), [timing])
+    assert found["predicted_speedup"] is found["measured_speedup"] is found["alpha"] is None
+    target, draft = tiny(0), tiny(1)
+    drafter = SimpleNamespace(passes=lambda k: 1)  # as PARD and DFlash, whatever K is
+    runner = SimpleNamespace(kind=KVCache)
+    read = [
+        bytes_read(SimpleNamespace(models=models, runner=runner, drafter=drafter), timing)
+        for models in ([target], [target, draft])
+    ]
+    assert read[0] == read[1] > 0
+
+
+def test_a_chat_tells_the_share_of_all_drafted_tokens():
+    """Three tokens were drafted, the first was rejected: none of three, not none of one. Then two of three."""
+    request = Request(0, [1], Sampling(0), 99, tokens=[1] * 5, token_records=[FIRST, *tokens(0, 1), *tokens(2, 3)])
+    request.steps = [1, 2]
+    printer = SimpleNamespace(ids=request.tokens, finish_reason=lambda: "length")
+    answer = SimpleNamespace(printer=printer, request=request, row=SimpleNamespace(ids=[1]))
+    assert statistics(answer, SimpleNamespace(max_new_tokens=5)).endswith("2.00 tokens a round, 33% accepted")
 
 
 def test_a_row_without_any_match_is_charged_for_the_rounds_of_others():

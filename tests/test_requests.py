@@ -117,6 +117,10 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", {"messages": [*USER, call]}))])
     (request,), broken = requests(args)
     assert not broken and request.text == ""
+    args_b = parse_args(
+        ["--prompt_file", str(jsonl(tmp_path / "b.jsonl", {"messages": [call | {"content": "I ask"}]}))]
+    )
+    assert requests(args_b)[0][0].text == "I ask"
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
     assert not rows and "line 1: this folder has no chat template for tool_calls" in refused[0]
     tools = {"messages": USER, "tools": [{"type": "function"}]}

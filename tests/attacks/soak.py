@@ -2,7 +2,7 @@
 
     python -m tests.attacks.soak [--minutes 60] [--requests N] [--seed 0] [--engines NAME ...] [--write FILE]
 
-    ENGINES         what is served: compiled and eager, single and batched, with every drafter, as flags of generate.py
+    ENGINES         engines by their flags: compiled and eager, single and batched, with four kinds of drafts
     random_request  texts in a batch, or the turns of a chat; sampling, budgets, stop strings, interrupts
     serve           a request through the program's own Session and chat, with its interrupts
     repeat          the same in a process that never served another: what differs
