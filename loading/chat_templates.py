@@ -58,8 +58,8 @@ class ChatTemplate:
     def __init__(self, source: str, variables: dict[str, str], tool_source: str | None = None):
         self.source, self.variables, self.tool_source = source, variables, tool_source
         try:
-            for part in filter(None, (source, tool_source)):
-                ENVIRONMENT.parse(part)
+            parts = [part for part in (source, tool_source) if part]
+            self.part_readers = {part for part in parts if reads_parts(ENVIRONMENT.parse(part))}
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template is broken: {one_line(error)}") from None
 
@@ -91,9 +91,9 @@ class ChatTemplate:
         return answer["text"]
 
 
-@functools.lru_cache(8)
-def reads_parts(source: str) -> bool:
+def reads_parts(tree: nodes.Template) -> bool:
     """Whether a template loops over a message's content, which may then be a list of parts."""
+    remaining = [tree]
 
     def is_content(node: nodes.Node) -> bool:
         while isinstance(node, nodes.Filter):  # such as content | selectattr("type", "equalto", "text")
@@ -101,7 +101,12 @@ def reads_parts(source: str) -> bool:
         name = node.arg.value if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) else None
         return "content" in (name, getattr(node, "attr", None), getattr(node, "name", None))
 
-    return any(is_content(loop.iter) for loop in ENVIRONMENT.parse(source).find_all(nodes.For))
+    while remaining:  # without recursion: a template may nest deeply
+        node = remaining.pop()
+        if isinstance(node, nodes.For) and is_content(node.iter):
+            return True
+        remaining += node.iter_child_nodes()
+    return False
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loading.chat_templates import ChatTemplate, one_line, reads_parts
+from loading.chat_templates import ChatTemplate, one_line
 from loading.plain_files import file_exists, is_gguf, plain_file, read_json
 from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, token_fields, vocab_size
 from weights.rooms import room
@@ -151,7 +151,7 @@ class Tokenizer:
         source = self.template.source_for(tools)
         # The markers are not escaped in the assistant's messages, in which templates look for its <think>.
         markers = [name for name in self.literals if name in source and not name.isspace()]
-        tokens, escaped, with_parts = [*self.specials, *markers], [], reads_parts(source)
+        tokens, escaped, with_parts = [*self.specials, *markers], [], source in self.template.part_readers
         for message in messages:
             text = join_parts(message.get("content"))
             texts = message if "content" not in message or with_parts else {**message, "content": text}

@@ -568,6 +568,13 @@ def test_templates_see_what_transformers_shows_them(chat_folder, template):
 
 
 @pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+def test_an_expression_beyond_pythons_recursion_is_refused(chat_folder):
+    (chat_folder / "chat_template.jinja").write_text("{{ " + " + ".join(["1"] * 5000) + " }}")
+    with pytest.raises(ValueError, match="the chat template refused the messages: maximum recursion depth exceeded"):
+        load_tokenizer(chat_folder).chat([{"role": "user", "content": "the cat"}])
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
 def test_parts_become_one_text_for_templates_that_read_a_text(chat_folder):
     (chat_folder / "chat_template.jinja").write_text(
         "{% for message in messages %}{{ message.content.strip() }}{% endfor %}"
