@@ -137,8 +137,8 @@ def functions_of(value: type) -> dict[str, object]:
 
 def loaded_code() -> Iterator[str]:
     """The sources of all loaded modules that are no libraries; the project's functions and plain constants as they are
-    now, with the functions that a program put in their place. Undescribed for a main program without a file: its code
-    cannot be told from other code."""
+    now, with the functions that a program put in their place. No trace reads this file's. Undescribed for a main
+    program without a file: its code cannot be told from other code."""
     memo: dict[int, tuple[int, object]] = {}
     for name, module in sorted(sys.modules.items()):
         package, _, _ = name.partition(".")
@@ -150,7 +150,7 @@ def loaded_code() -> Iterator[str]:
         if not file.endswith(".py") or not os.path.isfile(file) or (is_library and not is_project):
             continue
         yield name + hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        for attribute, value in sorted(vars(module).items()) if is_project else ():
+        for attribute, value in sorted(vars(module).items()) if is_project and name != __name__ else ():
             is_replaced = isinstance(value, types.FunctionType) and is_own(value.__module__, value.__globals__)
             if isinstance(value, (type, types.FunctionType)) and value.__module__ != name and not is_replaced:
                 continue  # of another module
