@@ -178,8 +178,8 @@ def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
 
 
 def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, as the one-hot of ours would."""
-    if kind == GREEDY and distribution is OUR_DISTRIBUTION:
+    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, which the default one-hot marks."""
+    if kind == GREEDY and distribution is DEFAULT_DISTRIBUTION:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
     return draw(distribution(logits, kind, values), noise)
@@ -213,7 +213,7 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
 
 
-OUR_DISTRIBUTION = distribution  # a program may put another function in its place
+DEFAULT_DISTRIBUTION = distribution  # a program may put another function in its place
 
 
 def common_kind(owners: Iterable) -> str:

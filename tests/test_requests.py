@@ -162,7 +162,6 @@ def test_flags_of_templates_are_refused_for_the_lines_without_one(text_folder, t
     args = parse_args(["--prompt_file", str(file), "--prefill", "x", "--chat_template_kwargs", '{"a": 1}'])
     rows, refused = encoded(requests(args)[0], args, load_tokenizer(text_folder), 100, lambda *_: None, warns=False)
     assert "line 1: --chat_template_kwargs, --prefill: only conversations have a template" in refused[0]
-    del args.chat_template_kwargs
     args.chat_template_kwargs = None
     rows, refused = encoded(requests(args)[0], args, load_tokenizer(text_folder), 100, lambda *_: None, warns=False)
     assert len(rows) == len(refused) == 1

@@ -160,13 +160,13 @@ def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "own", types.SimpleNamespace(__file__=str(tmp_path / "own.py")))
         keys.append(key(*args))
     monkeypatch.delitem(sys.modules, "own")
-    own = tmp_path / "program.py"
-    own.write_text(PROGRAM)
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
     for scale in ("2.0", "3.0"):  # numbers that a user's program was started with
         program = types.ModuleType("program")
-        program.__file__, program.distribution = str(own), decoding.sampling.distribution
+        program.__file__, program.distribution = str(file), decoding.sampling.distribution
         program.numbers = types.ModuleType("numbers_of_a_program")
-        program.numbers.__file__ = str(own)
+        program.numbers.__file__ = str(file)
         program.SCALE = program.numbers.OTHER_SCALE = float(scale)
         exec(PROGRAM, vars(program))
         monkeypatch.setitem(sys.modules, "program", program)

@@ -244,9 +244,9 @@ def test_a_memory_holds_earlier_answers_first(tmp_path):
 
 
 def test_a_memory_stays_within_the_pool_however_many_runs_write_it(tmp_path):
-    engine = Engine(tiny(0), 1, 64)
+    model = tiny(0)
     for seed in range(6):
-        engine = Engine(engine.model, 1, 64, drafter=SuffixDraft(pool_tokens=40))
+        engine = Engine(model, 1, 64, drafter=SuffixDraft(pool_tokens=40))
         session = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(pieces=lambda: [b"a"]))
         options = {"sampling": Sampling(1), "max_new_tokens": 12, "engine": engine}
         with draft_memory(str(tmp_path / "memory.json"), session):

@@ -984,11 +984,11 @@ def test_a_map_of_special_tokens_beside_older_settings_is_transformers(sp_folder
     added = {"<|im_end|>": size, "<tool_call>": size + 1, "<|im_start|>": size + 2}
     (folder / "added_tokens.json").write_text(json.dumps(added))
     (folder / "config.json").unlink(missing_ok=True)
-    tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "the cat"}]
-    assert tokenizer.chat(messages) == own.apply_chat_template(messages, return_dict=False)
-    assert tokenizer.stop_ids == {own.eos_token_id} == {size}
-    assert tokenizer.encode("the<tool_call>", bos=False) == own.encode("the<tool_call>", add_special_tokens=False)
+    assert tokenizer.chat(messages) == reference.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.stop_ids == {reference.eos_token_id} == {size}
+    assert tokenizer.encode("the<tool_call>", bos=False) == reference.encode("the<tool_call>", add_special_tokens=False)
     assert "<tool_call>" in tokenizer.decode([size + 1]) and not tokenizer.decode([size])
     # Unlike there, a user's <|im_start|> begins no turn.
     assert size + 2 not in tokenizer.encode("<|im_start|>system") and size + 2 in tokenizer.parse("<|im_start|>system")

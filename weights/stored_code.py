@@ -66,7 +66,7 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         if value.__module__.partition(".")[0] != "torch":
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             yield from describe([value.__code__, value.__defaults__, value.__kwdefaults__, cells], memo)
-        if is_own(value.__module__, value.__globals__):
+        if is_user_module(value.__module__, value.__globals__):
             yield from describe_globals(names_in(value.__code__), value.__globals__, memo)
     elif isinstance(value, (set, frozenset)):
         yield from sorted(" ".join(describe(item, {})) for item in value)
@@ -89,7 +89,7 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         yield from describe((value.fget, value.fset), memo)
     elif isinstance(value, type):
         yield f"{value.__module__}.{value.__qualname__}"
-        if is_own(value.__module__, vars(sys.modules.get(value.__module__, types))):
+        if is_user_module(value.__module__, vars(sys.modules.get(value.__module__, types))):
             yield from describe([functions_of(base) for base in value.__mro__[:-1]], memo)
     elif isinstance(value, (types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)):
         yield getattr(value, "__name__", "")
@@ -110,7 +110,7 @@ def describe_globals(names: set[str], namespace: dict, memo: dict[int, tuple[int
     for name in sorted(names & namespace.keys()):
         value = namespace[name]
         if isinstance(value, types.ModuleType):
-            if is_own(value.__name__, vars(value)) and id(value) not in memo:
+            if is_user_module(value.__name__, vars(value)) and id(value) not in memo:
                 memo[id(value)] = len(memo), value
                 yield from describe_globals(names, vars(value), memo)
         else:
@@ -118,7 +118,7 @@ def describe_globals(names: set[str], namespace: dict, memo: dict[int, tuple[int
             yield from describe(value, memo)
 
 
-def is_own(module: str | None, namespace: dict) -> bool:
+def is_user_module(module: str | None, namespace: dict) -> bool:
     """Is this a module of a user's program? Of such modules loaded_code has the sources alone."""
     package, file = (module or "").partition(".")[0], namespace.get("__file__") or ""
     return bool(file) and package not in (*PROJECT, "torch") and not file.startswith(LIBRARIES)
@@ -151,7 +151,7 @@ def loaded_code() -> Iterator[str]:
             continue
         yield name + hashlib.sha256(Path(file).read_bytes()).hexdigest()
         for attribute, value in sorted(vars(module).items()) if is_project and name != __name__ else ():
-            is_replaced = isinstance(value, types.FunctionType) and is_own(value.__module__, value.__globals__)
+            is_replaced = isinstance(value, types.FunctionType) and is_user_module(value.__module__, value.__globals__)
             if isinstance(value, (type, types.FunctionType)) and value.__module__ != name and not is_replaced:
                 continue  # of another module
             if isinstance(value, type):
