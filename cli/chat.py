@@ -219,6 +219,6 @@ def statistics(answer: Answer, args: argparse.Namespace) -> str:
     if request.token_records:
         counts = RowStatistics(request.token_records)
         rates += f", {rate(counts.tokens, len(request.steps)):.2f} tokens a round"
-        if drafted := sum(k * n for k, n in counts.rounds.items()):
-            rates += f", {counts.accepted.total() / drafted:.0%} accepted"
+        if counts.num_drafted:
+            rates += f", {counts.accepted.total() / counts.num_drafted:.0%} accepted"
     return f"{read}, ended by {reason}, {rates}"

@@ -72,7 +72,7 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
         for draft_model, draft_per in draft:
-            for i in range(engine.drafter.passes(step.k) if step.k else 0):
+            for i in range(engine.drafter.passes(step.k)):
                 read += weights(draft_model, rows) + sum(attended_bytes(draft_per, n + i) for n in step.positions)
     return read
 
@@ -102,6 +102,7 @@ class RowStatistics:
         verified = [token for token in decided if token.index < token.k and math.isfinite(token.overlap)]
         self.tokens = len(decided)
         self.rounds = Counter(token.k for token in decided if token.index == 0)  # by K; K = 0 is a plain step
+        self.num_drafted = sum(k * n for k, n in self.rounds.items())
         self.reached = Counter(token.index for token in verified)  # by position in the draft
         self.accepted = Counter(token.index for token in verified if token.index < token.accepted)
         # Mean of sum min(p, q) over the positions reached: the acceptance rate (L corollary 3.6).
@@ -172,7 +173,7 @@ def speculation(
     )
     return {
         "k": k, "rounds": rounds, "rounds_by_k": dict(sorted(row.rounds.items())),
-        "drafted": sum(k * n for k, n in row.rounds.items()),
+        "drafted": row.num_drafted,
         "accepted": sum(row.accepted.values()),
         "accepted_by_position": [row.accepted[i] for i in range(longest)],
         "reached_by_position": [row.reached[i] for i in range(longest)],

@@ -100,7 +100,7 @@ class DFlashDraft(ModelDraft):
         self.num_input_tokens = k_max + 2  # k_max + 1 as context, and the last one in the block
 
     def passes(self, k: int) -> int:
-        return 1
+        return min(k, 1)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.drawn.zero_()

@@ -36,7 +36,7 @@ class PardDraft(ModelDraft):
         self.num_input_tokens = k_max + 1
 
     def passes(self, k: int) -> int:
-        return 1
+        return min(k, 1)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.drawn.zero_()

@@ -28,6 +28,7 @@ from cli.report import summary as lines_of
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
 from decoding.timing import StepRecord, Timing, TokenRecord
+from drafts.pard import PardDraft
 from model import KVCache
 from speculative import Costs, DraftLength, expected_tokens
 
@@ -114,7 +115,7 @@ def test_without_a_round_there_is_no_speed_up_and_no_draft_pass():
     found = speculative(engine(), [timing])
     assert found["predicted_speedup"] is found["measured_speedup"] is found["alpha"] is None
     target, draft = tiny(0), tiny(1)
-    drafter = SimpleNamespace(passes=lambda k: 1)  # as PARD and DFlash, whatever K is
+    drafter = PardDraft.__new__(PardDraft)  # one pass for any K but 0
     runner = SimpleNamespace(kind=KVCache)
     read = [
         bytes_read(SimpleNamespace(models=models, runner=runner, drafter=drafter), timing)
