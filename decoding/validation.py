@@ -21,10 +21,7 @@ def integer_per_row(name: str, value: int | Sequence[int], rows: int) -> list[in
     try:
         return [operator.index(value)] * rows
     except TypeError:
-        numbers = [operator.index(number) for number in value]
-    if len(numbers) != rows:
-        raise ValueError(f"{name}: {len(numbers)} numbers for {rows} prompts; give one, or one a prompt")
-    return numbers
+        return value_per_row(name, [operator.index(number) for number in value], rows)
 
 
 def value_per_row(name: str, value, rows: int) -> list:

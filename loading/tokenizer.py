@@ -142,9 +142,8 @@ class Tokenizer:
 
         `prefill` is the beginning of that answer. `tools` (JSON schemas) and `names` are variables of the template.
         Content may be a list of {"type": "text", "text"} parts, as in OpenAI's API, which are joined unless the
-        template loops over them. Special tokens that the template
-        writes, BOS among them, become ids; those that a message spells stay text. ValueError without a template, or if
-        the template refuses.
+        template loops over them. Special tokens that the template writes, BOS among them, become ids; those that a
+        message spells stay text. ValueError without a template, or if the template refuses.
         """
         if self.template is None:
             raise ValueError("this folder has no chat template (tokenizer_config.json or chat_template.jinja)")

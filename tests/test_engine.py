@@ -311,8 +311,8 @@ def test_what_an_engine_cannot_do_is_refused_by_number(folder_of):
             {"engine": Engine(model, 4, 40), "max_seq_length": 60},
             "60 is over the engine's 40 positions",
         ),
-        ({"seed": [1, 2]}, "seed: 2 numbers for 4 prompts"),
-        ({"max_new_tokens": [5, 5, 5]}, "max_new_tokens: 3 numbers for 4 prompts"),
+        ({"seed": [1, 2]}, "seed: 2 for 4 prompts"),
+        ({"max_new_tokens": [5, 5, 5]}, "max_new_tokens: 3 for 4 prompts"),
     ]:
         with pytest.raises(ValueError, match=message):
             rows_of(model, PROMPTS, **options)

@@ -204,9 +204,10 @@ def test_a_request_for_many_answers_delays_another_by_one_at_most(serving, plain
         choice = running.ask(PROMPTS[0], max_tokens=4).choices[0]
         assert not many.done() and choice.text == plain_answer(PROMPTS[0], 4)[0]
         done = many.result()
-    order = sorted(other.timings["queue_s"] for other in done.choices)
-    gaps = [after - before for before, after in itertools.pairwise(order)]
-    assert len(done.choices) == 128 and choice.timings["queue_s"] <= max(gaps) + 0.05
+    starts = sorted(other.timings["queue_s"] for other in done.choices)
+    # It waits for the rest of the answer that runs, and for one more: it comes between three starts in a row.
+    longest = max(third - first for first, third in zip(starts, starts[2:]))
+    assert len(done.choices) == 128 and choice.timings["queue_s"] <= longest
 
 
 def test_sixteen_clients_of_all_kinds_at_once_get_what_they_get_alone(server, plain_answer):

@@ -1,6 +1,7 @@
 """Compiled steps on disk: a later engine loads them and decides the same bits; whatever differs compiles anew."""
 
 import copy
+import functools
 import sys
 import types
 
@@ -111,7 +112,6 @@ def key(*args, function=decode_step, options=None) -> str:
 PROGRAM = """
 import functools
 def scale(logits, tokens, pos): return logits * SCALE
-def scale_by_module(logits, tokens, pos): return logits * numbers.OTHER_SCALE
 def scale_by(logits, tokens, pos, number): return logits * number
 partial = functools.partial(scale_by, number=SCALE)
 class Scale:
@@ -119,8 +119,7 @@ class Scale:
     def near(self, logits, kind, values): return distribution(logits * SCALE, kind, values)
 def near(logits, kind, values): return distribution(logits * SCALE, kind, values)
 def make_near(number=None):
-    number = SCALE
-    return lambda logits, kind, values: distribution(logits * number, kind, values)
+    return lambda logits, kind, values: distribution(logits * SCALE, kind, values)
 """
 
 
@@ -135,16 +134,14 @@ def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
     other = copy.copy(state)
     other.kind = Sampling(0.5, top_k=3).kind
     keys.append(key(model, caches, other))
-    other = copy.copy(state)
-    other.process = lambda logits, tokens, pos: logits * 2
-    keys.append(key(model, caches, other))
-    other = copy.copy(state)
-    other.process = lambda logits, tokens, pos: logits * 3
-    keys.append(key(model, caches, other))
+    for code in ("logits * 2", "logits * 3"):  # as the project's own functions, which a test's are not
+        other = copy.copy(state)
+        other.process = eval(f"lambda logits, tokens, pos: {code}", {"__name__": "decoding.sampling"})
+        keys.append(key(model, caches, other))
     for target, name, value in (
         (decoding.sampling, "INVALID", -7),
-        (decoding.sampling, "uniform", lambda seed, pos, stream=0: seed * 0.5),
-        (type(model.norm), "forward", lambda self, x: x),
+        (decoding.sampling, "uniform", eval("lambda seed: seed * 0.5", {"__name__": "decoding.sampling"})),
+        (type(model.norm), "forward", eval("lambda self, x: x", {"__name__": "model"})),
         (model.norm, "eps", 0.5),
         (stored_code.torch, "get_num_threads", lambda: 77),
         (stored_code.torch, "__version__", "2.99"),
@@ -160,27 +157,28 @@ def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "own", types.SimpleNamespace(__file__=str(tmp_path / "own.py")))
         keys.append(key(*args))
     monkeypatch.delitem(sys.modules, "own")
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
-    for scale in ("2.0", "3.0"):  # numbers that a user's program was started with
-        program = types.ModuleType("program")
-        program.__file__, program.distribution = str(file), decoding.sampling.distribution
-        program.numbers = types.ModuleType("numbers_of_a_program")
-        program.numbers.__file__ = str(file)
-        program.SCALE = program.numbers.OTHER_SCALE = float(scale)
-        exec(PROGRAM, vars(program))
-        monkeypatch.setitem(sys.modules, "program", program)
-        for process in (program.scale, program.scale_by_module, program.Scale(), program.partial):
-            other = copy.copy(state)
-            other.process = process
-            keys.append(key(model, caches, other))
-        for patched in (program.near, program.make_near(), program.Scale().near):
-            with monkeypatch.context() as patch:
-                patch.setattr(decoding.sampling, "distribution", patched)
-                keys.append(key(*args))
-    monkeypatch.delitem(sys.modules, "program")
     assert key(*args) == usual
     assert len(set(keys)) == len(keys)
+
+
+def test_code_of_a_program_is_not_stored(folder_of, tmp_path, monkeypatch):
+    """It may read anything that the program computes, which no key could name."""
+    model, caches, state = args = step_arguments(folder_of)
+    program = types.ModuleType("program")
+    program.__file__, program.distribution, program.SCALE = str(tmp_path), decoding.sampling.distribution, 2.0
+    exec(PROGRAM, vars(program))
+    monkeypatch.setitem(sys.modules, "program", program)
+    for process in (program.scale, program.Scale(), program.partial, program.Scale):
+        other = copy.copy(state)
+        other.process = process
+        with pytest.raises(stored_code.Undescribed):
+            key(model, caches, other)
+    partial = functools.partial(program.near, values=None)
+    for patched in (program.near, program.make_near(), program.Scale().near, program.Scale(), program.Scale, partial):
+        with monkeypatch.context() as patch, pytest.raises(stored_code.Undescribed):
+            patch.setattr(decoding.sampling, "distribution", patched)
+            key(*args)
+    assert key(*args)
 
 
 def test_objects_that_cannot_be_described(monkeypatch):
@@ -206,6 +204,9 @@ def double(x, settings):
 class Settings:
     def __init__(self, shift: float, hidden: object = None):
         self.shift, self.hidden = shift, hidden
+
+
+double.__module__ = Settings.__module__ = "model"  # code of the project: other code is not stored
 
 
 @STORES

@@ -42,8 +42,8 @@ class Undescribed(Exception):
 
 def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str]:
     """A description in pieces. `memo`: id -> (number, object) of those described before. A class names in `untraced`
-    the attributes that compiled functions do not read. Undescribed for objects that are neither Python's data nor
-    functions nor tensors, and hold attributes outside of a __dict__."""
+    the attributes that compiled functions do not read. Undescribed for code of a user's program, and for objects that
+    are neither Python's data nor functions nor tensors, and hold attributes outside of a __dict__."""
     if isinstance(value, PLAIN):
         yield f"{type(value).__name__} {value!r}"
         return
@@ -53,6 +53,7 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
     if len(memo) > MAX_OBJECTS:
         raise Undescribed(f"more than {MAX_OBJECTS} objects")
     memo[id(value)] = len(memo), value  # which also keeps its id from being used again
+    refuse_user_code(value)
     yield f"({type(value).__qualname__}"
     if isinstance(value, Tensor):
         strides = value.stride() if value.layout == torch.strided else None
@@ -66,8 +67,6 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         if value.__module__.partition(".")[0] != "torch":
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             yield from describe([value.__code__, value.__defaults__, value.__kwdefaults__, cells], memo)
-        if is_user_module(value.__module__, value.__globals__):
-            yield from describe_globals(names_in(value.__code__), value.__globals__, memo)
     elif isinstance(value, (set, frozenset)):
         yield from sorted(" ".join(describe(item, {})) for item in value)
     elif isinstance(value, (tuple, list, collections.deque)):
@@ -89,8 +88,6 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
         yield from describe((value.fget, value.fset), memo)
     elif isinstance(value, type):
         yield f"{value.__module__}.{value.__qualname__}"
-        if is_user_module(value.__module__, vars(sys.modules.get(value.__module__, types))):
-            yield from describe([functions_of(base) for base in value.__mro__[:-1]], memo)
     elif isinstance(value, (types.BuiltinFunctionType, types.ModuleType, weakref.ReferenceType)):
         yield getattr(value, "__name__", "")
     elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -105,28 +102,12 @@ def describe(value: object, memo: dict[int, tuple[int, object]]) -> Iterator[str
     yield ")"
 
 
-def describe_globals(names: set[str], namespace: dict, memo: dict[int, tuple[int, object]]) -> Iterator[str]:
-    """The values of a module's names that code of a user's program may read, also through other modules of it."""
-    for name in sorted(names & namespace.keys()):
-        value = namespace[name]
-        if isinstance(value, types.ModuleType):
-            if is_user_module(value.__name__, vars(value)) and id(value) not in memo:
-                memo[id(value)] = len(memo), value
-                yield from describe_globals(names, vars(value), memo)
-        else:
-            yield name
-            yield from describe(value, memo)
-
-
-def is_user_module(module: str | None, namespace: dict) -> bool:
-    """Is this a module of a user's program? Of such modules loaded_code has the sources alone."""
-    package, file = (module or "").partition(".")[0], namespace.get("__file__") or ""
-    return bool(file) and package not in (*PROJECT, "torch") and not file.startswith(LIBRARIES)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names that code, and the functions inside it, look up in a module or an object."""
-    return set(code.co_names).union(*(names_in(item) for item in code.co_consts if isinstance(item, types.CodeType)))
+def refuse_user_code(value: object) -> None:
+    """Undescribed for a function, class or object of a user's program: it may read what the program computes."""
+    name = getattr(value, "__module__", None) or ""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file and name.partition(".")[0] not in (*PROJECT, "torch") and not file.startswith(LIBRARIES):
+        raise Undescribed(name)
 
 
 def functions_of(value: type) -> dict[str, object]:
@@ -137,8 +118,8 @@ def functions_of(value: type) -> dict[str, object]:
 
 def loaded_code() -> Iterator[str]:
     """The sources of all loaded modules that are no libraries; the project's functions and plain constants as they are
-    now, with the functions that a program put in their place. No trace reads this file's. Undescribed for a main
-    program without a file: its code cannot be told from other code."""
+    now. No trace reads this file's. Undescribed for a main program without a file: its code cannot be told from other
+    code; and where a program put its own code in place of the project's."""
     memo: dict[int, tuple[int, object]] = {}
     for name, module in sorted(sys.modules.items()):
         package, _, _ = name.partition(".")
@@ -151,8 +132,8 @@ def loaded_code() -> Iterator[str]:
             continue
         yield name + hashlib.sha256(Path(file).read_bytes()).hexdigest()
         for attribute, value in sorted(vars(module).items()) if is_project and name != __name__ else ():
-            is_replaced = isinstance(value, types.FunctionType) and is_user_module(value.__module__, value.__globals__)
-            if isinstance(value, (type, types.FunctionType)) and value.__module__ != name and not is_replaced:
+            refuse_user_code(value)  # put there by a program
+            if isinstance(value, (type, types.FunctionType)) and value.__module__ != name:
                 continue  # of another module
             if isinstance(value, type):
                 yield from (attribute, *describe(functions_of(value), memo))
