@@ -19,9 +19,19 @@ import pytest
 import torch
 from tqdm import tqdm
 
+import decoding.warmup
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with SIGINT ignored
 
 ROOT = Path(__file__).parent.parent
+STEADY_S = decoding.warmup.STEADY_S
+
+
+@pytest.fixture(autouse=True)
+def short_calibrations(monkeypatch):
+    """Steps are timed once: no test needs their costs as they are in a long run."""
+    monkeypatch.setattr(decoding.warmup, "STEADY_S", 0)
+
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

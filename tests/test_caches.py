@@ -220,14 +220,14 @@ def test_drafted_greedy_text_is_plain_greedy_text(kind):
     """On caches of the target's kind, every drafter, one row and three, up to the draft length that the check spans."""
     prompts = [[1, 428, 437, 261, 399], [1, 540, 261, 300], [1, 333] * 9]
     for rows in (1, 3):
-        plain = rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=Engine(demo(), rows, 100, kind=kind))
+        plain = rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=Engine(demo(), rows, 100, kind=kind))
         for name, make in drafters().items():
             k = 5 if rows == 3 else 15
             engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, kind=kind)
             assert engine.identical
-            assert rows_of(demo(), prompts[:rows], max_new_tokens=60, engine=engine) == plain, (name, k)
+            assert rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=engine) == plain, (name, k)
             assert {type(layer) for layer in engine.runners[-1].caches.layers} == {kind}
-    assert plain[0] == rows_of(demo(), prompts[:1], max_new_tokens=60, engine=Engine(demo(), 1, 100, kind=kind))[0]
+    assert plain[0] == rows_of(demo(), prompts[:1], max_new_tokens=40, engine=Engine(demo(), 1, 100, kind=kind))[0]
 
 
 @pytest.mark.parametrize("kind", CODED)

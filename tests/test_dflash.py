@@ -188,8 +188,8 @@ def a_pair(windows: tuple = (None, None)) -> tuple[Transformer, DFlashModel]:
 @pytest.mark.parametrize("windows", [(9, None), (9, 9)])
 def test_greedy_equals_plain_greedy_with_windows(windows):
     target, draft = a_pair(windows)
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
-    assert rows_of(target, PROMPTS, drafter=DFlashDraft(draft), max_new_tokens=60) == want
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
+    assert rows_of(target, PROMPTS, drafter=DFlashDraft(draft), max_new_tokens=40) == want
     full = rows_of(target, [PROMPTS[1]], max_new_tokens=87)  # to the context's end
     assert rows_of(target, [PROMPTS[1]], drafter=DFlashDraft(draft), max_new_tokens=87) == full
 
@@ -198,11 +198,11 @@ def test_greedy_equals_plain_greedy_with_windows(windows):
 @pytest.mark.long
 def test_compiled_rounds_with_windows():
     target, draft = a_pair((9, None))
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
     engine = Engine(target, 4, 96, drafter=DFlashDraft(draft), speculate_k=3, compile=True)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=40) == want
 
 
 def test_auto_stays_within_the_block():
@@ -213,8 +213,8 @@ def test_auto_stays_within_the_block():
     engine = Engine(target, 1, 96, drafter=DFlashDraft(draft), speculate_k="auto")
     engine.calibrate(Sampling(0), 20, rounds=1)
     assert DraftLength("auto", engine.costs).choose() <= 5 and set(engine.costs.verify_s) == {1, 2, 3, 5}
-    want = rows_of(target, PROMPTS[:1], max_new_tokens=60)
-    assert rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=60) == want
+    want = rows_of(target, PROMPTS[:1], max_new_tokens=40)
+    assert rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=40) == want
 
 
 # ------------------------------------------------------------------------------------------------ folders

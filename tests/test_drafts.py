@@ -398,8 +398,8 @@ KINDS = ["pard", "eagle", "dflash", "shared"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_plain_greedy(kind, k):
     target, draft = pair()
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
-    assert rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=60) == want
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
+    assert rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=40) == want
     for n in (1, 6, 7):
         got = rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=n)
         assert got == [row[:n] for row in want]
@@ -423,7 +423,7 @@ def test_turns_keep_both_caches(kind):
         *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
     ), speculate_k=3)  # fmt: skip
     hot, full = {"sampling": Sampling(5), "engine": engine}, 0  # so hot that much is accepted
-    for n in range(8, 24):
+    for n in range(8, 20):
         engine.clear()
         for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
             cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
@@ -446,13 +446,13 @@ def test_turns_keep_both_caches(kind):
 def test_compiled_rounds(kind):
     """Greedy is plain greedy, prompts compiled too, and nothing compiles after warm-up, plain steps included."""
     target, draft = pair()
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
     drafter = any_drafter(kind, target, draft)
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
-        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=40) == want
+        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=40) == want[:2]
         with torch.inference_mode():
             prefill_all(engine, PROMPTS, 60, Sampling(0))
             for number in range(20):

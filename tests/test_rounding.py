@@ -342,7 +342,7 @@ def any_k(monkeypatch):
     )
 
 
-N_NEW = 60
+N_NEW = 40
 
 
 @functools.cache

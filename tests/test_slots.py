@@ -136,14 +136,14 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
     return wrong
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "layers", "pard", "eagle3", "dflash"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
     assert not parted(model, drafter, num_slots, seed=num_slots)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
 def test_greedy_requests_with_a_pool_equal_themselves_alone(model_of, num_slots, monkeypatch):
     """Whatever the pool has read by then. `parted` compares with an engine that has never seen another text."""
     monkeypatch.setitem(globals(), "SAMPLINGS", (Sampling(0), Sampling(0, repetition_penalty=1.3)))

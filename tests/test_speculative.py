@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from conftest import STEADY_S
 from reference import naive_penalties
 from steps import prefill_all, start_all_alike
 from torch import Tensor
@@ -408,7 +409,7 @@ def margins():
     """The pair's greedy output; and that no decision hangs on rounding: M = 1 and M = K + 1 products of float32 differ
     by some 1e-5 for these logits (of size 10), so the two top logits of every decision must be further apart."""
     target, draft = pair()
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
     gaps = []
     for prompt, tail in zip(PROMPTS, want):
         tokens = torch.tensor([prompt + tail])
@@ -427,17 +428,17 @@ def test_greedy_equals_plain_greedy(margins, kind, k):
     target, draft, want = margins
     drafter = any_drafter(kind, target, draft)
     timing = Timing()
-    assert rows_of(target, PROMPTS, drafter=drafter, speculate_k=k, timing=timing, max_new_tokens=60) == want
+    assert rows_of(target, PROMPTS, drafter=drafter, speculate_k=k, timing=timing, max_new_tokens=40) == want
     for row, prompt in enumerate(PROMPTS):
         alone = Timing()
-        options = {"drafter": drafter, "speculate_k": k, "timing": alone, "max_new_tokens": 60}
+        options = {"drafter": drafter, "speculate_k": k, "timing": alone, "max_new_tokens": 40}
         assert rows_of(target, [prompt], **options) == [want[row]]
         counted = [[token._replace(overlap=0.0) for token in tokens] for tokens in (*alone.tokens, timing.tokens[row])]
         assert counted[0] == counted[1], "a row's statistics are its own, too"
     rows = [RowStatistics(tokens) for tokens in timing.tokens]
     accepted = sum(sum(row.accepted.values()) for row in rows)
     if kind == "itself":
-        assert timing.steps == math.ceil(59 / (k + 1)), "every token of a model that drafts for itself is accepted"
+        assert timing.steps == math.ceil(39 / (k + 1)), "every token of a model that drafts for itself is accepted"
         assert [row.alpha for row in rows] == pytest.approx([1.0] * 4), "and drafted from the target's own law"
     elif kind not in ("noise", "poison"):
         assert accepted > 0, "nothing was accepted: nothing is shown"
@@ -447,7 +448,7 @@ def test_greedy_equals_plain_greedy(margins, kind, k):
 def test_greedy_with_the_bare_interface(margins, k):
     """A drafter of a user's own is told how many tokens to draft, and hears of finished rows that 0 were accepted."""
     target, _, want = margins
-    assert rows_of(target, PROMPTS, drafter=PlainObject(), speculate_k=k, max_new_tokens=60) == want
+    assert rows_of(target, PROMPTS, drafter=PlainObject(), speculate_k=k, max_new_tokens=40) == want
 
 
 def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
@@ -527,7 +528,7 @@ def test_a_draft_that_is_not_a_number_changes_nothing(margins):
     target, draft, want = margins
     draft = target_copy(draft)
     draft.norm.weight.fill_(math.nan)
-    assert rows_of(target, PROMPTS, drafter=ModelDraft(draft), max_new_tokens=60) == want
+    assert rows_of(target, PROMPTS, drafter=ModelDraft(draft), max_new_tokens=40) == want
 
 
 def test_a_draft_model_keeps_nothing_of_a_call(margins):
@@ -547,7 +548,7 @@ def test_padded_vocabularies_may_differ(margins, draft_v):
     target, _, want = margins
     other = tiny(0, 14, **{**BASE, "n_layers": 1, "vocab_size": draft_v})
     assert max(map(max, want)) >= V - 9
-    assert rows_of(target, PROMPTS, drafter=ModelDraft(other), max_new_tokens=60) == want
+    assert rows_of(target, PROMPTS, drafter=ModelDraft(other), max_new_tokens=40) == want
 
 
 def test_a_sliding_window_and_qk_norm():
@@ -571,13 +572,13 @@ def test_a_late_host_reads_the_same(margins, monkeypatch):
     """What a GPU does: rounds run ahead of the reading."""
     target, draft, want = margins
     stop = {want[0][6], want[2][11]}
-    cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), 59)] for row in want]
+    cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), 39)] for row in want]
     for lag in (1, 2, 5):
         monkeypatch.setattr(clock, "host_lag", lambda device, lag=lag: lag)
         for kind in ("model", "layers", "ngram", "suffix", "suffix, pool"):
             drafter = any_drafter(kind, target, draft)
-            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=60) == want
-            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=60, stop_ids=stop) == cut
+            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=40) == want
+            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=40, stop_ids=stop) == cut
 
 
 def test_turns_keep_both_caches(margins):
@@ -634,12 +635,12 @@ def test_no_host_sync_inside_a_round(margins, kind, sampling):
 def test_compiled_rounds_of_a_model():
     """Compiled, ragged, with a window: greedy is plain greedy, and nothing compiles after warm-up."""
     target, draft = pair(windows=(None, 9, 9, None))
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
     engine = Engine(target, 4, 96, drafter=any_drafter("model", target, draft), speculate_k=3, compile=True)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
-        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=40) == want
+        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=40) == want[:2]
 
 
 @pytest.mark.long
@@ -648,8 +649,8 @@ def test_compiled_rounds(kind):
     """Compiled, ragged, with a window: greedy is plain greedy; 200 rounds of changing K, length and temperature compile
     nothing after warm-up; sampled rows are what eager code gives."""
     target, draft = pair(windows=(None, 9, 9, None))
-    want = rows_of(target, PROMPTS, max_new_tokens=60)
-    sampled = {"sampling": Sampling(0.7), "seed": 3, "max_new_tokens": 60}
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
+    sampled = {"sampling": Sampling(0.7), "seed": 3, "max_new_tokens": 40}
     drafter = any_drafter(kind, target, draft)
     eager = rows_of(target, PROMPTS, drafter=drafter, speculate_k=3, **sampled)
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
@@ -657,8 +658,8 @@ def test_compiled_rounds(kind):
     for sampling in ("greedy", "plain"):
         engine.warm_up(sampling)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
-        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=60) == want[:2]
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=40) == want
+        assert rows_of(target, PROMPTS[:2], engine=engine, max_new_tokens=40) == want[:2]
         engine.calibrate(Sampling(0), 40, rounds=2)
         assert rows_of(target, PROMPTS, engine=engine, **sampled) == eager
         for temperature in (0.5, 1.3):
@@ -710,6 +711,7 @@ def test_short_steps_are_calibrated_behind_others_of_their_kind(monkeypatch, sho
         return 0.0, (1 + step.k) * short_s / (2 if kinds[-2:-1] == [step.k] else 1)
 
     monkeypatch.setattr("decoding.warmup.step_times", simulated_times)
+    monkeypatch.setattr("decoding.warmup.STEADY_S", STEADY_S)
     costs = engine.calibrate(Sampling(0), 20, rounds=3)
     if short_s == 0.002:
         assert costs == Costs(0.001, {0: 0.0, 3: 0.0}, {3: 0.004})
@@ -728,7 +730,7 @@ def test_auto_is_lossless_and_finds_what_pays(margins):
         with pytest.raises(ValueError, match="calibrate"):
             rows_of(target, PROMPTS, engine=engine)
         engine.costs, timing = cheap, Timing()
-        assert rows_of(target, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
+        assert rows_of(target, PROMPTS, engine=engine, timing=timing, max_new_tokens=40) == want
         used[kind] = RowStatistics(token for tokens in timing.tokens for token in tokens).rounds
     assert used["itself"].keys() == {8}
     assert used["noise"][0] > 0.8 * used["noise"].total()
