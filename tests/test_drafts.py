@@ -267,6 +267,7 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
     assert distance(target, drafter, pard_twin, folder, 32 if "plain" in broken else 0)[0] > 1e-3
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("kind", ["safeai", "speculators"])
 @pytest.mark.parametrize("broken", ["d2t", "rope_theta", "layer ids", "residual", "stale states", "own state"])
 def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path, monkeypatch):

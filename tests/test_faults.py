@@ -279,6 +279,7 @@ def test_a_file_on_a_full_disk_is_as_it_was(tmp_path):
 # ----------------------------------------------------------------------------- the start, and the launcher
 
 
+@pytest.mark.attack
 @pytest.mark.skipif(sys.platform != "linux", reason="reads from /proc how far a start is")
 @pytest.mark.parametrize("program", [["generate.py"], ["quantize.py"], ["-m", "scripts.perplexity"]])
 def test_ctrl_c_while_torch_is_imported_says_nothing(program):
@@ -296,6 +297,7 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(program):
         assert child.communicate(timeout=30) == (b"", b"") and child.returncode == -signal.SIGINT
 
 
+@pytest.mark.attack
 def test_under_nohup_ctrl_c_is_ignored():
     """A signal that is ignored from the start stays so: while importing, and later."""
     code = (

@@ -174,6 +174,7 @@ def test_slots_stay_busy_while_no_line_comes(tmp_path):
             assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.attack
 def test_an_empty_pipe_is_an_error(text_folder):
     with pipe("--checkpoint", text_folder) as process:
         _, err = process.communicate("\n\n", timeout=60)

@@ -286,6 +286,7 @@ def test_each_rows_rate_is_its_own(text_folder, capsys, tmp_path):
     assert steps[0] > 1.3 * steps[1] and seconds[0] > 1.0001 * seconds[1]  # else both are the batch's
 
 
+@pytest.mark.attack
 def test_a_full_disk_behind_stdout_is_said(text_folder):
     with open("/dev/full", "w") as full:
         command = [sys.executable, ROOT / "generate.py", "--checkpoint", text_folder, "--max_new_tokens", "3"]
@@ -413,6 +414,7 @@ def endless(tmp_path) -> subprocess.Popen:
     return subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.attack
 def test_ctrl_c_keeps_what_was_printed_and_exits_130(text_folder, tmp_path):
     process = endless(tmp_path)
     first = process.stdout.read(20)
@@ -421,6 +423,7 @@ def test_ctrl_c_keeps_what_was_printed_and_exits_130(text_folder, tmp_path):
     assert process.returncode == 130 and len(first) == 20 and rest.endswith("\n") and "Traceback" not in err
 
 
+@pytest.mark.attack
 def test_a_closed_pipe_ends_quietly(tmp_path):
     process = endless(tmp_path)
     assert process.stdout.read(5)
@@ -583,6 +586,7 @@ def test_a_chat_on_a_terminal(chat_folder):
     assert terminal.process.wait(timeout=30) == 0
 
 
+@pytest.mark.attack
 def test_ctrl_c_ends_the_answer_not_the_chat(chat_folder):
     terminal = Terminal(chat_folder, "--max_new_tokens", "1960", "--ignore_eos")
     terminal.wait_for("> ")
@@ -748,6 +752,7 @@ def test_thoughts_leave_the_next_turn_as_the_template_says(chat_folder, capsys, 
     assert prompts[1] == want and "\x1b" not in out
 
 
+@pytest.mark.attack
 def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
     """Its answers go where stdout goes, and nothing else does."""
     answers = tmp_path / "answers"
@@ -1046,6 +1051,7 @@ def test_a_closed_stream_is_no_error(closed):
     assert done.returncode == 0 and (done.stdout, done.stderr) in ((b"", b""), (b"", b"1\na"))
 
 
+@pytest.mark.attack
 def test_a_whole_run_without_stderr(text_folder):
     command = f"exec {sys.executable} generate.py --device cpu --max_new_tokens 3 --checkpoint {text_folder} 2>&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)

@@ -191,6 +191,7 @@ def test_equal_prompts_run_once(model_of, monkeypatch):
     assert len(passes) == 2
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("broken", ["prefix", "parking", "mixed kinds"])
 def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
     """The negative control: a newcomer that trusts one position too many, rows that are not parked, and rows that share

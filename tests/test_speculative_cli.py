@@ -127,6 +127,7 @@ def test_a_chat_keeps_both_caches(text_folder, draft_folder, capsys, monkeypatch
     assert answers[0] == answers[1] == answers[2] and answers[0].strip()
 
 
+@pytest.mark.attack
 def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_folder, capsys):
     """Blue: accepted; red: in the place of a rejected one. The text itself is the same."""
     common = ["--draft", "layers:0-1", "--temperature", "0", "--dtype", "float32", "--ignore_eos", "--show_drafts"]
