@@ -561,6 +561,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
+@pytest.mark.attack
 def test_a_chat_on_a_terminal(chat_folder):
     """Two turns with the prefix kept, an answer ended by Ctrl-C, and another turn after it."""
     terminal = Terminal(chat_folder, "--max_new_tokens", "8", "--system", "Be a cat.", "--ignore_eos")
