@@ -183,6 +183,7 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
     "new tokens": (["--max_new_tokens", "0"], "--max_new_tokens 0 must be at least 1"),
     "positions": (["--max_seq_length", "161"], "--max_seq_length 161 must lie between 2 and the model's 160"),
     "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 2"),
+    "one position": (["--max_seq_length", "1"], "--max_seq_length 1 must lie between 2"),
     "log-probabilities": (["--json", "--logprobs", "385"], "--logprobs 385 is more than the 384 tokens"),
 }
 

@@ -906,6 +906,18 @@ def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
         assert (error <= bound * size + 1e-3 * torch.finfo(dtype).eps).all(), rows
 
 
+def test_plain_weights_that_overflow_float16_are_refused(text_folder, tmp_path):
+    model = load_model(text_folder, dtype=torch.float32, pack=False)
+    model.norm.weight.data[5] = 1e5
+    save_model(model, tmp_path / "large", config_json(text_folder))
+    flags = ["--checkpoint", str(tmp_path / "large"), "--scheme", "int8", "--output", str(tmp_path / "q")]
+    with pytest.raises(ValueError, match=r"norm\.weight: its weights overflow torch\.float16; --dtype bfloat16"):
+        quantize_program.run(quantize_program.parse_args([*flags, "--dtype", "float16"]))
+    assert not (tmp_path / "q").exists()
+    quantize_program.main([*flags, "--dtype", "bfloat16"])
+    assert load_model(tmp_path / "q", pack=False).norm.weight[5] == torch.tensor(1e5, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_plain_weights_dtype_changes_no_code(dtype, text_folder, tmp_path):
     """Weights of float32, and merged ones, are rounded once: to their codes, as while loading."""
