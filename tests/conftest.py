@@ -29,7 +29,7 @@ STEADY_S = decoding.warmup.STEADY_S
 
 @pytest.fixture(autouse=True)
 def short_calibrations(monkeypatch):
-    """Steps are timed once: no test needs their costs as they are in a long run."""
+    """A calibration times each step once: no test depends on exact costs."""
     monkeypatch.setattr(decoding.warmup, "STEADY_S", 0)
 
 

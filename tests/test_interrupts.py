@@ -100,7 +100,7 @@ KINDS = ["plain", "model", "layers", "ngram", "auto"]
 @pytest.mark.attack
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_many_lines_changes_nothing_that_follows(kind, model):
-    check_lines(kind, model, every=211)
+    check_lines(kind, model, every=149)
 
 
 @pytest.mark.long

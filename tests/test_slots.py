@@ -136,7 +136,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
     return wrong
 
 
-@pytest.mark.parametrize("num_slots", [1, 5])
+@pytest.mark.parametrize("num_slots", [1, 5, *(pytest.param(n, marks=pytest.mark.attack) for n in (2, 8))])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "layers", "pard", "eagle3", "dflash"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()

@@ -118,7 +118,7 @@ class Scale:
     def __call__(self, logits, tokens, pos): return logits * SCALE
     def near(self, logits, kind, values): return distribution(logits * SCALE, kind, values)
 def near(logits, kind, values): return distribution(logits * SCALE, kind, values)
-def make_near(number=None):
+def make_near():
     return lambda logits, kind, values: distribution(logits * SCALE, kind, values)
 """
 

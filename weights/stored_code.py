@@ -118,8 +118,8 @@ def functions_of(value: type) -> dict[str, object]:
 
 def loaded_code() -> Iterator[str]:
     """The sources of all loaded modules that are no libraries; the project's functions and plain constants as they are
-    now. No trace reads this file's. Undescribed for a main program without a file: its code cannot be told from other
-    code; and where a program put its own code in place of the project's."""
+    now, without this file's, which no trace reads. Undescribed where a program put its own code in place of the
+    project's, and for a main program without a file, whose code cannot be told from other code."""
     memo: dict[int, tuple[int, object]] = {}
     for name, module in sorted(sys.modules.items()):
         package, _, _ = name.partition(".")
