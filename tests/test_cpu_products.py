@@ -118,6 +118,7 @@ def test_sums_of_digits_are_exact(M):
     assert want.abs().max() > 2**24  # beyond what sums in float32 would hold
 
 
+@pytest.mark.attack
 def test_a_processor_that_overflows_is_found_out(small_is_large):
     """oneDNN held to AVX2 adds pairs of products in 16 bits: then this form is not used, and products stay right."""
     code = """

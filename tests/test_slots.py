@@ -136,7 +136,7 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
     return wrong
 
 
-@pytest.mark.parametrize("num_slots", [1, 5, *(pytest.param(n, marks=pytest.mark.attack) for n in (2, 8))])
+@pytest.mark.parametrize("num_slots", [5, *(pytest.param(n, marks=pytest.mark.attack) for n in (1, 2, 8))])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "layers", "pard", "eagle3", "dflash"])
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
@@ -163,7 +163,7 @@ def test_a_pool_forgets_the_oldest_answers(model_of):
 
 
 @pytest.mark.parametrize("kind", [KVCache, Int8Cache])
-@pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.attack), "int4-g32"])
 @pytest.mark.parametrize("drafter", ["none", "model"])
 def test_in_16_bits_too(model_of, quantize, kind, drafter):
     model = model_of(torch.bfloat16, quantize)
