@@ -248,7 +248,7 @@ SABOTAGES = {  # what is done to a server, and what its clients see
 def test_clients_of_seconds(name, monkeypatch):
     sabotage, sign = SABOTAGES[name]
     monkeypatch.setattr(serve_load, "SERVER", ("-c", SERVER.replace("SABOTAGE", sabotage)))
-    results = serve_load.load(argparse.Namespace(minutes=0.15, clients=6, batch_size=3))
+    results = serve_load.load(argparse.Namespace(minutes=0.1, clients=6, batch_size=3))
     before, after = results["resident_mb"]
     signs = {"wrong": bool(results["wrong"]), "resident_mb": after > serve_load.GROWTH * before}
     assert results["counts"]["answered"] > 10 and {key for key in signs if signs[key]} == ({sign} - {None}), results

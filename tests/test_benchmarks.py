@@ -109,6 +109,7 @@ def test_the_8b_shape_at_a_tiny_one(monkeypatch):
     shape = {**bench.config_json("llama-3.1-8b"), **TINY}
     for module in (bench, memory):
         monkeypatch.setattr(module, "config_json", lambda name: shape)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the rows are the subject, and compiling takes most of the time
     args = types.SimpleNamespace(rounds=1, steps=2, peers=False)
     rows = {row["id"]: row["value"] for row in memory.measure_8b_load(args) + bench.measure_8b(args)}
     assert {"8b.int8.of_read_bandwidth", "8b.int4-g32.of_read_bandwidth"} <= set(rows)
@@ -314,7 +315,7 @@ def test_both_sides_of_the_harness_answer_alike(monkeypatch, capsys):
         assert len(set(scores)) == 1 and note.endswith(ending), note
 
 
-@pytest.mark.compiled
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < torch.torch_version.TorchVersion("2.12"), reason="later traces would crash")
 def test_a_thread_that_compiles_beside_decoding(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -353,6 +354,7 @@ def test_requests_from_a_pipe_are_answered_as_the_program_answers():
     assert whole["decode_tok_s"] > 0 and whole["speculative"]["rounds"] > 0
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("survives", [True, False])
 def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives):
     """Without the package: its parameters are changed where both of its modules look them up, and its own rate is that

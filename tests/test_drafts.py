@@ -395,7 +395,7 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer):
 KINDS = ["pard", "eagle", "dflash", "shared"]
 
 
-@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.attack), 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_plain_greedy(kind, k):
     target, draft = pair()

@@ -253,7 +253,7 @@ def draft_folder(kind: str, target, folder):
     return written(folder, {**SAFEAI, "vocab_size": 384}, tensors)
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("temperature", [0, pytest.param(0.8, marks=pytest.mark.attack)])
 @pytest.mark.parametrize("kind", ["plain", "model", "pard", "eagle", "dflash"])
 def test_a_resumed_run_is_a_fresh_one(kind, temperature, ran, text_folder, tmp_path):
     file, flags = tmp_path / "cache", ["--temperature", temperature]

@@ -162,6 +162,7 @@ def test_without_a_terminal_it_prints_the_picture_once():
     assert done.stderr.count("╭") == 1 and "\x1b" not in done.stderr and "Once upon a time" in done.stderr
 
 
+@pytest.mark.attack
 def test_without_rich_one_line_names_the_command():
     code = "import sys, runpy; sys.modules['rich'] = None; runpy.run_module('scripts.compare', run_name='__main__')"
     command = [sys.executable, "-c", code, "--a=", "--b=", "--live"]

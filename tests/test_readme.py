@@ -63,8 +63,8 @@ def commands() -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def slow_after_first(cases: list[str]) -> list:
-    return [case if i < NUM_FAST else pytest.param(case, marks=pytest.mark.readme) for i, case in enumerate(cases)]
+def slow_after_first(cases: list[str], num_fast: int = NUM_FAST) -> list:
+    return [case if i < num_fast else pytest.param(case, marks=pytest.mark.readme) for i, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize("command", slow_after_first(commands()))
@@ -84,7 +84,7 @@ def remove(paths: list) -> None:
         path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.mark.parametrize("code", slow_after_first(SNIPPETS))
+@pytest.mark.parametrize("code", slow_after_first(SNIPPETS, 1))
 def test_snippet_runs(code):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -261,7 +261,7 @@ SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
     [
         *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
         *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1))),
-        *((scheme, 600, "experts") for scheme in ("bfloat16", "float32", "int8")),
+        *(pytest.param(scheme, 600, "experts", marks=pytest.mark.attack) for scheme in ("bfloat16", "float32", "int8")),
     ],
 )
 def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):

@@ -152,9 +152,9 @@ def test_settings_out_of_range_are_refused(values):
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.5, top_p=0.8, min_p=0.02)])
 def test_draws_follow_the_distribution(sampling):
-    """60,000 draws; false alarm 1e-6. The control moves 2 % of the mass from one token to another."""
+    """30,000 draws; false alarm 1e-6. The control moves 2 % of the mass from one token to another."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
-    n = 60_000
+    n = 30_000
     noise = uniform(torch.full((n,), 11), torch.arange(n))
     draws = [sampling.sample(logits.expand(len(part), -1), part) for part in noise.split(1000)]
     counts = torch.cat(draws).bincount(minlength=40).double()

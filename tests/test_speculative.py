@@ -246,8 +246,13 @@ def drafter_of(kind: str, model: Transformer) -> Drafter:
             pytest.param(*case, marks=pytest.mark.attack)
             for case in [
                 ("model", Sampling(1.5, top_k=3, top_p=0.9), 2), ("layers", Sampling(0.8, top_p=0.8), 2),
-                ("ngram", Sampling(1), 3),
-                ("model", Sampling(2), 1), ("model", Sampling(0.3), 8), ("model", Sampling(1, min_p=0.3), 4),
+                ("ngram", Sampling(1), 3), ("model", Sampling(0.3), 8),
+            ]
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("model", Sampling(2), 1), ("model", Sampling(1, min_p=0.3), 4),
                 ("layers", Sampling(1), 3), ("ngram", Sampling(0.8, top_k=3), 2),
             ]
         ),
@@ -267,7 +272,7 @@ PENALTIES = Sampling(1, None, 0.9, None, 1.6, 0.5, 0.8, ((2, 1.0),))
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("kind", ["model", "ngram"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("ngram", marks=pytest.mark.long)])
 def test_penalised_sequences_have_the_targets_joint_law(kind):
     model = tiny(3)
     law = joint_law(model, LONG_PROMPT, TAIL, PENALTIES)
@@ -422,7 +427,7 @@ def margins():
     return target, draft, want
 
 
-@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.attack), 5])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_equals_plain_greedy(margins, kind, k):
     target, draft, want = margins
@@ -573,7 +578,7 @@ def test_a_late_host_reads_the_same(margins, monkeypatch):
     target, draft, want = margins
     stop = {want[0][6], want[2][11]}
     cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), 39)] for row in want]
-    for lag in (1, 2, 5):
+    for lag in (1, 5):
         monkeypatch.setattr(clock, "host_lag", lambda device, lag=lag: lag)
         for kind in ("model", "layers", "ngram", "suffix", "suffix, pool"):
             drafter = any_drafter(kind, target, draft)

@@ -71,7 +71,7 @@ def text_and_probs(folder_of, kind: str, scheme: str | None, sampling: Sampling,
         ("plain", "int8", Sampling(0)),
         pytest.param("ngram", "int4-g32", Sampling(0.9), marks=pytest.mark.long),
         pytest.param("suffix", None, Sampling(0.9, top_k=20), marks=pytest.mark.long),
-        ("layers", None, Sampling(0.9)),
+        pytest.param("layers", None, Sampling(0.9), marks=pytest.mark.long),
     ],
 )
 def test_a_later_engine_loads_the_same_bits(folder_of, folder, compilations, kind, scheme, sampling):
@@ -123,6 +123,7 @@ def make_near():
 """
 
 
+@pytest.mark.attack
 def test_a_key_names_all_that_code_depends_on(folder_of, tmp_path, monkeypatch):
     """Equal for objects made anew, other for anything that a trace could read."""
     model, caches, state = args = step_arguments(folder_of)
