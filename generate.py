@@ -196,14 +196,10 @@ class Engine:
         if request.slot is not None:
             self.state.park(request.slot.index)
             num_scratch = (self.readback.lag + 2) * (max(self.ks, default=0) + 1) + PREFILL_CHUNK // 8
-            self.scheduler.release(request, self.max_draft_lag(), num_scratch)
+            self.scheduler.release(request, num_scratch)
         elif request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
         self.requests.pop(request.id, None)
-
-    def max_draft_lag(self) -> int:
-        """A bound on the decided positions that the draft's cache lacks."""
-        return self.drafter.num_input_tokens - 1 + self.draft_lag if len(self.runners) > 1 else 0
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
@@ -242,7 +238,7 @@ class Engine:
         """The request whose prompt runs next. A new one first gets its prefix from a slot that has it."""
         if (request := self.scheduler.prefilling()) is not None:
             return request
-        if (admitted := self.scheduler.admit(self.max_draft_lag())) is None:
+        if (admitted := self.scheduler.admit()) is None:
             return None
         request, source, num_shared = admitted
         request.started = time.perf_counter()
@@ -288,19 +284,23 @@ class Engine:
 
     def plan(self, requests: list[Request]) -> tuple[tuple, Launch]:
         """(arguments of `run` for the next step of these requests, its Launch)."""
+        at = time.perf_counter()
         begin, end = self.row_range([request.slot.index for request in requests])
         self.costs = self.costs_by_rows.get(1 if end - begin == 1 else self.batch_size, self.costs)
         if self.draft_length is not None:
             self.draft_length.costs = self.costs
         expected = self.drafter.expect(requests, self.readback.unread) if self.drafter else []
+        draft_s = time.perf_counter() - at
         k = self.draft_length.choose(expected) if self.one_width or any(row != [] for row in expected) else 0
         length = max(request.num_positions for request in requests) + self.readback.unread
         # A drafter lacks at most the tokens since the prompt.
         self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)
         rows = self.rows(begin, end)
+        draft_lag = self.drafter.num_input_tokens - 1 if len(self.runners) > 1 else 0
         for request in requests:
             request.num_launched += 1
-        launch = Launch([(request.slot.index - begin, request) for request in requests], time.perf_counter())
+            request.draft_lag = draft_lag + (0 if k else self.draft_lag + 1)
+        launch = Launch([(request.slot.index - begin, request) for request in requests], at, draft_s)
         rows.state.serve(launch.requests)
         return (rows, min(length, self.max_seq_length), k), launch
 
@@ -347,7 +347,9 @@ class Engine:
             if step.times:
                 seconds = now - max(launch.at, self.read_at)
                 positions = tuple(request.num_positions for _, request in running)
-                record = self.last_step = StepRecord(step.k, seconds, *step_times(step), positions, self.costs)
+                draft_s, verify_s = step_times(step)
+                draft_s += launch.draft_s
+                record = self.last_step = StepRecord(step.k, seconds, draft_s, verify_s, positions, self.costs)
             if step.k:
                 num_drafted = sum(step.accepted[row] >= 0 for row, _ in running)
                 self.draft_length.drafted(num_drafted, max(1, len(running)))
@@ -441,7 +443,7 @@ def generate(
 def stream(model: Transformer, tokenizer, prompt: str, *, sampling: Sampling | None = None, **options) -> Iterator[str]:
     """Decode one prompt as text, in pieces of complete characters, without the stop token. `options` are those of
     `generate`, with defaults of 200 new tokens and temperature 0.8."""
-    options = {"max_new_tokens": 200, "stop_ids": tokenizer.stop_ids, **options}
+    options = {"max_new_tokens": 200, **options, "stop_ids": frozenset(options.get("stop_ids", tokenizer.stop_ids))}
     decoder = tokenizer.stream(continues=True)
     for _, id in generate(model, [tokenizer.encode(prompt)], sampling=sampling or Sampling(0.8), **options):
         yield "" if id in options["stop_ids"] else decoder.feed(id)

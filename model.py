@@ -445,8 +445,8 @@ class FeedForward(nn.Module):
     def gated(self, gate_up: Tensor) -> Tensor:
         """(..., 2F) -> (..., F)"""
         gate, up = gate_up.chunk(2, dim=-1)  # each (..., F)
-        if self.limit is None:
-            return F.silu(gate) * up
+        if self.limit is None:  # F.silu rounds float32 by an element's place, as torch.sigmoid does
+            return (F.silu(gate) if gate.dtype != torch.float32 else gate * sigmoid(gate)) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (gate * sigmoid(self.alpha * gate)).to(gate.dtype) * (up + 1)
 

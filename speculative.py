@@ -244,10 +244,16 @@ class ModelDraft(Drafter):
         self.drawn.add_(pos.size(1))
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
-        """Hidden states (B, T, D) of the T positions up to `last` (B,). Positions before 0 become 0."""
+        """Hidden states (B, T, D) of the T positions up to `last` (B,)."""
+        tokens, pos = self.inputs(state, last, T)
+        return self.model.hidden(tokens, pos, caches)
+
+    def inputs(self, state: nn.Module, last: Tensor, T: int) -> tuple[Tensor, Tensor]:
+        """(tokens, pos), both (B, T), of the T positions up to `last` (B,). Positions before 0 become 0. Those of a
+        parked row go behind all that it may still hold for another request."""
         pos = (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)  # (B, T)
         tokens = state.tokens.gather(1, pos).clamp(max=self.model.config.vocab_size - 1)
-        return self.model.hidden(tokens, pos, caches)
+        return tokens, torch.where(state.pos[:, None] < state.parking, pos, self.runner.S)
 
     def catch_up(self, state: nn.Module, lag: int) -> None:
         if self.owns_cache:

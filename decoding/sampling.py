@@ -253,9 +253,9 @@ def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
 
     The first id whose cumulative mass exceeds noise times the total. Ids of probability 0 count neither there nor in
     the total: a parallel scan may round equal sums differently, which must not draw an impossible token, or none.
-    A greedy `distribution` has one possible id, and takes no sum.
+    The default greedy `distribution` has one possible id, and takes no sum.
     """
-    if kind == GREEDY:
+    if kind == GREEDY and distribution is DEFAULT_DISTRIBUTION:
         top, token = p.max(dim=-1)
         return torch.where(top > 0, token, INVALID)
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN

@@ -48,6 +48,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     is_active: bool = False  # do steps decide its tokens?
     num_launched: int = 0  # a minimum of the tokens that launched steps decide
+    draft_lag: int = 0  # a bound on the decided positions that the draft's cache lacks after the launched steps
     can_draft: bool = True  # did the drafter have a proposal?
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
@@ -126,6 +127,7 @@ class Launch(NamedTuple):
 
     requests: list[tuple[int, Request]]  # (row of the step, request)
     at: float = 0.0  # its start, time.perf_counter
+    draft_s: float = 0.0  # seconds that the host drafted before it
 
 
 @dataclass(eq=False)
@@ -141,6 +143,12 @@ class Slot:
 
     def cached_ids(self) -> list[int]:
         return self.ids if self.request is None else self.request.cached_ids()
+
+    def num_draft_positions(self) -> int:
+        """The number of leading `cached_ids` whose positions the draft's cache holds too."""
+        if self.request is None or not self.request.tokens:
+            return min(self.num_draft, len(self.cached_ids()))
+        return max(0, len(self.cached_ids()) - self.request.draft_lag)
 
 
 class Scheduler:
@@ -160,10 +168,9 @@ class Scheduler:
         running = (slot.request for slot in self.slots if slot.request is not None)
         return next((request for request in running if not request.is_active), None)
 
-    def admit(self, draft_lag: int) -> tuple[Request, Slot, int] | None:
+    def admit(self) -> tuple[Request, Slot, int] | None:
         """Give the first waiting request a free slot. Returns (request, the slot to copy its prefix from, positions of
-        the prefix); None if no request waits or no slot is free. `draft_lag`: positions by which a draft's cache may
-        lag."""
+        the prefix); None if no request waits or no slot is free."""
         free = [slot for slot in self.slots if slot.request is None]
         if not self.waiting or not free:
             return None
@@ -178,18 +185,17 @@ class Scheduler:
         slot = min(free, key=lambda s: (num_lost[s] if num_lost[s] >= MIN_REUSED else 0, -num_shared[s], s.index))
         source = max(self.slots, key=num_shared.get)
         source = source if num_shared[source] >= num_shared[slot] + MIN_REUSED else slot
-        num_draft = source.num_draft if source.request is None else max(0, len(source.cached_ids()) - draft_lag)
-        slot.num_draft = min(num_draft, num_shared[source])
+        slot.num_draft = min(source.num_draft_positions(), num_shared[source])
         request.slot, slot.request, slot.is_long = slot, request, request.is_long
         return request, source, num_shared[source]
 
-    def release(self, request: Request, draft_lag: int, num_scratch: int) -> None:
+    def release(self, request: Request, num_scratch: int) -> None:
         """Free the slot of a finished request. The slot keeps the positions that are known to be finite. `num_scratch`:
         positions behind the text that the request's steps may have written."""
         slot, request.slot = request.slot, None
         slot.num_written = max(request.num_computed, request.num_positions) + num_scratch
-        slot.ids = [] if request.finish_reason == "error" else request.cached_ids()
-        slot.num_draft, slot.request = max(0, len(slot.ids) - draft_lag), None
+        slot.num_draft = slot.num_draft_positions() if request.finish_reason != "error" else 0
+        slot.ids, slot.request = [] if request.finish_reason == "error" else request.cached_ids(), None
 
     def count_shared(self, request: Request, slot: Slot) -> int:
         """The length of the prefix that prompt and slot share. A prompt's last token must run."""

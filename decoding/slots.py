@@ -119,7 +119,8 @@ class State(nn.Module):
         logits = self.penalize(logits, pos)
         if self.kind == PENALIZED:
             logits = apply_masks(logits, self.masks[:, : logits.size(1)])
-        return logits if self.process is None else self.process(logits, self.tokens, pos)
+        # A copy: it may write to its argument, and log-probabilities are those of the unmodified logits.
+        return logits if self.process is None else self.process(logits.clone(), self.tokens, pos)
 
     def record_logprobs(self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
         """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and the probabilities

@@ -42,8 +42,8 @@ def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int
         limits["draft model's context"] = drafter.model.config.max_seq_length
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
-        if new < 1:
-            raise ValueError(f"max_new_tokens = {new} must be at least 1")
+        if new < 1 or new != int(new):
+            raise ValueError(f"max_new_tokens = {new} must be a number of tokens, at least 1")
         if not len(prompt):
             raise ValueError(f"prompt {row} is empty: it has no token, and the model has no BOS to start from")
         for name, positions in limits.items():

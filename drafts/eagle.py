@@ -106,8 +106,7 @@ class EagleDraft(ModelDraft):
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
         """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted token."""
-        model, pos = self.model, (last[:, None] + torch.arange(1 - T, 1, device=last.device)).clamp(min=0)
-        tokens = state.tokens.gather(1, pos).clamp(max=model.config.vocab_size - 1)
+        model, (tokens, pos) = self.model, self.inputs(state, last, T)
         x = model.stream(tokens, pos, caches, self.last_state if T == 1 else model.target_states(caches, pos))
         h = model.norm(x)
         self.last_state.copy_((h if model.eagle.norm_output else x)[:, -1:])

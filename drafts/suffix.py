@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+import decoding.sampling as sampling
 import decoding.timing as timing
 from decoding.scheduler import Request, common_prefix
 from model import Config, Transformer
@@ -25,6 +26,7 @@ from speculative import DECAY, Drafter
 DEPTH = 24  # the longest match
 GRAMS = (6, 3, 1)  # lengths of the indexed n-grams; a look-up takes the longest with an earlier occurrence
 MAX_OCCURRENCES = 16  # of an n-gram; the latest are counted
+MAX_VISITED = 64  # of an n-gram; a pool may hold thousands of the request's own seed
 MIN_SHARE = 0.1  # a draft ends where the product of its shares falls below
 FACTOR = 2  # a draft has at most FACTOR * match length tokens
 POOL_TOKENS = 1 << 17  # tokens of earlier answers, some 400 bytes each
@@ -60,8 +62,9 @@ class Text:
     def occurrences(self, context: Sequence[int], n: int, seed: int | None) -> Iterator[int]:
         """Positions where the last n tokens of `context` end, the latest first, without tokens of this seed."""
         last, before = self.index[n]
-        end = last.get(tuple(context[-n:]))
-        while end is not None:
+        end, num_visited = last.get(tuple(context[-n:])), 0
+        while end is not None and num_visited < MAX_VISITED:
+            num_visited += 1
             if end + 1 < len(self.ids) and (seed is None or self.seeds[end] != seed):
                 yield end
             end = before[end]
@@ -128,9 +131,8 @@ class SuffixDraft(Drafter):
                 row = [len(text.ids) - 1, *(guess.token for guess in guesses)]
                 rows[request.slot.index][: len(row)] = row
             expected.append(self.acceptances(guesses)[unread:] if request.draft else [])
-        if any(expected):
-            on_host = torch.tensor(rows, pin_memory=self.drafts.device.type == "cuda")
-            self.drafts.copy_(on_host, non_blocking=True)
+        on_host = torch.tensor(rows, pin_memory=self.drafts.device.type == "cuda")
+        self.drafts.copy_(on_host, non_blocking=True)
         return expected
 
     def read(self, request: Request) -> Text:
@@ -197,7 +199,9 @@ class SuffixDraft(Drafter):
 
 
 def noise_seed(request: Request) -> int | None:
-    return None if request.sampling.temperature == 0 else request.seed
+    """The seed of the noise that draws the request's tokens. The default greedy distribution needs none."""
+    is_greedy = request.sampling.temperature == 0 and sampling.distribution is sampling.DEFAULT_DISTRIBUTION
+    return None if is_greedy else request.seed
 
 
 def from_spec(value: str, config: Config) -> Callable[[Transformer], SuffixDraft]:

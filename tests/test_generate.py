@@ -1,5 +1,7 @@
 """generate.py: the loop against transformers and against itself alone."""
 
+import types
+
 import pytest
 import torch
 from conftest import FAMILIES, oracle
@@ -11,7 +13,7 @@ from decoding.sampling import Sampling
 from decoding.timing import Timing
 from decoding.validation import rounded_up
 from drafts.ngram import NgramDraft
-from generate import Engine, generate
+from generate import Engine, generate, stream
 from loading.checkpoint import load_model
 from speculative import ModelDraft, layer_subset
 
@@ -125,6 +127,42 @@ def test_drafting_keeps_a_forks_distribution(temperature, monkeypatch, folder_of
     if temperature == 0:
         drafter = ModelDraft(layer_subset(model, [0, 1]))
         assert rows_of(model, PROMPTS, drafter=drafter, speculate_k=3, **options) == plain
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0, repetition_penalty=1.1)])
+def test_log_probabilities_are_those_before_process(sampling, folder_of):
+    """Also of a function that writes to its argument."""
+
+    def process(logits, tokens, pos):
+        logits[..., :100] = float("-inf")
+        return logits
+
+    model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
+    engine = Engine(model, 1, 40, process=process, logprobs=0)
+    ((id, *_),) = rows_of(model, PROMPTS[:1], sampling=sampling, engine=engine, timing=timing)
+    logits = model(torch.tensor(PROMPTS[:1]), torch.arange(len(PROMPTS[0])))[0, -1]
+    assert id >= 100 and timing.top_logprobs[0][0][0][1] == pytest.approx(logits.log_softmax(-1)[id].item(), abs=1e-4)
+
+
+def test_stop_ids_and_numbers_of_tokens_of_any_form(folder_of):
+    """An iterator of stop ids is one too; a fraction of a token would never be reached."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    ids = rows_of(model, PROMPTS[:1])[0]
+    tokenizer = types.SimpleNamespace(encode=lambda text: PROMPTS[0], stop_ids=(), stream=lambda **_: Spelled())
+    options = {"sampling": Sampling(0), "max_new_tokens": 20}
+    end = next(i for i, id in enumerate(ids) if id not in ids[:i] and i > 2)
+    text = "".join(stream(model, tokenizer, "", stop_ids=iter([ids[end]]), **options))
+    assert text == "".join(f"{id} " for id in ids[:end])
+    with pytest.raises(ValueError, match=r"max_new_tokens = 2\.5"):
+        Engine(model, 1, 40).add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=2.5)
+
+
+class Spelled:
+    def feed(self, id: int) -> str:
+        return f"{id} "
+
+    def flush(self) -> str:
+        return ""
 
 
 def test_one_timing_records_several_calls(folder_of):

@@ -25,7 +25,7 @@ from decoding.timing import Timing
 from drafts.ngram import NgramDraft
 from generate import Engine, generate
 from loading.checkpoint import load_model, random_model
-from model import Config
+from model import Config, FeedForward
 from speculative import AUTO_K, Costs, DraftLength, ModelDraft, layer_subset
 from tests.attacks import drift
 from weights import cpu
@@ -340,6 +340,24 @@ def any_k(monkeypatch):
     monkeypatch.setattr(
         DraftLength, "choose", lambda self, *_: self.fixed if self.fixed is not None else generator.choice((0, *AUTO_K))
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gate_has_the_same_bits_in_any_row(dtype):
+    """Four threads divide a large tensor inside a row, where vector code meets the remainder."""
+    config = Config(
+        dim=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, ffn_dim=14336, vocab_size=9, max_seq_length=9,
+        norm_eps=1e-5,
+    )  # fmt: skip
+    ffn, num_threads = FeedForward(config, config.ffn_dim, False), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for rows in (5, 6, 7, 10):
+            x = torch.randn(rows, 2 * config.ffn_dim, generator=torch.Generator().manual_seed(rows)).to(dtype) * 3
+            alone = torch.cat([ffn.gated(row[None]) for row in x])
+            assert torch.equal(ffn.gated(x), alone), rows
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 N_NEW = 40

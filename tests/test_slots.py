@@ -14,6 +14,7 @@ from test_drafts import eagle_folder, pard_folder
 
 import decoding.scheduler as scheduler
 import decoding.slots
+import decoding.timing as clock
 import generate as program
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
@@ -207,3 +208,68 @@ def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
     for seed in (7, 13):
         wrong |= set(parted(model_of(), "none", 5, seed=seed))
     assert wrong
+
+
+@pytest.mark.parametrize("kind", ["model", "pard"])
+def test_a_parked_slot_keeps_its_positions_in_the_drafts_cache(model_of, kind):
+    """A slot whose text nearly fills the context is free, and others beside it decode plainly, so that a later round
+    lets the draft catch up. What the slot holds for another request stays."""
+    length = 380  # with a round's 3 tokens, just below twice the 192 that lengths are rounded up to here
+    model, prompt = model_of(), [(7 * i) % V for i in range(length - 10)]
+
+    def run(engine: Engine, ids: list[int], new: int, draft: bool, until: int):
+        options = {"sampling": Sampling(0), "max_new_tokens": new, "draft": draft}
+        request = engine.requests[engine.add_request(ids, **options)]
+        while len(request.tokens) < until:
+            engine.step()
+        return request
+
+    def keys(engine: Engine, index: int) -> torch.Tensor:
+        slot = engine.scheduler.slots[index]
+        assert slot.ids[: len(prompt)] == prompt and slot.num_draft >= len(prompt)
+        return torch.stack([layer.k[index, :, : slot.num_draft] for layer in engine.drafter.runner.caches.layers])
+
+    drafter = drafter_of(kind, model)
+    drafter.model.config = dataclasses.replace(drafter.model.config, max_seq_length=length)
+    engine = Engine(model, 3, length, drafter=drafter, speculate_k=3)
+    first = run(engine, [5, 6, 7], 80, False, 1)
+    run(engine, prompt, 5, True, 5)
+    run(engine, [9, 8, 7], 80, False, 40)
+    engine.abort(first.id)
+    before = keys(engine, 1).clone()
+    run(engine, [5, 6, 7, 9], 4, True, 4)
+    assert torch.equal(keys(engine, 1), before)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_free_slot_claims_no_position_that_the_draft_has_not_run(model_of, lag, monkeypatch):
+    """The last plain steps of a request are unread, as on a GPU, when a round of another one begins."""
+    monkeypatch.setattr(clock, "host_lag", lambda device: lag)
+    model = model_of()
+    engine = Engine(model, 2, LENGTH, drafter=drafter_of("model", model), speculate_k=3)
+    options = {"sampling": Sampling(0), "max_new_tokens": 30}
+    request = engine.requests[engine.add_request([5, 6, 7], draft=False, **options)]
+    while request.num_launched < 30 and request.finish_reason is None:
+        engine.step()
+    engine.add_request([9, 8, 7], **options)
+    while engine.has_unfinished():
+        engine.step()
+    slot = next(slot for slot in engine.scheduler.slots if slot.ids[:3] == [5, 6, 7])
+    written = engine.drafter.runner.caches.layers[0].k[slot.index].abs().amax((0, 2)) > 0  # (S,)
+    assert len(slot.ids) == 32 and written[: slot.num_draft].all()
+
+
+def test_an_aborted_prompt_claims_what_the_draft_had_of_its_prefix(model_of):
+    """It took a prefix from a request that was not drafted, and no chunk of it has run."""
+    model = model_of()
+    engine = Engine(model, 2, LENGTH, drafter=drafter_of("model", model), speculate_k=3)
+    for prompt, draft in (([5, 6, 7], False), ([9, 8, 7], True)):
+        engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=60, draft=draft)
+        while engine.has_unfinished():
+            engine.step()
+    slot = engine.scheduler.slots[0]
+    num_draft = slot.num_draft
+    id = engine.add_request([*slot.ids, 5, 6], sampling=Sampling(0), max_new_tokens=5)
+    assert engine.next_prompt().num_reused == 62 and num_draft < 20
+    engine.abort(id)
+    assert len(slot.ids) == 62 and slot.num_draft == num_draft

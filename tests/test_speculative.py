@@ -15,6 +15,7 @@ from reference import naive_penalties
 from steps import prefill_all, start_all_alike
 from torch import Tensor
 
+import decoding.sampling as sampling_module
 import decoding.timing as clock
 import speculative
 from cli.report import RowStatistics
@@ -266,6 +267,15 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     counts = sequences(model, drafter_of(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
     law = joint_law(model, LONG_PROMPT, TAIL, sampling)
     assert p_value(counts, law) > 1e-6
+
+
+@pytest.mark.attack
+def test_a_forks_distribution_at_temperature_0_keeps_its_law(monkeypatch):
+    """docs/fork.md: the function decides at temperature 0 too. Drafts are drawn from it, not its likeliest token."""
+    monkeypatch.setattr(sampling_module, "distribution", lambda logits, kind, values: (logits.float() / 2).softmax(-1))
+    model = tiny(3)
+    counts = sequences(model, drafter_of("model", model), Sampling(0), 3, runs=1)
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(0))) > 1e-6
 
 
 PENALTIES = Sampling(1, None, 0.9, None, 1.6, 0.5, 0.8, ((2, 1.0),))

@@ -5,12 +5,14 @@ import collections
 import functools
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of, tiny
 
+import decoding.sampling
 import decoding.timing as clock
 import drafts.suffix as suffix
 from cli.draft_memory import draft_memory
@@ -189,23 +191,66 @@ def test_the_host_waits_for_nothing(model):
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("same_noise", [False, True])
-def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
+@pytest.mark.parametrize("same_noise, temperature", [(False, 1), (False, 0), (True, 1)])
+def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise, temperature):
     """The same prompt with the same seed twice: the second answer must have the target's law over all seeds too. A
-    draft from the first one, which came from the same noise, would break it: the negative control."""
+    draft from the first one, which came from the same noise, would break it: the negative control. At temperature 0 a
+    fork's distribution draws."""
     if same_noise:
         monkeypatch.setattr(suffix, "noise_seed", lambda request: None)
+    if temperature == 0:
+        fork = lambda logits, kind, values: (logits.float() / 2).softmax(-1)  # noqa: E731
+        monkeypatch.setattr(decoding.sampling, "distribution", fork)
     model = tiny(3)
     V, prompt, n = model.config.vocab_size, [1, 2, 3], 3
     engine, counts = Engine(model, 1, 12, drafter=SuffixDraft(), speculate_k=2), torch.zeros(V**n)
-    options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n}
+    options = {"engine": engine, "sampling": Sampling(temperature), "max_new_tokens": n}
     for seed in range(800):
         engine.drafter.pool = [Text(), Text()]
         for _ in range(2):
             tokens = [id for _, id in generate(model, [prompt], seed=seed, **options)]
         counts[sum(id * V**i for i, id in enumerate(reversed(tokens)))] += 1
-    p = p_value(counts, joint_law(model, prompt, n, Sampling(1)))
+    p = p_value(counts, joint_law(model, prompt, n, Sampling(temperature)))
     assert p < 1e-12 if same_noise else p > 1e-6
+
+
+def test_a_look_up_ends_among_the_requests_own_seed():
+    """However many answers of the seed a pool has: some hundred positions are the most that one look-up visits."""
+    for num_own, is_drafted in ((10, True), (1000, False)):
+        pool = text_of([7, 5, -1], seed=1)
+        pool.extend([7, 6, -1] * num_own, [2] * (3 * num_own))
+        assert [guess.token for guess in pool.continuation([7], 24, 1, seed=2)] == [5] * is_drafted
+
+
+class SlowLookUp(SuffixDraft):
+    def expect(self, requests, unread):
+        time.sleep(0.01)
+        return super().expect(requests, unread)
+
+
+def test_look_ups_are_time_of_the_steps_and_of_the_drafter():
+    timing, engine = Timing(), Engine(tiny(3), 1, 40, drafter=SlowLookUp(), speculate_k=2)
+    options = {"engine": engine, "sampling": Sampling(0), "max_new_tokens": 20, "timing": timing}
+    assert len([*generate(engine.model, [[1, 2, 3, 1, 2]], **options)]) == 20
+    assert timing.decode_s >= timing.draft_s >= 0.01 * timing.steps > 0
+    assert timing.row_s == [pytest.approx(timing.decode_s)]
+
+
+def test_no_draft_of_the_slots_last_request_is_left():
+    """With one_width a round runs where nothing is drafted: it must not find the draft of another text."""
+    for length in range(19, 28):  # of the second prompt; one of them ends where the first request's draft began
+        records = []
+        for prompts in ([[9, 8, 7] * 6, [*range(20, 20 + length)]], [[*range(20, 20 + length)]]):
+            model = tiny(3, vocab_size=60, max_seq_length=64)
+            engine = Engine(model, 1, 60, drafter=SuffixDraft(pool_tokens=0), speculate_k=3, one_width=True)
+            for prompt in prompts:
+                favourite = Sampling(0, logit_bias=((9, 100.0),)) if prompt[0] == 9 else Sampling(1.5)
+                id = engine.add_request(prompt, sampling=favourite, seed=1, max_new_tokens=9)
+                request = engine.requests[id]
+                while engine.has_unfinished():
+                    engine.step()
+            records.append([(record.k, record.accepted) for record in request.token_records])
+        assert records[0] == records[1]
 
 
 # ------------------------------------------------------------------------------------------------- the file
