@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import decoding.scheduler as scheduler
 from cli.prompts import Request
-from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, origin, peak_memory_gb, rate, speculative
+from cli.report import ACCEPTED, CORRECTED, PLAIN_TOKEN, bytes_read, decided, origin, peak_memory_gb, rate, speculative
 from decoding.timing import Timing
 from generate import Engine
 from loading.tokenizer import StopStrings, Tokenizer
@@ -116,7 +116,7 @@ class Answer:
         return self.row.labels() | {
             "prompt_tokens": request.prompt, "tokens": ids, "text": self.printer.text,
             "finish_reason": self.printer.finish_reason(), "cached_tokens": request.num_reused,
-            "decode_tok_s": rate(len(ids) - 1, request.decode_s), "ttft_s": request.ttft_s,
+            "decode_tok_s": rate(decided([request]), request.decode_s), "ttft_s": request.ttft_s,
             "prefill_tok_s": rate(timing.prompt_tokens, request.prefill_s),
             "bandwidth_gb_s": rate(bytes_read(engine, timing), timing.decode_s) / 1e9,
             "peak_memory_gb": peak_memory_gb(engine.device), "speculative": speculative(engine, [timing], 0),

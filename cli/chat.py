@@ -18,7 +18,7 @@ from pathlib import Path
 from cli.answers import DIM, END_COLOUR, Answer
 from cli.errors import print_error
 from cli.prompts import DEFAULT_NEW_TOKENS, Request, conversation_ids, template_kwargs
-from cli.report import RowStatistics, rate
+from cli.report import RowStatistics, decided, rate
 from cli.session import Session
 
 HELP = """/reset      start a new conversation
@@ -215,7 +215,7 @@ def statistics(answer: Answer, args: argparse.Namespace) -> str:
     if printer.finish_reason() == "stop":
         reason = "--stop" if printer.at_stop_string else "the model"
     read = f"{len(answer.row.ids) - request.num_reused} tokens read, {request.num_reused} kept"
-    rates = f"{rate(len(printer.ids) - 1, request.decode_s):.1f} tok/s"
+    rates = f"{rate(decided([request]), request.decode_s):.1f} tok/s"
     if request.token_records:
         counts = RowStatistics(request.token_records)
         rates += f", {rate(counts.tokens, len(request.steps)):.2f} tokens a round"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli.answers import Answer
-from cli.report import PLAIN_TOKEN, greedy_text, origin, speculative, summary
+from cli.report import PLAIN_TOKEN, greedy_text, origin, speculative, step_numbers, summary
 from decoding.scheduler import Request
 from decoding.timing import Timing
 from generate import Engine
@@ -96,14 +96,6 @@ def section(answer: Answer, engine: Engine) -> dict:
         "costs": costs_by_k(request, numbers), "rows": max((len(step.positions) for step in request.steps), default=1),
         "summary": summary(speculative(engine, [Timing([request])], 0)) if engine.drafts else [],
     }  # fmt: skip
-
-
-def step_numbers(request: Request) -> list[int]:
-    """For each token the number of the step that decided it; 0 is the end of the prompt."""
-    if request.token_records:
-        return list(itertools.accumulate(record.index == 0 and not record.first for record in request.token_records))
-    first = min(1, max(0, 1 + len(request.steps) - len(request.tokens)))  # a prompt's last token may run in a step
-    return list(range(first, first + len(request.tokens)))
 
 
 def costs_by_k(request: Request, numbers: list[int]) -> list[dict]:

@@ -94,6 +94,19 @@ def origin(token: TokenRecord) -> int:
     return ACCEPTED if token.index < token.accepted else CORRECTED if token.index < token.k else BONUS
 
 
+def step_numbers(request: Request) -> list[int]:
+    """For each token the number of the step that decided it; 0 is the end of the prompt."""
+    if request.token_records:
+        return list(itertools.accumulate(record.index == 0 and not record.first for record in request.token_records))
+    first = min(1, max(0, 1 + len(request.steps) - len(request.tokens)))  # a prompt's last token may run in a step
+    return list(range(first, first + len(request.tokens)))
+
+
+def decided(requests: Iterable[Request]) -> int:
+    """The number of tokens that steps decided: all but those that the pass of a prompt decided."""
+    return sum(number > 0 for request in requests for number in step_numbers(request))
+
+
 class RowStatistics:
     """Counts of speculation over the tokens of one row or of several."""
 
@@ -221,7 +234,7 @@ def report(timings: Sequence[Timing], engine: Engine) -> None:
     reused = f", {num_reused} of {num_prompt_tokens} tokens kept" if num_reused else ""
     lines = [f"prefill {prefill} tok/s, first token after {ttft} ms{reused}"]
     if stepped := [timing for timing in timings if timing.steps]:
-        tokens = spread([rate(sum(timing.decoded) - len(timing.decoded), timing.decode_s) for timing in stepped])
+        tokens = spread([rate(decided(timing.requests), timing.decode_s) for timing in stepped])
         bandwidth = spread([rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in stepped])
         per_rank = " by each rank" if engine.ranks.world > 1 else ""
         lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}")

@@ -102,7 +102,7 @@ class Timing:
     prefill_s = property(lambda self: sum(request.prefill_s for request in self.requests))
     row_s = property(lambda self: [request.decode_s for request in self.requests])
     decode_s = property(lambda self: sum(step.seconds for step in self.records))
-    tokens = property(lambda self: [r.token_records for r in self.requests if r.token_records])
+    tokens = property(lambda self: [request.token_records for request in self.requests])
     top_logprobs = property(lambda self: [request.top_logprobs for request in self.requests])
     token_probs = property(lambda self: [request.token_probs for request in self.requests])
     steps = property(lambda self: len(self.records))

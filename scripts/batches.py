@@ -21,7 +21,7 @@ import torch
 
 from cli.errors import print_error
 from cli.page import MIN_LOGPROB, Token, token_of
-from cli.report import rate, speculative
+from cli.report import decided, rate, speculative
 from cli.session import Session
 from decoding.grammar import Grammar
 from decoding.scheduler import Request
@@ -201,7 +201,7 @@ class Decoder:
             "seed": row.seed, "cached_tokens": request.num_reused,
             "rows": max((len(step.positions) for step in request.steps), default=1),
             "prefill_tok_s": rate(len(request.prompt) - request.num_reused, request.prefill_s),
-            "decode_tok_s": rate(num_tokens - 1, request.decode_s),
+            "decode_tok_s": rate(decided([request]), request.decode_s),
             "speculative": speculative(self.engine, [Timing([request])], 0) if row.text_request.draft else None,
         }}  # fmt: skip
 

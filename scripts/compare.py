@@ -32,7 +32,7 @@ from cli.flags import parse_args as generate_args
 from cli.load import cache_type, compiles, drafter_of, load_target, pick_device, warm_up
 from cli.main import kinds_of
 from cli.prompts import Request, encoded, requests, sampling_of
-from cli.report import rate, speculative, summary
+from cli.report import decided, rate, speculative, summary
 from cli.session import Session
 from decoding.scheduler import common_prefix
 from decoding.timing import Timing
@@ -148,7 +148,7 @@ def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], l
             for name in "abba":
                 side = a if name == "a" else b
                 group = side.decode(side.rows[begin : begin + group_size])
-                num_tokens[name] += sum(map(len, group)) - len(group)  # a row's first token belongs to its prompt
+                num_tokens[name] += decided(side.timings[-1].requests)
                 seconds[name] += side.timings[-1].decode_s
                 for row, ids in enumerate(group, begin):
                     runs[row].append((name, ids))

@@ -19,6 +19,7 @@ from cli.report import (
     PLAIN_TOKEN,
     RowStatistics,
     bytes_read,
+    decided,
     origin,
     peak_memory_gb,
     speculation,
@@ -169,6 +170,26 @@ def test_auto_drafts_less_where_few_rows_match():
     for _ in range(100):
         length.observe(1.0), length.drafted(1, 8)
     assert length.choose() == 0
+
+
+def test_a_row_that_failed_before_its_first_token_takes_no_other_rows_figures():
+    row = [FIRST, *tokens(2, 3), *tokens(2, 3)]
+    timing = batch([[], row], [3, 3], seconds=0.6)
+    timing.requests[0].steps, timing.requests[0].decode_s = [], 0.0
+    alone = batch([row], [3, 3], seconds=0.6)
+    expected = speculative(engine(), [alone])
+    assert speculative(engine(), [timing]) == speculative(engine(), [timing], row=1) == expected
+    assert speculative(engine(), [timing], row=0)["alpha"] is None
+
+
+def test_the_rate_of_a_row_counts_the_tokens_of_its_steps():
+    """A prompt's last token may run in a step, which then decides the first token too. A failed row has no token."""
+    request, step = Request(0, [1], Sampling(0), 9, tokens=[1, 2, 3]), StepRecord(0, 0.1, 0.0, 0.1, (1,))
+    for steps, count in ((2, 2), (3, 3)):
+        request.steps = [step] * steps
+        assert decided([request]) == count
+    request.token_records = [FIRST, *tokens(1, 2)]
+    assert decided([request, Request(1, [1], Sampling(0), 9)]) == 2
 
 
 def test_a_broken_draft_leaves_numbers():
