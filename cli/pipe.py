@@ -58,7 +58,7 @@ def piped_answers(
     all rows."""
     engine, num_skipped, warns = session.engine, 0, True
     check = functools.partial(check_lengths, engine.model, limit=engine.max_seq_length, drafter=engine.drafter)
-    for item in parsed_lines(piped_lines(engine.has_unfinished), "stdin", args):
+    for item in parsed_lines(piped_lines(engine.has_unfinished), "stdin"):
         if item is None:
             yield None
             continue

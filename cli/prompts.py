@@ -5,7 +5,6 @@ This file knows text and tokenizers, and nothing of models.
 
 import argparse
 import codecs
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -34,15 +33,15 @@ class Request(NamedTuple):
     seed: int | None = None
     sample: int = 0
     ids: list[int] | None = None  # of the prompt, once it is encoded
-    sampling: Sampling | None = None  # None, as in the next fields: as the flags say
-    stop: list[str] | None = None
-    template_kwargs: dict | None = None  # tools, prefill and the template's variables
+    sampling: Sampling | None = None  # once it is encoded
+    stop: list[str] | None = None  # None: as the flags say
+    settings: dict | None = None  # of the line's own, of sampling and of the template; they replace flags
     line: int | None = None  # its number in the file, for a line without an `id` or with one that an earlier line has
 
     def encode(self, tokenizer: Tokenizer, template_kwargs: dict) -> list[int]:
         if self.messages is None:
             return tokenizer.encode(self.text)
-        return conversation_ids(tokenizer, self.messages, **(self.template_kwargs or template_kwargs))
+        return conversation_ids(tokenizer, self.messages, **template_kwargs)
 
     def labels(self) -> dict:
         """Keys that identify a result."""
@@ -69,11 +68,11 @@ def requests(args: argparse.Namespace) -> tuple[list[Request], list[str]]:
         raise ValueError(f"{name}: {error}") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{name}: UTF-16 text; convert it to UTF-8")
-    items = list(parsed_lines(data.split(b"\n"), name, args))
+    items = list(parsed_lines(data.split(b"\n"), name))
     return [item for item in items if isinstance(item, Request)], [item for item in items if isinstance(item, str)]
 
 
-def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.Namespace) -> Iterator:
+def parsed_lines(lines: Iterable[str | bytes | None], name: str) -> Iterator:
     """For each line that is not empty its Request, or its error as a string. A None (no line yet) is passed on.
     ValueError if no line has text."""
     number, jsonl, ids = 0, None, set()
@@ -89,7 +88,7 @@ def parsed_lines(lines: Iterable[str | bytes | None], name: str, args: argparse.
             if not line.strip():
                 continue
             jsonl = line.lstrip().startswith("{") if jsonl is None else jsonl
-            request = jsonl_request(line, location, args) if jsonl else Request(line, location=location)
+            request = jsonl_request(line, location) if jsonl else Request(line, location=location)
         except ValueError as error:
             yield f"{with_id(location, id_of(line)) if jsonl else location}: {error}"
             continue
@@ -112,7 +111,7 @@ def with_id(location: str, id: object) -> str:
     return location if id is None else f"{location}, id {id!s:.99}"
 
 
-def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request:
+def jsonl_request(line: str, location: str) -> Request:
     """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}. Optional are "id", and keys that replace flags:
     "max_new_tokens", "seed", "stop", settings of sampling, and for the template "chat_template_kwargs", "tools" and
     "prefill". ValueError for anything else."""
@@ -141,14 +140,12 @@ def jsonl_request(line: str, location: str, args: argparse.Namespace) -> Request
     settings = {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in settings.values()):
         raise ValueError(f"{settings}: settings of sampling are numbers")
-    sampling = dataclasses.replace(sampling_of(args), **settings) if settings else None
+    Sampling(**settings)  # ValueError for a number out of range
     stop = [fields["stop"]] if isinstance(fields.get("stop"), str) else fields.get("stop")
     if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
-    return Request(
-        text, messages, id, with_id(location, id), new, seed, sampling=sampling, stop=stop,
-        template_kwargs=template_settings(fields, args) if fields.keys() & {*TEMPLATE_KEYS} else None,
-    )  # fmt: skip
+    settings |= template_settings(fields)
+    return Request(text, messages, id, with_id(location, id), new, seed, stop=stop, settings=settings)
 
 
 def content_of(message: dict) -> object:
@@ -166,17 +163,16 @@ def check_finite(line: dict) -> None:
         raise ValueError("it holds NaN or Infinity, or a number as large, which JSON cannot hold") from None
 
 
-def template_settings(fields: dict, args: argparse.Namespace) -> dict:
-    """template_kwargs of a line, whose keys replace the flags."""
-    if "messages" not in fields:
-        raise ValueError(f"{', '.join(x for x in TEMPLATE_KEYS if x in fields)}: only conversations have a template")
+def template_settings(fields: dict) -> dict:
+    """The TEMPLATE_KEYS of a line. ValueError for a wrong type, and for a line without a conversation."""
+    if "messages" not in fields and (unused := [key for key in TEMPLATE_KEYS if key in fields]):
+        raise ValueError(f"{', '.join(unused)}: only conversations have a template")
     types = {"chat_template_kwargs": (dict, "objects"), "tools": (list, "lists"), "prefill": (str, "strings")}
     for key, (type, type_name) in types.items():
         if fields.get(key) is not None and not isinstance(fields[key], type):
             raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_name}')
-    settings = {key: fields[key] if fields.get(key) is not None else getattr(args, key, None) for key in TEMPLATE_KEYS}
-    check_template_kwargs(settings["chat_template_kwargs"] or {})
-    return template_kwargs(argparse.Namespace(**settings))
+    check_template_kwargs(fields.get("chat_template_kwargs") or {})
+    return {key: fields[key] for key in TEMPLATE_KEYS if fields.get(key) is not None}
 
 
 def template_kwargs(args: argparse.Namespace) -> dict:
@@ -231,11 +227,10 @@ def encoded(
             unused = [f"--{key}" for key in TEMPLATE_KEYS if request.messages is None and getattr(args, key)]
             if unused:
                 raise ValueError(f"{', '.join(unused)}: only conversations have a template")
-            ids = request.encode(tokenizer, template_kwargs(args))
+            settings = argparse.Namespace(**vars(args) | (request.settings or {}))
+            ids = request.encode(tokenizer, template_kwargs(settings))
             row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit))
-            row = row._replace(
-                sampling=row.sampling or sampling_of(args), stop=args.stop if row.stop is None else row.stop
-            )
+            row = row._replace(sampling=sampling_of(settings), stop=args.stop if row.stop is None else row.stop)
             check([ids], [row.max_new_tokens])
             row = row._replace(line=row.line if args.output else None)
             rows += [row._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]

@@ -114,6 +114,21 @@ def test_a_prompt_has_settings_on_its_line(monkeypatch, capsys, tmp_path):
     assert status == 0 and report["judged"] is False and report["prompts"][0]["tokens"] == 5
 
 
+def test_a_lines_own_setting_replaces_that_flag_of_a_side_alone(monkeypatch, capsys, tmp_path):
+    """Both stay greedy, and one keeps its --prefill, unless the line has its own."""
+    file, messages = tmp_path / "p.jsonl", [{"role": "user", "content": "One day"}]
+    lines = [
+        {"messages": messages, "max_new_tokens": 4} | own
+        for own in ({"top_k": 2000}, {"tools": None}, {"prefill": "So"})
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    a = f"{GREEDY} --prefill Well"
+    status, out, _ = run_main(monkeypatch, capsys, a, GREEDY, "--prompt_file", str(file), "--json")
+    report = json.loads(out)
+    assert status == 1 and report["judged"] is True
+    assert [prompt["equal"] for prompt in report["prompts"]] == [False, False, True]
+
+
 def test_a_side_begins_answers_of_conversations(monkeypatch, capsys, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "One day"}], "max_new_tokens": 4}')
