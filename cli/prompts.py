@@ -18,7 +18,7 @@ DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # of a line with a conversation; they replace flags
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *TEMPLATE_KEYS}
-RESERVED = ("messages", "tools", "add_generation_prompt", "prefill")  # not allowed in chat_template_kwargs
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")  # not in chat_template_kwargs
 EXPECTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
 
@@ -190,13 +190,14 @@ def conversation_ids(
     tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
 ) -> list[int]:
     """Ids of the messages in the folder's chat format, or without one as texts, a line each, the prefill last.
-    ValueError for tools, calls of them or variables without a template."""
+    ValueError for variables without a template, and for tools or calls of them that it does not mention."""
+    source = "" if tokenizer.template is None else tokenizer.template.source_for(tools)
+    values = {"tools": tools, "tool_calls": any(message.get("tool_calls") for message in messages)}
+    missing = [key for key, value in values.items() if value and key not in source]
+    if missing or (names and tokenizer.template is None):
+        raise ValueError(f"this folder has no chat template for {', '.join(missing or names)}")
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
-    if tools is not None or names:
-        raise ValueError(f"this folder has no chat template for {', '.join(names) or 'tools'}")
-    if any(message.get("tool_calls") for message in messages):
-        raise ValueError("this folder has no chat template for tool_calls")
     return tokenizer.encode(
         "\n".join([*(join_parts(message["content"]) for message in messages), *[prefill] * bool(prefill)])
     )

@@ -92,6 +92,7 @@ BAD = [
     ({"messages": USER, "chat_template_kwargs": []}, "must be of JSON's objects"),
     ({"messages": USER, "chat_template_kwargs": {"messages": []}},
      "chat_template_kwargs: messages cannot be given there"),
+    ({"messages": USER, "chat_template_kwargs": {"self": 1, "tokenizer": 1}}, "self, tokenizer cannot be given there"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "content holds {'type': 'image'"),
     ({"messages": [{"role": "user", "content": 3}]}, WANTED),
     ({"messages": [{"role": "user", "content": None}]}, WANTED),
@@ -132,6 +133,21 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
     text = load_tokenizer(folder).decode(rows[0].ids)
     assert not refused and text.startswith("True") and '"arguments": {"x": 1}' in text
+
+
+@pytest.mark.parametrize(
+    "source, lost", [("", "tools, tool_calls"), ("{# tools #}", "tool_calls"), ("{# tool_calls #}", "tools")]
+)
+def test_tools_that_the_template_does_not_mention_are_refused(source, lost, tmp_path):
+    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}" + source)
+    call = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    line = {"messages": [*USER, call, *USER], "tools": [{"type": "function"}]}
+    args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", line, {"messages": USER}))])
+    rows, refused = encoded(requests(args)[0], args, load_tokenizer(folder), 100, lambda *_: None)
+    assert len(rows) == len(refused) == 1 and refused[0].endswith(
+        f"line 1: this folder has no chat template for {lost}"
+    )
 
 
 def test_roles_without_a_template_are_not_dropped_in_silence(tmp_path, capsys):
