@@ -107,8 +107,6 @@ class Decoder:
     def add(self, rows: list[Row]) -> None:
         """Refusal where the queue has no room for the rows of this job."""
         with self.wakeup:
-            if len(rows) > self.max_waiting:
-                raise Refusal(f"{len(rows)} answers are more than the {self.max_waiting} that may wait", "n")
             num_waiting = sum(map(len, self.waiting))
             if num_waiting + len(rows) > self.max_waiting:
                 raise Refusal(f"{num_waiting} answers wait already: try again later", None, 429, "queue_full")
@@ -182,6 +180,8 @@ class Decoder:
             if row.request.error is not None:
                 self.fail(row, row.request.error)
             elif row.is_finished:
+                num_tokens = len(row.printer.ids)  # a round may decide others behind a stop string
+                del row.request.tokens[num_tokens:], row.request.token_records[num_tokens:]
                 self.engine.abort(id)  # at a stop string the engine's request still runs
                 row.send(self.ending(row))
             else:
@@ -196,7 +196,7 @@ class Decoder:
         """`Event.ending` of a row: finish_reason and timings."""
         request, num_tokens = row.request, len(row.printer.ids)
         queue_s = request.started - row.job.created
-        return {"finish_reason": row.printer.finish_reason(), "timings": {
+        return {"finish_reason": row.printer.finish_reason() if row.max_new_tokens else "length", "timings": {
             "queue_s": queue_s, "ttft_s": queue_s + request.ttft_s, "tokens": num_tokens if row.max_new_tokens else 0,
             "seed": row.seed, "cached_tokens": request.num_reused,
             "rows": max((len(step.positions) for step in request.steps), default=1),

@@ -159,11 +159,13 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None  # an answer of OpenAI's has it in place of content
 
     def model_post_init(self, context: object) -> None:
+        self.content = self.refusal if self.content is None else self.content
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing")
-        if keys := [key for key, value in self.model_extra.items() if value and key != "refusal"]:
+        if keys := [key for key, value in self.model_extra.items() if value]:
             raise ValueError(f"{keys[0]:.99} is not supported")
 
 

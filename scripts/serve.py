@@ -79,7 +79,9 @@ class Api:
     def __init__(self, args: argparse.Namespace, decoder: Decoder, hosts: set[str] | None):
         self.args, self.decoder, self.session, self.hosts = args, decoder, decoder.session, hosts
         self.name = args.model_alias or model_name(args.random_weights or args.checkpoint)
-        self.pieces, self.html = self.session.tokenizer.pieces(), page(Path(__file__).with_suffix(".html"))
+        tokenizer, vocab_size = self.session.tokenizer, self.session.engine.model.config.vocab_size
+        self.pieces = tokenizer.pieces() + [b""] * (vocab_size - tokenizer.vocab_size)  # for ids of the model alone
+        self.html = page(Path(__file__).with_suffix(".html"))
         self.created, self.next_seed = int(time.time()), args.seed  # of the next request without a seed
         self.encoder = ThreadPoolExecutor(1)  # encodes one prompt after the other: templates share a process
 
@@ -154,15 +156,19 @@ class Api:
         try:
             async with asyncio.timeout(args.answer_s):
                 request = read_request(await read_body(http_request), is_chat, self.name, self.session.sampling)
+                num_rows, param = len(request.prompts) * request.n, "n" if request.n > 1 else "prompt"
+                if num_rows > args.queue:  # now, because encoding many prompts takes long
+                    raise Refusal(f"{num_rows} answers are more than the {args.queue} that may wait", param)
                 prompts = await job.loop.run_in_executor(self.encoder, self.encode_prompts, request)
                 job.grammar = await job.loop.run_in_executor(self.encoder, self.compile_grammar, request)
         except TimeoutError:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
-        seed = self.next_seed if request.seed is None else request.seed
-        self.next_seed += request.n if request.seed is None else 0
+        # A request's own seed is the first of every prompt's answers. Without one, equal prompts differ.
+        seed, stride = (self.next_seed, request.n) if request.seed is None else (request.seed, 0)
+        self.next_seed += stride * len(prompts)
         rows = [
-            Row(job, request, i * request.n + n, ids, max_new_tokens, as_int64(seed + n), self.session, args.stop)
-            for i, (ids, max_new_tokens) in enumerate(prompts)
+            Row(job, request, i * request.n + n, ids, limit, as_int64(seed + i * stride + n), self.session, args.stop)
+            for i, (ids, limit) in enumerate(prompts)
             for n in range(request.n)
         ]
         self.decoder.add(rows)
@@ -214,8 +220,6 @@ class Api:
         try:
             for prompt in request.prompts:
                 if request.chat:
-                    if request.tools and tokenizer.template and "tools" not in tokenizer.template.source_for([]):
-                        raise Refusal("this model's chat template has no tools", "tools")
                     ids = conversation_ids(tokenizer, prompt, tools=request.tools, **request.chat_template_kwargs)
                 else:
                     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -249,7 +253,12 @@ async def read_body(request: Request) -> object:
     except ClientDisconnect:
         raise Refusal("the client left before the body's end") from None
     try:  # question marks replace lone surrogates, which UTF-8 cannot encode
-        return json.loads(json.dumps(json.loads(body), ensure_ascii=False).encode(errors="replace"))
+        fields = json.loads(body)
+        if isinstance(fields, dict):
+            json.dumps(fields.get("stop"), ensure_ascii=False).encode()  # not in a stop string: it would end at any
+        return json.loads(json.dumps(fields, ensure_ascii=False).encode(errors="replace"))
+    except UnicodeEncodeError:
+        raise Refusal("stop holds half of a surrogate pair, which is no character", "stop") from None
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body is no JSON: {error}") from None
 
@@ -350,7 +359,7 @@ def run(args: argparse.Namespace) -> int:
     is_local = ip_address(address).is_loopback
     if not is_local and not args.api_key:
         print(f"anybody who reaches {address} may use this server; --api_key_file FILE asks for a key", file=sys.stderr)
-    api = Api(args, decoder, {"localhost", "127.0.0.1", "::1", args.host} if is_local else None)
+    api = Api(args, decoder, {"localhost", "127.0.0.1", "::1", args.host.lower()} if is_local else None)
     server = uvicorn.Server(uvicorn.Config(
         api.app(), log_level="warning", lifespan="off", limit_concurrency=MAX_CONNECTIONS, server_header=False,
         timeout_graceful_shutdown=math.ceil(args.answer_s),
@@ -370,7 +379,7 @@ def run(args: argparse.Namespace) -> int:
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
     with draft_memory(args.draft_memory, session):
-        while connections.is_alive():
+        while connections.is_alive() and not decoder.is_stopped:
             decoder.step(timeout_s=0.2)
     return 130 if decoder.is_stopped else 0
 

@@ -28,6 +28,7 @@ import pydantic
 import pytest
 import torch
 from conftest import ROOT, started, status_of
+from safetensors.torch import load_file, save_file
 
 from decoding.sampling import Sampling, uniform
 from generate import generate
@@ -163,6 +164,13 @@ def test_stop_strings_end_before_themselves(server, plain_answer):
         choice = server.ask(PROMPTS[0], stop=stop).choices[0]
         assert choice.text == text[: text.index(stop if isinstance(stop, str) else stop[0])]
         assert choice.finish_reason == "stop"
+    for at in range(8, 20):  # tokens that a round decides behind a stop string count nowhere
+        options = {"stop": text[at : at + 2], "extra_body": {"tokens": True}}
+        choice = server.ask(PROMPTS[0], **options).choices[0]
+        accepted = sum(token["origin"] == "accepted" for token in choice.tokens)
+        assert accepted == choice.timings["speculative"]["accepted"]
+    alone = server.ask(PROMPTS[0], max_tokens=0, echo=True, stop=[*"abehiltw", " ", ","]).choices[0]
+    assert (alone.text, alone.finish_reason) == (PROMPTS[0], "length")
     choice = server.ask(PROMPTS[0], stop=text[-3:] + "zzz").choices[0]  # what could have become one is not lost
     assert (choice.text, choice.finish_reason) == (text, "length")
 
@@ -185,6 +193,24 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     assert len({choice.timings["seed"] for choice in [*first, *second]}) == 6  # no draw is repeated
     unseeded = server.ask(PROMPTS[1], **settings).choices[0]
     assert server.ask(PROMPTS[1], seed=unseeded.timings["seed"], **settings).choices[0].text == unseeded.text
+
+
+def test_equal_prompts_of_a_request_differ_without_a_seed(server):
+    settings = {"temperature": 1, "max_tokens": 16, "n": 2}
+    first, second = (server.ask([PROMPTS[1]] * 2, **settings).choices for _ in range(2))
+    assert len({choice.timings["seed"] for choice in (*first, *second)}) == 8
+    assert len({choice.text for choice in first}) == 4
+    seeded = server.ask([PROMPTS[1]] * 2, seed=5, **settings).choices
+    assert [choice.timings["seed"] for choice in seeded] == [5, 6, 5, 6]
+
+
+def test_too_many_answers_are_refused_before_their_prompts_are_read(server):
+    begin = time.monotonic()
+    for n, param in ((128, "n"), (1, "prompt")):
+        body = json.dumps({"prompt": [[1]] * 4000, "n": n, "max_tokens": 1}).encode()
+        status, answer = server.raw("/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, param) and "256 that may wait" in answer["error"]["message"]
+    assert time.monotonic() - begin < 2
 
 
 def test_a_newcomer_ends_while_a_long_answer_runs(server, plain_answer):
@@ -351,6 +377,7 @@ def test_bodies_and_paths_that_mean_nothing(server):
         (400, server.raw(path, b"[" * 100_000)),
         (400, server.raw(path, b'"text"')),
         (400, server.raw(path, rb'{"prompt": "a", "\ud800": 1}')),
+        (400, server.raw(path, rb'{"prompt": "a", "stop": ["b", "\ud83d"]}')),
         (
             400,
             server.raw(chat, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'),
@@ -441,6 +468,38 @@ def test_sigterm_finishes_running_requests_and_accepts_no_others(serving, plain_
         running.ask("a")
 
 
+def test_sigint_ends_at_once_though_a_request_is_half_sent(serving):
+    running = serving("--answer_s", "20")
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: 9\r\n\r\n{")
+        time.sleep(0.2)
+        begin = time.monotonic()
+        assert running.end(signal.SIGINT) == 130 and time.monotonic() - begin < 10
+
+
+def test_a_name_of_the_host_may_have_capitals(serving, monkeypatch):
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address, **others: create(("127.0.0.1", 0), **others))
+    running = serving("--host", "MyBox")
+    running.url = running.url.replace("MyBox", "127.0.0.1")
+    assert [running.raw("/v1/models", Host=name)[0] for name in ("MyBox", "mybox", "other")] == [200, 200, 403]
+
+
+def test_ids_of_the_model_alone_have_log_probabilities(serving, tmp_path, tokenizer):
+    """Its embedding has more rows than the tokenizer has tokens. Here they are as likely as a full stop."""
+    folder = shutil.copytree(DEMO, tmp_path / "padded")
+    weights, config = load_file(DEMO / "model.safetensors"), json.loads((DEMO / "config.json").read_text())
+    embedding = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = torch.cat((embedding, embedding[tokenizer.encode("a.")[-1]].expand(64, -1)))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(embedding) + 64}))
+    running = serving("--checkpoint", str(folder))
+    options = {"model": "padded", "logprobs": 20, "temperature": 1, "max_tokens": 60, "seed": 1}
+    logprobs = running.ask("Once", **options).choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) and any("" in top for top in logprobs.top_logprobs)
+
+
 def test_flags_are_the_defaults_of_requests(serving, plain_answer):
     """A request's stop strings replace the server's, and no stop string replaces them too."""
     text = plain_answer(PROMPTS[0])[0]
@@ -481,6 +540,9 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     named = [{"role": "user", "content": "a", "name": "Bob"}]
     assert read_request({"messages": named}, True, "m", Sampling()).prompts == [named]
     assert read_request({"messages": [named[0] | {"name": None}]}, True, "m", Sampling()).prompts == ask.prompts
+    refusing = [{"role": "assistant", "content": None, "refusal": "I will not."}]
+    answered = [{"role": "assistant", "content": "I will not."}]
+    assert read_request({"messages": refusing}, True, "m", Sampling()).prompts == [answered]
     tools = [{"type": "function", "function": {"name": "f"}}]
     for value in ("auto", "none"):
         request = read_request({"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling())
@@ -662,7 +724,7 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     running = serving("--checkpoint", str(folder))
     body = json.dumps({"messages": messages[:1], "tools": tools}).encode()
     status, answer = running.raw("/v1/chat/completions", body)
-    assert status == 400 and "template has no tools" in answer["error"]["message"]
+    assert status == 400 and "no chat template for tools" in answer["error"]["message"]
     body = json.dumps({"messages": messages[:1], "tools": tools, "tool_choice": "required"}).encode()
     assert running.raw("/v1/chat/completions", body)[1]["error"]["param"] == "tool_choice"
 
