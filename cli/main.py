@@ -132,6 +132,8 @@ def open_session(
     model, tokenizer, drafter = load(args, device, ranks)
     if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
         limit = min(limit, drafter.model.config.max_seq_length)
+        if limit < (args.max_seq_length or 0):
+            print(f"the draft's context lowers --max_seq_length to {limit}", file=sys.stderr)
     print_unused(args)
     check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
     samples, refused = ranks.broadcast_object(encoded(lines, args, tokenizer, limit, check))

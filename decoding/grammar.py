@@ -45,6 +45,8 @@ class JsonGrammars:
         matcher = self.matcher_type(self.tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError("the schema: " + " ".join(matcher.get_error().split())[:300])
+        if not Grammar(matcher.deep_copy(), self.stop_ids).mask().any():
+            raise ValueError("the schema: it allows no text")
         return Grammar(matcher, self.stop_ids)
 
 

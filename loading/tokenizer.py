@@ -68,7 +68,7 @@ class StopStrings:
             return ""
         self.pending += text
         length, match = len(self.pending), self._first_match()
-        partials = (n for stop in self.stops for n in range(1, len(stop)) if self.pending.endswith(stop[:n]))
+        partials = (n for stop in self.stops for n in range(len(stop[: length + 1])) if self.pending.endswith(stop[:n]))
         end = min(length - max(partials, default=0), length if match is None else match)
         self.stopped = end == match
         text, self.pending = self.pending[:end], "" if self.stopped else self.pending[end:]

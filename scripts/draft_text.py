@@ -84,7 +84,7 @@ def read_documents(file: Path, tokenizer: Tokenizer, end: int | None) -> Documen
 def read_prompts(file: Path, tokenizer: Tokenizer, context: int) -> list[list[int]]:
     """The ids of each line as a user's message, up to its answer. ValueError for a file without lines, or for a prompt
     that leaves no room in `context`."""
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     prompts = [conversation_ids(tokenizer, [{"role": "user", "content": line}]) for line in lines]
     longest = max(map(len, prompts), default=0)
     if not 0 < longest < context:

@@ -262,6 +262,13 @@ def test_the_last_documents_are_held_out():
     assert torch.equal(without[1:, 0], without[:-1, -1])
 
 
+def test_a_prompt_ends_at_a_new_line_alone(tmp_path):
+    file, tokenizer = tmp_path / "prompts.txt", load_tokenizer(ROOT / "checkpoints" / "demo")
+    file.write_bytes("a\u2028b\r\n\nc\x0bd\n".encode())
+    prompts = draft_text.read_prompts(file, tokenizer, 100)
+    assert prompts == [tokenizer.encode(text) for text in ("a\u2028b", "c\x0bd")]
+
+
 def test_learning_rate_and_patience_by_hand():
     rates = [learning_rate(step, 100, 1.0, warmup=10) for step in range(100)]
     assert rates[0] == 0.1 and rates[10] == max(rates) == 1.0 and rates[99] == pytest.approx(0.02, abs=1e-3)

@@ -219,7 +219,7 @@ def test_grammars_come_and_go_without_compiling():
 @pytest.mark.parametrize("schema, message", [
     ({"type": "objct"}, "Invalid type: objct"), ({"type": "string", "pattern": "("}, "regex parse error"),
     ({"$ref": "http://a.example/b"}, "http://a.example/b"), ({"not": {"type": "string"}}, "Unimplemented keys"),
-    ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
+    ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"), ({"$ref": "#"}, "it allows no text"),
 ])  # fmt: skip
 def test_a_schema_that_cannot_be_obeyed_is_refused_in_one_line(schema, message, grammars):
     with pytest.raises(ValueError, match=r"^the schema: ") as caught:

@@ -725,11 +725,12 @@ def test_a_chat_goes_back_and_is_saved(chat_folder, tmp_path, capsys, monkeypatc
     want, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
     cat, dog = want.splitlines()
     file = tmp_path / "chats.jsonl"
-    typed = f"/undo\nthe cat\na ball\n/undo\na dog\n/save {file}\n/retry\n/save {file}\n/save\n/retry\n"
+    typed = f"/undo\nthe cat\na ball\n/undo\na dog\n/save {file}\n/retry\n/save {file}\n/save\n"
+    typed += "/save ~no-such-user/x\n/save a\0b\n/retry\n"
     out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
     lines = out.splitlines()
     assert (lines[0], *lines[2:]) == (cat, dog, dog, dog) and "there is no message before this one" in err
-    assert "error: /save FILE: " in err and err.count(f"saved to {file}") == 2
+    assert err.count("error: /save FILE: ") == 3 and err.count(f"saved to {file}") == 2
     saved = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     assert saved[0] == saved[1] and [m["content"] for m in saved[0]] == ["the cat", cat, "a dog", dog]
 

@@ -103,6 +103,8 @@ def test_a_shorter_draft_context(text_folder, draft_folder, capsys, tmp_path):
     common = ("--checkpoint", text_folder, "--prompt", "the", "--ignore_eos", "--draft_checkpoint", folder)
     rows, _ = run(capsys, *common)
     assert len(rows[0]["prompt_tokens"]) + len(rows[0]["tokens"]) == 50
+    again, err = run(capsys, *common, "--max_seq_length", 60)
+    assert again[0]["tokens"] == rows[0]["tokens"] and "the draft's context lowers --max_seq_length to 50" in err
     rows, _ = run(capsys, *common, "--max_new_tokens", 48)
     assert len(rows[0]["tokens"]) == 48
     with pytest.raises(

@@ -325,6 +325,12 @@ def test_a_stop_string_that_began_earlier_wins_and_one_that_breaks_off_does_not(
         assert "".join(pieces) + stops.flush() == out and stops.stopped
 
 
+def test_a_long_stop_string_costs_no_more_than_the_text_that_waits():
+    stops, begin = StopStrings(["x" * 300_000]), time.perf_counter()
+    assert "".join(stops.feed("a xx") for _ in range(100)) + stops.flush() == "a xx" * 100
+    assert time.perf_counter() - begin < 1
+
+
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="empty"):
         StopStrings(["x", ""])
