@@ -38,11 +38,6 @@ class Request(NamedTuple):
     settings: dict | None = None  # of the line's own, of sampling and of the template; they replace flags
     line: int | None = None  # its number in the file, for a line without an `id` or with one that an earlier line has
 
-    def encode(self, tokenizer: Tokenizer, template_kwargs: dict) -> list[int]:
-        if self.messages is None:
-            return tokenizer.encode(self.text)
-        return conversation_ids(tokenizer, self.messages, **template_kwargs)
-
     def labels(self) -> dict:
         """Keys that identify a result."""
         line = {} if self.line is None else {"line": self.line}
@@ -229,7 +224,10 @@ def encoded(
             if unused:
                 raise ValueError(f"{', '.join(unused)}: only conversations have a template")
             settings = argparse.Namespace(**vars(args) | (request.settings or {}))
-            ids = request.encode(tokenizer, template_kwargs(settings))
+            if request.messages is None:
+                ids = tokenizer.encode(request.text)
+            else:
+                ids = conversation_ids(tokenizer, request.messages, **template_kwargs(settings))
             row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit))
             row = row._replace(sampling=sampling_of(settings), stop=args.stop if row.stop is None else row.stop)
             check([ids], [row.max_new_tokens])
