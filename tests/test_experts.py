@@ -22,6 +22,7 @@ from model import Config, Experts, FeedForward, Mixture, attend
 from quantize import quantized_copy
 from speculative import ModelDraft, layer_subset
 from weights import experts as packed
+from weights.formats import FORMATS, Int8
 from weights.linears import QuantizedLinear
 from weights.walker import named_linears, pack_model, quantized_linears
 
@@ -239,12 +240,14 @@ def stacked(layer: Experts) -> packed.StackedMixture:
 
 
 @pytest.mark.parametrize("has_grouped_product", [False, True], ids=["any expert", "grouped"])
-@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "mxfp4", "mxfp6", "fp8", "q8_0"])
+@pytest.mark.parametrize("scheme", [None, *FORMATS])
 def test_stacks_are_their_experts(scheme, has_grouped_product, monkeypatch):
     """Grouped by expert, as prompts are: in float32 within rounding of the sum expert by expert."""
     monkeypatch.setattr(packed, "has_grouped_product", lambda x: has_grouped_product)
-    layer = random_experts(expert_bias=True, router_bias=True, gate_limit=7.0, gate_alpha=1.702)
-    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(4))
+    width = 128 if scheme and "int4-g" in scheme else 32  # a ragged group of fp8-g128
+    limits = {"gate_limit": 7.0, "gate_alpha": 1.702, "dim": width, "expert_dim": width}
+    layer = random_experts(expert_bias=True, router_bias=True, **limits)
+    x = torch.randn(9, width, generator=torch.Generator().manual_seed(4))
     if scheme:
         quantize.quantize_model(layer, scheme)
     scores = layer.router(x)
@@ -254,8 +257,41 @@ def test_stacks_are_their_experts(scheme, has_grouped_product, monkeypatch):
     assert held == sum(part.nbytes for part in layer.experts.parameters()), "a second copy of the weights"
 
 
+class Mirrored(Int8):
+    """A fork's format, whose parts mean something else."""
+
+    def dequantize(self, parts):
+        return -super().dequantize(parts)
+
+
+@pytest.mark.parametrize("scheme", [*FORMATS, "mirrored"])
+@pytest.mark.parametrize("width", [128, 192])
+def test_chosen_experts_multiply_in_every_format(scheme, width, monkeypatch):
+    monkeypatch.setitem(FORMATS, "mirrored", Mirrored(8))
+    if width % (FORMATS[scheme].group or 1) and not FORMATS[scheme].ragged:
+        width *= 2
+    linears = [torch.nn.Linear(width, 24, bias=False) for _ in range(5)]
+    linears = [QuantizedLinear.from_float(linear.requires_grad_(False), scheme) for linear in linears]
+    weight = torch.stack([linear.dequantized(torch.float32) for linear in linears])
+    x, expert = torch.randn(3, width), torch.tensor([4, 0, 4])
+    want = torch.einsum("noi,ni->no", weight[expert].double(), x.double())
+    y = packed.Stack(linears).multiply_gathered(x, expert)
+    assert torch.allclose(y.double(), want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_experts_of_several_formats_are_not_stacked(number):
+    layer, plain = random_experts(), random_experts()
+    quantize.quantize_model(layer, "int8")
+    layer.experts[number].down = plain.experts[number].down
+    with pytest.raises(ValueError, match="several formats"):
+        stacked(layer)
+
+
 @pytest.mark.compiled
-@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "mxfp4", "q8_0"])
+@pytest.mark.parametrize(
+    "scheme", [None, "int8", "int4-g32", "mxfp4", "q8_0", pytest.param("nvfp4", marks=pytest.mark.attack)]
+)
 def test_few_rows_gather_what_they_chose(scheme):
     """Compiled as for a GPU, the routing read on the device: one graph for all of it, and the same numbers."""
     layer = random_experts(expert_bias=True)

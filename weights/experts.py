@@ -64,7 +64,10 @@ class Stack(nn.Module):
         self.in_features, self.out_features = first.in_features, first.out_features * len(linears)
         self.scheme = getattr(first, "scheme", None)
         self.format = formats.FORMATS[self.scheme] if self.scheme else None
-        self.uses_words = isinstance(self.format, formats.Int4 | formats.Mx)
+        # A subclass may give words or scales another meaning, so that it computes with dequantized weights.
+        self.uses_words = type(self.format) in (formats.Int4, formats.Mx)
+        if len({getattr(linear, "scheme", None) for linear in linears}) > 1:
+            raise ValueError("experts of a layer are stored in several formats; on a GPU all of them need the same")
         names = [*first.parts()] if self.scheme else ["weight"]
         self.register_parameter("bias", None)
         for name in [*names, "bias"] if first.bias is not None else names:
@@ -79,12 +82,12 @@ class Stack(nn.Module):
             self.register_parameter(name, nn.Parameter(stack, False))
         release_memory()
 
-    def weights(self, dtype: torch.dtype) -> Tensor:
-        """The weights of all experts (experts, out, in)."""
+    def weights(self, dtype: torch.dtype, expert: Tensor | slice = slice(None)) -> Tensor:
+        """The weights of these experts (experts, out, in)."""
         if not self.scheme:
-            return self.weight.to(dtype)
-        parts = {name: getattr(self, name).flatten(0, 1) for name in self.format.shapes(1, self.in_features)}
-        return self.unpack(parts).unflatten(0, (len(self.codes), -1)).to(dtype)
+            return self.weight[expert].to(dtype)
+        parts = {name: getattr(self, name)[expert].flatten(0, 1) for name in self.format.shapes(1, self.in_features)}
+        return self.unpack(parts).unflatten(0, (-1, self.codes.size(1))).to(dtype)
 
     def unpack(self, parts: dict[str, Tensor]) -> Tensor:
         """Parts of n rows -> float32 (n, in)."""
@@ -98,9 +101,7 @@ class Stack(nn.Module):
     def multiply_gathered(self, x: Tensor, expert: Tensor) -> Tensor:
         """x (n, in), each row times the matrix of its expert (n,) -> (n, out). Compiled, it is one kernel that reads
         the stored parts of the chosen experts."""
-        if not self.scheme:
-            y = gpu.paired_sums([self.weight[expert].float()], x, x.size(1))
-        elif self.uses_words:
+        if self.uses_words:
             words = self.codes[expert]  # (n, out, words)
             codes = [c.view(*words.shape[:2], -1) for c in gpu.unpack_words(words.flatten(0, 1), self.format.bits)]
             scale, zero = self.scale[expert], None  # (n, out, in / g)
@@ -111,11 +112,13 @@ class Stack(nn.Module):
                 zero = self.zero[expert].float()
             factor = getattr(self.format, "factor", 1.0)
             y = gpu.paired_sums(values, x, self.format.group, scale, factor=factor, zero=zero)
-        elif isinstance(self.format, formats.PerRow):
+        elif type(self.format) in (formats.Int8, formats.Fp8):
             scale = self.scale[expert].float()[..., None]  # (n, out, 1)
             y = gpu.paired_sums([self.codes[expert].float()], x, x.size(1), scale)
-        else:  # Int8Groups
+        elif type(self.format) in (formats.Int8Groups, formats.Fp8Groups) and x.size(1) % self.format.group == 0:
             y = gpu.paired_sums([self.codes[expert].float()], x, self.format.group, self.scale[expert].float())
+        else:
+            y = gpu.paired_sums([self.weights(torch.float32, expert)], x, x.size(1))
         return y if self.bias is None else y + self.bias[expert]
 
     def multiply_grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
