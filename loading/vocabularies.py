@@ -60,14 +60,15 @@ PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 MAX_VOCAB_BYTES = 2**26
 MAX_ID = 2**24
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # keys of the settings
+LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
 MAX_GROWTH = 64  # factor by which a normalizer may lengthen a text
 
 
 def token_fields(folder: Path, settings: dict) -> dict:
     """Tokenizer's fields from tokenizer.model (sentencepiece or tiktoken, by content), tokenizer.json or tekken.json.
 
-    With both of the first two, tokenizer.json wins if it has tokens that the other lacks: transformers adds new tokens
-    to it alone.
+    With both of the first two, tokenizer.json wins over sentencepiece unless transformers would build a Llama tokenizer
+    anew from its vocabulary; and if it has tokens that the other lacks, as transformers adds new tokens to it alone.
     """
     model, fast, tekken = (folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json"))
     if not file_exists(model) and not file_exists(fast):
@@ -79,6 +80,11 @@ def token_fields(folder: Path, settings: dict) -> dict:
     with plain_file(model, MAX_VOCAB_BYTES).open("rb") as stream:
         # A tiktoken line is a token in base64 and its rank. A sentencepiece protobuf never starts like that.
         is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
+    model_type = read_json(folder / "config.json").get("model_type")
+    class_name = settings.get("tokenizer_class") or model_type or "LlamaTokenizer"
+    is_rebuilt = model_type in (None, "llama") and class_name in LLAMA_CLASSES
+    if file_exists(fast) and not is_tiktoken and not is_rebuilt:
+        return read_tokenizers(plain_file(fast, MAX_VOCAB_BYTES), settings)
     fields = (read_tiktoken if is_tiktoken else read_sentencepiece)(model, settings)
     get_ids, added = fields.pop("get_ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
     if file_exists(fast):

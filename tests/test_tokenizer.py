@@ -712,8 +712,7 @@ def test_a_message_that_spells_a_token_changes_no_id_around_it(kind, sp_folder, 
         (folder / "tokenizer.model").unlink()
     if kind == "legacy":
         stored = json.loads((folder / "tokenizer.json").read_text())
-        space = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-        stored |= {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": space}}
+        stored |= {"pre_tokenizer": None, "normalizer": SPACE_IN_FRONT}
         (folder / "tokenizer.json").write_text(json.dumps(stored))
     tokenizer = load_tokenizer(folder)
     plain, evil = (
@@ -767,6 +766,41 @@ def test_a_tokenizer_json_that_knows_no_more_leaves_tokenizer_model_in_use(kind,
     stored["model"]["merges"] = []
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     assert b"zzz" in load_tokenizer(folder).pieces()
+
+
+SPACE_IN_FRONT = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Prepend", "prepend": "▁"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize(
+    "model_type, name",
+    [("llama", "LlamaTokenizer"), ("llama", "LlamaTokenizerFast"), ("llama", "PreTrainedTokenizerFast"),
+     ("llama", None), ("mistral", "LlamaTokenizer"), ("mixtral", "LlamaTokenizer"), ("phi3", "LlamaTokenizer"),
+     ("ernie4_5", "LlamaTokenizer"), ("ministral3", "LlamaTokenizerFast"), ("mistral3", "LlamaTokenizer")],
+)  # fmt: skip
+def test_of_two_files_the_one_that_transformers_takes_is_read(model_type, name, legacy, sp_folder, tmp_path):
+    """A tokenizer.json of 2023 puts a space before every piece between special tokens. transformers builds a Llama
+    tokenizer anew, which does not, and takes any other as it is."""
+    from transformers import AutoTokenizer
+
+    template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }}{{ eos_token }} {% endfor %}"
+    folder, _ = saved_again(sp_folder, tmp_path / "m", template)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored |= {"pre_tokenizer": None, "normalizer": SPACE_IN_FRONT}
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    settings = {"tokenizer_class": name, "legacy": legacy, "bos_token": "<s>", "eos_token": "</s>"}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 384}))
+    own, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "\nthe dog"}]
+    assert tokenizer.chat(messages) == own.apply_chat_template(messages, return_dict=False)
+    for text in ("the cat", "\nthe cat"):
+        assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False)
 
 
 PHI = (
