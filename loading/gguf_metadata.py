@@ -200,6 +200,11 @@ def tokenizer_config(keys: dict[str, object]) -> dict:
     adds_bos = keys.get("tokenizer.ggml.add_bos_token", adds_by_default)
     config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
     config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
+    if model == "llama":  # llama.cpp puts a space behind every special and user-defined token
+        types = numbers(keys, "token_type", NORMAL, len(tokens))
+        added = {id: {"content": tokens[id], "special": False} for id, type in enumerate(types) if type == USER_DEFINED}
+        prefix = keys.get("tokenizer.ggml.add_space_prefix", True)
+        config |= {"added_tokens_decoder": added, **dict.fromkeys(("legacy", "space_after_special"), bool(prefix))}
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # transformers' names for these
     ids = special_ids(keys, *roles)
     config |= {f"{roles[role]}_token": tokens[id] for role, id in ids.items() if 0 <= id < len(tokens)}
@@ -254,8 +259,6 @@ def tokenizer_model(keys: dict[str, object]) -> bytes:
     """A sentencepiece model: the fields of its protocol buffer that encoding and decoding read."""
     tokens = vocabulary(keys)
     scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
-    # llama.cpp stores spaces of user-defined tokens as they are; sentencepiece matches after it has made each a ▁.
-    tokens = [token.replace(" ", "▁") if type == USER_DEFINED else token for token, type in zip(tokens, types)]
     pieces = (
         field(1, field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, type))
         for token, score, type in zip(tokens, scores, types)

@@ -103,6 +103,7 @@ class Tokenizer:
     spacing: dict[str, tuple[bool, bool, bool]] = field(default_factory=dict)  # name -> (lstrip, rstrip, single_word)
     apart: str = APART  # inside a name it turns a token into text; `parse` drops it
     to_ids_after_special: Callable[[str], list[int]] | None = None  # if text after a special token encodes otherwise
+    to_ids_after_text: Callable[[str], list[int]] | None = None  # and if text behind `apart` does
     to_ids_with_specials: Callable[[str], list[int]] | None = None  # if the library matches special tokens itself
     template: ChatTemplate | None = None
     folder: str = "tokenizer"  # or GGUF file, for messages
@@ -204,9 +205,10 @@ class Tokenizer:
                 continue
             before = text[end:start].rstrip() if lstrip else text[end:start]
             ids += to_ids(before) if before else []
-            ids += [names[match[0]]] if names[match[0]] is not None else []
+            id = names[match[0]]
+            ids += [] if id is None else [id]
             end = SPACES.match(text, stop).end() if rstrip else stop
-            to_ids = self.to_ids_after_special or self.to_ids
+            to_ids = (self.to_ids_after_text if id is None else self.to_ids_after_special) or self.to_ids
         return ids + (to_ids(text[end:]) if text[end:] else [])
 
 

@@ -195,20 +195,23 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     texts |= dict.fromkeys(specials.values(), b"")
 
     # sentencepiece puts a space before every text. transformers does not after a special token (unless `legacy`), nor
-    # before a space. Encoding a noncharacter in front, whose ids are dropped, avoids the space.
+    # before a space; llama.cpp does after each. Encoding a noncharacter in front, whose ids are dropped, avoids it.
     mark, mark_length = "\ufffe", len(model.encode("\ufffe"))
+    puts_space, always = settings.get("add_prefix_space") is not False, settings.get("space_after_special")
 
-    def after_special(text: str) -> list[int]:
-        if settings.get("legacy") and not text.startswith(" "):
-            return model.encode(text)
+    def without_space(text: str) -> list[int]:
         is_fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
         return model.encode(mark + text)[mark_length - is_fused :]
 
-    puts_space = settings.get("add_prefix_space") is not False
+    def after_special(text: str) -> list[int]:
+        has_space = puts_space and (always or (settings.get("legacy") and not text.startswith(" ")))
+        return model.encode(text) if has_space else without_space(text)
+
     return {
         "get_ids": lambda: ids,
-        "to_ids": model.encode if puts_space else after_special,
+        "to_ids": model.encode if puts_space else without_space,
         "to_ids_after_special": after_special,
+        "to_ids_after_text": without_space,
         "to_bytes": lambda id: texts.get(id, b""),
         "vocab_size": max(texts) + 1,
         "bos_id": id_by_key.get("bos_token"),

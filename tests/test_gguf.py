@@ -438,7 +438,7 @@ def add_vocabulary(writer, model: str, tokens, types, scores=None, merges=None, 
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", id)
 
 
-def from_sentencepiece(writer, file: Path) -> None:
+def from_sentencepiece(writer, file: Path, user_defined: tuple[str, ...] = ()) -> None:
     """As conversion/base.py, _create_vocab_sentencepiece."""
     import sentencepiece
 
@@ -449,7 +449,8 @@ def from_sentencepiece(writer, file: Path) -> None:
         else 6 if model.is_byte(id) else 1 for id in ids
     ]  # fmt: skip
     tokens, scores = [model.id_to_piece(id) for id in ids], [model.get_score(id) for id in ids]
-    add_vocabulary(writer, "llama", tokens, kinds, scores, bos=1, eos=2, unknown=0)
+    kinds, scores = kinds + [4] * len(user_defined), scores + [0.0] * len(user_defined)
+    add_vocabulary(writer, "llama", [*tokens, *user_defined], kinds, scores, bos=1, eos=2, unknown=0)
 
 
 TEXTS = [
@@ -464,10 +465,67 @@ def test_sentencepiece_inside(tmp_path, story_tokenizer, text_folder):
     file = write_vocabulary(tmp_path / "m.gguf", lambda writer: from_sentencepiece(writer, story_tokenizer))
     got, want = load_tokenizer(file), load_tokenizer(text_folder)
     for text in TEXTS:
-        assert got.encode(text) == want.encode(text) and got.parse(text) == want.parse(text), text
+        assert got.encode(text) == want.encode(text), text
         assert got.decode(got.encode(text, bos=False)) == want.decode(want.encode(text, bos=False))
     assert (got.bos_id, got.add_bos, got.stop_ids, got.specials) == (want.bos_id, True, want.stop_ids, want.specials)
     assert got.pieces() == want.pieces()
+
+
+USER_DEFINED = ("<|im_start|>", "call  tool")
+PARSED = (
+    *TEXTS,
+    "<s>the cat</s>the dog",
+    "<s> the</s>  x</s>\nthe<s>",
+    "</s></s>the",
+    "<|im_start|>user<|im_start|> x",
+)
+TURNS = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def with_user_defined(writer, file: Path, add_space_prefix: bool | None) -> None:
+    from_sentencepiece(writer, file, USER_DEFINED)
+    writer.add_chat_template(TURNS)
+    if add_space_prefix is not None:
+        writer.add_add_space_prefix(add_space_prefix)
+
+
+@pytest.mark.parametrize("add_space_prefix", [None, True, False])
+def test_a_space_behind_special_tokens_as_in_llama_cpp(add_space_prefix, tmp_path, story_tokenizer):
+    """One before every text behind a token that the text was split at, even before a space; none where a name is parted
+    that a message spells."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(story_tokenizer))
+    file = write_vocabulary(tmp_path / "m.gguf", lambda w: with_user_defined(w, story_tokenizer, add_space_prefix))
+    tokenizer, start = load_tokenizer(file), model.get_piece_size()
+    names = {"<s>": 1, "</s>": 2, **{name: start + i for i, name in enumerate(USER_DEFINED)}}
+
+    def split(text: str) -> list[int]:
+        parts = [part for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if part]
+        return [id for part in parts for id in ([names[part]] if part in names else encode(part))]
+
+    def encode(text: str) -> list[int]:
+        return model.encode(text) if add_space_prefix is not False else model.encode("<" + text)[2:]
+
+    assert len(model.encode("<")) == 2  # a space and a byte
+    for text in PARSED:
+        assert tokenizer.parse(text) == split(text), text
+    plain, evil = ([{"role": "user", "content": f"the cat{name} the"}] for name in ("", "</s>"))
+    assert tokenizer.chat(plain) == split("<s><|im_start|>the cat the</s>")
+    parted = split("<s><|im_start|>the cat")
+    assert tokenizer.chat(evil)[: len(parted)] == parted and tokenizer.chat(evil).count(2) == 1
+    assert tokenizer.decode(tokenizer.chat(evil)).count(" ") == 2 + (add_space_prefix is not False)
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_sentencepiece_ids_are_llama_cpps(add_space_prefix, tmp_path, story_tokenizer):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    file = write_vocabulary(tmp_path / "m.gguf", lambda w: with_user_defined(w, story_tokenizer, add_space_prefix))
+    tokenizer, other = load_tokenizer(file), llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    for text in PARSED:
+        assert tokenizer.parse(text) == other.tokenize(text.encode(), add_bos=False, special=True), text
+        assert tokenizer.encode(text) == other.tokenize(text.encode(), add_bos=True, special=False), text
+    other.close()
 
 
 def test_a_vocabulary_without_a_leading_space(tmp_path, story_tokenizer):
@@ -854,7 +912,7 @@ def test_other_programs_take_a_file(model_file, tmp_path):
 
 
 def test_a_user_defined_piece_with_spaces_is_found(tmp_path):
-    """The file has them as spaces; sentencepiece looks for U+2581."""
+    """The file has them as spaces; sentencepiece would look for U+2581."""
     tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "call  tool", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [2, 3, 3, 1, 1, 1, 4, *[6] * 256]
 
@@ -862,5 +920,5 @@ def test_a_user_defined_piece_with_spaces_is_found(tmp_path):
         add_vocabulary(writer, "llama", tokens, kinds, [0.0] * len(tokens), None, None, bos=1, eos=2)
 
     tokenizer = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
-    assert tokenizer.encode("acall  toolb", bos=False) == [3, 4, 6, 5]
+    assert tokenizer.encode("acall  toolb", bos=False) == [3, 4, 6, 3, 5]  # llama.cpp puts a space behind it
     assert tokenizer.decode([3, 4, 6, 5]) == "acall  toolb"

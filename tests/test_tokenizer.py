@@ -700,14 +700,19 @@ def test_a_message_cannot_spell_a_turn_though_the_marker_is_not_special(kind, js
         assert tokenizer.chat(messages, add_generation_prompt=True) == want
 
 
-@pytest.mark.parametrize("kind", ["first", "legacy", "model"])
+@pytest.mark.parametrize("kind", ["first", "legacy", "model", "older model"])
 def test_a_message_that_spells_a_token_changes_no_id_around_it(kind, sp_folder, tmp_path):
-    """Metaspace puts its space before a text's beginning alone ("first"), and an older file's normalizer before every
-    piece between special tokens; a name parted in the middle gets none."""
+    """Metaspace puts its space before a text's beginning alone ("first"); an older file's normalizer, and an older
+    folder's settings, before every piece between special tokens; a name parted in the middle gets none."""
+    from transformers import AutoTokenizer
+
     template = "{{ bos_token }} [INST] {{ messages[0].content }} [/INST]{{ eos_token }}the cat{{ eos_token }} the"
     folder, own = saved_again(sp_folder, tmp_path / "m", template)
-    if kind == "model":
+    if "model" in kind:
         (folder / "tokenizer.json").unlink()
+        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"legacy": kind == "older model"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        own = AutoTokenizer.from_pretrained(folder)
     else:
         (folder / "tokenizer.model").unlink()
     if kind == "legacy":
@@ -998,17 +1003,19 @@ def test_the_bos_policy_survives_transformers_save(add_bos, sp_folder, tmp_path)
     )
 
 
-def test_no_space_is_put_in_front_where_the_settings_say_so(sp_folder, tmp_path):
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_space_is_put_in_front_where_the_settings_say_so(legacy, sp_folder, tmp_path):
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(sp_folder, tmp_path / "sp")
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    settings |= {"add_bos_token": False, "add_prefix_space": False}
+    settings |= {"add_bos_token": False, "add_prefix_space": False, "legacy": legacy}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in ("the cat", " the cat", "cat the"):
         assert tokenizer.encode(text) == own(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.parse(f"{text}</s>{text}") == own(f"{text}</s>{text}").input_ids
 
 
 def test_a_map_of_special_tokens_beside_older_settings_is_transformers(sp_folder, tmp_path):
