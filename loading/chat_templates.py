@@ -44,7 +44,9 @@ def raise_exception(message: str):
 
 # The sandbox, with transformers' extensions, filters and functions.
 ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-ENVIRONMENT.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+ENVIRONMENT.filters["tojson"] = lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: (
+    json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+)
 ENVIRONMENT.globals["raise_exception"] = raise_exception
 ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 

@@ -154,7 +154,8 @@ class Tokenizer:
         tokens, escaped, with_parts = [*self.specials, *markers], [], source in self.template.part_readers
         for message in messages:
             text = join_parts(message.get("content"))
-            texts = message if "content" not in message or with_parts else {**message, "content": text}
+            texts = {key: value for key, value in message.items() if value is not None}  # as transformers
+            texts |= {"content": text} if "content" in texts and not with_parts else {}
             is_assistant = message.get("role") == "assistant"
             escaped.append(self._escape(texts, self.specials if is_assistant else tokens, source))
         names = {key: self._escape(value, tokens, source) for key, value in names.items()}

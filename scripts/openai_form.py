@@ -180,10 +180,7 @@ class Chat(TextRequest):
 
     @property
     def prompts(self) -> list[list[dict]]:
-        return [
-            [message.model_dump(include=MESSAGE_KEYS, exclude_none=True) | {"content": message.content}
-             for message in self.messages]
-        ]  # fmt: skip
+        return [[message.model_dump(include=MESSAGE_KEYS, exclude_none=True) for message in self.messages]]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -128,7 +128,7 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     others, _ = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "g.jsonl", tools))]))
     assert "no chat template for tools" in encoded(others, args, load_tokenizer(folder), 100, lambda *_: None)[1][0]
     (folder / "chat_template.jinja").write_text(
-        "{{ messages[1].content is none }}{{ messages[1].tool_calls | tojson }}"
+        "{{ messages[1].content is undefined }}{{ messages[1].tool_calls | tojson }}"
     )
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
     text = load_tokenizer(folder).decode(rows[0].ids)

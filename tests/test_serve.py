@@ -704,7 +704,7 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     shutil.copytree(DEMO, folder)
     template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-        "{% for m in messages %}{{ '-' if m.content is none else m.content }}"
+        "{% for m in messages %}{{ m.content if m.content is defined else '-' }}"
         "{% for c in m.tool_calls or [] %} {{ c.function.name }}({{ c.function.arguments.name }}){% endfor %} "
         "{% endfor %}"
     )

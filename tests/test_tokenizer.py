@@ -574,6 +574,27 @@ def test_templates_see_what_transformers_shows_them(chat_folder, template):
 
 
 @pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls is defined }}|{% endfor %}",
+        "{{ messages | tojson(false, 4) }}{{ messages | tojson(true, none, (',', ':'), sort_keys=true) }}",
+    ],
+)
+def test_templates_see_no_null_keys_and_write_json_as_transformers(chat_folder, template):
+    from transformers import AutoTokenizer
+
+    (chat_folder / "chat_template.jinja").write_text(template)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"ä": None}}}
+    messages = [
+        {"role": "user", "content": "the cat", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, return_dict=False)
+    assert load_tokenizer(chat_folder).chat(messages) == want
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
 def test_an_expression_beyond_pythons_recursion_is_refused(chat_folder):
     (chat_folder / "chat_template.jinja").write_text("{{ " + " + ".join(["1"] * 5000) + " }}")
     with pytest.raises(ValueError, match="the chat template refused the messages: maximum recursion depth exceeded"):
