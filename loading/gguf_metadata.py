@@ -102,7 +102,8 @@ def expert_keys(get: Callable, family: Family) -> dict:
     if absent:
         raise ValueError(f"it lacks {', '.join(absent)}")
     sizes |= {} if family.experts.dim else {"intermediate_size": "expert_feed_forward_length"}
-    counts = {"num_local_experts": count, "num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": norm}
+    key = "num_experts" if "num_experts" in family.own_keys else "num_local_experts"
+    counts = {key: count, "num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": norm}
     return counts | {name: get(key) for name, key in sizes.items() if get(key) is not None}
 
 

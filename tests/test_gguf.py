@@ -852,6 +852,20 @@ def test_generate_takes_a_file(model_file, capsys):
     assert exit.value.code == 2 and out == "" and err.count("error: ") == 1 and "m.gguf" in err
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"])
+def test_transformers_reads_a_folder_made_of_a_file_with_experts(family, tmp_path, story_tokenizer):
+    """Each config of transformers reads its own key of the number of experts."""
+    import transformers
+
+    with changed(family, vocab_size=384) as other:
+        file = write(tmp_path / "m.gguf", other, keys=lambda writer: from_sentencepiece(writer, story_tokenizer))
+        quantize(["--checkpoint", str(file), "--dtype", "float32", "--output", str(tmp_path / "plain")])
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+        with torch.no_grad():
+            want = oracle(other)(TOKENS[0]).logits
+            assert torch.allclose(theirs(TOKENS[0]).logits, want, rtol=1e-4, atol=1e-4)
+
+
 def test_quantize_makes_a_folder(model_file, tmp_path, capsys):
     """In a scheme of ours: that of the exact weights. Plain: what transformers reads, with the tokenizer beside it."""
     import transformers
