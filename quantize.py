@@ -211,10 +211,10 @@ def run(args: argparse.Namespace) -> None:
     needs_float32 = args.method == "gptq" or is_gguf(folder) or args.adapter or types != {STORED_TYPES.get(dtype)}
     model = checkpoint.empty_model(config, torch.float32 if needs_float32 else dtype)
     names = checkpoint.names_by_shard(model)
-    # compressed-tensors has one format per folder and none for an embedding; transformers loads no quantized experts.
+    # compressed-tensors has one format per folder, none for an embedding; transformers no quantized experts, no MiMo.
     heads = (None,) if config.tie_embeddings else (None, args.scheme)
     is_portable = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
-    is_portable = is_portable and not config.n_experts
+    is_portable = is_portable and not config.n_experts and config.family != "mimo"
     if is_portable:  # ValueError before anything is written where the converter's file is missing
         checkpoint.foreign.compressed_tensors_config(FORMATS[args.scheme], has_head=bool(args.head))
     for module in (model.embed, model.norm, model.rope, model.lm_head):

@@ -417,7 +417,7 @@ def write_config(folder: Path, model: Transformer, hf: dict, is_portable: bool =
     compressed-tensors; otherwise they refuse it."""
     old_entry = hf.get("quantization") or {}
     hf = {**text_part(hf), "tie_word_embeddings": model.config.tie_embeddings}
-    for key in ("quantization", "quantization_config"):
+    for key in ("quantization", "quantization_config", "auto_map"):  # the last names code, which stays behind
         hf.pop(key, None)
     entry = quantization_entry(model)
     if entry:

@@ -168,12 +168,17 @@ def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_p
     extra = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
     edited(
         folder_of("r1-distill-qwen"), tmp_path / "m", lambda tensors: tensors | extra,
-        lambda hf: {**hf, "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True},
+        lambda hf: {**hf, "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True,
+                    "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}},
     )  # fmt: skip
     model, tokens = load_model(tmp_path / "m", dtype=torch.float32), torch.arange(5, 45)[None]
     assert "model.mtp_layers.0.input_proj.weight" in capsys.readouterr().err
     with torch.no_grad():
         assert (model(tokens, torch.arange(40)) - oracle("r1-distill-qwen")(tokens).logits).abs().max() <= 1e-4
+    quantize_program.main(["--checkpoint", str(tmp_path / "m"), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    assert "; other programs refuse it" in capsys.readouterr().err  # which have no MiMo
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    assert "auto_map" not in config and config["quantization_config"] == {"format": "quickdraft"}
 
 
 def test_exaones_older_pattern_is_read():
