@@ -178,10 +178,8 @@ class Tokenizer:
         if not isinstance(value, str):
             return value
         text = replace_surrogates(value).replace(APART, APART[0] + self.apart + APART[1])
-        for name in names:
-            while len(name) > 1 and name in text:
-                text = text.replace(name, name[0] + self.apart + name[1:])
-        return text
+        starts = "|".join(re.escape(name) for name in names if len(name) > 1 and name in text)
+        return re.sub(f"(?s)(?={starts}).", lambda first: first[0] + self.apart, text) if starts else text
 
     def _check_ids(self, ids: list[int]) -> list[int]:
         """The same ids. ValueError names a token outside the model's vocabulary."""

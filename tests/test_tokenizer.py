@@ -5,6 +5,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 import time
 import unicodedata
 
@@ -501,6 +503,31 @@ def test_special_names_that_overlap_in_a_message_stay_text(json_folder, tmp_path
     ids = tokenizer.chat([{"role": "user", "content": "x<ab>c<ab><ab>cb>c"}])
     assert ids[0] == tokenizer.specials["<ab>"] and not set(tokenizer.specials.values()) & set(ids[1:])
     assert tokenizer.decode(ids) == "x<ab>c<ab><ab>cb>c"
+
+
+HOSTILE = """
+import sys
+from loading.tokenizer import load_tokenizer
+ids = load_tokenizer(sys.argv[1]).chat([{"role": "user", "content": "cat <s> \ufdd0\ufdd1\ufdd1\ufdd0\ufdd0 xxx" * 9}])
+print(len(ids) < 10_000)
+"""
+
+
+@pytest.mark.attack
+def test_names_made_of_what_parts_names_do_not_hang(json_folder, tmp_path):
+    """Each parted name holds others, so that parting one after the other would never end, or fill the memory."""
+    import tokenizers
+
+    folder = shutil.copytree(json_folder, tmp_path / "m")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pairs = ["\ufdd1\ufdd0", "\ufdd0\ufdd1", "\ufdd1\ufdd1", "\ufdd0\ufdd0"]
+    model.add_special_tokens(["<s>", "xx", *pairs, *(a + b for a in pairs for b in pairs)])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_of_names_that_begin_alike_the_longest_is_taken(sp_folder, tmp_path):
