@@ -9,6 +9,7 @@ installed, its writer is a second witness.
 import functools
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from test_foreign import FUSED, shapes
 import loading.checkpoint as checkpoint
 import loading.quantization as quantization
 from loading.checkpoint import load_config, save_model
+from loading.quantized import floats
 from quantize import dequantize_tensor
 from tests.test_foreign import TOKENS, compressed
 from tp import Ranks
@@ -487,3 +489,19 @@ def test_what_bitsandbytes_writes(kind, nested, tmp_path):
     layer = load_model(tmp_path, dtype=F32).layers[0]
     for ours in FUSED:
         assert torch.equal(layer.get_submodule(ours).weight, published(weights, ours)), ours
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2, BF16, F32])
+def test_a_value_that_is_no_number_is_refused_in_every_row(dtype, monkeypatch):
+    """Also behind the first part of the rows that is looked at; no other code is."""
+    monkeypatch.setattr(floats, "CHUNK_WEIGHTS", 48)
+    matrix = types.SimpleNamespace(name="q")
+    values = torch.arange(256).to(torch.uint8).view(E4M3 if dtype == E4M3 else torch.float8_e5m2).to(dtype)
+    finite = values[values.float().isfinite()].repeat(2)[:320].reshape(20, -1)
+    assert floats.check_finite(finite, matrix) is finite
+    for row in range(20):
+        for value in values[~values.float().isfinite()]:
+            broken = finite.clone()
+            broken[row, row % finite.size(1)] = value
+            with pytest.raises(ValueError, match="q: its codes or scales hold NaN or infinity"):
+                floats.check_finite(broken, matrix)

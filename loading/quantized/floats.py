@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loading.quantized.layouts import FLOATS, Layout
-from weights.formats import FORMATS
+from weights.formats import CHUNK_WEIGHTS, FORMATS
 
 SCALES = (*FLOATS, "F8_E8M0")  # E8M0: a power of two
 
@@ -89,8 +89,11 @@ class Fp8(Unpacked):
 
 def check_finite(x: Tensor, m) -> Tensor:
     """The same tensor. ValueError for stored codes or scales with NaN or infinity, which our formats do not hold."""
-    if not x.float().isfinite().all():
-        raise ValueError(f"{m.name}: its codes or scales hold NaN or infinity")
+    for part in x.flatten().split(CHUNK_WEIGHTS):  # temporaries are several times a part's size
+        is_e4m3 = part.dtype == torch.float8_e4m3fn  # whose only other codes are NaN, in all seven bits below the sign
+        is_finite = (part.view(torch.uint8) & 0x7F) < 0x7F if is_e4m3 else part.float().isfinite()
+        if not is_finite.all():
+            raise ValueError(f"{m.name}: its codes or scales hold NaN or infinity")
     return x
 
 
