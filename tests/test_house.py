@@ -62,7 +62,7 @@ def test_sizes():
     assert lines("model", "decoding.sampling", "decoding.slots", "generate") <= 1500
     assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 420  # 400, and room for a fork
     assert all(lines(name) <= (600 if name == "model" else 450) for name in NAMES)
-    assert lines(*NAMES) <= 13560  # the goal is 9,000
+    assert lines(*NAMES) <= 13525  # the goal is 9,000
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 
