@@ -82,12 +82,14 @@ class Stack(nn.Module):
             self.register_parameter(name, nn.Parameter(stack, False))
         release_memory()
 
-    def weights(self, dtype: torch.dtype, expert: Tensor | slice = slice(None)) -> Tensor:
-        """The weights of these experts (experts, out, in)."""
+    def weights(self, dtype: torch.dtype, expert: Tensor | None = None) -> Tensor:
+        """The weights (experts, out, in) of these experts, or of all."""
+        names = self.format.shapes(1, self.in_features) if self.scheme else ("weight",)
+        parts = {name: getattr(self, name) if expert is None else getattr(self, name)[expert] for name in names}
         if not self.scheme:
-            return self.weight[expert].to(dtype)
-        parts = {name: getattr(self, name)[expert].flatten(0, 1) for name in self.format.shapes(1, self.in_features)}
-        return self.unpack(parts).unflatten(0, (-1, self.codes.size(1))).to(dtype)
+            return parts["weight"].to(dtype)
+        w = self.unpack({name: part.flatten(0, 1) for name, part in parts.items()})
+        return w.unflatten(0, (len(parts["codes"]), -1)).to(dtype)
 
     def unpack(self, parts: dict[str, Tensor]) -> Tensor:
         """Parts of n rows -> float32 (n, in)."""
