@@ -443,13 +443,14 @@ def test_turns_keep_both_caches(kind):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", ["pard", "eagle", "dflash"])
+@pytest.mark.parametrize("kind", [pytest.param("pard", marks=pytest.mark.long), "eagle", "dflash"])
 def test_compiled_rounds(kind):
-    """Greedy is plain greedy, prompts compiled too, and nothing compiles after warm-up, plain steps included."""
+    """Greedy is plain greedy, and nothing compiles after warm-up, plain steps included. EAGLE-3's prompts are compiled."""
     target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     drafter = any_drafter(kind, target, draft)
-    engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, compile=True)
+    options = {"compile": True, "compile_prompts": kind == "eagle"}
+    engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, **options)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
         assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=40) == want

@@ -370,7 +370,7 @@ def test_a_damaged_library_is_one_line(capsys):
     assert exit.value.code == 2 and "delete the folder" in error and error.count("\n") == 1
 
 
-@pytest.mark.compiled
+@pytest.mark.long
 def test_an_interrupted_compilation_does_not_stop_later_runs(text_folder, tmp_path):
     """Every library of the cache is cut off, the probe of the instruction set too."""
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
