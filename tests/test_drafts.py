@@ -445,7 +445,7 @@ def test_turns_keep_both_caches(kind):
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", [pytest.param("pard", marks=pytest.mark.long), "eagle", "dflash"])
 def test_compiled_rounds(kind):
-    """Greedy is plain greedy, and nothing compiles after warm-up, plain steps included. EAGLE-3's prompts are compiled."""
+    """Greedy is plain greedy, EAGLE-3's prompts compiled too. Nothing compiles after warm-up, plain steps included."""
     target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     drafter = any_drafter(kind, target, draft)
