@@ -39,8 +39,9 @@ class Token(NamedTuple):
     top_logprobs: Sequence[tuple[int, float]] | None = None  # (id, log-probability), its own first; None: not recorded
 
     def as_json(self) -> dict:
-        """The object that cli/tokens.js draws."""
-        values = {key: getattr(self, key) for key in ("text", "round", "at", "p", "q", "overlap")}
+        """The object that cli/tokens.js draws. A draft's NaN, which JSON lacks, is null."""
+        keys = ("text", "round", "at", "p", "q", "overlap")
+        values = {key: None if (value := getattr(self, key)) != value else value for key in keys}
         return {"origin": ORIGINS[self.origin], "logprob": self.top_logprobs and self.top_logprobs[0][1]} | values
 
 

@@ -1,6 +1,7 @@
 """cli/page.py: --report's page has every token, runs no script of a text, and costs other runs nothing."""
 
 import json
+import math
 import re
 import shutil
 
@@ -10,7 +11,7 @@ from conftest import ROOT
 import cli.main
 from cli.flags import parse_args
 from cli.main import run
-from cli.page import page
+from cli.page import Token, page
 
 pytestmark = pytest.mark.attack
 DRAFT = f"--draft_checkpoint {ROOT}/checkpoints/demo-draft --speculate_k 3"
@@ -62,6 +63,12 @@ def test_the_page_has_the_tokens_of_json(tmp_path, capsys, flags):
         if "--stop" not in flags:  # a stop string cuts the last round
             assert origins.count("accepted") == facts["accepted"]
         assert answer["summary"][0].startswith("speculation, K = 3")
+
+
+def test_a_token_of_a_draft_that_is_not_finite_is_json():
+    token = Token(5, "a", p=0.5, q=math.nan, overlap=math.nan)
+    data = json.loads(json.dumps(token.as_json(), allow_nan=False))
+    assert (data["p"], data["q"], data["overlap"]) == (0.5, None, None)
 
 
 def test_text_is_data_and_the_page_needs_no_network(tmp_path, capsys):
