@@ -296,10 +296,10 @@ class Engine:
         # A drafter lacks at most the tokens since the prompt.
         self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)
         rows = self.rows(begin, end)
-        draft_lag = self.drafter.num_input_tokens - 1 if len(self.runners) > 1 else 0
+        num_behind = self.drafter.num_input_tokens - 1 if len(self.runners) > 1 else 0  # after a round
         for request in requests:
             request.num_launched += 1
-            request.draft_lag = draft_lag + (0 if k else self.draft_lag + 1)
+            request.draft_lag = num_behind + (0 if k else self.draft_lag + 1)
         launch = Launch([(request.slot.index - begin, request) for request in requests], at, draft_s)
         rows.state.serve(launch.requests)
         return (rows, min(length, self.max_seq_length), k), launch

@@ -124,7 +124,7 @@ class Conversation:
             with Path(file).expanduser().open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
             print(f"saved to {file}", file=sys.stderr)
-        except (OSError, ValueError, RuntimeError) as error:  # of a name that no file has, too
+        except (OSError, ValueError, RuntimeError) as error:  # the last two of names that no file can have
             print_error(f"/save FILE: {error}")
 
     def encode(self, messages: list[dict], text: str) -> list[int]:

@@ -103,7 +103,7 @@ class Tokenizer:
     spacing: dict[str, tuple[bool, bool, bool]] = field(default_factory=dict)  # name -> (lstrip, rstrip, single_word)
     apart: str = APART  # inside a name it turns a token into text; `parse` drops it
     to_ids_after_special: Callable[[str], list[int]] | None = None  # if text after a special token encodes otherwise
-    to_ids_after_text: Callable[[str], list[int]] | None = None  # and if text behind `apart` does
+    to_ids_after_text: Callable[[str], list[int]] | None = None  # if text behind `apart` encodes otherwise
     to_ids_with_specials: Callable[[str], list[int]] | None = None  # if the library matches special tokens itself
     template: ChatTemplate | None = None
     folder: str = "tokenizer"  # or GGUF file, for messages

@@ -197,14 +197,14 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     # sentencepiece puts a space before every text. transformers does not after a special token (unless `legacy`), nor
     # before a space; llama.cpp does after each. Encoding a noncharacter in front, whose ids are dropped, avoids it.
     mark, mark_length = "\ufffe", len(model.encode("\ufffe"))
-    puts_space, always = settings.get("add_prefix_space") is not False, settings.get("space_after_special")
+    puts_space, doubles_space = settings.get("add_prefix_space") is not False, settings.get("space_after_special")
 
     def without_space(text: str) -> list[int]:
         is_fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
         return model.encode(mark + text)[mark_length - is_fused :]
 
     def after_special(text: str) -> list[int]:
-        has_space = puts_space and (always or (settings.get("legacy") and not text.startswith(" ")))
+        has_space = puts_space and (doubles_space or (settings.get("legacy") and not text.startswith(" ")))
         return model.encode(text) if has_space else without_space(text)
 
     return {

@@ -118,8 +118,8 @@ def test_a_lines_own_setting_replaces_that_flag_of_a_side_alone(monkeypatch, cap
     """Both stay greedy, and one keeps its --prefill, unless the line has its own."""
     file, messages = tmp_path / "p.jsonl", [{"role": "user", "content": "One day"}]
     lines = [
-        {"messages": messages, "max_new_tokens": 4} | own
-        for own in ({"top_k": 2000}, {"tools": None}, {"prefill": "So"})
+        {"messages": messages, "max_new_tokens": 4} | settings
+        for settings in ({"top_k": 2000}, {"tools": None}, {"prefill": "So"})
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
     a = f"{GREEDY} --prefill Well"

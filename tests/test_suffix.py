@@ -215,7 +215,7 @@ def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise, tempera
 
 
 def test_a_look_up_ends_among_the_requests_own_seed():
-    """However many answers of the seed a pool has: some hundred positions are the most that one look-up visits."""
+    """However many answers of the seed a pool has: a look-up visits a bounded number of positions."""
     for num_own, is_drafted in ((10, True), (1000, False)):
         pool = text_of([7, 5, -1], seed=1)
         pool.extend([7, 6, -1] * num_own, [2] * (3 * num_own))
