@@ -25,8 +25,8 @@ class AuxHiddenStates(nn.Module):
         self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos] = x
 
     def read(self, pos: Tensor) -> Tensor:
-        """(B, T, D) at pos (B, T)."""
-        return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos]
+        """(B, T, D) at pos (B, T). A parked row's pos may lie behind the target's cache."""
+        return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos.clamp(max=self.x.size(1) - 1)]
 
     def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
         """As KVCache.at."""

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from steps import prefill_all
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_of, sequences, tiny
 
+import decoding.runner as runner
 import drafts.pard as pard
 from cli.flags import parse_args
 from cli.main import run as run_args
@@ -234,6 +235,23 @@ def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
     assert worst < 1e-4 and len(accepted) > 2
 
 
+def test_a_draft_whose_cache_is_longer_reads_no_state_of_a_free_slot(monkeypatch):
+    """As where the probe gives two head sizes other lengths. The request between two others ends first."""
+    monkeypatch.setattr(runner, "invariant_multiples", lambda attend, B, H, G, E, like: (1, 192 if E == 16 else 16))
+    target, _ = pair()
+    plain = rows_of(target, PROMPTS[:3])
+    engine = Engine(target, 3, 60, drafter=EagleDraft(tiny_eagle(target, list(range(61)), head_dim=16)), speculate_k=3)
+    assert engine.runner.S + engine.runner.slack < engine.drafter.runner.S
+    ids = [
+        engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=n)
+        for prompt, n in zip(PROMPTS, (30, 4, 30), strict=False)
+    ]
+    requests = [engine.requests[id] for id in ids]
+    while engine.has_unfinished():
+        engine.step()
+    assert [request.tokens for request in requests] == [plain[0], plain[1][:4], plain[2]]
+
+
 @pytest.mark.parametrize("plain", [0, 32])
 @pytest.mark.parametrize("family", ["llama-3.1", "qwen3", "mistral-v0.1"])
 def test_pard_is_its_twin(family, plain, target, folder_of, tmp_path):
@@ -299,10 +317,10 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
 # --------------------------------------------------------------------------------------------- the law
 
 
-def tiny_eagle(target: Transformer, ids: list[int], scale: float = 0.5) -> EagleModel:
+def tiny_eagle(target: Transformer, ids: list[int], scale: float = 0.5, **changes) -> EagleModel:
     """A random EAGLE-3 draft for a tiny target, with these ids of the target's."""
     eagle = Eagle({}, len(ids), (1, 0, 1), target.config.dim, False, False, False, False)
-    config = Config(**{**vars(target.config), "n_layers": 1, "windows": ()})
+    config = Config(**{**vars(target.config), "n_layers": 1, "windows": (), **changes})
     model = EagleModel(config, eagle, False)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():

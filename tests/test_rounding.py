@@ -260,16 +260,19 @@ SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
     "scheme, window, R",
     [
         *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
-        *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1))),
+        *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1), (None, 16))),
+        ("float32", 600, 14),
         *(pytest.param(scheme, 600, "experts", marks=pytest.mark.attack) for scheme in ("bfloat16", "float32", "int8")),
     ],
 )
 def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     """Whatever is summed in another order in a wider pass, a longer one, or beside other rows, would show."""
     dtype, quantize = (getattr(torch, scheme), None) if "float" in scheme else (torch.bfloat16, scheme)
-    config = dataclasses.replace(SHAPE, n_kv_heads=2 if R == "experts" else 4 // R, windows=(None, window))
     if R == "experts":  # rows of a pass go different ways, and meet others there
-        config = dataclasses.replace(config, **EXPERTS)
+        config = dataclasses.replace(SHAPE, n_kv_heads=2, **EXPERTS)
+    else:
+        config = dataclasses.replace(SHAPE, n_heads=max(4, R), n_kv_heads=max(1, 4 // R))
+    config = dataclasses.replace(config, windows=(None, window))
     model = large_numbers(config, dtype=dtype, quantize=quantize)
     tokens = torch.randint(0, 131, (3, 1600), generator=torch.Generator().manual_seed(1))
     n = 20
