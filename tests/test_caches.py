@@ -331,7 +331,7 @@ def test_bytes_are_those_held(kind, folder_of):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", [Int8Cache, pytest.param(Fp8Cache, marks=pytest.mark.long)])
 def test_compiled_steps(kind):
     """Compiled steps neither compile anew after warm-up nor draft another text than they decode plainly."""
     options = {"drafter": NgramDraft(), "speculate_k": 3, "compile_prompts": kind is Int8Cache}

@@ -461,13 +461,20 @@ def test_turns_keep_both_caches(kind):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", [pytest.param("pard", marks=pytest.mark.long), "eagle", "dflash"])
-def test_compiled_rounds(kind):
-    """Greedy is plain greedy, EAGLE-3's prompts compiled too. Nothing compiles after warm-up, plain steps included."""
+@pytest.mark.parametrize(
+    "kind, compile_prompts",
+    [
+        ("eagle", False),
+        pytest.param("eagle", True, marks=pytest.mark.long),
+        *(pytest.param(kind, False, marks=pytest.mark.long) for kind in ("pard", "dflash")),
+    ],
+)
+def test_compiled_rounds(kind, compile_prompts):
+    """Greedy is plain greedy. Nothing compiles after warm-up, plain steps included."""
     target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     drafter = any_drafter(kind, target, draft)
-    options = {"compile": True, "compile_prompts": kind == "eagle"}
+    options = {"compile": True, "compile_prompts": compile_prompts}
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3, **options)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -203,7 +203,13 @@ def test_phi_3s_older_names_of_longrope(kind):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("family", ["smollm3", "phi-4-mini", "olmo3", "ministral-3", "ernie-4.5", "hunyuan"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("smollm3", "olmo3"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("phi-4-mini", "ministral-3", "ernie-4.5", "hunyuan")),
+    ],
+)
 def test_compiled_steps_of_unlike_layers(family, folder_of):
     """A block is compiled once for all layers alike: those that do not rotate, or rotate otherwise, are others."""
     model = load_model(folder_of(family), dtype=torch.float32)

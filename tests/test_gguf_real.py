@@ -153,6 +153,7 @@ def test_greedy_text_is_transformers(answers, theirs):
 @pytest.mark.parametrize("n", [3, pytest.param(NEW, marks=pytest.mark.long)])
 def test_so_is_that_of_the_packed_codes(n, answers, model):
     """As users decode it, through the kernel of 4 bits: 200 tokens take seven minutes."""
+    answers = answers[:n]
     assert greedy(model, [prompt for prompt, _ in answers], n) == [new[:n] for _, new in answers]
 
 

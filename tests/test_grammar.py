@@ -193,7 +193,8 @@ def test_masked_sequences_have_the_masked_models_law(draft):
 
 @pytest.mark.compiled
 def test_grammars_come_and_go_without_compiling():
-    """One after the other in a slot, every other one with masks of its own: all as eager."""
+    """One after the other in a slot, pairs with penalties of their own, the second of each pair with masks: all as
+    eager."""
     model, tokens = tiny(1), {}
     for compile in (False, True):
         engine = Engine(model, 1, 30, compile=compile, compile_prompts=False, drafter=NgramDraft(1), speculate_k=2)
@@ -202,8 +203,9 @@ def test_grammars_come_and_go_without_compiling():
         with torch.compiler.set_stance("fail_on_recompile" if compile else "default"):
             requests = []
             for number in range(6):
+                sampling = Sampling(0, repetition_penalty=1.1 + number // 2 / 10, presence_penalty=number // 2 / 4)
                 id = engine.add_request(
-                    [1, 2, 3], sampling=Sampling(0, repetition_penalty=1.1), max_new_tokens=3 + number, seed=number,
+                    [1, 2, 3], sampling=sampling, max_new_tokens=3 + number, seed=number,
                     grammar=AfterToken(random_masks(number)) if number % 2 else None,
                 )  # fmt: skip
                 requests.append(engine.requests[id])

@@ -81,7 +81,13 @@ def peak_of(mode: str, *arguments) -> tuple[int, int]:
 
 @pytest.mark.attack
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("options", [(), ("--quantize", "int4-g32"), ("--quantize", "int8"), ("--quantize", "fp8")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *((), ("--quantize", "int4-g32")),
+        *(pytest.param(("--quantize", scheme), marks=pytest.mark.long) for scheme in ("int8", "fp8")),
+    ],
+)
 def test_the_estimate_is_below_the_measured_peak_and_near_it(shape, options):
     """Bounds: at most the measured growth, which is at most 1.3 times the estimate and 150 MB of kernels, tokenizers
     and activations."""

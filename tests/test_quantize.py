@@ -554,7 +554,7 @@ def test_another_format_loads_saves_and_drafts(folder_of, tmp_path, monkeypatch)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("scheme", ["int8", "int4-g64"])
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g64", marks=pytest.mark.long)])
 def test_compiled_equals_eager(scheme, wide_folder):
     model = load_model(wide_folder, dtype=torch.float32, quantize=scheme)
     want = greedy(model, 30)

@@ -424,7 +424,8 @@ def test_a_mixed_batch_is_each_row_alone(draft, folder_of):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("draft, logprobs", [("none", None), pytest.param("layers", 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("draft, logprobs", [("none", None), ("layers", 2)])
 def test_penalties_come_and_go_without_compiling(draft, logprobs, folder_of):
     """Rows in changing company, with other values each time: all as alone and eager, and the same log-probabilities
     are recorded. Filters alone are left out: their code is part of the penalised kind's, and takes long to compile."""

@@ -648,10 +648,11 @@ def test_no_host_sync_inside_a_round(margins, kind, sampling):
 
 @pytest.mark.compiled
 def test_compiled_rounds_of_a_model():
-    """Compiled, ragged, with a window: greedy is plain greedy, and nothing compiles after warm-up."""
-    target, draft = pair(windows=(None, 9, 9, None))
+    """Compiled and ragged: greedy is plain greedy, and nothing compiles after warm-up. The target is that of
+    test_drafts.py's compiled rounds, which leave it much of their code; -m long has windows."""
+    target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
-    options = {"compile": True, "compile_prompts": False}  # test_drafts.py compiles those of EAGLE-3 and its target
+    options = {"compile": True, "compile_prompts": False}
     engine = Engine(target, 4, 96, drafter=any_drafter("model", target, draft), speculate_k=3, **options)
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -753,7 +753,13 @@ def test_results_of_ranks_are_waited_for_with_a_timeout(timeout_s):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", [["--max_new_tokens", "100000"], ["--checkpoint", "nowhere"], ["--top_k", "x"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--max_new_tokens", "100000"],
+        *(pytest.param(flags, marks=pytest.mark.long) for flags in (["--checkpoint", "nowhere"], ["--top_k", "x"])),
+    ],
+)
 def test_what_all_ranks_refuse_is_said_once(text_folder, options):
     done = launch("generate.py", "--checkpoint", text_folder, *options)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
