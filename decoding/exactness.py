@@ -64,7 +64,7 @@ def attends_alike(
     more_passes = [(1, G, T, at) for T in (9, 6, 3, 2) for at in (0, T - 1)]
     more_passes += [(1, 1, T, at) for T in (17, 64, max_T) for at in (0, T - 1)]
     for num_keys, cancels in itertools.product((904, 812, 512, 300, 40), "vk"):
-        max_S = round_up_length(num_keys + max(64, max_T), length_multiple)
+        max_S = round_up_length(num_keys + max(T for _, _, T, _ in more_passes), length_multiple)
         q_value = 2.0 ** (10 if dtype == torch.float16 else 0) if cancels == "k" else 0  # float16's keys are smaller
         q = torch.full((B, G * R, 1, E), q_value, dtype=dtype)
         k = cancelling(max_S, E, dtype).expand(B, G, max_S, E)

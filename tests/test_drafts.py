@@ -244,7 +244,7 @@ def test_a_draft_whose_cache_is_longer_reads_no_state_of_a_free_slot(monkeypatch
     assert engine.runner.S + engine.runner.slack < engine.drafter.runner.S
     ids = [
         engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=n)
-        for prompt, n in zip(PROMPTS, (30, 4, 30), strict=False)
+        for prompt, n in zip(PROMPTS[:3], (30, 4, 30))
     ]
     requests = [engine.requests[id] for id in ids]
     while engine.has_unfinished():

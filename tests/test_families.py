@@ -206,7 +206,8 @@ def test_phi_3s_older_names_of_longrope(kind):
 @pytest.mark.parametrize(
     "family",
     [
-        *("smollm3", "olmo3"),
+        "smollm3",
+        "olmo3",
         *(pytest.param(name, marks=pytest.mark.long) for name in ("phi-4-mini", "ministral-3", "ernie-4.5", "hunyuan")),
     ],
 )

@@ -84,7 +84,8 @@ def peak_of(mode: str, *arguments) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "options",
     [
-        *((), ("--quantize", "int4-g32")),
+        (),
+        ("--quantize", "int4-g32"),
         *(pytest.param(("--quantize", scheme), marks=pytest.mark.long) for scheme in ("int8", "fp8")),
     ],
 )
