@@ -59,6 +59,7 @@ def test_greedy_json_per_row(text_folder, draft_folder, capsys, tmp_path, kind, 
         for row in rows:
             found = row["speculative"]
             assert found.keys() >= KEYS and str(found["k"]) == k
+            assert found["c_ops"] == 0 if kind in ("ngram", "suffix") else 0 < found["c_ops"] < 1
             assert sum(found["accepted_by_position"]) == found["accepted"] <= found["drafted"]
             assert found["drafted"] == sum(int(k) * n for k, n in found["rounds_by_k"].items())
             assert found["tokens_per_round"] == pytest.approx(39 / found["rounds"])
