@@ -512,6 +512,7 @@ REFUSED = [  # (quantization_config, what the message must name)
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
     ({"quant_method": "hqq"}, "quant_method = 'hqq'"),
     ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
+    ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),  # only gpt-oss has it
     ({"bits": 4}, "quant_method = None"),
     (gptq_config(bits=3), "bits = 3"),
     (gptq_config(bits=2), "bits = 2"),

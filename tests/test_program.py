@@ -697,6 +697,16 @@ def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch)
     assert out.endswith("\n" + chatted(capsys, monkeypatch, chat_folder, last, *options, *system)[0])
 
 
+def test_a_conversation_that_just_fits_drops_no_turn(chat_folder, capsys, monkeypatch):
+    options = ("--max_new_tokens", 12, "--ignore_eos")
+    expected, err = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
+    num_read, num_kept = re.findall(r"(\d+) tokens read, (\d+) kept", err)[-1]
+    length = int(num_read) + int(num_kept) + 12
+    for limit, num_drops in ((length, 0), (length - 1, 1)):
+        out, err = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options, "--max_seq_length", limit)
+        assert err.count("the oldest turns leave it") == num_drops and (out == expected) == (num_drops == 0)
+
+
 def test_a_message_that_is_too_long_drops_no_turn(chat_folder, capsys, monkeypatch):
     options = ("--max_new_tokens", 12, "--ignore_eos", "--max_seq_length", 100)
     expected, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)

@@ -71,6 +71,11 @@ def test_probs_equal_the_definition(values, seed, V, wide):
     assert got.dtype == torch.float32 and abs(got.sum() - 1) < 1e-5
 
 
+def test_top_k_of_zero_has_no_limit():
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(Sampling(0.7, top_k=0).probs(logits), Sampling(0.7).probs(logits))
+
+
 @pytest.mark.parametrize("V", [5000, 40_000])
 def test_probs_equal_transformers_warpers(V):
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
