@@ -697,6 +697,7 @@ def test_a_full_context_drops_its_oldest_turns(chat_folder, capsys, monkeypatch)
     assert out.endswith("\n" + chatted(capsys, monkeypatch, chat_folder, last, *options, *system)[0])
 
 
+@pytest.mark.attack
 def test_a_conversation_that_just_fits_drops_no_turn(chat_folder, capsys, monkeypatch):
     options = ("--max_new_tokens", 12, "--ignore_eos")
     expected, err = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\n", *options)
