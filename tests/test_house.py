@@ -1,4 +1,4 @@
-"""The house: sizes, imports, frames and what nobody may do. A reader may open any file alone, in an evening."""
+"""The house: width, imports, frames and what nobody may do. A reader may open any file alone, in an evening."""
 
 import ast
 import json
@@ -41,10 +41,6 @@ def name_of(file: Path) -> str:
 NAMES = {name_of(file): file for file in FILES}
 
 
-def lines(*names: str) -> int:
-    return sum(len(NAMES[name].read_text().splitlines()) for name in names)
-
-
 def imported(file: Path) -> set[str]:
     """Project files that a file imports, anywhere in its code but where it hands over as a program."""
     tree, found = ast.parse(file.read_text()), set()
@@ -57,12 +53,7 @@ def imported(file: Path) -> set[str]:
     return {name for name in found if name in NAMES or name.split(".")[0] in PROGRAMS}
 
 
-def test_sizes():
-    """The decoding core is an evening's first hour, and no file a chapter that one cannot finish."""
-    assert lines("model", "decoding.sampling", "decoding.slots", "generate") <= 1500
-    assert max(lines("speculative"), lines("quantize"), lines("tp")) <= 420  # 400, and room for a fork
-    assert all(lines(name) <= (600 if name == "model" else 450) for name in NAMES)
-    assert lines(*NAMES) <= 13525  # the goal is 9,000
+def test_lines_fit_a_page():
     wide = [(name, line) for name, file in NAMES.items() for line in file.read_text().splitlines() if len(line) > 120]
     assert not wide
 
