@@ -129,7 +129,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or"
         " quantized:SCHEME")  # fmt: skip
-    add("--draft_memory", metavar="FILE", help="keep the answers that --draft suffix reads between runs")
     add("--speculate_k", metavar="N|auto", help=f"tokens drafted a round; auto: the fastest; default: {DEFAULT_K}")
     add("--draft_quantize", metavar="SCHEME", help="quantize the weights of --draft_checkpoint")
     add(
@@ -181,7 +180,7 @@ def check_options(args: argparse.Namespace) -> None:
     chats = args.interactive or args.prompt_file
     world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
     tp = args.tp or world
-    written = [(name, getattr(args, name)) for name in ("profile", "prompt_cache", "draft_memory", "report")]
+    written = [(name, getattr(args, name)) for name in ("profile", "prompt_cache", "report")]
     for wrong, message in (
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
         (args.max_new_tokens is not None and args.max_new_tokens < 1,
@@ -198,7 +197,6 @@ def check_options(args: argparse.Namespace) -> None:
         (args.quantize_head not in HEAD_CHOICES and not args.quantize, "--quantize_head needs --quantize"),
         (args.adapter and args.random_weights, "--adapter needs the weights of a --checkpoint"),
         (args.draft_quantize and not args.draft_checkpoint, "--draft_quantize needs --draft_checkpoint"),
-        (args.draft_memory and (args.draft or "").partition(":")[0] != "suffix", "--draft_memory needs --draft suffix"),
         (args.draft_tp == "sharded" and not args.draft_checkpoint,
          "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"),
         (not 0 < args.timeout < 1e6, f"--timeout {args.timeout} must be a positive number of seconds"),

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from cli.chat import chat, has_colours
-from cli.draft_memory import draft_memory
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
 from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, print_unused, target_config, warm_up
@@ -71,8 +70,7 @@ def main(args: argparse.Namespace | None = None) -> None:
         if device.type == "cpu" and ranks.world == 1 and args.threads is None:
             session.choose_threads(threads)
         prompts = [row.ids for row in rows]
-        memory = draft_memory(args.draft_memory, session, writes=replicas.is_root)
-        with cache.around(session.engine, prompts), memory, profiled(args.profile if replicas.is_root else None):
+        with cache.around(session.engine, prompts), profiled(args.profile if replicas.is_root else None):
             if args.interactive:
                 chat(session, args)
             with Output(session, rows, args, replicas, file, piped) as output:
@@ -99,7 +97,7 @@ run = main.__wrapped__
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
     """Settings that must be equal on all ranks. Paths may differ between machines, so only their presence counts."""
-    files = ("adapter", "checkpoint", "draft_checkpoint", "draft_memory", "random_weights", "prompt_file", "output",
+    files = ("adapter", "checkpoint", "draft_checkpoint", "random_weights", "prompt_file", "output",
              "profile", "report", "tools")  # fmt: skip
     flag_values = {f"--{name}": value is None if name in files else value for name, value in vars(args).items()}
     shape = Path(args.random_weights).read_bytes() if args.random_weights else None

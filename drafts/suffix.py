@@ -171,13 +171,6 @@ class SuffixDraft(Drafter):
         if len(ids) <= self.pool_tokens // 2:
             self.pool[0].extend(ids, seeds)
 
-    def fill_pool(self, ids: Sequence[int], seeds: Sequence[int | None]) -> None:
-        """Add texts, each with its END, the oldest first, as `remember` would."""
-        begin = 0
-        for end in (at + 1 for at, id in enumerate(ids) if id == END):
-            self.add_to_pool(ids[begin:end], seeds[begin:end])
-            begin = end
-
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         self.maybe_compile(self.align, state, state.k)(state, state.k)
         return self.tokens[:, : state.k], self.probs[:, : state.k]

@@ -45,7 +45,7 @@ from weights.walker import pack_model
 
 # Flags that have no meaning in --a and --b.
 REFUSED = ("interactive", "system", "output", "ordered", "json", "prompt", "prompt_file", "num_samples", "profile",
-           "show_drafts", "prompt_cache", "draft_memory", "report")  # fmt: skip
+           "show_drafts", "prompt_cache", "report")  # fmt: skip
 TARGET_FLAGS = ("checkpoint", "adapter", "random_weights", "quantize", "quantize_head", "dtype", "device")
 WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
 CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many behind it

@@ -26,7 +26,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cli.draft_memory import draft_memory
 from cli.errors import ending_plainly, fail, use_threads
 from cli.flags import Parser, check_options, positive
 from cli.flags import parse_args as generate_flags
@@ -378,9 +377,8 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(0.01)
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
-    with draft_memory(args.draft_memory, session):
-        while connections.is_alive() and not decoder.is_stopped:
-            decoder.step(timeout_s=0.2)
+    while connections.is_alive() and not decoder.is_stopped:
+        decoder.step(timeout_s=0.2)
     return 130 if decoder.is_stopped else 0
 
 

@@ -3,10 +3,8 @@ law of sampled text with earlier answers, and the pool's file. Other files try i
 
 import collections
 import functools
-import json
 import random
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of,
 import decoding.sampling
 import decoding.timing as clock
 import drafts.suffix as suffix
-from cli.draft_memory import draft_memory
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
@@ -253,71 +250,7 @@ def test_no_draft_of_the_slots_last_request_is_left():
         assert records[0] == records[1]
 
 
-# ------------------------------------------------------------------------------------------------- the file
-
-COMMON = ["--max_new_tokens", "40", "--temperature", "0", "--json", "--device", "cpu", "--dtype", "float32"]
-
-
-def report_of(capsys, *flags: str) -> dict:
-    run_args(parse_args([*COMMON, "--draft", "suffix", *flags]))
-    return json.loads(capsys.readouterr().out)
-
-
-def test_a_memory_is_there_in_the_next_run(tmp_path, capsys):
-    file = tmp_path / "memory.json"
-    first, second = (report_of(capsys, "--draft_memory", str(file)) for _ in range(2))
-    assert first["tokens"] == second["tokens"] == report_of(capsys)["tokens"]
-    assert second["speculative"]["rounds"] < 12 < first["speculative"]["rounds"]
-    memory = json.loads(file.read_text())
-    assert set(memory["seeds"]) == {None} and memory["ids"].count(-1) == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["memory.json"]
-    run_args(
-        parse_args([*COMMON, "--temperature", "1", "--seed", "7", "--draft", "suffix", "--draft_memory", str(file)])
-    )
-    assert set(json.loads(file.read_text())["seeds"]) == {None, 7}
-
-
-def test_a_memory_holds_earlier_answers_first(tmp_path):
-    """Also where the second answer made the first one the pool's older half. Of equal matches the latest drafts."""
-    engine = Engine(tiny(0), 1, 64, drafter=SuffixDraft(pool_tokens=40))
-    session = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(pieces=lambda: [b"a"]))
-    texts, options = [], {"sampling": Sampling(1), "max_new_tokens": 12, "engine": engine}
-    with draft_memory(str(tmp_path / "memory.json"), session):
-        for seed in range(2):
-            texts += [1, 2, *(id for _, id in generate(engine.model, [[1, 2]], seed=seed, **options)), -1]
-    assert json.loads((tmp_path / "memory.json").read_text())["ids"] == texts
-
-
-def test_a_memory_stays_within_the_pool_however_many_runs_write_it(tmp_path):
-    model = tiny(0)
-    for seed in range(6):
-        engine = Engine(model, 1, 64, drafter=SuffixDraft(pool_tokens=40))
-        session = SimpleNamespace(engine=engine, tokenizer=SimpleNamespace(pieces=lambda: [b"a"]))
-        options = {"sampling": Sampling(1), "max_new_tokens": 12, "engine": engine}
-        with draft_memory(str(tmp_path / "memory.json"), session):
-            answer = [1, 2, *(id for _, id in generate(engine.model, [[1, 2]], seed=seed, **options)), -1]
-        ids = json.loads((tmp_path / "memory.json").read_text())["ids"]
-        assert len(ids) <= 40 and ids[-len(answer) :] == answer
-
-
-@pytest.mark.attack
-@pytest.mark.parametrize(
-    "key, value, message",
-    [
-        ("tokenizer", "0" * 64, "tokenizer: "), ("format", "x", "format: x there, a draft memory"),
-        ("vocab_size", 5, "vocab_size: 5 there, 2048 here"), ("ids", [1, 50, -1], "checksum: "), ("ids", 5, "checksum"),
-        ("seeds", None, "checksum: "), ("more", 1, "more: 1 there"), (None, None, "not readable"),
-    ],
-)  # fmt: skip
-def test_a_memory_that_does_not_fit_is_refused(tmp_path, capsys, key, value, message):
-    file = tmp_path / "memory.json"
-    report_of(capsys, "--draft_memory", str(file))
-    memory = json.loads(file.read_text())
-    file.write_text("{" if key is None else json.dumps(memory | {key: value}))
-    before = file.read_text()
-    with pytest.raises(ValueError, match=message) as error:
-        report_of(capsys, "--draft_memory", str(file))
-    assert str(file) in str(error.value) and "\n" not in str(error.value) and file.read_text() == before
+# ------------------------------------------------------------------------------------------------ flags
 
 
 @pytest.mark.parametrize(
@@ -325,8 +258,6 @@ def test_a_memory_that_does_not_fit_is_refused(tmp_path, capsys, key, value, mes
     [
         (["--draft", "suffix:0"], "suffix:0 must match at least 1 token"),
         (["--draft", "suffix:x"], "--draft suffix:x: 'x' is no number"),
-        (["--draft", "ngram", "--draft_memory", "m"], "--draft_memory needs --draft suffix"),
-        (["--draft", "suffix", "--draft_memory", "/nowhere/m"], "--draft_memory /nowhere/m: its folder does not exist"),
     ],
 )
 def test_wrong_flags(flags, message):

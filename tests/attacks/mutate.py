@@ -110,7 +110,6 @@ TESTS = {
     "loading/quantized/reader.py": "floats faults foreign",
     "cli/answers.py": "requests inputs program",
     "cli/chat.py": "program kept -k 'chat or message or turn or command or answer'",
-    "cli/draft_memory.py": "suffix",
     "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl or old_torch'",
     "cli/flags.py": "requests errors files program",
     "cli/load.py": "errors kept program speculative_cli"
