@@ -124,7 +124,7 @@ class Engine:
         self.requests: dict[int, Request] = {}  # by id, until they end
         self.draft_length: DraftLength | None = None
         self.readback = Readback(self.device, self.ranks.timeout_s)
-        self.read_at, self.last_step = 0.0, None  # time of the last read; timing.StepRecord
+        self.read_at = 0.0  # time of the last read
 
     @property
     def models(self) -> list[Transformer]:
@@ -349,7 +349,7 @@ class Engine:
                 positions = tuple(request.num_positions for _, request in running)
                 draft_s, verify_s = step_times(step)
                 draft_s += launch.draft_s
-                record = self.last_step = StepRecord(step.k, seconds, draft_s, verify_s, positions, self.costs)
+                record = StepRecord(step.k, seconds, draft_s, verify_s, positions, self.costs)
             if step.k:
                 num_drafted = sum(step.accepted[row] >= 0 for row, _ in running)
                 self.draft_length.drafted(num_drafted, max(1, len(running)))
@@ -369,12 +369,9 @@ class Engine:
 
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
         """Measure the cost of steps with `length` positions filled. Call it before the first request."""
-        self.use_costs(calibrate(self, sampling, length, rounds))
+        self.costs_by_rows = calibrate(self, sampling, length, rounds)
+        self.costs = self.costs_by_rows[self.batch_size]
         return self.costs
-
-    def use_costs(self, costs_by_rows: dict[int, Costs]) -> None:
-        """Set the cost of steps of one row and of all rows, for draft lengths and reports."""
-        self.costs_by_rows, self.costs = costs_by_rows, costs_by_rows[self.batch_size]
 
     def clear(self) -> None:
         """Park all rows, and empty all slots."""

@@ -141,7 +141,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("where it runs").add_argument
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
-    add("--threads", type=thread_count, metavar="N", help="threads of a CPU; default: all or one, as measured")
+    add("--threads", type=thread_count, metavar="N", help="threads of a CPU; default: all of them")
     add("--kv_cache_dtype", choices=CACHE_TYPES, default="model", help="of cached keys and values; int8 and fp8 take"
         " half the bytes; default: the model's")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step; default: on cuda")

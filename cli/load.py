@@ -22,7 +22,7 @@ from loading.plain_files import read_json
 from loading.quantization import head_scheme
 from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Config, KVCache, Transformer
-from speculative import Costs, Drafter
+from speculative import Drafter
 from tp import Ranks
 from weights.rooms import resolve
 from weights.walker import pack_model
@@ -129,19 +129,3 @@ def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Iterable[str
     if engine.drafter is not None:
         with defer_interrupts() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)
-
-
-def costs_by_threads(engine: Engine, sampling: Sampling, filled: int) -> dict[int, dict[int, Costs]]:
-    """{number of threads: costs by rows} for one thread and for all; {} without a drafter."""
-    num_threads = torch.get_num_threads()
-    if engine.drafter is None or num_threads == 1:
-        return {}
-    costs = {num_threads: engine.costs_by_rows}
-    try:
-        torch.set_num_threads(1)
-        engine.calibrate(sampling, filled, rounds=3)
-        costs[1] = engine.costs_by_rows
-    finally:
-        torch.set_num_threads(num_threads)
-    engine.use_costs(costs[num_threads])
-    return costs

@@ -16,7 +16,7 @@ import torch
 from cli.chat import chat, has_colours
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
 from cli.flags import check_options, parse_args, speculate_k
-from cli.load import cache_type, compiles, costs_by_threads, load, pick_device, print_unused, target_config, warm_up
+from cli.load import cache_type, compiles, load, pick_device, print_unused, target_config, warm_up
 from cli.memory import check_memory
 from cli.output import Output, ResultFile, print_skipped, unanswered
 from cli.page import write_report
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace | None = None) -> None:
     end_with_launcher()
     everyone = join(device, args.timeout)
     ranks = everyone.replica(args.tp or everyone.world)
-    threads = use_threads(args.threads)
+    use_threads(args.threads)
     with silent(everyone.rank > 0):
         everyone.check_same(lambda: settings(args))
         replicas, piped = Replicas(everyone, ranks), is_open_pipe(args)
@@ -67,8 +67,6 @@ def main(args: argparse.Namespace | None = None) -> None:
         session, rows, refused = open_session(
             args, lines, device, ranks, piped=piped, answered=answered, num_replicas=replicas.count
         )
-        if device.type == "cpu" and ranks.world == 1 and args.threads is None:
-            session.choose_threads(threads)
         prompts = [row.ids for row in rows]
         with cache.around(session.engine, prompts), profiled(args.profile if replicas.is_root else None):
             if args.interactive:
@@ -157,13 +155,11 @@ def open_session(
     )  # fmt: skip
     sampling = sampling_of(args)
     stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)
-    kinds, costs = kinds_of(rows) if has_known_rows else KINDS_OF_SAMPLING, {}
+    kinds = kinds_of(rows) if has_known_rows else KINDS_OF_SAMPLING
     if rows or not samples:  # else all is answered
         warm_up(engine, rows[0].sampling if rows else sampling, length // 2, kinds)
-        if device.type == "cpu" and ranks.world == 1 and args.threads is None:
-            costs = costs_by_threads(engine, rows[0].sampling if rows else sampling, length // 2)
     coloured = args.show_drafts and not args.json and has_colours(sys.stdout)
-    return Session(engine, tokenizer, sampling, stop_ids, coloured, costs=costs), rows, refused
+    return Session(engine, tokenizer, sampling, stop_ids, coloured), rows, refused
 
 
 def context_limit(args: argparse.Namespace, config: Config) -> int:

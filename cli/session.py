@@ -1,13 +1,10 @@
 """An engine, and how one run of the program decodes with it. This file prints nothing and knows no flag."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from cli.answers import Answer, Printer
 from cli.errors import defer_interrupts
-from cli.threads import Threads
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.tokenizer import Tokenizer
@@ -24,10 +21,7 @@ class Session:
     sampling: Sampling
     stop_ids: frozenset[int]
     coloured: bool = False
-    threads: Threads | None = None  # chooses their number while decoding
-    costs: dict = field(default_factory=dict)  # number of threads -> Engine.costs_by_rows
     after_step: Callable[[], object] = lambda: None
-    observed: object = None  # the last step that `threads` has seen
 
     def printer(self, stops: Sequence[str], streaming: bool = False) -> Printer:
         return Printer(self.tokenizer, self.stop_ids, stops, streaming, self.coloured)
@@ -48,7 +42,6 @@ class Session:
                             return
                         continue
                     engine.step()
-                    self.observe_step()
                     self.after_step()
                     for id in [id for id, answer in running.items() if answer.feed()]:
                         answer = running.pop(id)
@@ -69,19 +62,3 @@ class Session:
         )  # fmt: skip
         answer.request = self.engine.requests[id]
         return id
-
-    def choose_threads(self, num_threads: int) -> None:
-        """From now on, choose between `num_threads` threads and one by the steps' times."""
-        self.threads = Threads(num_threads, self.use_threads)
-
-    def use_threads(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        if num_threads in self.costs:
-            self.engine.use_costs(self.costs[num_threads])
-
-    def observe_step(self) -> None:
-        """Pass the last step's time to `threads`, once."""
-        step = self.engine.last_step
-        if self.threads is not None and step is not self.observed:
-            self.observed = step
-            self.threads.observe((len(step.positions), step.k), step.seconds)

@@ -348,11 +348,10 @@ def run(args: argparse.Namespace) -> int:
         listener = socket.create_server((args.host, args.port), family=family)
     except OSError as error:
         raise ValueError(f"--host {args.host} --port {args.port}: cannot listen there: {error}") from None
-    device, threads = pick_device(args.device), use_threads(args.threads)
+    device = pick_device(args.device)
+    use_threads(args.threads)
     session_args = argparse.Namespace(**{**vars(args), "interactive": True, "logprobs": MAX_TOP_LOGPROBS})
     session, _, _ = open_session(session_args, [], device, ALONE, num_slots=args.batch_size)
-    if device.type == "cpu" and args.threads is None:
-        session.choose_threads(threads)
     decoder = Decoder(session, args.queue)
     address, port = listener.getsockname()[:2]
     is_local = ip_address(address).is_loopback

@@ -92,8 +92,8 @@ def test_engines_keep_their_own_code_on_older_torch(folder_of, isolated, monkeyp
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4-g32", marks=pytest.mark.long)])
 def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
-    """Prompts of more and fewer rows than the kernels take at once, embedded by a quantized head. cli/threads.py
-    changes the number of threads while tokens are decoded."""
+    """Prompts of more and fewer rows than the kernels take at once, embedded by a quantized head. A
+    program may change the number of threads between two requests."""
     options = {"dtype": torch.float32, "quantize": scheme, "head": scheme}
     engine = Engine(load_model(folder_of("llama-3.2"), **options), 1, 60, compile=True)
     engine.warm_up(GREEDY)

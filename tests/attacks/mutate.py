@@ -124,7 +124,6 @@ TESTS = {
     "cli/replicas.py": "files program -k 'replicas or torchrun or line'",
     "cli/report.py": "report experts speculative_cli program -k 'report or bytes or count or json or statistics'",
     "cli/session.py": "kept program -k 'half_known or chat or text'",
-    "cli/threads.py": "threads",
     "cli/version.py": "program -k version",
     "scripts/batches.py": "serve -m 'attack and not browser'",
     "scripts/compare.py": "compare live",
