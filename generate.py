@@ -33,7 +33,6 @@ from model import Caches, KVCache, Transformer, row_view
 from speculative import Costs, CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
 from weights.compiling import compile_options, recompile_options
-from weights.stored_code import StoredFunction, can_store
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
@@ -61,15 +60,11 @@ def decode_step(model: Transformer, caches: Caches, state: State) -> None:
 # ----------------------------------------------------------------------------------------------- engine
 
 
-def compiled(function: Callable, device: torch.device, prompts: bool = False, stored: bool = False) -> Callable:
+def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
     """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU steps are replayed as
-    CUDA graphs; prompts have too many lengths for that. `stored`: later processes load it, where torch can."""
-
-    def compile(options: dict) -> Callable:
-        return torch.compile(function, fullgraph=True, dynamic=False, options=options, **recompile_options())
-
+    CUDA graphs; prompts have too many lengths for that."""
     options = compile_options(device, prompts)
-    return StoredFunction(function, compile, options) if stored and can_store(device) else compile(options)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options, **recompile_options())
 
 
 class Engine:
@@ -80,14 +75,13 @@ class Engine:
     speculate_k is K, or "auto", which needs `calibrate`. `compile_prompts` defaults to `compile`. With `one_width`
     every step is a pass over K + 1 positions, drafted or not. Reuse an engine while shapes stay the same: `warm_up`
     compiles once. Engines may share a model; a drafter belongs to the engine made last. `kind`: KVCache or one of
-    kv_8bit.py. `process` changes logits before sampling: see State. `stored`: keep compiled steps on disk.
+    kv_8bit.py. `process` changes logits before sampling: see State.
     """
 
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
         speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None, one_width: bool = False,
         process: Callable | None = None, logprobs: int | None = None, kind: type[KVCache] = KVCache,
-        stored: bool = False,
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
@@ -96,7 +90,7 @@ class Engine:
         validation.check_logprobs(logprobs, model.config.vocab_size)
         self.speculate_k = speculate_k if drafter is not None else 0
         self.ks = () if drafter is None else drafter.draft_lengths(speculate_k)
-        self.model, self.compile, self.stored = model, compile, stored
+        self.model, self.compile = model, compile
         self.batch_size, self.max_seq_length = batch_size, max_seq_length
         self.device, self.ranks = model.norm.weight.device, ranks_of(model)
         V, K = model.config.vocab_size, max(self.ks, default=0)  # a round at the context's end writes K positions more
@@ -139,7 +133,7 @@ class Engine:
         unbound, instance = getattr(function, "__func__", function), getattr(function, "__self__", None)
         key = (unbound, state.kind, len(state.pos), *static)
         if key not in self.steps:
-            self.steps[key] = compiled(unbound, self.device, stored=self.stored)
+            self.steps[key] = compiled(unbound, self.device)
         return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
 
     def rows(self, begin: int, end: int) -> Rows:

@@ -145,7 +145,6 @@ class Drafter(nn.Module):
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # must prompts go through the drafter's model too?
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
-    untraced = ("owner", "maybe_compile")  # attributes that compiled functions do not read (weights/stored_code.py)
     num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
     num_scratch = 0  # positions from the last decided token on that its cache needs beyond the target's
     max_draft_tokens = math.inf  # of a round

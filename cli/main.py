@@ -151,7 +151,7 @@ def open_session(
         model, num_slots, length,
         compile=compiles(args.compile, device), drafter=drafter, speculate_k=speculate_k(args),
         compile_prompts=None if device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS else False,
-        one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args), stored=True,
+        one_width=args.one_width, logprobs=args.logprobs, kind=cache_type(args),
     )  # fmt: skip
     sampling = sampling_of(args)
     stop_ids = ranks.broadcast_object(frozenset() if args.ignore_eos else tokenizer.stop_ids)

@@ -13,7 +13,6 @@ import itertools
 import os
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ import pytest
 import torch
 from conftest import BASE, ROOT, forked
 from safetensors.torch import save_file
-from torch.utils._filelock import FileLock
 
 import cli.errors as edge
 import loading.checkpoint as checkpoint
@@ -31,7 +29,6 @@ import loading.files as files
 from loading.checkpoint import load_model, random_model, save_model
 from loading.config import config_from_hf
 from tests.attacks import faults
-from weights import compiling
 
 HF = {**BASE, "model_type": "llama", "vocab_size": 384}
 
@@ -336,52 +333,8 @@ def test_a_rank_ends_with_its_launcher(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------- compiling
 
 
-def test_libraries_that_an_interrupted_compilation_left_are_deleted(tmp_path):
-    """Whatever a linker had written of them by then. Whole ones stay, and so does one that is being written now."""
-    whole = Path(torch._C.__file__).read_bytes()
-    (table,), (entry, count) = struct.unpack_from("<Q", whole, 40), struct.unpack_from("<HH", whole, 58)
-    (tmp_path / "ab").mkdir(), (tmp_path / "locks").mkdir()
-    cuts = {"c1": 0, "c2": 63, "c3": table // 2, "c4": table + entry * count - 1, "c5": 0, "c6": len(whole)}
-    for name, size in cuts.items():
-        (tmp_path / "ab" / f"{name}.main.so").write_bytes(whole[:size])
-        (tmp_path / "ab" / f"{name}.main.cpp").touch()
-    (tmp_path / "ab" / "c7.so").write_bytes(bytes(len(whole)))  # of its size, with nothing written yet
-    with FileLock(str(tmp_path / "locks" / "c5.lock")):
-        compiling.remove_truncated(str(tmp_path))
-    assert {file.name for file in (tmp_path / "ab").glob("*.so")} == {"c5.main.so", "c6.main.so"}
-    assert len([*(tmp_path / "ab").glob("*.cpp")]) == 6
-    compiling.remove_truncated(str(tmp_path))
-    assert [file.name for file in (tmp_path / "ab").glob("*.so")] == ["c6.main.so"]
-
-
-def test_compiling_deletes_such_libraries_first(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiling, "repair_cache", compiling.repair_cache.__wrapped__)  # else once in a process
-    library = tmp_path / "ab" / "c1.main.so"
-    library.parent.mkdir(), library.touch()
-    compiling.compile_options(torch.device("cuda"), prompts=False)  # of a CPU, it would compile a probe
-    assert not library.exists()
-
-
 def test_a_damaged_library_is_one_line(capsys):
     with pytest.raises(SystemExit) as exit, edge.ending_plainly():
         raise RuntimeError("OSError: /tmp/cx.main.so: file too short\n\nset TORCHDYNAMO_VERBOSE=1")
     error = capsys.readouterr().err
     assert exit.value.code == 2 and "delete the folder" in error and error.count("\n") == 1
-
-
-@pytest.mark.long
-def test_an_interrupted_compilation_does_not_stop_later_runs(text_folder, tmp_path):
-    """Every library of the cache is cut off, the probe of the instruction set too."""
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    flags = ["--checkpoint", text_folder, "--device", "cpu", "--compile", "--max_new_tokens", "4", "--temperature", "0"]
-    command, texts = [sys.executable, ROOT / "generate.py", *flags], []
-    for _ in range(2):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
-        libraries = {file: file.stat().st_size for file in tmp_path.glob("??/*.so")}
-        assert libraries and all(libraries.values())
-        for file in libraries:
-            os.truncate(file, 0)
-    assert texts[0] == texts[1]

@@ -6,7 +6,6 @@
     is_small_batch              compare a number of rows that may be dynamic with a bound
     filter_guards               the conditions that compiled code checks before it runs
     probe_vector_isa            find the processor's vector instructions in the background
-    remove_truncated            delete libraries that an interrupted compilation left unfinished
     register_handle             a number for a module that the compiler cannot trace; module_of returns the module
 
 Three workarounds stand where they act: `Block.forward` is a nested region, so that one block is compiled for all
@@ -17,10 +16,7 @@ a prompt alone. benchmarks/NOTES.md has the time that each saves.
 import functools
 import inspect
 import itertools
-import os
 import re
-import struct
-import sys
 import threading
 import weakref
 
@@ -98,7 +94,6 @@ def filter_guards(guards: list) -> list[bool]:
 
 def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     """Inductor's settings for steps, or for prompts, which have too many lengths for CUDA graphs."""
-    repair_cache()
     if device.type == "cpu":
         probe_vector_isa()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
@@ -107,49 +102,6 @@ def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
     # Inductor's debug traces are off, and no key of torch's caches depends on it.
     isolating_options = {} if CAN_ISOLATE else {"trace.debug_dir": f"call-{next(_call_numbers)}"}
     return options | UNCHECKED | {"guard_filter_fn": filter_guards} | isolating_options | gpu_options
-
-
-@functools.cache
-def repair_cache() -> None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # here: a slow import
-
-    remove_truncated(cache_dir())
-
-
-def remove_truncated(folder: str) -> None:
-    """Delete unfinished libraries (folder/??/*.so) from Inductor's cache; keep those that another process locks.
-
-    torch loads any file that exists: an unfinished kernel fails in every later run, and an unfinished probe disables
-    the vector instructions that it tests.
-    """
-    from torch.utils._filelock import FileLock
-
-    with os.scandir(folder) as entries:
-        subfolders = [entry.path for entry in entries if len(entry.name) == 2]
-    for subfolder in subfolders:
-        for name in os.listdir(subfolder):
-            path = f"{subfolder}/{name}"
-            if not name.endswith(".so") or not is_truncated(path):
-                continue
-            os.makedirs(f"{folder}/locks", exist_ok=True)
-            lock = FileLock(f"{folder}/locks/{name.partition('.')[0]}.lock")
-            try:
-                with lock.acquire(timeout=0):
-                    os.unlink(path)
-            except TimeoutError:
-                continue
-
-
-def is_truncated(path: str) -> bool:
-    """Is a library empty, or does its ELF header point beyond the file's end? The linker writes the header last."""
-    with open(path, "rb", buffering=0) as file:
-        header, size = file.read(64), os.fstat(file.fileno()).st_size
-    if sys.platform != "linux":
-        return not header
-    if len(header) < 64 or not header.startswith(b"\x7fELF"):
-        return True
-    (table_start,), (entry_size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
-    return not 0 < table_start <= size - entry_size * count
 
 
 @functools.cache

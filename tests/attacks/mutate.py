@@ -86,7 +86,6 @@ TESTS = {
     "weights/gpu.py": "fused",
     "weights/linears.py": "cpu_products fused quantize foreign rounding -k 'not test_rounding or chunks'",
     "weights/rounding.py": "rows_alone rounding",
-    "weights/stored_code.py": "stored_code",
     "weights/walker.py": "families quantize experts",
     "loading/adapter.py": "adapter -m attack",
     "loading/chat_templates.py": "tokenizer fuzz requests -k 'tokenizer or fuzz or template'",
