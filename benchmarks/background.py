@@ -1,6 +1,7 @@
 """The cost of compiling beside decoding: `python -m benchmarks.background`.
 
-    pauses      gaps between the tokens of an eager engine while a thread compiles the same steps or loads stored ones
+    pauses      gaps between the tokens of an eager engine while a thread compiles the same steps, with
+                empty caches and with full ones
     texts       greedy answers that an eager and a compiled engine give alike
 
 It answers why a CPU decodes eagerly until --compile: benchmarks/NOTES.md, "Compiling in the background".
@@ -56,7 +57,7 @@ def measure(args: argparse.Namespace) -> dict:
     model = load_model(args.checkpoint)
     pack_model(model)
     eager = Engine(model, 1, 512)
-    compiled = Engine(model, 1, 512, compile=True, compile_prompts=False, stored=True)
+    compiled = Engine(model, 1, 512, compile=True, compile_prompts=False)
     gaps_until(eager, lambda num_gaps: num_gaps > 50)
     alone, start = gaps_until(eager, lambda num_gaps: num_gaps > 200), time.perf_counter()
     thread = threading.Thread(target=warm_up, args=(compiled, GREEDY.kind))
@@ -83,7 +84,7 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        for part, texts in (("compile", 0), ("load", args.texts)):
+        for part, texts in (("empty caches", 0), ("full caches", args.texts)):
             command = [sys.executable, "-m", "benchmarks.background", "--part", "--checkpoint", str(args.checkpoint)]
             run = subprocess.run(
                 [*command, "--texts", str(texts)], cwd=ROOT, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder},

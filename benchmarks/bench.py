@@ -214,7 +214,7 @@ def measure_compile(args) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             for values in seconds.values():
                 env = {"TORCHINDUCTOR_CACHE_DIR": folder}
-                worker = quickdraft(hf=TINYLLAMA, compile=True, stored=True, env=env)
+                worker = quickdraft(hf=TINYLLAMA, compile=True, eager_prompts=True, env=env)
                 values.append(worker.call(method="decode", steps=1, filled=10)["compile_s"])
                 worker.close()
     note = "the greedy step of the 1.1B shape, batch 1, prepared as by generate.py, with warm-up"

@@ -50,13 +50,13 @@ class Contender:
 
     def __init__(
         self, hf: dict, format: str = "bf16", dtype: str = "bfloat16", compile: bool = False, batch: int = 1,
-        cache: int = 1024, stored: bool = False,
+        cache: int = 1024, eager_prompts: bool = False,
     ):  # fmt: skip
-        """`stored`: compile as generate.py does for short prompts, which run eagerly, and keep the step on disk."""
+        """`eager_prompts`: compile decode steps alone, as generate.py does on a CPU for short prompts."""
         options = {"dtype": getattr(torch, dtype), "quantize": scheme_of(format), "head": scheme_of(format)}
         self.model = pack_model(random_model(config_from_hf(hf), **options))
-        prompts = {"compile_prompts": False} if stored else {}
-        self.engine = Engine(self.model, batch, cache, compile=compile, stored=stored, **prompts)
+        compile_prompts = compile and not eager_prompts
+        self.engine = Engine(self.model, batch, cache, compile=compile, compile_prompts=compile_prompts)
         self.compile_s = self.engine.warm_up(GREEDY) if compile else 0.0
         self.batch = batch
         self.verifying_engine: Engine | None = None
