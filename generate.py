@@ -75,13 +75,14 @@ class Engine:
     speculate_k is K, or "auto", which needs `calibrate`. `compile_prompts` defaults to `compile`. With `one_width`
     every step is a pass over K + 1 positions, drafted or not. Reuse an engine while shapes stay the same: `warm_up`
     compiles once. Engines may share a model; a drafter belongs to the engine made last. `kind`: KVCache or one of
-    kv_8bit.py. `process` changes logits before sampling: see State.
+    kv_8bit.py. `logits_processor` changes logits before sampling: see
+    State.
     """
 
     def __init__(
         self, model: Transformer, batch_size: int, max_seq_length: int, *, compile: bool = False, drafter=None,
         speculate_k: int | str = DEFAULT_K, compile_prompts: bool | None = None, one_width: bool = False,
-        process: Callable | None = None, logprobs: int | None = None, kind: type[KVCache] = KVCache,
+        logits_processor: Callable | None = None, logprobs: int | None = None, kind: type[KVCache] = KVCache,
     ):  # fmt: skip
         self.drafts, self.one_width = drafter is not None, one_width
         drafter = Drafter() if one_width and drafter is None else drafter
@@ -102,7 +103,7 @@ class Engine:
         self.identical = self.runner.attends_alike and self.ranks.world == 1 and num_rows <= batch_invariant_rows(model)
         self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
-            self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, process, logprobs, V)
+            self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, logits_processor, logprobs, V)
         self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
         self.steps: dict[tuple, Callable] = {}  # compiled
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
@@ -382,7 +383,7 @@ def generate(
     model: Transformer, prompts: Sequence[Sequence[int]], *, sampling: Sampling | Sequence[Sampling],
     max_new_tokens: int | Sequence[int], stop_ids: Iterable[int] = (), seed: int | Sequence[int] = 0,
     max_seq_length: int | None = None, drafter=None, speculate_k: int | str = DEFAULT_K, engine: Engine | None = None,
-    timing: Timing | None = None,
+    timing: Timing | None = None, logits_processor: Callable | None = None,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Decode independent prompts; yields (row, token id) as tokens are decided.
 
@@ -394,11 +395,16 @@ def generate(
     sampled tokens have the same distribution. An `engine` has its own drafter, and may run other requests at the same
     time; without one, an eager engine is made. `timing` receives the rows' requests.
 
+    logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that the tokens after `pos` are
+    drawn from, for plain decoding, drafts and verification alike. Its result for a position may depend on the tokens up
+    to there, and not on T.
+
     Raises ValueError before anything runs if a prompt is empty or holds an id outside the vocabulary, or if prompt and
     new tokens exceed max_seq_length (default: the engine's, or the model's context) or the drafter's context; and while
     running if the model's logits are not finite.
     """
-    assert engine is None or drafter is None, "the engine was made with its own drafter"
+    has_options = drafter is not None or logits_processor is not None
+    assert engine is None or not has_options, "the engine was made with its own drafter and logits_processor"
     max_seq_length = (engine or model.config).max_seq_length if max_seq_length is None else max_seq_length
     budgets = validation.integer_per_row("max_new_tokens", max_new_tokens, len(prompts))
     seeds = validation.integer_per_row("seed", seed, len(prompts))
@@ -406,7 +412,8 @@ def generate(
     validation.check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
     if engine is None:
         max_length = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
-        engine = Engine(model, len(prompts), max_length, drafter=drafter, speculate_k=speculate_k)
+        options = {"speculate_k": speculate_k, "logits_processor": logits_processor}
+        engine = Engine(model, len(prompts), max_length, drafter=drafter, **options)
     else:
         validation.check_engine(engine, model, max_seq_length)
     stop_ids = frozenset(stop_ids)

@@ -232,7 +232,7 @@ class ModelDraft(Drafter):
         """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the proposal."""
         logits = self.model.head(h)[..., : self.vocab]  # (B, T, V) of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
-        logits = state.penalize(logits, (pos[:, :1] - 1).expand_as(pos))
+        logits = state.process_draft_logits(logits, (pos[:, :1] - 1).expand_as(pos))
         q = sampling.distribution(logits, state.kind, state.values)
         noise = uniform(state.seed[:, None].expand_as(pos), pos, DRAFT_DRAW)  # (B, T)
         token = state.broadcast(draw(q, noise, state.kind).clamp(min=0))

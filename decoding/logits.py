@@ -4,8 +4,9 @@
     apply_masks     minus infinity for the tokens that a row's grammar forbids
     top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
-Any function of logits, tokens and positions may process logits too (Engine's `process`). Its result for a position must
-not depend on how many positions a pass computes: drafting then stays lossless. This file knows no model and no text.
+Any function of logits, tokens and positions may process logits too (Engine's `logits_processor`). Its result for a
+position must not depend on how many positions a pass computes; drafting then stays lossless. This file knows no model
+and no text.
 """
 
 import torch

@@ -178,8 +178,8 @@ def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
 
 
 def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, which the default one-hot marks."""
-    if kind == GREEDY and distribution is DEFAULT_DISTRIBUTION:
+    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, which the one-hot marks."""
+    if kind == GREEDY:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
     return draw(distribution(logits, kind, values), noise)
@@ -211,9 +211,6 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
         filtered = filtered * (is_neutral | SETTINGS[name].filter(filtered, value_by_name[name]))
         is_filtered = is_filtered | ~is_neutral
     return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
-
-
-DEFAULT_DISTRIBUTION = distribution  # a program may put another function in its place
 
 
 def common_kind(owners: Iterable) -> str:
@@ -253,9 +250,9 @@ def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
 
     The first id whose cumulative mass exceeds noise times the total. Ids of probability 0 count neither there nor in
     the total: a parallel scan may round equal sums differently, which must not draw an impossible token, or none.
-    The default greedy `distribution` has one possible id, and takes no sum.
+    A greedy distribution has one possible id, and takes no sum.
     """
-    if kind == GREEDY and distribution is DEFAULT_DISTRIBUTION:
+    if kind == GREEDY:
         top, token = p.max(dim=-1)
         return torch.where(top > 0, token, INVALID)
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN

@@ -26,17 +26,19 @@ class State(nn.Module):
     from the host. A row_view of a State is a State of a range of slots.
 
     `kind` selects the code that serves the samplings of all rows; everything else may change without compiling. With
-    several ranks, rank 0's decisions enter every rank's state. process(logits (B, T, V), tokens (B, S), pos (B, T))
-    returns other logits. `logprobs`: the number of top tokens to record for each token, or None. return_logprobs turns
-    recording off for a while; it selects code too.
+    several ranks, rank 0's decisions enter every rank's state. logits_processor(logits (B, T, V), tokens (B, S),
+    pos (B, T)) returns the logits that tokens are drawn from. `logprobs`: the number of top tokens to record for each
+    token, or None. return_logprobs turns recording off for a while; it selects code too.
     """
 
     def __init__(
         self, B: int, S: int, device: torch.device, K: int = 0, ranks: Ranks = ALONE,
-        process: Callable | None = None, logprobs: int | None = None, vocab_size: int = 0,
+        logits_processor: Callable | None = None, logprobs: int | None = None, vocab_size: int = 0,
     ):  # fmt: skip
         super().__init__()
-        self.process, self.num_top_logprobs, self.return_logprobs = process, logprobs, logprobs is not None
+        self.logits_processor = logits_processor
+        self.vocab_size = vocab_size
+        self.num_top_logprobs, self.return_logprobs = logprobs, logprobs is not None
         self.kind, self.broadcast, self.parking = GREEDY, ranks.broadcast, S
         self.k = self.length = 0  # for drafters: tokens to draft in this round, positions filled after it
         self.all_draft, self.constrained = True, []  # of `serve`; constrained: (row, request) pairs with a grammar
@@ -115,12 +117,22 @@ class State(nn.Module):
         return penalize(logits, self.tokens, pos, self.prompt_length, self.values, self.biases)
 
     def process_logits(self, logits: Tensor, pos: Tensor) -> Tensor:
-        """logits (B, T, V) at pos (B, T) as tokens are drawn from them: penalized, masked, changed by `process`."""
+        """logits (B, T, V) at pos (B, T) as tokens are drawn from them: penalized, masked, then processed."""
         logits = self.penalize(logits, pos)
         if self.kind == PENALIZED:
             logits = apply_masks(logits, self.masks[:, : logits.size(1)])
+        if self.logits_processor is None:
+            return logits
         # A copy: it may write to its argument, and log-probabilities are those of the unmodified logits.
-        return logits if self.process is None else self.process(logits.clone(), self.tokens, pos)
+        return self.logits_processor(logits.clone(), self.tokens, pos)
+
+    def process_draft_logits(self, logits: Tensor, pos: Tensor) -> Tensor:
+        """A draft's logits (B, T, V) at pos (B, T) as its tokens are drawn from them: penalized, and processed where
+        the draft has the target's vocabulary, so that it proposes what the target may accept."""
+        logits = self.penalize(logits, pos)
+        if self.logits_processor is None or logits.size(-1) != self.vocab_size:
+            return logits
+        return self.logits_processor(logits, self.tokens, pos)
 
     def record_logprobs(self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None) -> None:
         """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and the probabilities

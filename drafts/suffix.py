@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import decoding.sampling as sampling
 import decoding.timing as timing
 from decoding.scheduler import Request, common_prefix
 from model import Config, Transformer
@@ -192,9 +191,8 @@ class SuffixDraft(Drafter):
 
 
 def noise_seed(request: Request) -> int | None:
-    """The seed of the noise that draws the request's tokens. The default greedy distribution needs none."""
-    is_greedy = request.sampling.temperature == 0 and sampling.distribution is sampling.DEFAULT_DISTRIBUTION
-    return None if is_greedy else request.seed
+    """The seed of the noise that draws the request's tokens; None for greedy ones, which need no noise."""
+    return None if request.sampling.temperature == 0 else request.seed
 
 
 def from_spec(value: str, config: Config) -> Callable[[Transformer], SuffixDraft]:

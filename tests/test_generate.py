@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import FAMILIES, oracle
 
-import decoding.sampling as sampling_module
 import decoding.timing as timing
 import generate as library
 from decoding.sampling import Sampling
@@ -97,12 +96,9 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.token_probs == [[], [], [], []]
 
 
-def test_the_recorded_p_is_that_of_a_forks_distribution(monkeypatch, folder_of):
-    """docs/fork.md: decoding.sampling.distribution is the only function that turns logits into probabilities."""
-    usual = sampling_module.distribution
-    monkeypatch.setattr(sampling_module, "distribution", lambda logits, *rest: usual(2 * logits, *rest))
+def test_the_recorded_p_is_that_of_the_processed_logits(folder_of):
     model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
-    engine = Engine(model, 1, 40, logprobs=0)
+    engine = Engine(model, 1, 40, logprobs=0, logits_processor=lambda logits, tokens, pos: 2 * logits)
     (ids,) = rows_of(model, PROMPTS[:1], timing=timing, sampling=Sampling(1), seed=3, engine=engine)
     text, pos = torch.tensor([PROMPTS[0] + ids]), torch.arange(len(PROMPTS[0] + ids))
     p = (2 * model(text, pos)[0, len(PROMPTS[0]) - 1 : -1]).softmax(-1)  # (T, V)
@@ -110,35 +106,40 @@ def test_the_recorded_p_is_that_of_a_forks_distribution(monkeypatch, folder_of):
     assert recorded == pytest.approx([p[i, id].item() for i, id in enumerate(ids)], abs=1e-4)
 
 
+def second_best(logits, tokens, pos):
+    """Bans the most likely token, so that the argmax of the model is not the greedy choice."""
+    return logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf"))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafting_keeps_a_forks_distribution(temperature, monkeypatch, folder_of):
-    """One that bans the most likely token, so that the argmax is not its greedy choice."""
-    usual = sampling_module.distribution
-
-    def second_best(logits, kind, values):
-        return usual(logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf")), kind, values)
-
+def test_a_draft_proposes_from_the_processed_logits(temperature, folder_of):
+    """Greedy text is that of plain decoding. The target drafts for itself, so p = q, and every token is accepted; a
+    draft without the processor would propose the banned token and lose every round."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     options = {"sampling": Sampling(temperature), "seed": 3}
     before = rows_of(model, PROMPTS, **options)
-    monkeypatch.setattr(sampling_module, "distribution", second_best)
-    plain = rows_of(model, PROMPTS, **options)
+    plain = rows_of(model, PROMPTS, logits_processor=second_best, **options)
     assert plain != before
-    if temperature == 0:
-        drafter = ModelDraft(layer_subset(model, [0, 1]))
-        assert rows_of(model, PROMPTS, drafter=drafter, speculate_k=3, **options) == plain
+    for layers, is_accepted in ((range(model.config.n_layers), True), ([0, 1], False)):
+        drafter, timing = ModelDraft(layer_subset(model, layers)), Timing()
+        drafted = rows_of(
+            model, PROMPTS, drafter=drafter, speculate_k=3, logits_processor=second_best, timing=timing, **options
+        )
+        assert temperature or drafted == plain
+        records = [record for records in timing.tokens for record in records if record.index < record.k]
+        assert records and (not is_accepted or all(record.overlap > 1 - 1e-3 for record in records))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0, repetition_penalty=1.1)])
-def test_log_probabilities_are_those_before_process(sampling, folder_of):
+def test_log_probabilities_are_those_before_the_processor(sampling, folder_of):
     """Also of a function that writes to its argument."""
 
-    def process(logits, tokens, pos):
+    def ban(logits, tokens, pos):
         logits[..., :100] = float("-inf")
         return logits
 
     model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
-    engine = Engine(model, 1, 40, process=process, logprobs=0)
+    engine = Engine(model, 1, 40, logits_processor=ban, logprobs=0)
     ((id, *_),) = rows_of(model, PROMPTS[:1], sampling=sampling, engine=engine, timing=timing)
     logits = model(torch.tensor(PROMPTS[:1]), torch.arange(len(PROMPTS[0])))[0, -1]
     assert id >= 100 and timing.top_logprobs[0][0][0][1] == pytest.approx(logits.log_softmax(-1)[id].item(), abs=1e-4)

@@ -473,7 +473,7 @@ def test_any_function_may_process_logits(folder_of):
         return logits.scatter(2, tokens.gather(1, (pos - 1).clamp(min=0))[..., None], -torch.inf)
 
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    texts = [decoded(model, Sampling(0), process=ban, drafter=DRAFTS[draft](model))[0] for draft in DRAFTS]
+    texts = [decoded(model, Sampling(0), logits_processor=ban, drafter=DRAFTS[draft](model))[0] for draft in DRAFTS]
     assert texts[0] == texts[1] == texts[2] != decoded(model, Sampling(0))[0]
     for prompt, row in zip(PROMPTS, texts[0], strict=True):
         text = prompt + row
