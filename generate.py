@@ -1,12 +1,14 @@
 """Token ids in, token ids out: `python generate.py --checkpoint DIR --prompt "Once upon a time"`.
 
+    decode                  the whole idea: prefill, then one token a step, for one prompt
     decode_step             advances a batch, a few fixed tensors, by one token in place
     compiled                the only call of torch.compile
     Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
     generate, stream        independent prompts -> ids as they are decided; one prompt -> text
 
-This file knows token ids and nothing of text. decoding/ has slots, sampling and timing; model.py the arithmetic;
-loading/ reads weights; speculative.py drafts. Run as a program, this file hands over to cli/.
+Read `decode` first; Engine gives the same tokens, for many requests at a time, drafted or compiled, and without waiting
+for each token. This file knows token ids and nothing of text. decoding/ has slots, sampling and timing; model.py the
+arithmetic; loading/ reads weights; speculative.py drafts. Run as a program, this file hands over to cli/.
 """
 
 if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from the first moment on
@@ -17,14 +19,15 @@ if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 import decoding.validation as validation
+from decoding.logits import penalize_text
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
-from decoding.sampling import Sampling, sample, uniform
+from decoding.sampling import INVALID, Sampling, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
 from decoding.slots import MAX_STOP_IDS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
@@ -38,6 +41,43 @@ from weights.walker import batch_invariant_rows
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
 PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; see `step` for a GPU
 DEFAULT_K = 5  # tokens drafted a round
+
+
+@torch.inference_mode()
+def decode(
+    model: Transformer,
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    seed: int = 0,
+    cache_type: type[KVCache] = KVCache,
+) -> Iterator[int]:
+    """Prefill the prompt, then decode one token a step: yields new ids up to a stop id, which comes last, or up to
+    max_new_tokens. ValueError for a prompt that is empty or does not fit into the model's context."""
+    validation.check_lengths(model, [prompt], [max_new_tokens], model.config.max_seq_length)
+    device = model.norm.weight.device
+    max_length = len(prompt) + max_new_tokens
+    caches = model.make_caches(1, max_length, cache_type)
+    seeds = torch.tensor([seed], device=device)  # (1,)
+    text = torch.tensor([prompt], device=device)  # (1, S) all tokens so far
+    pos = torch.arange(len(prompt), device=device)  # (T,) those that no layer has seen: the prompt, then one token
+    for length in range(len(prompt), max_length):
+        h = model.hidden(text[:, pos], pos, caches.slice_to(length))  # (1, T, D)
+        logits = model.head(h[:, -1])  # (1, V)
+        logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
+        pos = pos[-1:] + 1  # (1,)
+        token = sampling.sample(logits, uniform(seeds, pos))  # (1,)
+        if token.item() == INVALID:
+            raise ValueError(f"position {length}: the model's logits are not finite")
+        yield token.item()
+        if token.item() in stop_ids:
+            return
+        text = torch.cat((text, token[:, None]), dim=1)  # (1, S + 1)
+
+
+# ------------------------------------------------------------------------------------------ decode step
 
 
 def decide(state: State, logits: Tensor) -> None:

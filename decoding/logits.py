@@ -1,6 +1,7 @@
 """Changes of logits before sampling, and log-probabilities of the unmodified logits.
 
     penalize        logit_bias and the penalties of every row, position by position
+    penalize_text   the same for one text and its Sampling
     apply_masks     minus infinity for the tokens that a row's grammar forbids
     top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
@@ -12,7 +13,7 @@ and no text.
 import torch
 from torch import Tensor
 
-from decoding.sampling import PENALTIES, SETTINGS, split_by_name
+from decoding.sampling import PENALIZED, PENALTIES, SETTINGS, Sampling, split_by_name
 
 
 def penalize(
@@ -32,6 +33,18 @@ def penalize(
         penalized = SETTINGS[name].penalty(penalized, value_by_name[name], *counts)
         is_penalized = is_penalized | (value_by_name[name] != SETTINGS[name].neutral)
     return torch.where(is_penalized, penalized, logits)
+
+
+def penalize_text(logits: Tensor, text: Tensor, prompt_length: int, sampling: Sampling) -> Tensor:
+    """logits (1, V) for the token after `text` (1, S), whose first tokens are the prompt -> penalized logits (1, V)."""
+    if sampling.kind != PENALIZED:
+        return logits
+    device = text.device
+    last = torch.tensor([[text.size(1) - 1]], device=device)  # (1, 1)
+    lengths = torch.tensor([prompt_length], device=device)  # (1,)
+    values = sampling.values[None].to(device)  # (1, n)
+    biases = sampling.biases[None].to(device)  # (1, 2, N)
+    return penalize(logits[:, None], text, last, lengths, values, biases)[:, 0]
 
 
 def apply_masks(logits: Tensor, masks: Tensor) -> Tensor:

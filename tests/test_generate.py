@@ -8,12 +8,14 @@ from conftest import FAMILIES, oracle
 
 import decoding.timing as timing
 import generate as library
+from decoding.kv_8bit import Fp8Cache, Int8Cache
 from decoding.sampling import Sampling
 from decoding.timing import Timing
 from decoding.validation import rounded_up
 from drafts.ngram import NgramDraft
-from generate import Engine, generate, stream
+from generate import Engine, decode, generate, stream
 from loading.checkpoint import load_model
+from model import KVCache
 from speculative import ModelDraft, layer_subset
 
 PROMPTS = [[5, 9, 17], [40, 3, 99, 12, 7, 61, 20], [88], [4, 4, 4, 4, 4]]
@@ -40,6 +42,46 @@ def test_64_greedy_tokens_equal_transformers(family, folder_of):
     assert len(set(want.tolist())) > 4, "the oracle repeats itself: nothing is shown"
     got = rows_of(load_model(folder_of(family), dtype=torch.float32), prompt.tolist(), max_new_tokens=64)
     assert got == [want.tolist()]
+    plain = decode(
+        load_model(folder_of(family), dtype=torch.float32), prompt[0].tolist(), sampling=Sampling(0), max_new_tokens=64
+    )
+    assert [*plain] == want.tolist()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.1),
+        SAMPLED,
+        Sampling(0, repetition_penalty=1.3, frequency_penalty=0.5),
+        Sampling(0.9, min_p=0.02, presence_penalty=1.0, logit_bias=((7, 3.0), (40, -100.0))),
+    ],
+    ids=lambda sampling: sampling.kind,
+)
+@pytest.mark.parametrize("cache_type", [KVCache, Int8Cache, Fp8Cache])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "mxfp6"])
+def test_the_plain_loop_and_the_engine_give_the_same_tokens(scheme, cache_type, sampling, folder_of):
+    """For every sampling, cache and format, up to a stop id. Families: the test above."""
+    model = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)
+    options = {"sampling": sampling, "max_new_tokens": 20, "seed": 5}
+    ids = [*decode(model, PROMPTS[1], cache_type=cache_type, **options)]
+    stop_id = next(id for id in ids[5:] if id not in ids[:5])
+    expected = ids[: ids.index(stop_id) + 1]
+    engine = Engine(model, 1, 40, kind=cache_type)
+    assert rows_of(model, PROMPTS[1:2], engine=engine, **options) == [ids]
+    assert [*decode(model, PROMPTS[1], cache_type=cache_type, stop_ids={stop_id}, **options)] == expected
+    assert rows_of(model, PROMPTS[1:2], engine=engine, stop_ids={stop_id}, **options) == [expected]
+
+
+def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
+    model, options = load_model(folder_of("llama-3"), dtype=torch.float32), {"sampling": Sampling(0)}
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        next(decode(model, [], max_new_tokens=1, **options))
+    with pytest.raises(ValueError, match="over the limit of"):
+        next(decode(model, [5], max_new_tokens=model.config.max_seq_length, **options))
+    model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="position 3: the model's logits are not finite"):
+        next(decode(model, PROMPTS[0], max_new_tokens=1, **options))
 
 
 def test_a_row_is_a_short_text_or_a_long_one_from_its_first_position_on(folder_of):
