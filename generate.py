@@ -11,8 +11,8 @@ for each token. This file knows token ids and nothing of text. decoding/ has slo
 arithmetic; loading/ reads weights; speculative.py drafts. Run as a program, this file hands over to cli/.
 """
 
-if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from the first moment on
-    from cli.main import main
+if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C and flags from the first moment on
+    from cli.start import main
 
     raise SystemExit(main())
 
@@ -29,6 +29,7 @@ from decoding.logits import penalize_text
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import INVALID, Sampling, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
+from decoding.settings import DEFAULT_K
 from decoding.slots import MAX_STOP_IDS, State
 from decoding.timing import Readback, StepRecord, StepResult, Timing, mark, step_times
 from decoding.warmup import calibrate, warm_up
@@ -40,7 +41,6 @@ from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
 PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; see `step` for a GPU
-DEFAULT_K = 5  # tokens drafted a round
 
 
 @torch.inference_mode()

@@ -8,8 +8,11 @@ Programs also import from here: quantize_tensor, dequantize_tensor, Format and F
 quantize_model and quantized_copy (weights/walker.py).
 """
 
-if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C from the first moment on
-    import cli  # noqa: F401
+if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C and flags from the first moment on
+    from cli.start import answer_flags
+    from quantize_flags import parse_args
+
+    answer_flags(parse_args)
 
 import argparse
 import functools
@@ -25,13 +28,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import loading.checkpoint as checkpoint
+from launcher import launched
 from loading.files import complete_folder
-from loading.hub import PATH_HELP, checkpoint_path
 from loading.plain_files import is_gguf
 from loading.quantization import stored_scheme
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Block, Config, Transformer, scaled
-from tp import launched
+from quantize_flags import parse_args
 from weights import formats
 from weights.formats import FORMATS, SCHEMES, Format, Int4, dequantize_tensor, format_of, quantize_tensor  # noqa: F401
 from weights.linears import QuantizedLinear
@@ -39,7 +42,6 @@ from weights.walker import quantize_model, quantized_copy, replace_linears  # no
 
 # ------------------------------------------------------------------------------------------ calibration
 
-METHODS = ("rtn", "search", "gptq")
 STORED_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 DAMPING = 0.01  # fraction of the mean diagonal that is added to the diagonal
 BLOCK_COLUMNS = 128  # columns after whose errors all remaining columns are updated
@@ -140,28 +142,6 @@ def quantize_block(block: Block, scheme: str, method: str, run: Callable[[], obj
 
 
 # ---------------------------------------------------------------------------------------- command line
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Quantize a Hugging Face folder, layer by layer; or make one of a GGUF file.")
-    add = parser.add_argument
-    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
-    add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged before quantizing")
-    add("--scheme", metavar="SCHEME", help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights")
-    add("--output", required=True, metavar="DIR", help="must not exist yet")
-    add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
-    add("--head", metavar="SCHEME", help="of lm_head, and of an embedding tied to it; default: as it is")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of plain weights; default: the checkpoint's")
-    add("--calibration", metavar="FILE", help="text for gptq")
-    add("--samples", type=int, default=128, help="windows of the text, for gptq")
-    add("--context", type=int, help="tokens a window; default: 512, or one less than the model's context")
-    add("--device", default="cpu")
-    return parser.parse_args(argv)
 
 
 def check_request(args: argparse.Namespace, config: Config, stored: str | None) -> None:

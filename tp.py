@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from launcher import launched
+
 # ------------------------------------------------------------------------------------------------ plan
 
 SUM, GATHER = "sum", "gather"
@@ -325,17 +327,6 @@ def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 # ---------------------------------------------------------------------------------------------- launch
-
-
-def launched() -> bool:
-    """Did torchrun start this process as one of several?"""
-    return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
-
-
-def check_single_process() -> None:
-    """ValueError under torchrun, for programs that do not divide their work."""
-    if launched():
-        raise ValueError("only generate.py divides its work over ranks: start this program without torchrun")
 
 
 def local_device(requested: str | None) -> str | None:

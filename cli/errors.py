@@ -1,6 +1,7 @@
 """Where a program meets the system: exit statuses, Ctrl-C, pipes, full disks, launchers, a container's quota.
 
-`ending_plainly` stands around every program. This file knows nothing of models, flags or text.
+`ending_plainly` stands around every program, and cli/exits.py prints its errors. This file knows nothing of models,
+flags or text.
 """
 
 import contextlib
@@ -9,21 +10,19 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-from tp import check_single_process, launched, leave, lost_contact
+from cli.exits import close_stdout, fail, print_error  # noqa: F401
+from launcher import check_single_process, launched
+from tp import leave, lost_contact
 
 OLDEST_TORCH = [2, 11]
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-OTHERS_WAIT_S = 3.0  # until a rank prints an error, which local rank 0 may print first
 
 
 @contextlib.contextmanager
@@ -63,28 +62,6 @@ def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) ->
             sys.exit(1)  # the other ranks must not wait for this one
     finally:
         leave_ranks()
-
-
-def fail(error: Exception | str) -> NoReturn:
-    """Print one line and exit with status 2."""
-    if isinstance(error, OSError):
-        close_stdout()
-    # Local rank 0 reports first. Then torchrun ends the waiting ranks, so that a common error is printed once.
-    if launched() and int(os.environ["LOCAL_RANK"]) > 0:
-        time.sleep(OTHERS_WAIT_S)
-    rank = int(os.environ.get("RANK", 0)) if launched() else 0
-    print_error(f"rank {rank}: {error}" if rank else error)
-    sys.exit(2)
-
-
-def print_error(error: Exception | str) -> None:
-    tqdm.write(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-
-
-def close_stdout() -> None:
-    """Discard buffered output: Python writes it at exit, and would fail again."""
-    if sys.stdout is sys.__stdout__ is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

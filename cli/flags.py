@@ -1,6 +1,7 @@
 """The flags of generate.py, and the refusals that need no model.
 
-This file knows no device, file or model. Other programs take `Parser` and `positive` from it.
+This file knows no device, file or model, and needs no torch, whose import takes seconds. Other programs take `Parser`
+and `positive` from it.
 """
 
 import argparse
@@ -10,19 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.errors import fail
-from cli.prompts import DEFAULT_NEW_TOKENS, LARGEST_SEED, check_template_kwargs, sampling_of
+from cli.exits import fail
 from cli.version import Version
-from decoding.sampling import SETTINGS, Sampling
-from generate import DEFAULT_K
+from decoding.settings import DEFAULT_K, DEFAULT_NEW_TOKENS, LARGEST_SEED, SETTINGS, check_numbers
+from launcher import launched
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.quantization import HEAD_CHOICES, HEAD_HELP, head_scheme
-from loading.tokenizer import StopStrings
-from tp import launched
-from weights.formats import SCHEMES, format_of
+from weights.schemes import HEAD_CHOICES, HEAD_HELP, SCHEMES, check_scheme, head_scheme
 
 DTYPES = ("bfloat16", "float16", "float32")
 CACHE_TYPES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")  # not in chat_template_kwargs
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,7 +105,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("sampling").add_argument
     for name, setting in SETTINGS.items():
-        default = 0.8 if name == "temperature" else getattr(Sampling(), name)
+        default = 0.8 if name == "temperature" else setting.default
         usual = "" if default is None else f"; default: {default:g}"
         add(f"--{name}", type=setting.type, default=default, metavar="N", help=setting.help.replace("%", "%%") + usual)
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
@@ -174,8 +172,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def check_options(args: argparse.Namespace) -> None:
     """ValueError for flags that would fail later, or have no effect."""
     drafts = args.draft or args.draft_checkpoint
-    sampling_of(args)
-    StopStrings(args.stop)
+    check_numbers(sampling_settings(args))
     check_template_kwargs(args.chat_template_kwargs)
     chats = args.interactive or args.prompt_file
     world = int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
@@ -185,6 +182,7 @@ def check_options(args: argparse.Namespace) -> None:
         (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
         (args.max_new_tokens is not None and args.max_new_tokens < 1,
          f"--max_new_tokens {args.max_new_tokens} must be at least 1"),
+        ("" in args.stop, "--stop: a stop string is empty; give it at least one character"),
         (args.system and not args.interactive, "--system needs --interactive"),
         ((args.chat_template_kwargs or args.tools is not None or args.prefill) and not chats,
          "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive or a --prompt_file of them"),
@@ -217,8 +215,19 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(message)
     for scheme in (args.quantize, head_scheme(args.quantize, args.quantize_head), args.draft_quantize):
         if scheme is not None:
-            format_of(scheme)
+            check_scheme(scheme)
     speculate_k(args)
+
+
+def sampling_settings(args: argparse.Namespace) -> dict[str, float | None]:
+    """The numbers of a Sampling, of the flags that a program has."""
+    return {name: getattr(args, name, setting.default) for name, setting in SETTINGS.items()}
+
+
+def check_template_kwargs(names: dict) -> None:
+    """ValueError for a variable that this program sets itself."""
+    if wrong := [name for name in RESERVED if name in names]:
+        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
 
 
 def speculate_k(args: argparse.Namespace) -> int | str:

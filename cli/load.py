@@ -19,12 +19,12 @@ from generate import Engine
 from loading.checkpoint import load_config, load_model, random_model, read_config
 from loading.drafts import check_draft, is_folder, load_drafter, pick_dtype
 from loading.plain_files import read_json
-from loading.quantization import head_scheme
 from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Config, KVCache, Transformer
 from speculative import Drafter
 from tp import Ranks
 from weights.rooms import resolve
+from weights.schemes import head_scheme
 from weights.walker import pack_model
 
 # Keys of generation_config.json that do not change the text, or that the tokenizer reads.

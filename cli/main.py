@@ -205,7 +205,3 @@ def profiled(file: str | None) -> Iterator[None]:
         yield
     if file:
         write_atomically(Path(file), lambda partial: trace.export_chrome_trace(str(partial)))
-
-
-if __name__ == "__main__":
-    main()

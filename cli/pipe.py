@@ -21,7 +21,7 @@ from cli.prompts import Request, encoded, parsed_lines
 from cli.session import Session
 from decoding.scheduler import common_prefix
 from decoding.validation import check_lengths
-from tp import launched
+from launcher import launched
 
 
 def is_open_pipe(args: argparse.Namespace) -> bool:

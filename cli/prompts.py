@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from decoding.sampling import SETTINGS, Sampling
+from cli.flags import check_template_kwargs, sampling_settings
+from decoding.sampling import Sampling
+from decoding.settings import DEFAULT_NEW_TOKENS, LARGEST_SEED, SETTINGS
 from loading.tokenizer import ContentError, Tokenizer, join_parts
 
-DEFAULT_NEW_TOKENS = 200
-LARGEST_SEED = 2**62
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # of a line with a conversation; they replace flags
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *TEMPLATE_KEYS}
-RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")  # not in chat_template_kwargs
 EXPECTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
 
@@ -175,12 +174,6 @@ def template_kwargs(args: argparse.Namespace) -> dict:
     return {"tools": args.tools, "prefill": args.prefill or "", **(args.chat_template_kwargs or {})}
 
 
-def check_template_kwargs(names: dict) -> None:
-    """ValueError for a variable that this program sets itself."""
-    if wrong := [name for name in RESERVED if name in names]:
-        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
-
-
 def conversation_ids(
     tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
 ) -> list[int]:
@@ -204,7 +197,7 @@ def new_tokens(requested: int | None, prompt: list[int], limit: int) -> int:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    return Sampling(**{key: getattr(args, key, getattr(Sampling(), key)) for key in SETTINGS})
+    return Sampling(**sampling_settings(args))
 
 
 def encoded(

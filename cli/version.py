@@ -5,13 +5,13 @@ import platform
 import sys
 from pathlib import Path
 
-import torch
-
 VERSION = "0.3.0.dev0"
 
 
 def processor() -> str:
     """The processor's name where the system tells (Linux), and the instruction set that torch uses."""
+    import torch  # here and below: every flag's parser needs this file, and only --version needs torch
+
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -24,6 +24,8 @@ def processor() -> str:
 
 
 def version_line() -> str:
+    import torch
+
     devices = [processor()]
     if torch.cuda.is_available():
         devices.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")

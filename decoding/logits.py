@@ -30,7 +30,7 @@ def penalize(
     penalized = logits + sums_by_id(ids, bias, V)
     is_penalized = (bias != 0).any(dim=-1, keepdim=True)  # (B, 1, 1)
     for name in PENALTIES:
-        penalized = SETTINGS[name].penalty(penalized, value_by_name[name], *counts)
+        penalized = PENALTIES[name](penalized, value_by_name[name], *counts)
         is_penalized = is_penalized | (value_by_name[name] != SETTINGS[name].neutral)
     return torch.where(is_penalized, penalized, logits)
 

@@ -1,7 +1,7 @@
 """Logits -> distribution -> token: the settings of a request and the filters, each defined once.
 
     Sampling            the user's settings, checked; `.probs(logits)` and `.sample(logits, noise)`
-    Setting, SETTINGS   the list that flags, keys of JSON and tensors follow
+    FILTERS, PENALTIES  the functions behind the settings of decoding/settings.py
     sample              logits and noise -> token id: `distribution`, then `draw`
     distribution        logits -> float32 probabilities
     draw                probabilities and one uniform number a row -> token id
@@ -13,18 +13,18 @@ models and no text. decoding/logits.py applies the penalties.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from decoding.settings import SETTINGS, check_numbers
 
 # Each kind's code serves the rows of the kinds before it.
 GREEDY, PLAIN, FILTERED, PENALIZED = KINDS = "greedy", "plain", "filtered", "penalized"
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
 MAX_BIASES = 300  # ids of a logit_bias
-FLOAT32 = torch.finfo(torch.float32)
 
 # Purposes of a uniform number: one position may need several independent ones.
 PLAIN_DRAW, DRAFT_DRAW, ACCEPT = range(3)
@@ -66,21 +66,14 @@ def frequency(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_cou
 
 # --------------------------------------------------------------------------------------------- settings
 
-
-class Setting(NamedTuple):
-    """A numeric field of Sampling. A new one takes one field there, and one function above: a filter or a penalty."""
-
-    help: str
-    rule: str  # ends the sentence "NAME = VALUE must …"
-    is_valid: Callable[[float], bool]
-    neutral: float  # the value that changes nothing; None stands for it
-    filter: Callable | None = None  # (p (..., V), value) -> bool (..., V), True where a token stays
-    penalty: Callable | None = None  # (logits, value, counts in the prompt, counts in the output) -> logits
-    type: type = float
-
-
-def setting(default: float | None, *args, **options):
-    return field(default=default, metadata={"setting": Setting(*args, **options)})
+# (p (..., V), value) -> bool (..., V), True where a token stays
+FILTERS: dict[str, Callable] = {"top_k": top_k_filter, "top_p": top_p_filter, "min_p": min_p_filter}
+# (logits, value, counts in the prompt, counts in the output) -> logits
+PENALTIES: dict[str, Callable] = {
+    "repetition_penalty": repetition,
+    "presence_penalty": presence,
+    "frequency_penalty": frequency,
+}
 
 
 @dataclass(frozen=True)
@@ -91,40 +84,17 @@ class Sampling:
     The kind is a static choice of code; the values are a tensor, so that changing them compiles nothing.
     """
 
-    temperature: float = setting(
-        1.0, "0: the most likely token", f"be 0 (greedy) or a number from {FLOAT32.tiny:.0e} on",
-        lambda x: x == 0 or FLOAT32.tiny <= x <= FLOAT32.max, 1.0,
-    )  # fmt: skip
-    top_k: int | None = setting(
-        None, "keep the N most likely tokens", "be a whole number of tokens; 0 for no limit",
-        lambda x: 0 <= x < 2**62 and x == int(x), 0, filter=top_k_filter, type=int,
-    )  # fmt: skip
-    top_p: float | None = setting(
-        None, "keep the most likely tokens that together reach this mass", "lie in (0, 1]; 1 for no limit",
-        lambda x: 0 < x <= 1, 1.0, filter=top_p_filter,
-    )  # fmt: skip
-    min_p: float | None = setting(
-        None, "keep tokens at least this likely relative to the most likely one", "lie in [0, 1]; 0 for no limit",
-        lambda x: 0 <= x <= 1, 0.0, filter=min_p_filter,
-    )  # fmt: skip
-    repetition_penalty: float = setting(
-        1.0, "divides positive logits of tokens in prompt or output, and multiplies negative ones",
-        "lie in [0.01, 100]; 1 for none", lambda x: 0.01 <= x <= 100, 1.0, penalty=repetition,
-    )  # fmt: skip
-    presence_penalty: float = setting(
-        0.0, "subtracted from the logits of tokens in the output", "lie in [-2, 2]; 0 for none",
-        lambda x: -2 <= x <= 2, 0.0, penalty=presence,
-    )  # fmt: skip
-    frequency_penalty: float = setting(
-        0.0, "subtracted from a logit once for each time that its token is in the output", "lie in [-2, 2]; 0 for none",
-        lambda x: -2 <= x <= 2, 0.0, penalty=frequency,
-    )  # fmt: skip
+    temperature: float = SETTINGS["temperature"].default
+    top_k: int | None = SETTINGS["top_k"].default
+    top_p: float | None = SETTINGS["top_p"].default
+    min_p: float | None = SETTINGS["min_p"].default
+    repetition_penalty: float = SETTINGS["repetition_penalty"].default
+    presence_penalty: float = SETTINGS["presence_penalty"].default
+    frequency_penalty: float = SETTINGS["frequency_penalty"].default
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit), up to MAX_BIASES ids
 
     def __post_init__(self):
-        for name, setting in SETTINGS.items():
-            if (value := getattr(self, name)) is not None and not setting.is_valid(value):
-                raise ValueError(f"{name} = {value} must {setting.rule}")
+        check_numbers(vars(self))
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"logit_bias: {len(self.logit_bias)} tokens are more than the {MAX_BIASES} that fit")
         for id, bias in self.logit_bias:
@@ -161,11 +131,6 @@ class Sampling:
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """logits (..., V), noise (...) uniform in [0, 1) -> token ids (...) int64; INVALID for logits not finite."""
         return sample(logits, self.kind, self.values.to(logits.device), noise)
-
-
-SETTINGS: dict[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Sampling) if "setting" in f.metadata}
-FILTERS = [name for name, setting in SETTINGS.items() if setting.filter]
-PENALTIES = [name for name, setting in SETTINGS.items() if setting.penalty]
 
 
 def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
@@ -208,7 +173,7 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     filtered, is_filtered = p, torch.zeros_like(is_greedy)
     for name in FILTERS:
         is_neutral = value_by_name[name] == SETTINGS[name].neutral
-        filtered = filtered * (is_neutral | SETTINGS[name].filter(filtered, value_by_name[name]))
+        filtered = filtered * (is_neutral | FILTERS[name](filtered, value_by_name[name]))
         is_filtered = is_filtered | ~is_neutral
     return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
 

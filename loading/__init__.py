@@ -11,9 +11,27 @@ gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as the file
 weight_names.py     our parameters <-> the tensors of a checkpoint
 """
 
-from loading.checkpoint import load_model, save_model
-from loading.config import config_from_hf
-from loading.drafts import load_drafter
-from loading.tokenizer import load_tokenizer
+import importlib
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from loading.checkpoint import load_model, save_model
+    from loading.config import config_from_hf
+    from loading.drafts import load_drafter
+    from loading.tokenizer import load_tokenizer
+
+MODULES = {
+    "config_from_hf": "loading.config",
+    "load_drafter": "loading.drafts",
+    "load_model": "loading.checkpoint",
+    "load_tokenizer": "loading.tokenizer",
+    "save_model": "loading.checkpoint",
+}
 __all__ = ["config_from_hf", "load_drafter", "load_model", "load_tokenizer", "save_model"]
+
+
+def __getattr__(name: str):
+    """A name of __all__ at its first use (PEP 562): loading/hub.py, which flags need, then imports no torch."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)

@@ -5,6 +5,8 @@
 
 The hub's own client keeps files in its cache, shows progress, and continues a download that was cut off. A name that
 the cache has is not looked up again; the hub's program (`hf download`) brings its newest files.
+
+Flags name this file's functions, so what needs torch is imported only for a name on the hub.
 """
 
 import argparse
@@ -14,13 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import loading.plain_files as plain_files
-from loading.drafts import kind_of
-from loading.files import read_json, shards
-from loading.tokenizer import FILES
 
 PATH_HELP = "a Hugging Face folder, a .gguf file, or a model on the hub: ORG/NAME[@REVISION][:GGUF_TYPE]"
 NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^:\s]+))?(?::(?P<type>[\w./-]+))?")
-PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json", *FILES]
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "hf_quant_config.json"]
 DUPLICATES = ["*/*.safetensors*", "consolidated*"]  # some repositories hold the weights a second time
 # A GGUF file is MODEL.gguf, or MODEL-00001-of-00003.gguf and so on. MODEL ends in the type, which is Q4_K_M, or
 # UD-Q4_K_M of Unsloth's recipe. A projector of images (mmproj) is no model.
@@ -63,11 +62,14 @@ def download(repo: str, revision: str | None = None, type: str | None = None) ->
     from huggingface_hub import model_info, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    from loading.tokenizer import FILES
+
+    patterns = [*PATTERNS, *FILES]
     fetch = functools.partial(snapshot_download, repo, revision=revision)
     try:
         path = cached_path(Path(fetch(local_files_only=True, allow_patterns=[])), type)
         if type is None:  # the client compares with the repository's list of files, where it has that
-            fetch(local_files_only=True, allow_patterns=PATTERNS, ignore_patterns=DUPLICATES)
+            fetch(local_files_only=True, allow_patterns=patterns, ignore_patterns=DUPLICATES)
         return path
     except LocalEntryNotFoundError as error:
         is_partial = hasattr(error, "snapshot_path")  # its first sentence names the files
@@ -82,7 +84,7 @@ def download(repo: str, revision: str | None = None, type: str | None = None) ->
             raise
         raise ValueError(f"{reason}, and the hub cannot be reached") from None
     if type is None:
-        return Path(fetch(allow_patterns=PATTERNS, ignore_patterns=DUPLICATES))
+        return Path(fetch(allow_patterns=patterns, ignore_patterns=DUPLICATES))
     files = gguf_files([file.rfilename for file in siblings or ()], type)
     return Path(fetch(allow_patterns=files)) / files[0]
 
@@ -96,6 +98,9 @@ def cached_path(folder: Path, type: str | None) -> Path:
         if absent := [name for name in files if not (folder / name).exists()]:
             raise ValueError(f"no file {absent[0]}")
         return folder / files[0]
+    from loading.drafts import kind_of
+    from loading.files import read_json, shards
+
     needs_tokenizer = kind_of(read_json(folder / "config.json")) in ("model", "pard")
     tokenizers = [folder / name for name in ("tokenizer.model", "tokenizer.json", "tekken.json")]
     if needs_tokenizer and not any(file.exists() for file in tokenizers):

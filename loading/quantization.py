@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from loading.files import read_json
 from weights.formats import FORMATS
+from weights.schemes import head_scheme
 
 # For folders that only we read. Without a quant_method other programs refuse them; for an unknown quant_method
 # transformers warns and loads random weights.
@@ -52,18 +53,6 @@ def stored_scheme(file: Path) -> str | None:
     """The scheme, or the other program's quant_method, in a config.json; None for full precision."""
     other = read_json(file).get("quantization_config") or {}
     return read_stored_form(file).scheme or other.get("quant_method")
-
-
-HEAD_HELP = "of the head and an embedding tied to it, or none: as stored; default: int8 beside int4, else none"
-HEAD_CHOICES = "auto", "none"
-
-
-def head_scheme(scheme: str | None, head: str | None) -> str | None:
-    """The head's scheme for --quantize_head. None leaves the head as stored, as "none" does; "auto" takes int8 beside
-    int4, where a head in 16 bits would be a fifth of a step's bytes."""
-    if head == "auto":
-        return "int8" if scheme is not None and scheme.startswith("int4") else None
-    return None if head == "none" else head
 
 
 def resolve_schemes(

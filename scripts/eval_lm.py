@@ -32,11 +32,11 @@ from decoding.sampling import Sampling
 from generate import Engine
 from loading.files import write_atomically
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.quantization import HEAD_HELP
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Caches, Transformer
 from quantize import SCHEMES
 from tp import ALONE
+from weights.schemes import HEAD_HELP
 
 try:
     from lm_eval.api.model import TemplateLM

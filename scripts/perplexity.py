@@ -25,10 +25,10 @@ from cli.load import pick_device
 from loading.checkpoint import load_config, load_model
 from loading.drafts import check_same_tokens, pick_dtype
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.quantization import HEAD_HELP
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from quantize import SCHEMES
+from weights.schemes import HEAD_HELP
 
 MAX_LOGITS = 2**25  # computed at once: 128 MB, and as much for every intermediate tensor of a divergence
 MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity overflows: None

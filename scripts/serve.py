@@ -4,9 +4,16 @@
     run, main       flags, loading, a thread for the connections, signals
 
 The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that compiled it; a second
-thread serves connections. scripts/openai_form.py has the protocol's objects, scripts/serve.html the page. The server
-listens on this machine's loopback address unless --host names another; no request can name a path or a file.
+thread serves connections. scripts/openai_form.py has the protocol's objects, scripts/serve.html the page,
+scripts/serve_flags.py the flags. The server listens on this machine's loopback address unless --host names another; no
+request can name a path or a file.
 """
+
+if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
+    from cli.start import answer_flags
+    from scripts.serve_flags import checked_args
+
+    answer_flags(checked_args)
 
 import argparse
 import asyncio
@@ -14,7 +21,6 @@ import functools
 import hmac
 import json
 import math
-import os
 import signal
 import socket
 import sys
@@ -27,8 +33,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.errors import ending_plainly, fail, use_threads
-from cli.flags import Parser, check_options, positive
-from cli.flags import parse_args as generate_flags
+from cli.flags import check_options
 from cli.load import pick_device
 from cli.main import open_session
 from cli.page import page
@@ -37,6 +42,7 @@ from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.validation import check_lengths, check_settings
 from loading.hub import model_name
+from scripts.serve_flags import complete_server_flags, parse_args
 from tp import ALONE
 
 try:
@@ -54,17 +60,12 @@ except ImportError as error:
 
 MAX_BODY_BYTES = 2**22
 MAX_CONNECTIONS = 512
-NUM_SLOTS = 4  # default of --batch_size
 CHAT = "/v1/chat/completions"
 OPEN_PATHS = ("/", "/health")  # need no key
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Of generate.py, and without meaning here. --output implies --json.
-REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "output", "ordered", "json",
-                 "profile", "show_drafts", "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache",
-                 "report")  # fmt: skip
 
 
 def json_response(body: dict, status: int = 200) -> Response:
@@ -280,62 +281,6 @@ async def stream_events(job: Job, answer: Answer, num_rows: int, prompt_tokens: 
     if request.stream_options.get("include_usage"):
         yield as_line(answer.chunk(usage=answer.usage(prompt_tokens, events)))
     yield "data: [DONE]\n\n"
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        description="An OpenAI-compatible server, and a page that shows drafting as it happens.", allow_abbrev=False,
-        epilog="All other flags are generate.py's; they are the defaults of requests. --batch_size answers (default"
-        f" {NUM_SLOTS}) are decoded at a time, others wait for a free slot.",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here; default: this machine alone, %(default)s")
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one; default: %(default)s")
-    add("--api_key", metavar="KEY", help="key of every request but those for the page and /health; `ps` shows it, so"
-        " prefer --api_key_file or the variable QUICKDRAFT_API_KEY")  # fmt: skip
-    add("--api_key_file", metavar="FILE", help="a file that holds the key")
-    add("--cors", action="append", metavar="ORIGIN", help="let pages of this origin use the server, such as"
-        " http://localhost:3000; *: of any; may be repeated")  # fmt: skip
-    add("--served_model_name", "--model_alias", dest="model_alias", metavar="NAME",
-        help="the model's name in requests; default: the checkpoint's")  # fmt: skip
-    add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
-    add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
-    server_args, words = parser.parse_known_args(argv)
-    args, defaults = generate_flags([f"--batch_size={NUM_SLOTS}", *words]), generate_flags([])
-    if refused_flags := [name for name in REQUEST_FLAGS if getattr(args, name) != getattr(defaults, name)]:
-        fail(f"--{refused_flags[0]} is about generate.py's own prompts and output; a request to the server brings them")
-    return argparse.Namespace(**vars(args), **vars(server_args))
-
-
-def complete_server_flags(args: argparse.Namespace) -> None:
-    """Set args.api_key to the key of any source. ValueError for a number, an origin or a key that cannot work."""
-    if not 0 < args.answer_s < 1e6:
-        raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
-    if not 0 <= args.port < 2**16:
-        raise ValueError(f"--port {args.port} must lie between 0 and 65535")
-    for origin in args.cors or ():
-        parts = urlsplit(origin)
-        if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
-            raise ValueError(f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *")
-    args.api_key = read_api_key(args)
-
-
-def read_api_key(args: argparse.Namespace) -> str | None:
-    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any of them."""
-    source, key = "--api_key", args.api_key
-    if key is not None and args.api_key_file is not None:
-        raise ValueError("--api_key and --api_key_file: give one of them")
-    if args.api_key_file is not None:
-        source = f"--api_key_file {args.api_key_file}"
-        try:
-            key = Path(args.api_key_file).read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{source}: {error}") from None
-    elif key is None:
-        source, key = "QUICKDRAFT_API_KEY", os.environ.get("QUICKDRAFT_API_KEY")
-    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
-        raise ValueError(f"{source}: a key must be visible ASCII characters without blanks, at least one")
-    return key
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,12 +17,12 @@ from cli.flags import DTYPES, Parser
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading import checkpoint
 from loading.plain_files import is_gguf
-from loading.quantization import HEAD_HELP, head_scheme
 from loading.quantized.merged_experts import is_mxfp4
 from loading.quantized.reader import find_layout
 from model import Config
 from quantize import SCHEMES, format_of
 from tp import SUM, Ranks, check_divisible, shard_spec
+from weights.schemes import HEAD_HELP, head_scheme
 from weights.walker import named_linears
 
 

@@ -23,14 +23,16 @@ PROGRAMS = ("scripts", "benchmarks", "tests")
 # it likes, as long as imports form a DAG.
 KNOWS = {
     "model": set(),
-    "tp": set(),
+    "launcher": set(),
+    "tp": {"launcher"},
     "weights": {"weights", "model"},
     "loading": {"loading", "weights", "model", "tp"},
     "decoding": {"decoding", "weights", "model", "tp"},
     "speculative": {"decoding", "weights", "model"},
     "drafts": {"drafts", "speculative", "loading", "decoding", "weights", "model"},
     "generate": {"decoding", "speculative", "weights", "model", "tp"},
-    "quantize": {"loading", "weights", "model", "tp"},
+    "quantize_flags": {"loading", "weights"},
+    "quantize": {"loading", "weights", "model", "launcher", "quantize_flags"},
 }
 
 

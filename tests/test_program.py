@@ -997,7 +997,7 @@ PROGRAMS = [  # the others take no flags, or are processes that a program starts
     name
     for name in LISTED
     if re.search('^if __name__ == "__main__"', text := (ROOT / name).read_text(), re.MULTILINE)
-    and re.search("parse_args|cli.main", text)
+    and re.search(r"parse_args|cli\.start", text)
 ]
 
 
@@ -1010,6 +1010,53 @@ def test_every_program_helps(file, tmp_path):
         runpy.run_module(file.removesuffix(".py").replace("/", "."), run_name="__main__", alter_sys=True)
 
     assert forked(help, tmp_path / "stderr") == 0, (tmp_path / "stderr").read_text()
+
+
+ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
+    "generate.py --help": (0, "--draft_checkpoint PATH"),
+    "generate.py --max_new_tokenz 3": (2, "error: unrecognized arguments: --max_new_tokenz 3\n"),
+    "generate.py --dtype int3": (2, "error: argument --dtype: invalid choice: 'int3'"),
+    "generate.py --tools nosuch.json": (2, "is not a list, or a file that holds one in JSON\n"),
+    "generate.py --temperature -1": (2, "error: temperature = -1.0 must be 0 (greedy) or a number from 1e-38 on\n"),
+    "generate.py --quantize int3": (2, "error: quantization scheme 'int3' does not exist; there are int8, int4-g32,"),
+    "generate.py --quantize int8 --quantize_head int3": (2, "error: quantization scheme 'int3' does not exist"),
+    "generate.py --stop=": (2, "error: --stop: a stop string is empty; give it at least one character\n"),
+    "generate.py --system a": (2, "error: --system needs --interactive\n"),
+    "generate.py --draft ngram --speculate_k x": (2, "error: --speculate_k x must be a number of tokens"),
+    "quantize.py --help": (0, "--calibration FILE"),
+    "quantize.py --scheme int8": (2, "error: the following arguments are required: --checkpoint, --output\n"),
+    "scripts/serve.py --help": (0, "All other flags are generate.py's"),
+    "scripts/serve.py --port 70000": (2, "error: --port 70000 must lie between 0 and 65535\n"),
+    "scripts/serve.py --json": (2, "error: --json is about generate.py's own prompts and output"),
+    "scripts/serve.py --top_p 2": (2, "error: top_p = 2.0 must lie in (0, 1]; 1 for no limit\n"),
+}
+
+
+def test_help_and_wrong_flags_are_answered_without_torch():
+    """Its import takes seconds. A module that is None cannot be imported."""
+    code = """
+import contextlib, io, json, runpy, sys
+sys.modules["torch"] = None
+for words in map(str.split, json.loads(sys.argv[1])):
+    sys.argv, printed, status = words, io.StringIO(), None
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            runpy.run_module(words[0].removesuffix(".py").replace("/", "."), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, printed.getvalue()]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([*ANSWERED_FLAGS])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = map(json.loads, done.stdout.splitlines())
+    for (words, (status, message)), (actual_status, printed) in zip(ANSWERED_FLAGS.items(), answers, strict=True):
+        assert (actual_status, message in printed) == (status, True), (words, printed)
 
 
 def required(file: str) -> set[str]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cli.main as program
 import quantize as quantize_program
+import weights.schemes as schemes
 from cli.flags import parse_args
 from cli.load import load_target
 from decoding.sampling import Sampling
@@ -190,6 +191,7 @@ def test_what_cannot_be_quantized_is_refused(scheme):
 def test_unknown_schemes_are_named():
     with pytest.raises(ValueError, match=r"'int3' does not exist; there are int8, int4-g32"):
         format_of("int3")
+    assert [*FORMATS] == [*schemes.SCHEMES, *schemes.STORED_SCHEMES], "flags are checked by the names alone"
 
 
 # -------------------------------------------------------------------------------------------- Linears

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoding.sampling as program
-from decoding.sampling import INVALID, Sampling, draw, uniform
+import decoding.settings as limits
+from decoding.sampling import FILTERS, INVALID, PENALTIES, Sampling, draw, uniform
 
 Z = 4.75  # standard normal quantile of 1 - 1e-6
 
@@ -43,6 +44,15 @@ def naive_probs(logits: list[float], temperature: float, top_k, top_p, min_p) ->
     kept = [i for i in short if weights[i] >= (min_p or 0) * max(weights)]
     total = sum(weights[i] for i in kept)
     return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
+
+
+def test_settings_are_the_fields_of_sampling():
+    """Tensors and requests follow the order of the one, and arguments by position that of the other."""
+    defaults = {name: setting.default for name, setting in limits.SETTINGS.items()}
+    assert [*vars(Sampling()).items()] == [*defaults.items(), ("logit_bias", ())]
+    assert [*defaults][1:] == [*FILTERS, *PENALTIES]
+    float32 = torch.finfo(torch.float32)
+    assert (float32.tiny, float32.max) == (limits.FLOAT32_TINY, limits.FLOAT32_MAX)
 
 
 SETTINGS = st.tuples(

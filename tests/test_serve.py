@@ -34,7 +34,7 @@ from decoding.sampling import Sampling, uniform
 from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
-from scripts import serve
+from scripts import serve, serve_flags
 from scripts.openai_form import Answer, Event, Refusal, Token, read_request
 
 pytestmark = pytest.mark.attack  # half a minute on two cores
@@ -588,7 +588,7 @@ def test_seeds_are_int64_and_decide_an_answer(server):
 
 def test_a_key_comes_from_a_flag_a_file_or_the_environment(monkeypatch, tmp_path):
     def key(*flags: str) -> str | None:
-        return serve.read_api_key(serve.parse_args(flags))
+        return serve_flags.read_api_key(serve.parse_args(flags))
 
     file = tmp_path / "key"
     file.write_text("from-file\n")

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weights.schemes import SCHEMES, check_scheme  # noqa: F401
+
 # ------------------------------------------------------------------------------------------------ bits
 
 
@@ -311,7 +313,7 @@ class NvFp4(Mx):
         return (elements.unflatten(1, (-1, self.group)) * scale[..., None]).flatten(1)
 
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES
     "int8": Int8(8),
     "int4-g32": Int4(4, 32),
     "int4-g64": Int4(4, 64),
@@ -321,7 +323,6 @@ FORMATS: dict[str, Format] = {
     "mxfp6": Mx(6, 32, mantissa=3, bias=1, largest=7.5),  # E2M3
     "mxfp4": Mx(4, 32, mantissa=1, bias=1, largest=6.0),  # E2M1
 }
-SCHEMES = tuple(FORMATS)  # for users to choose; the schemes below hold other programs' weights
 FORMATS |= {
     f"{name}-float32": replace(format, scale_dtype=torch.float32)
     for name, format in FORMATS.items()
@@ -337,8 +338,7 @@ FORMATS |= {"nvfp4": NvFp4(4, 16, mantissa=1, bias=1, largest=6.0)}
 
 def format_of(scheme: str) -> Format:
     """The format of a scheme. ValueError for a scheme that does not exist."""
-    if scheme not in FORMATS:
-        raise ValueError(f"quantization scheme {scheme!r} does not exist; there are {', '.join(FORMATS)}")
+    check_scheme(scheme)
     return FORMATS[scheme]
 
 

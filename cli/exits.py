@@ -1,0 +1,34 @@
+"""The last line of a program that fails, and its exit status. This file needs no torch, so flags are refused early."""
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from launcher import launched
+
+OTHERS_WAIT_S = 3.0  # until a rank prints an error, which local rank 0 may print first
+
+
+def fail(error: Exception | str) -> NoReturn:
+    """Print one line and exit with status 2."""
+    if isinstance(error, OSError):
+        close_stdout()
+    # Local rank 0 reports first. Then torchrun ends the waiting ranks, so that a common error is printed once.
+    if launched() and int(os.environ["LOCAL_RANK"]) > 0:
+        time.sleep(OTHERS_WAIT_S)
+    rank = int(os.environ.get("RANK", 0)) if launched() else 0
+    print_error(f"rank {rank}: {error}" if rank else error)
+    sys.exit(2)
+
+
+def print_error(error: Exception | str) -> None:
+    tqdm.write(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def close_stdout() -> None:
+    """Discard buffered output: Python writes it at exit, and would fail again."""
+    if sys.stdout is sys.__stdout__ is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,88 @@
+"""The settings of a request and their defaults, without torch. decoding/sampling.py applies them.
+
+Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
+check_numbers      ValueError for a number out of range
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+FLOAT32_TINY = 2.0**-126  # the smallest normal number
+FLOAT32_MAX = math.ldexp(1 - 2.0**-24, 128)
+DEFAULT_K = 5  # tokens drafted a round
+DEFAULT_NEW_TOKENS = 200
+LARGEST_SEED = 2**62
+
+
+class Setting(NamedTuple):
+    """A numeric field of Sampling. A new one takes a row of SETTINGS, a field there, and a filter or a penalty."""
+
+    help: str
+    rule: str  # ends the sentence "NAME = VALUE must …"
+    is_valid: Callable[[float], bool]
+    default: float | None
+    neutral: float  # the value that changes nothing; None stands for it
+    type: type = float
+
+
+SETTINGS: dict[str, Setting] = {
+    "temperature": Setting(
+        "0: the most likely token",
+        f"be 0 (greedy) or a number from {FLOAT32_TINY:.0e} on",
+        lambda x: x == 0 or FLOAT32_TINY <= x <= FLOAT32_MAX,
+        default=1.0,
+        neutral=1.0,
+    ),
+    "top_k": Setting(
+        "keep the N most likely tokens",
+        "be a whole number of tokens; 0 for no limit",
+        lambda x: 0 <= x < 2**62 and x == int(x),
+        default=None,
+        neutral=0,
+        type=int,
+    ),
+    "top_p": Setting(
+        "keep the most likely tokens that together reach this mass",
+        "lie in (0, 1]; 1 for no limit",
+        lambda x: 0 < x <= 1,
+        default=None,
+        neutral=1.0,
+    ),
+    "min_p": Setting(
+        "keep tokens at least this likely relative to the most likely one",
+        "lie in [0, 1]; 0 for no limit",
+        lambda x: 0 <= x <= 1,
+        default=None,
+        neutral=0.0,
+    ),
+    "repetition_penalty": Setting(
+        "divides positive logits of tokens in prompt or output, and multiplies negative ones",
+        "lie in [0.01, 100]; 1 for none",
+        lambda x: 0.01 <= x <= 100,
+        default=1.0,
+        neutral=1.0,
+    ),
+    "presence_penalty": Setting(
+        "subtracted from the logits of tokens in the output",
+        "lie in [-2, 2]; 0 for none",
+        lambda x: -2 <= x <= 2,
+        default=0.0,
+        neutral=0.0,
+    ),
+    "frequency_penalty": Setting(
+        "subtracted from a logit once for each time that its token is in the output",
+        "lie in [-2, 2]; 0 for none",
+        lambda x: -2 <= x <= 2,
+        default=0.0,
+        neutral=0.0,
+    ),
+}
+
+
+def check_numbers(values: Mapping[str, float | None]) -> None:
+    """ValueError for a number out of range. None is neutral."""
+    for name, setting in SETTINGS.items():
+        value = values[name]
+        if value is not None and not setting.is_valid(value):
+            raise ValueError(f"{name} = {value} must {setting.rule}")

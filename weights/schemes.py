@@ -1,0 +1,38 @@
+"""The names of quantization schemes, without torch. weights/formats.py has their arithmetic.
+
+SCHEMES, STORED_SCHEMES     those to choose from, and those of other programs' files alone
+check_scheme                ValueError for a name that is neither
+head_scheme                 --quantize_head -> the head's scheme
+"""
+
+SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "fp8", "mxfp8", "mxfp6", "mxfp4")
+STORED_SCHEMES = (
+    "int8-float32",
+    "int4-g32-float32",
+    "int4-g64-float32",
+    "int4-g128-float32",
+    "fp8-float32",
+    "q4_1",
+    "q8_0",
+    "q4_k",
+    "fp8-g128",
+    "fp8-g128-float32",
+    "nvfp4",
+)
+HEAD_HELP = "of the head and an embedding tied to it, or none: as stored; default: int8 beside int4, else none"
+HEAD_CHOICES = "auto", "none"
+
+
+def check_scheme(scheme: str) -> None:
+    """ValueError for a scheme that does not exist."""
+    names = (*SCHEMES, *STORED_SCHEMES)
+    if scheme not in names:
+        raise ValueError(f"quantization scheme {scheme!r} does not exist; there are {', '.join(names)}")
+
+
+def head_scheme(scheme: str | None, head: str | None) -> str | None:
+    """The head's scheme for --quantize_head. None leaves the head as stored, as "none" does; "auto" takes int8 beside
+    int4, where a head in 16 bits would be a fifth of a step's bytes."""
+    if head == "auto":
+        return "int8" if scheme is not None and scheme.startswith("int4") else None
+    return None if head == "none" else head
