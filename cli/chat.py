@@ -2,7 +2,8 @@
 
 chat            answer turn after turn
 Conversation    the messages so far; it drops the oldest turns when the context is full
-read_message    a message of one or more lines; line_history: line editing, with lines of earlier runs
+read_message    a message of one or more lines
+line_history    line editing, with the messages of earlier runs
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from cli.answers import DIM, END_COLOUR, Answer
 from cli.errors import print_error
@@ -29,9 +31,10 @@ HELP = """/reset      start a new conversation
 /exit       end the chat, as end of file does
 //TEXT      a message that begins with /
 Blank lines are skipped. A line that ends in \\ continues in the next one; a paste of several lines is one message.
-Ctrl-C ends an answer, not the chat. When the context is full, the oldest turns are dropped."""
-UNANSWERED = ("", "/reset", "/undo", "/save", "/help")  # commands that bring no message
-HISTORY, HISTORY_LINES = "~/.quickdraft_history", 1000
+Ctrl-C ends an answer, not the chat. At the prompt it clears the line; twice at an empty line ends the chat.
+When the context is full, the oldest turns are dropped."""
+HISTORY = "~/.quickdraft_history"
+MAX_HISTORY = 1000  # messages
 
 
 def on_terminal() -> bool:
@@ -42,30 +45,66 @@ def has_colours(stream) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
+def line_editor() -> ModuleType | None:
+    """The module behind input(), with which a terminal takes more than 4,095 bytes a line; a Python may lack it."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline
+
+
 @contextlib.contextmanager
 def line_history() -> Iterator[None]:
     """Line editing on a terminal, with a history that the next run reads. The variable QUICKDRAFT_HISTORY names its
     file instead of HISTORY; an empty one stores no line."""
     file = os.path.expanduser(os.environ.get("QUICKDRAFT_HISTORY", HISTORY))
-    try:
-        import readline  # input() uses it, and a terminal alone cuts a line after 4,095 bytes
-
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    except ImportError:  # a Python without it reads plain lines
-        file = ""
-    if not on_terminal() or not file:
+    editor = line_editor()
+    if editor is None or not on_terminal():
         yield
         return
-    with contextlib.suppress(OSError):  # the first run has none
-        readline.read_history_file(file)
-    readline.set_history_length(HISTORY_LINES)
+    editor.parse_and_bind("set enable-bracketed-paste on")
+    editor.set_auto_history(False)  # it would add a message of several lines line by line: see `remember`
+    for message in read_history(file):
+        editor.add_history(message)
     try:
         yield
     finally:
-        try:
-            readline.write_history_file(file)
-        except OSError as error:
-            print_error(f"QUICKDRAFT_HISTORY {file}: the lines of this chat are not stored: {error.strerror}")
+        count = editor.get_current_history_length()
+        messages = [editor.get_history_item(number) for number in range(1, count + 1)]
+        if file:
+            write_history(file, messages[-MAX_HISTORY:])
+
+
+def read_history(file: str) -> list[str]:
+    """The messages of a file of history, which writes a message of several lines as it may be typed: each line but the
+    last ends in a backslash. The first run has no file."""
+    try:
+        text = Path(file).read_text(encoding="utf-8", errors="surrogateescape") if file else ""
+    except OSError:
+        return []
+    lines = text.replace("\0", "").replace("\\\n", "\0").split("\n")  # no message holds a NUL
+    return [line.replace("\0", "\n") for line in lines if line]
+
+
+def write_history(file: str, messages: list[str]) -> None:
+    lines = [message.replace("\n", "\\\n") + "\n" for message in messages]
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as stream:
+            stream.writelines(lines)
+    except OSError as error:
+        print_error(f"QUICKDRAFT_HISTORY {file}: the lines of this chat are not stored: {error.strerror}")
+
+
+def remember(message: str) -> None:
+    """Add a message to those that the arrow keys bring back."""
+    editor = line_editor()
+    if editor is None or not on_terminal() or not message.strip():
+        return
+    count = editor.get_current_history_length()
+    if count == 0 or editor.get_history_item(count) != message:
+        editor.add_history(message)
 
 
 def read_line(prompt: str = "> ") -> str | None:
@@ -87,13 +126,39 @@ def read_line(prompt: str = "> ") -> str | None:
         os.close(stdout)
 
 
+def read_lines(lines: list[str]) -> str | None:
+    """A line, and on a terminal the lines that follow a \\ at its end; None at the end of stdin. `lines` receives those
+    that are complete."""
+    line = read_line()
+    while line is not None and on_terminal() and line.endswith("\\"):
+        lines.append(line[:-1])
+        line = read_line("… ")
+    if line is None and not lines:
+        return None
+    return "\n".join([*lines, line or ""])
+
+
 def read_message() -> str | None:
-    """A line, and on a terminal the lines that follow a \\ at its end; None at the end of stdin."""
-    lines = [read_line()]
-    while on_terminal() and lines[-1] is not None and lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(read_line("… "))
-    return "\n".join(line for line in lines if line is not None) if lines[0] is not None else None
+    """The next message; None at the end of stdin. On a terminal Ctrl-C clears what has been typed, as in Python; a
+    second one at an empty line is raised."""
+    was_empty = False
+    while True:
+        lines: list[str] = []
+        try:
+            message = read_lines(lines)
+            remember(message or "")
+            return message
+        except KeyboardInterrupt:
+            editor = line_editor() if on_terminal() else None
+            is_empty = not lines and (editor is None or not editor.get_line_buffer())
+            if not sys.stdin.isatty():
+                raise
+            print(file=sys.stderr)
+            if is_empty and was_empty:
+                raise
+            if is_empty:
+                print("Ctrl-C again, or /exit, ends the chat", file=sys.stderr)
+            was_empty = is_empty
 
 
 class Conversation:
@@ -106,11 +171,15 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self.messages, self.has_dropped = list(self.opening), False
+        self.messages = list(self.opening)
+        self.has_dropped = False
+
+    def num_questions(self) -> int:
+        return (len(self.messages) - len(self.opening)) // 2
 
     def take_back(self) -> str | None:
         """Remove the last message and its answer. Returns the message, or None if there is none."""
-        if len(self.messages) == len(self.opening):
+        if not self.num_questions():
             print("there is no message before this one", file=sys.stderr)
             return None
         question, _ = self.messages[-2:]
@@ -120,12 +189,20 @@ class Conversation:
     def save(self, file: str) -> None:
         if self.ranks.rank:
             return
+        if not file:
+            print_error("/save needs the name of a file: /save FILE appends the conversation to it")
+            return
+        if not self.num_questions():
+            print("there is no message to save yet", file=sys.stderr)
+            return
         try:
             with Path(file).expanduser().open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
             print(f"saved to {file}", file=sys.stderr)
-        except (OSError, ValueError, RuntimeError) as error:  # the last two of names that no file can have
-            print_error(f"/save FILE: {error}")
+        except OSError as error:
+            print_error(f"/save {file}: {error.strerror}")
+        except (ValueError, RuntimeError) as error:  # of names that no file can have
+            print_error(f"/save {file!r}: {error}")
 
     def encode(self, messages: list[dict], text: str) -> list[int]:
         conversation = [*messages, {"role": "user", "content": text}]
@@ -172,40 +249,80 @@ def chat(session: Session, args: argparse.Namespace) -> None:
     with line_history():
         for turn_number in itertools.count():
             text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
-            command, file = (*(text or "").split(maxsplit=1), "", "")[:2]
+            command, argument = command_of(text or "")
             if text is None or command == "/exit":
                 return
-            if command == "/reset":
-                conversation.reset()
-            elif command == "/help":
-                print(HELP, file=sys.stderr)
-            elif command == "/save":
-                conversation.save(file.strip())
-            elif command in ("/undo", "/retry"):
-                text = conversation.take_back()
-            elif command.startswith("//"):
-                text = text.replace("/", "", 1)
-            elif command.startswith("/"):
-                text = None
-                print(f"there is no command {command}: see /help; // begins a message with a slash", file=sys.stderr)
-            if command in UNANSWERED or text is None or (prompt := conversation.prompt(text)) is None:
-                continue
-            budget = conversation.limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
-            request = Request(text, ids=prompt, max_new_tokens=budget, seed=args.seed + turn_number)
-            answer = Answer(request, session.printer(args.stop, streaming=True))
-            if has_colours(sys.stdout):
-                answer.printer.dim_thinking(args.prefill or session.tokenizer.decode(prompt[-16:]))
             try:
-                list(session.decode([answer]))
-                if answer.request.error is not None:
-                    raise ValueError(answer.request.error)
-                dim, end = (DIM, END_COLOUR) if has_colours(sys.stderr) else ("", "")
-                print(f"{dim}[{statistics(answer, args)}]{end}", file=sys.stderr)
+                message = obey(conversation, command, argument, text)
+                if message is not None:
+                    answer_message(session, args, conversation, message, args.seed + turn_number)
             except KeyboardInterrupt:
                 if ranks.world > 1:  # ranks stop at different tokens, and torchrun ends them
                     raise
                 print("[interrupted]", file=sys.stderr)
-            conversation.add(text, answer.printer.text)
+
+
+def command_of(text: str) -> tuple[str, str]:
+    """(the first word, the rest) of a line."""
+    command, argument, *_ = [*text.split(maxsplit=1), "", ""]
+    return command, argument.strip()
+
+
+def obey(conversation: Conversation, command: str, argument: str, text: str) -> str | None:
+    """Run a line's command, if it begins with one. Returns the message to answer, if the line brings one."""
+    num_questions = conversation.num_questions()
+    if command == "/reset":
+        conversation.reset()
+        print(f"a new conversation; {counted(num_questions)} forgotten", file=sys.stderr)
+    elif command == "/help":
+        print(HELP, file=sys.stderr)
+    elif command == "/save":
+        conversation.save(argument)
+    elif command == "/undo":
+        question = conversation.take_back()
+        if question is not None:
+            rest = counted(conversation.num_questions())
+            print(f"forgot {shortened(question)!r} and its answer; {rest} left", file=sys.stderr)
+    elif command == "/retry":
+        return conversation.take_back()
+    elif command.startswith("//"):
+        return text.replace("/", "", 1)
+    elif command.startswith("/"):
+        print(f"there is no command {command}: see /help; // begins a message with a slash", file=sys.stderr)
+    elif command:
+        return text
+    return None
+
+
+def counted(num_questions: int) -> str:
+    return "1 message" if num_questions == 1 else f"{num_questions or 'no'} messages"
+
+
+def shortened(text: str, max_chars: int = 40) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def answer_message(
+    session: Session, args: argparse.Namespace, conversation: Conversation, text: str, seed: int
+) -> None:
+    """Print the answer to a message. The conversation gets both, also where Ctrl-C ends the answer."""
+    prompt = conversation.prompt(text)
+    if prompt is None:
+        return
+    budget = conversation.limit - len(prompt) if args.max_new_tokens is None else args.max_new_tokens
+    request = Request(text, ids=prompt, max_new_tokens=budget, seed=seed)
+    answer = Answer(request, session.printer(args.stop, streaming=True))
+    if has_colours(sys.stdout):
+        answer.printer.dim_thinking(args.prefill or session.tokenizer.decode(prompt[-16:]))
+    try:
+        list(session.decode([answer]))
+        if answer.request.error is not None:
+            raise ValueError(answer.request.error)
+        dim, end = (DIM, END_COLOUR) if has_colours(sys.stderr) else ("", "")
+        print(f"{dim}[{statistics(answer, args)}]{end}", file=sys.stderr)
+    finally:
+        conversation.add(text, answer.printer.text)
 
 
 def statistics(answer: Answer, args: argparse.Namespace) -> str:

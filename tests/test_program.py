@@ -1,6 +1,5 @@
 """python generate.py as its users run it: flags, prompt files, text and JSON, chat, errors, signals, figures."""
 
-import contextlib
 import fcntl
 import functools
 import importlib
@@ -560,6 +559,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt(self, pattern: str | None) -> None:
+        """Type Ctrl-C. CPython's readline may miss a signal that comes just before it waits for a key."""
+        time.sleep(0.2)
+        self.type("\x03")
+        if pattern is not None:
+            self.wait_for(pattern)
+
 
 @pytest.mark.attack
 def test_a_chat_on_a_terminal(chat_folder):
@@ -601,12 +607,33 @@ def test_ctrl_c_ends_the_answer_not_the_chat(chat_folder):
     terminal.type("\x03")
     terminal.wait_for(r"\[interrupted\]")
     terminal.wait_for("> ")
-    for _ in range(6):  # CPython's readline may miss a signal that comes just before it waits for a key
-        terminal.type("\x03")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            terminal.process.wait(timeout=5)
-            break
-    assert terminal.process.returncode == 130
+    terminal.interrupt("Ctrl-C again, or /exit, ends the chat\r\n.*> ")
+    terminal.interrupt(None)
+    assert terminal.process.wait(timeout=30) == 130
+
+
+@pytest.mark.attack
+def test_ctrl_c_at_the_prompt_clears_the_line_and_keeps_the_conversation(chat_folder, tmp_path):
+    """As in Python. Twice at an empty line ends the chat; a line in between does not count."""
+    terminal, file = Terminal(chat_folder, "--max_new_tokens", "4", "--ignore_eos"), tmp_path / "chat.jsonl"
+    terminal.wait_for("> ")
+    terminal.type("the cat\n")
+    terminal.wait_for("tokens read.*\r\n.*> ")
+    for typed in ("never sent", "a first line\\\n", "\x1b[200~a paste\rof two lines\x1b[201~"):
+        terminal.type(typed)
+        terminal.wait_for("…" if typed.endswith("\n") else typed[-6:].strip("~").partition("\x1b")[0])
+        terminal.interrupt(r"\r\n\S*> ")
+    terminal.interrupt("Ctrl-C again, or /exit, ends the chat\r\n.*> ")
+    terminal.type("a dog\n")
+    terminal.wait_for("tokens read.*\r\n.*> ")
+    terminal.interrupt("Ctrl-C again, or /exit, ends the chat\r\n.*> ")
+    terminal.type(f"/save {file}\n")
+    terminal.wait_for("saved to .*\r\n.*> ")
+    terminal.interrupt("Ctrl-C again, or /exit, ends the chat\r\n.*> ")
+    terminal.interrupt(None)
+    assert terminal.process.wait(timeout=30) == 130
+    messages = json.loads(file.read_text())["messages"]
+    assert [message["content"] for message in messages[::2]] == ["the cat", "a dog"]
 
 
 def remember_ids(monkeypatch) -> None:
@@ -737,11 +764,15 @@ def test_a_chat_goes_back_and_is_saved(chat_folder, tmp_path, capsys, monkeypatc
     cat, dog = want.splitlines()
     file = tmp_path / "chats.jsonl"
     typed = f"/undo\nthe cat\na ball\n/undo\na dog\n/save {file}\n/retry\n/save {file}\n/save\n"
-    typed += "/save ~no-such-user/x\n/save a\0b\n/retry\n"
+    typed += f"/save ~no-such-user/x\n/save a\0b\n/save {tmp_path}\n/retry\n/reset\n/save {file}\n"
     out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options)
     lines = out.splitlines()
     assert (lines[0], *lines[2:]) == (cat, dog, dog, dog) and "there is no message before this one" in err
-    assert err.count("error: /save FILE: ") == 3 and err.count(f"saved to {file}") == 2
+    assert err.count("error: /save ") == 4 and err.count(f"saved to {file}") == 2
+    assert "error: /save needs the name of a file: /save FILE appends the conversation to it\n" in err
+    assert f"error: /save {tmp_path}: Is a directory\n" in err
+    assert "forgot 'a ball' and its answer; 1 message left\n" in err
+    assert "a new conversation; 2 messages forgotten\n" in err and err.endswith("there is no message to save yet\n> ")
     saved = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     assert saved[0] == saved[1] and [m["content"] for m in saved[0]] == ["the cat", cat, "a dog", dog]
 
@@ -800,10 +831,12 @@ def test_a_terminal_takes_long_lines_edits_and_pastes(chat_folder, tmp_path):
 
 @pytest.mark.attack
 def test_a_terminal_knows_the_lines_of_earlier_chats(chat_folder, tmp_path):
-    """Arrow up in a second run; a line that ends in a backslash goes on; the report is dim, and NO_COLOR is obeyed."""
+    """Arrow up in a second run brings a message back in whole, typed with a backslash or pasted; the report is dim, and
+    NO_COLOR is obeyed."""
     tokenizer, history = load_tokenizer(chat_folder), tmp_path / "history"
     message = [{"role": "user", "content": "the cat\na dog"}]
-    for keys, dim in (("the cat\\\na dog\n", True), ("\x1b[A\x1b[A\n\x1b[A\x1b[A\n", False)):
+    pasted = "\x1b[200~the cat\ra dog\x1b[201~\n"
+    for keys, dim in (("the cat\\\na dog\n", True), ("\x1b[A\n", False), (pasted, True), ("\x1b[A\n", True)):
         os.environ.pop("NO_COLOR", None) if dim else os.environ.update(NO_COLOR="1")
         try:
             terminal = Terminal(chat_folder, "--max_new_tokens", "4", "--ignore_eos", history=history)
