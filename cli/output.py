@@ -97,6 +97,12 @@ def print_skipped(file: str | None, num_rows: int) -> None:
         print(f"{file} answers {num_rows} rows already: skipped", file=sys.stderr)
 
 
+def print_prompt(text: str) -> None:
+    """Print a prompt on stderr. Where its answer goes to the same terminal, it continues the line."""
+    is_continued = sys.stderr.isatty() and sys.stdout.isatty()
+    print(text, end="" if is_continued else "\n", file=sys.stderr, flush=True)
+
+
 class Output:
     """Shows results on rank 0. A single text streams. With --json a line appears as soon as its row ends, or with
     --ordered in the order of the rows. Texts appear in that order too, each after its prompt. Ctrl-C also shows
@@ -110,8 +116,7 @@ class Output:
         self.as_json, self.in_order = args.json, args.ordered or not args.json
         self.streaming = len(rows) == replicas.count == 1 and not args.json
         if self.streaming:
-            # On a terminal the answer continues the prompt's line; in a log each has its own.
-            print(rows[0].text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+            print_prompt(rows[0].text)
         self.answers: deque[Answer] = deque(maxlen=MAX_TIMINGS if piped else None)
         self.num_started = self.num_received = self.num_tokens = 0
         self.next_number, self.waiting, self.has_errors = 0, {}, False
@@ -191,7 +196,7 @@ class Output:
             return
         with tqdm.external_write_mode():
             if result.prompt is not None:
-                print(result.prompt, end="", file=sys.stderr, flush=True)
+                print_prompt(result.prompt)
             (self.file.write if self.file else lambda text: print(text, flush=True))(result.text)
 
     def print_total(self) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -78,6 +79,20 @@ def test_text_streams_to_stdout_and_equals_the_json(text_folder, capsys):
     run_args(parse_args([*arguments, "--device", "cpu"]))
     out, err = capsys.readouterr()
     assert out == rows[0]["text"] + "\n" and "a big dog" in err
+
+
+@pytest.mark.parametrize("prompts", [["the cat"], ["the cat", "a dog"]])
+def test_a_prompt_has_its_own_line_where_the_answer_goes_elsewhere(text_folder, capsys, monkeypatch, tmp_path, prompts):
+    """On a terminal with `> file`, the line of the rates followed the prompt's last word."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts))
+    for out_is_terminal, err_is_terminal in itertools.product((True, False), repeat=2):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda value=out_is_terminal: value)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda value=err_is_terminal: value)
+        run_args(parse_args(["--checkpoint", str(text_folder), "--prompt_file", str(file), "--max_new_tokens", "3"]))
+        err = capsys.readouterr().err
+        has_own_line = not (out_is_terminal and err_is_terminal)
+        assert all((f"{prompt}\n" in err) == has_own_line for prompt in prompts), err
 
 
 def test_stop_token_ends_a_row_and_is_no_text(text_folder, capsys):
