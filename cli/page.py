@@ -9,7 +9,8 @@ write_report    answers -> one file of HTML, which needs no network
 import argparse
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from generate import Engine
 from loading.files import write_atomically
 
 ORIGINS = ("plain", "accepted", "corrected", "bonus")  # in cli/report.py's order
+RECENT_S = 300.0
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -64,12 +66,12 @@ def page(file: Path) -> str:
     return html
 
 
-def write_report(args: argparse.Namespace, answers: Iterable[Answer], engine: Engine) -> None:
+def write_report(args: argparse.Namespace, answers: Collection[Answer], engine: Engine) -> None:
     """Write --report's page of these answers, whose engine has recorded log-probabilities."""
     about = {
         "id": Path(args.random_weights or args.checkpoint).name, "draft": args.draft or args.draft_checkpoint,
         "k": engine.speculate_k, "greedy_text": greedy_text(engine),
-        "plain_tok_s": 1 / engine.costs.decode_s if engine.costs else None,
+        "plain_tok_s": plain_rate(answers, engine), "plain_source": "as calibrated before the run",
     }  # fmt: skip
     data = {"about": about, "answers": [section(answer, engine) for answer in answers]}
     # A text may hold </script>, so the data has no <.
@@ -78,10 +80,19 @@ def write_report(args: argparse.Namespace, answers: Iterable[Answer], engine: En
     write_atomically(Path(args.report), lambda partial: partial.write_text(html, encoding="utf-8"))
 
 
+def plain_rate(answers: Collection[Answer], engine: Engine) -> float | None:
+    """Tokens a second of plain decoding, as calibrated before the first answer. None where that is minutes ago: the
+    machine may have had other work then, and the rate compares with nothing."""
+    started = [answer.request.started for answer in answers if answer.request is not None and answer.request.started]
+    if engine.costs is None or not started or time.perf_counter() - min(started) > RECENT_S:
+        return None
+    return 1 / engine.costs.decode_s
+
+
 def section(answer: Answer, engine: Engine) -> dict:
     """An answer with its tokens, the (k, accepted) of its steps, and its costs by K."""
     request, printer, row = answer.request, answer.printer, answer.row
-    labels = (f"{key} {value}" for key, value in row.labels().items())
+    labels = f"seed {row.seed}, sample {row.sample}"  # the location has the line and the id
     numbers, last = step_numbers(request), len(printer.ids) - 1
     texts = [*printer.pieces[:last], "".join(printer.pieces[last:])]  # text that `close` released joins the last token
     end_times = list(itertools.accumulate((step.seconds for step in request.steps), initial=request.prefill_s))
@@ -90,7 +101,7 @@ def section(answer: Answer, engine: Engine) -> dict:
         for i, (text, number) in enumerate(zip(texts, numbers))
     ]
     return {
-        "prompt": row.text, "label": ", ".join([*filter(None, [row.location]), *labels]),
+        "prompt": row.text, "label": f"{row.location}, {labels}" if row.location else labels,
         "finish_reason": printer.finish_reason(), "error": request.error and str(request.error),
         "tokens": [token.as_json() for token in tokens],
         "steps": [(r.k, r.accepted) for r in request.token_records if not (r.index or r.first)],

@@ -1,7 +1,7 @@
 // Tokens of an answer, on a page with the elements #log and #tip. cli/page.py puts this file into both pages.
 const at = id => document.getElementById(id);
 const log = at("log"), tip = at("tip");
-let about = {};  // the model, as /v1/models has it
+let about = {};  // the model, as /v1/models has it; plain_tok_s, its source and plain_until where plain decoding was measured
 
 const make = (tag, name = "", text = "") => Object.assign(document.createElement(tag), {className: name, textContent: text});
 const formatted = (x, digits = 2) => x === null || x === undefined ? "–" : x.toFixed(digits);
@@ -18,6 +18,9 @@ function append(element, token) {
   return span;
 }
 
+/** Was plain decoding measured in the same minutes? An older rate is of a machine that had other work, or less. */
+const isRecent = () => Boolean(about.plain_tok_s) && performance.now() < (about.plain_until ?? Infinity);
+
 /** Rates so far by the clock of decoding, for the line below a text. */
 class Tally {
   constructor() { this.tokens = 0; this.overlap = 0; this.numVerified = 0; this.rounds = new Set(); }
@@ -33,11 +36,12 @@ class Tally {
     const rounds = this.rounds.size;
     return `${formatted(this.rate, 1)} tok/s · α ${this.numVerified ? formatted(this.overlap / this.numVerified) : "–"} · `
       + `${rounds ? formatted((this.tokens - 1) / rounds) : "–"} tokens a round`
-      + (about.plain_tok_s ? ` · plain decoding: ${formatted(about.plain_tok_s, 1)} tok/s as ${about.raced ? "raced" : "calibrated"}` : "");
+      + (isRecent() ? ` · plain decoding: ${formatted(about.plain_tok_s, 1)} tok/s ${about.plain_source}` : "");
   }
 }
 
-// One tip for all tokens: by mouse, by a tap, and by the arrow keys within the conversation.
+// One tip for all tokens: by mouse, by a tap, and by the arrow keys within the conversation. A finger leaves when it is
+// lifted, and the tip stays until the next tap elsewhere.
 let chosen = null;
 function point(span) {
   chosen = span;
@@ -49,8 +53,9 @@ function point(span) {
   tip.style.top = `${box.top > tip.offsetHeight + 8 ? box.top - tip.offsetHeight - 4 : box.bottom + 4}px`;
 }
 log.addEventListener("pointerover", event => point(event.target.closest("[data-origin]")));
-log.addEventListener("pointerleave", () => point(null));
-log.addEventListener("scroll", () => point(null));
+log.addEventListener("pointerleave", event => { if (event.pointerType === "mouse") point(null); });
+addEventListener("pointerdown", event => { if (!event.target.closest("[data-origin]")) point(null); });
+addEventListener("scroll", () => point(null), true);  // of the page, or of a box in it
 log.addEventListener("blur", () => point(null));
 log.addEventListener("keydown", event => {
   const step = {ArrowRight: 1, ArrowLeft: -1}[event.key], spans = [...log.querySelectorAll("[data-origin]")];

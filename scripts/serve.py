@@ -145,8 +145,8 @@ class Api:
         about = {
             "context": engine.max_seq_length, "rows": engine.batch_size, "k": engine.speculate_k,
             "draft": model_name(args.draft_checkpoint) if args.draft_checkpoint else args.draft,
-            "greedy_text": greedy_text(engine), "plain_tok_s": 1 / engine.costs.decode_s if engine.costs else None,
-            "temperature": args.temperature, "chat_template": self.session.tokenizer.template is not None,
+            "greedy_text": greedy_text(engine), "temperature": args.temperature,
+            "chat_template": self.session.tokenizer.template is not None,
         }  # fmt: skip
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "quickdraft", "about": about}
 

@@ -1,9 +1,12 @@
 """cli/page.py: --report's page has every token, runs no script of a text, and costs other runs nothing."""
 
+import contextlib
 import json
 import math
 import re
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -11,7 +14,7 @@ from conftest import ROOT
 import cli.main
 from cli.flags import parse_args
 from cli.main import run
-from cli.page import Token, page
+from cli.page import Token, page, plain_rate
 
 pytestmark = pytest.mark.attack
 DRAFT = f"--draft_checkpoint {ROOT}/checkpoints/demo-draft --speculate_k 3"
@@ -41,7 +44,8 @@ def test_the_page_has_the_tokens_of_json(tmp_path, capsys, flags):
     assert len(results) == len(data["answers"]) == 2
     for answer, result in zip(data["answers"], results, strict=True):
         tokens, facts = answer["tokens"], result["speculative"]
-        assert "".join(token["text"] for token in tokens) == result["text"] and f"id {result['id']}" in answer["label"]
+        assert "".join(token["text"] for token in tokens) == result["text"]
+        assert answer["label"].count(f"id {result['id']}") == answer["label"].count("line ") == 1
         assert len(tokens) == len(result["tokens"]) and answer["finish_reason"] == result["finish_reason"]
         assert [token["logprob"] for token in tokens] == [top[0]["logprob"] for top in result["logprobs"]]
         assert all(0 < token["p"] <= 1 for token in tokens)
@@ -106,16 +110,24 @@ def test_other_runs_record_nothing(monkeypatch, tmp_path):
     assert records == [False, True]
 
 
-@pytest.mark.browser
-def test_a_browser_shows_it(tmp_path, capsys):
+@contextlib.contextmanager
+def chromium():
+    """A headless Chromium of the system's."""
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if binary is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-    _, data, results = decode(tmp_path, capsys, f"{DRAFT} --temperature 0", "One day, the dog", ATTACK)
-    problems = []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.browser
+def test_a_browser_shows_it(tmp_path, capsys):
+    _, data, results = decode(tmp_path, capsys, f"{DRAFT} --temperature 0", "One day, the dog", ATTACK)
+    problems = []
+    with chromium() as browser:
         opened = browser.new_page(viewport={"width": 1000, "height": 720})
         opened.on("pageerror", lambda error: problems.append(str(error)))
         opened.on("console", lambda message: problems.append(message.text))
@@ -135,5 +147,42 @@ def test_a_browser_shows_it(tmp_path, capsys):
         num_bars = sum(1 for answer in data["answers"] for k, _ in answer["steps"] if k)
         assert opened.locator("rect:not(.accepted)").count() == num_bars > 0
         assert opened.locator("table").count() == 2
-        browser.close()
     assert problems == []
+
+
+@pytest.mark.browser
+def test_a_phone_shows_it_and_a_tap_shows_a_tip(tmp_path, capsys):
+    """The table of costs scrolls in its box, not the page; the tip of a tap stays until the next one elsewhere."""
+    decode(tmp_path, capsys, f"{DRAFT} --temperature 0", "One day, the dog")
+    with chromium() as browser:
+        opened = browser.new_page(viewport={"width": 390, "height": 720}, has_touch=True, is_mobile=True)
+        opened.goto((tmp_path / "report.html").as_uri())
+        assert opened.evaluate("document.documentElement.scrollWidth") == 390
+        assert opened.evaluate("document.querySelector('table').scrollWidth") > 390
+        opened.tap("article.assistant .accepted >> nth=0")
+        opened.wait_for_timeout(200)
+        assert opened.is_visible("#tip") and opened.text_content("#tip").startswith("accepted\n")
+        opened.tap("article.assistant .corrected >> nth=0")
+        assert opened.is_visible("#tip") and opened.text_content("#tip").startswith("corrected\n")
+        box = opened.locator("#tip").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+        opened.tap("header h1")
+        assert not opened.is_visible("#tip")
+        opened.tap("article.assistant .accepted >> nth=0")
+        opened.evaluate("scrollBy(0, 40)")
+        opened.wait_for_timeout(200)
+        assert not opened.is_visible("#tip"), "it would stand beside another token"
+
+
+def test_plain_decodings_rate_is_of_the_same_minutes():
+    """Calibrated before the run: hours later the machine may have other work, and the rates compare with nothing."""
+    engine = SimpleNamespace(costs=SimpleNamespace(decode_s=0.02))
+    answers = [SimpleNamespace(request=SimpleNamespace(started=time.perf_counter() - age)) for age in (5, 100)]
+    assert plain_rate(answers, engine) == 50
+    answers += [SimpleNamespace(request=SimpleNamespace(started=time.perf_counter() - 3600)), *NOT_STARTED]
+    assert plain_rate(answers, engine) is None
+    assert plain_rate(NOT_STARTED, engine) is None
+    assert plain_rate(answers[:1], SimpleNamespace(costs=None)) is None
+
+
+NOT_STARTED = [SimpleNamespace(request=None), SimpleNamespace(request=SimpleNamespace(started=0.0))]

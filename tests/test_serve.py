@@ -816,8 +816,8 @@ def test_page_streams_what_is_typed_and_colours_it(page, plain_answer):
     page.uncheck("#colours")
     assert page.evaluate("getComputedStyle(document.querySelector('article.assistant .accepted')).color") == plain
     page.check("#colours")
-    for fact in ("tok/s", "α 0.", "tokens a round", "plain decoding"):
-        assert fact in page.text_content("#live")
+    line = page.text_content("#live")
+    assert all(fact in line for fact in ("tok/s", "α 0.", "tokens a round")) and "plain decoding" not in line
 
 
 @pytest.mark.browser
@@ -880,6 +880,42 @@ def test_page_races_plain_against_drafted(page, plain_answer):
     assert plain.text_content() == drafted.text_content() == plain_answer(PROMPTS[1], 60)[0]
     assert plain.locator(".accepted").count() == 0 < drafted.locator(".accepted").count()
     assert page.locator(".race h2").all_text_contents()[1].startswith("drafted by demo-draft: ")
+    raced = page.locator(".race h2").first.text_content().removeprefix("plain: ").partition(",")[0]
+    expect(page.locator("#live")).to_contain_text(f"plain decoding: {raced} as raced")
+    page.evaluate("about.plain_until = performance.now()")  # minutes later
+    page.fill("#prompt", PROMPTS[0])
+    page.keyboard.press("Enter")
+    expect(page.locator("#live")).to_contain_text("finish_reason")
+    assert "plain decoding" not in page.text_content("#live")
+
+
+def wait_until(page, expression: str) -> None:
+    """As wait_for_function does, which the page's policy forbids."""
+    end = time.monotonic() + 60
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(20)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("button, width", [("#race", 1000), ("#race", 390), ("#send", 390)])
+def test_page_follows_an_answer_until_somebody_scrolls_up(page, button, width):
+    from playwright.sync_api import expect
+
+    page.set_viewport_size({"width": width, "height": 420})
+    page.fill("#most", "300")
+    page.fill("#prompt", "Once there was a")
+    page.click(button)
+    below = "log.scrollHeight - log.scrollTop - log.clientHeight"
+    wait_until(page, "log.scrollTop > 50")
+    assert page.evaluate(below) < 2
+    page.locator("#log").hover()
+    page.mouse.wheel(0, -30)
+    wait_until(page, "!following")
+    num_tokens = page.evaluate("log.querySelectorAll('[data-origin]').length")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert page.evaluate("log.querySelectorAll('[data-origin]').length") > num_tokens, "it was still growing"
+    assert page.evaluate(below) > 20
 
 
 @pytest.mark.browser
