@@ -11,9 +11,14 @@ Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because
 distribution. With `--live` both sides first decode the first prompt on the screen (live.py); that run does not count.
 """
 
+if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
+    from cli.start import answer_flags
+    from scripts.flags import compare_args
+
+    answer_flags(compare_args)
+
 import argparse
 import functools
-import itertools
 import json
 import math
 import shlex
@@ -27,7 +32,7 @@ import torch
 
 from cli.answers import Answer
 from cli.errors import cpu_share, ending_plainly
-from cli.flags import Parser, check_options, positive, speculate_k
+from cli.flags import check_options, speculate_k
 from cli.flags import parse_args as generate_args
 from cli.load import cache_type, compiles, drafter_of, load_target, pick_device, warm_up
 from cli.main import kinds_of
@@ -40,6 +45,7 @@ from decoding.validation import check_lengths
 from generate import Engine
 from loading.drafts import check_same_tokens
 from loading.tokenizer import Tokenizer
+from scripts.flags import compare_args as parse_args
 from tp import ALONE
 from weights.walker import pack_model
 
@@ -254,22 +260,6 @@ def outcome(prompt: dict, dtype: str) -> str:
     gap = "" if diff["top_gap"] is None else f"; a's two best logits lie {diff['top_gap']:.2g} apart ({dtype})"
     texts = "".join(f"\n  {side} …{diff[f'{side}_around']!r}" for side in "ab")
     return f"token {diff['position']} differs: a {a}, {name} {b}{gap}{texts}"
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Compare the tokens and the rates of two configurations of generate.py.")
-    add = parser.add_argument
-    add("--a", required=True, metavar="FLAGS", help='flags of generate.py, such as "--temperature 0"')
-    add("--b", required=True, metavar="FLAGS", help="the other configuration; ratios are b over a")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="Once upon a time", help="default: %(default)s")
-    source.add_argument("--prompt_file", metavar="FILE", help="one prompt a line, or JSONL, as in generate.py")
-    add("--rounds", type=positive, default=1, metavar="N", help="decode each prompt N times by a, b, b, a; default: 1")
-    add("--live", action="store_true", help="first show both sides decode the first prompt, on stderr (needs rich)")
-    add("--json", action="store_true", help="print one JSON object")
-    words = iter(sys.argv[1:] if argv is None else argv)
-    # argparse would take a --compile behind --a for a flag of this program. So --a FLAGS becomes --a=FLAGS.
-    return parser.parse_args(["=".join((w, *itertools.islice(words, 1))) if w in ("--a", "--b") else w for w in words])
 
 
 def main() -> None:

@@ -12,6 +12,12 @@ as they were evaluated. Every evaluation and Ctrl-C save a state in --work, from
 (SIGTERM ends at once).
 """
 
+if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
+    from cli.start import answer_flags
+    from scripts.flags import distill_draft_args
+
+    answer_flags(distill_draft_args)
+
 import argparse
 import json
 import math
@@ -28,20 +34,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import defer_interrupts, ending_plainly, use_threads
-from cli.flags import DTYPES, Parser, positive
 from cli.load import compiles, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import fingerprints, load_config, load_model
 from loading.drafts import pick_dtype
 from loading.files import complete_folder, open_shards, read_json, shards, write_atomically
-from loading.hub import PATH_HELP, checkpoint_path
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer
 from scripts import draft_text
 from scripts.draft_kinds import KINDS, Kind, tokens_per_round
 from scripts.draft_start import check_sizes, draft_config, init_weights, project_embedding, weights_of_layers
 from scripts.draft_text import Windows, check_settings, digest, hold_out, ids_of, log, read_documents, sampled_documents
+from scripts.flags import distill_draft_args as parse_args
 from speculative import Costs
 from weights.walker import pack_model
 
@@ -377,42 +382,6 @@ def distill(args: argparse.Namespace) -> dict:
     log(f"{(windows.ids >= 0).sum()} tokens to learn, {(rows[:, 1:] >= 0).sum()} held out; c and v by K {costs}")
     train(run, windows, rows.to(device))
     return export(run, kind.hf, rows)
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Distil a draft for a target: a folder for generate.py's --draft_checkpoint.")
-    add = parser.add_argument
-    help = f"the model to draft for: {PATH_HELP}"
-    add("--target", type=lambda name: Path(checkpoint_path(name)), required=True, metavar="PATH", help=help)
-    add("--kind", choices=KINDS, default="model", help="default: a model that drafts token by token")
-    add("--depth", type=positive, default=5, help="tokens that pard, eagle3 and dflash learn to draft in a round")
-    add("--layers", type=positive, help="of a model or pard, without --from_layers, or of dflash (default: 1)")
-    add("--from_layers", metavar="LAYERS", help="start from layers of the target, with its sizes: 0-1,28-29")
-    add("--draft_vocab", type=positive, metavar="N", help="of eagle3: draft only the N most frequent tokens")
-    add("--dim", type=positive, help="hidden size of a model or pard; eagle3 and dflash have the target's")
-    add("--heads", type=positive, help="default: heads of 64, or of the largest even size below 64 that divides --dim")
-    add("--kv_heads", type=positive, help="default: as many as heads")
-    add("--ffn", type=positive, help="default: 8/3 of --dim, rounded up to a multiple of 32")
-    separators = f"{draft_text.END} or, without any, by blank lines"
-    add("--text", type=Path, metavar="FILE", help=f"documents, separated by {separators}")
-    add("--sampled", type=positive, metavar="TOKENS", help="learn on this many tokens that the target writes")
-    add("--prompts", type=Path, metavar="FILE", help="questions, one a line, that the target answers for --sampled")
-    add("--project", action="store_true", help="start from the target's embedding, projected to --dim columns")
-    add("--heldout", type=positive, default=20_000, metavar="TOKENS", help="of the last documents, to evaluate on")
-    add("--temperature", type=float, default=1.0, help="of --sampled and of the predicted speed-up; default: 1")
-    add("--output", type=Path, required=True, metavar="DIR", help="folder to create")
-    add("--work", type=Path, metavar="DIR", help="training state and sampled text; default: build/distill/NAME")
-    add("--steps", type=positive, default=3000, help="at most; default: 3000")
-    add("--batch", type=positive, default=8, help="rows of --context tokens in a step; default: 8")
-    add("--context", type=positive, help="tokens of a training row; default: 512, or the target's context if less")
-    add("--lr", type=float, help="peak of the learning rate; default: 0.004, falling as 1 / dim beyond 128")
-    add("--eval_every", type=positive, default=250, metavar="STEPS", help="default: 250")
-    add("--patience", type=positive, default=3, help="evaluations in turn without a better prediction; default: 3")
-    add("--seed", type=int, default=0)
-    add("--device")
-    add("--dtype", choices=DTYPES, help="of the target; default: the checkpoint's")
-    add("--compile", action=argparse.BooleanOptionalAction, help="compile while c and v are measured; default: on cuda")
-    return parser.parse_args(argv)
 
 
 def main() -> None:

@@ -11,6 +11,12 @@ file knows no task and no metric. It treats special tokens in prompts and long p
 model does, so that figures compare; `loglikelihood_rolling` names the exception.
 """
 
+if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
+    from cli.start import answer_flags
+    from scripts.flags import eval_lm_args
+
+    answer_flags(eval_lm_args)
+
 import argparse
 import dataclasses
 import json
@@ -26,17 +32,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import ending_plainly, fail
-from cli.flags import DTYPES, Parser, positive
 from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.files import write_atomically
-from loading.hub import PATH_HELP, checkpoint_path
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Caches, Transformer
-from quantize import SCHEMES
+from scripts.flags import eval_lm_args as parse_args
 from tp import ALONE
-from weights.schemes import HEAD_HELP
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -367,33 +370,6 @@ def run(args: argparse.Namespace) -> dict:
         batch_size=args.batch_size, device=str(lm.device), limit=args.limit, log_samples=False, task_manager=manager,
         apply_chat_template=args.apply_chat_template, system_instruction=args.system, gen_kwargs=args.gen_kwargs,
     )  # fmt: skip
-
-
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Run tasks of the lm-evaluation-harness on a model.")
-    add = parser.add_argument
-    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
-    add("--tasks", required=True, metavar="NAME,NAME", help="tasks of the harness, or of --include_path")
-    add("--include_path", metavar="DIR", help="a folder of your own YAML tasks")
-    add("--limit", type=positive, metavar="N", help="only the first N documents of each task")
-    add("--num_fewshot", type=int, metavar="N", help="examples before each question; default: the task's")
-    add("--batch_size", type=positive, default=8, help="requests that run together; default: %(default)s")
-    add("--max_length", type=positive, metavar="N", help="input tokens of one pass; default: the model's context")
-    add("--apply_chat_template", action="store_true", help="write prompts in the folder's chat template")
-    add("--system", metavar="TEXT", help="system message, or text before every prompt")
-    add("--gen_kwargs", metavar="KEY=VALUE,…", help="replace a task's settings, such as max_gen_toks or temperature")
-    add("--output", metavar="FILE", help="write the harness's results as JSON")
-    add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
-    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
-    draft = parser.add_mutually_exclusive_group()
-    help = "a smaller model that drafts generated text"
-    draft.add_argument("--draft_checkpoint", type=checkpoint_path, metavar="PATH", help=help)
-    draft.add_argument("--draft", metavar="SPEC", help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
-    # Flags of generate.py that loading reads.
-    parser.set_defaults(random_weights=None, adapter=None, draft_quantize=None, draft_tp="replicated")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -8,6 +8,12 @@ The standard error is that of the mean over windows. --reference, a model with t
 KL(reference || model) in nats a token, and the share of positions where both have the same most likely token.
 """
 
+if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
+    from cli.start import answer_flags
+    from scripts.flags import perplexity_args
+
+    answer_flags(perplexity_args)
+
 import argparse
 import json
 import math
@@ -20,15 +26,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import ending_plainly
-from cli.flags import DTYPES, Parser, positive
 from cli.load import pick_device
 from loading.checkpoint import load_config, load_model
 from loading.drafts import check_same_tokens, pick_dtype
-from loading.hub import PATH_HELP, checkpoint_path
 from loading.tokenizer import load_tokenizer
 from model import Transformer
-from quantize import SCHEMES
-from weights.schemes import HEAD_HELP
+from scripts.flags import perplexity_args as parse_args
 
 MAX_LOGITS = 2**25  # computed at once: 128 MB, and as much for every intermediate tensor of a divergence
 MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity overflows: None
@@ -117,23 +120,6 @@ def run(args: argparse.Namespace) -> dict:
     model = load(args.checkpoint, quantize=args.quantize, head=args.quantize_head)
     reference = load(args.reference) if args.reference else None
     return measure(model, rows, args.batch_size, reference, bos=bos is not None)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Perplexity of a model on a text, and its distance to a reference.")
-    add = parser.add_argument
-    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
-    add("--text", required=True, metavar="FILE", help="UTF-8 text to score")
-    add("--context", type=positive, default=512, help="tokens of a window; default: %(default)s")
-    add("--batch_size", type=positive, default=8, help="windows scored together; default: %(default)s")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
-    add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")
-    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
-    help = f"to compare with, by KL divergence and agreement: {PATH_HELP}"
-    add("--reference", type=checkpoint_path, metavar="PATH", help=help)
-    add("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -6,6 +6,12 @@ The model is the program's own on the meta device, sharded by tp.py and quantize
 in full for every layer; a layer with a sliding window reads its window alone.
 """
 
+if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
+    from cli.start import answer_flags
+    from scripts.flags import tp_plan_args
+
+    answer_flags(tp_plan_args)
+
 import json
 import math
 from pathlib import Path
@@ -13,16 +19,16 @@ from pathlib import Path
 import torch
 
 from cli.errors import ending_plainly
-from cli.flags import DTYPES, Parser
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading import checkpoint
 from loading.plain_files import is_gguf
 from loading.quantized.merged_experts import is_mxfp4
 from loading.quantized.reader import find_layout
 from model import Config
-from quantize import SCHEMES, format_of
+from quantize import format_of
+from scripts.flags import tp_plan_args as parse_args
 from tp import SUM, Ranks, check_divisible, shard_spec
-from weights.schemes import HEAD_HELP, head_scheme
+from weights.schemes import head_scheme
 from weights.walker import named_linears
 
 
@@ -88,20 +94,7 @@ def print_row(row: dict, context: int, memory: float | None) -> None:
 
 @ending_plainly()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="The bytes that each rank of a tensor-parallel launch would hold, read and send.")
-    add = parser.add_argument
-    add("config", metavar="PATH", help="a config.json, a Hugging Face folder or a .gguf file")
-    add("--ranks", default="1,2,4,8", help="numbers of ranks, with commas between; default: %(default)s")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of plain weights; default: %(default)s")
-    add("--quantize", metavar="SCHEME", help=f"quantize the weights: {', '.join(SCHEMES)}")
-    add("--quantize_head", default="auto", metavar="SCHEME", help=HEAD_HELP)
-    add("--context", type=int, help="cached tokens of the predicted step; default: 1000, or all positions of the model")
-    add("--bandwidth", type=float, default=3350, help="memory bandwidth of a device, GB/s; default: an H100's, 3350")
-    add("--link", type=float, default=450, help="bandwidth between devices each way, GB/s; default: NVLink's, 450")
-    add("--latency", type=float, default=20, help="latency of a collective, microseconds; default: 20")
-    add("--memory", type=float, help="memory of a device, GB: marks the launches that do not fit")
-    add("--json", action="store_true", help="print a JSON object for every number of ranks, in bytes and seconds")
-    args = parser.parse_args(argv)
+    args = parse_args(argv)
     for scheme in (args.quantize, head_scheme(args.quantize, args.quantize_head)):
         scheme and format_of(scheme)  # ValueError for an unknown one, once and not in each row
     if not all(part.isdigit() and int(part) for part in args.ranks.split(",")):

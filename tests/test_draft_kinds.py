@@ -23,9 +23,14 @@ from scripts import distill_draft
 from scripts.distill_draft import add_gradients, distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args
 from scripts.draft_kinds import KINDS, tokens_per_round
+from scripts.flags import DRAFT_KINDS
 from speculative import Costs
 
 T, DEPTH = 16, 4
+
+
+def test_the_flag_names_every_kind():
+    assert tuple(KINDS) == DRAFT_KINDS
 
 
 @pytest.mark.parametrize("name, vocab", [("pard", None), ("eagle3", None), ("eagle3", 40), ("dflash", None)])

@@ -1077,6 +1077,11 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     "scripts/serve.py --port 70000": (2, "error: --port 70000 must lie between 0 and 65535\n"),
     "scripts/serve.py --json": (2, "error: --json is about generate.py's own prompts and output"),
     "scripts/serve.py --top_p 2": (2, "error: top_p = 2.0 must lie in (0, 1]; 1 for no limit\n"),
+    "scripts/compare.py --a x": (2, "error: the following arguments are required: --b\n"),
+    "scripts/perplexity.py --text x": (2, "error: the following arguments are required: --checkpoint\n"),
+    "scripts/eval_lm.py --help": (0, "--num_fewshot N"),
+    "scripts/distill_draft.py --kind x": (2, "error: argument --kind: invalid choice: 'x'"),
+    "scripts/tp_plan.py": (2, "error: the following arguments are required: PATH\n"),
 }
 
 
