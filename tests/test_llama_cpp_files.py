@@ -1,0 +1,190 @@
+"""llama.cpp's golden tokenizers, and the chat templates that it collects.
+
+Both lie in the source package of llama_cpp_python (never committed): vocabularies as GGUF files beside
+texts (.inp) and llama.cpp's ids of them (.out), and the templates of 70 models. What a template
+writes is decided by transformers.
+"""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from loading.chat_templates import ChatTemplate
+from loading.tokenizer import load_tokenizer
+
+PACKAGE = "llama_cpp_python-0.3.36"
+FILE = ROOT / "build" / f"{PACKAGE}.tar.gz"
+DOWNLOAD = "pip download --no-deps --no-binary llama_cpp_python --dest build llama_cpp_python==0.3.36"
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not FILE.exists(), reason=f"no files of llama.cpp here: {DOWNLOAD}"),
+]
+
+NOT_YET = pytest.mark.xfail(reason="this file is refused")
+VOCABULARIES = [
+    "deepseek-coder",
+    pytest.param("deepseek-llm", marks=NOT_YET),
+    "gpt-2",
+    "llama-bpe",
+    "llama-spm",
+    pytest.param("phi-3", marks=NOT_YET),
+    "qwen2",
+    "refact",
+    "starcoder",
+]
+# What the other vocabularies name, and whose it is. No model of these architectures runs here.
+REFUSED = {
+    "bert-bge": "tokenizer.ggml.model = 'bert'",  # WordPiece of an encoder
+    "command-r": "tokenizer.ggml.pre = 'command-r'",  # Cohere
+    "falcon": "tokenizer.ggml.pre = 'falcon'",
+    "gemma-4": "tokenizer.ggml.model = 'gemma4'",  # BPE over sentencepiece's marks
+    "mpt": "tokenizer.ggml.pre = 'mpt'",
+    "qwen35": "tokenizer.ggml.pre = 'qwen35'",  # linear attention
+}
+SEPARATOR = b"\n__ggml_vocab_test__\n"
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+def assistant(text: str, **others) -> dict:
+    return {"role": "assistant", "content": text, **others}
+
+
+def call(id: str, name: str, **arguments) -> dict:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(id: str, name: str, text: str) -> dict:
+    return {"role": "tool", "tool_call_id": id, "name": name, "content": text}
+
+
+def tool(name: str, description: str, **types: str) -> dict:
+    properties = {key: {"type": value, "description": f"{key} of it"} for key, value in types.items()}
+    schema = {"type": "object", "properties": properties, "required": list(types)}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+WEATHER = tool("weather", "The weather of a city.", city="string", days="integer")
+ADD = tool("add", "Adds two numbers.", a="number", b="number")
+IN_ZURICH = call("abcdefgh1", "weather", city="Zürich", days=2)
+SUM = call("abcdefgh2", "add", a=1, b=2.5)
+
+CONVERSATIONS = {
+    "one message": {"messages": [user("Hi!")]},
+    "a system message": {"messages": [system("You are terse."), user("Hi!")]},
+    "spaces and marks": {
+        "messages": [
+            system("  Be\n\nkind. "),
+            user("\n  def f(x):\n\treturn {{ x }}\n"),
+            assistant(" été 日本 🎉 "),
+            user('<what> is "12345"? {% raw %}\n\n'),
+        ],
+    },
+    "a thought in the text": {
+        "messages": [user("2+2?"), assistant("<think>\nIt is four.\n</think>\n\n4"), user("3+3?")],
+    },
+    "a thought beside it": {
+        "messages": [user("2+2?"), assistant("4", reasoning_content="It is four."), user("3+3?")],
+    },
+    "tools": {"messages": [system("Use tools."), user("Weather?")], "tools": [WEATHER, ADD]},
+    "a call": {
+        "messages": [
+            user("Weather in Zürich & <Rome>?"),
+            assistant("", tool_calls=[IN_ZURICH]),
+            result("abcdefgh1", "weather", '{"sky": "blue"}'),
+        ],
+        "tools": [WEATHER],
+    },
+    "two calls": {
+        "messages": [
+            system("Use tools."),
+            user("Weather, and a sum?"),
+            assistant("Both.", tool_calls=[IN_ZURICH, SUM]),
+            result("abcdefgh1", "weather", "blue"),
+            result("abcdefgh2", "add", "3.5"),
+            assistant("Blue, and 3.5."),
+            user("Thanks"),
+        ],
+        "tools": [WEATHER, ADD],
+    },
+    "variables": {"messages": [user("Hi!")], "enable_thinking": False, "reasoning_effort": "low"},
+    "an answer at the end": {
+        "messages": [user("Hi!"), assistant("Hello.")],
+        "add_generation_prompt": False,
+    },
+}
+# Templates that raise an error, of 70: four serve conversations with tools alone, one knows no system message.
+REFUSALS = {"a system message": 5, "spaces and marks": 5, "tools": 3, "a call": 6, "two calls": 9}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """llama.cpp's folder of vocabularies and templates."""
+    folder = tmp_path_factory.mktemp("llama.cpp")
+    inside = f"{PACKAGE}/vendor/llama.cpp/models/"
+    with tarfile.open(FILE) as archive:
+        members = [member for member in archive if member.name.startswith(inside)]
+        archive.extractall(folder, members, filter="data")
+    return folder / inside
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models):
+    """A byte-level vocabulary: its ids of a text always decode to that text."""
+    return load_tokenizer(models / "ggml-vocab-gpt-2.gguf")
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_ids_of_golden_texts(name, models):
+    file = models / f"ggml-vocab-{name}.gguf"
+    texts = file.with_suffix(".gguf.inp").read_bytes().split(SEPARATOR)
+    lines = file.with_suffix(".gguf.out").read_text().split("\n")
+    expected = [[int(id) for id in line.split()] for line in lines]
+    tokenizer = load_tokenizer(file)
+    assert len(texts) == 47
+    assert [tokenizer.encode(text.decode(), bos=False) for text in texts] == expected
+
+
+def test_other_golden_vocabularies_are_refused_by_what_they_name(models):
+    """A vocabulary that came with a later package would be named here."""
+    known = {*REFUSED, *(getattr(entry, "values", [entry])[0] for entry in VOCABULARIES)}
+    names = {file.name.removesuffix(".gguf.inp") for file in models.glob("*.gguf.inp")}
+    assert names == {f"ggml-vocab-{name}" for name in known}
+    for name, setting in REFUSED.items():
+        with pytest.raises(ValueError) as refusal:
+            load_tokenizer(models / f"ggml-vocab-{name}.gguf")
+        assert setting in str(refusal.value), name
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_templates_write_what_they_write_in_transformers(name, models, tokenizer):
+    """A template may refuse a conversation, such as one without tools; transformers raises an error then."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversation = {"add_generation_prompt": True, "tools": None, **CONVERSATIONS[name]}
+    messages = conversation.pop("messages")
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    files = sorted((models / "templates").glob("*.jinja"))
+    texts = {}
+    expected = {}
+    for file in files:
+        source = file.read_text()
+        try:
+            rendered, _ = render_jinja_template([messages], chat_template=source, **conversation, **variables)
+        except Exception:  # whatever its jinja code raises
+            continue
+        expected[file.stem] = rendered[0]
+        tokenizer.template = ChatTemplate(source, variables)
+        texts[file.stem] = tokenizer.decode(tokenizer.chat(messages, **conversation))
+    assert texts == expected
+    assert len(files) == 70
+    assert len(expected) == 70 - REFUSALS.get(name, 4)
