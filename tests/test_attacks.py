@@ -24,7 +24,7 @@ from decoding.scheduler import MIN_REUSED
 from generate import Engine
 from loading.checkpoint import load_model
 from speculative import accept
-from tests.attacks import drift, faults, fuzz, law, mutate, processors, serve_load
+from tests.attacks import drift, faults, fuzz, law, mutate, openai_suites, processors, serve_load
 
 pytestmark = pytest.mark.attack
 
@@ -287,6 +287,51 @@ def test_a_level_reports_what_fails_and_crashes(level, tmp_path):
     assert (result["status"], result["passed"], failed) == LEVEL_RESULTS[level]
 
 
+# ------------------------------------------------------------------------------------------ other people's tests
+
+SUITE_FILE = """
+import os
+import urllib.request
+
+import pytest
+
+URL = os.environ["TEST_API_BASE_URL"]
+
+
+def test_list():
+    assert b"gpt-5.4" in urllib.request.urlopen(f"{URL}/models").read()
+
+
+def test_fails():
+    assert "data" in URL
+
+
+def test_delete():
+    raise AssertionError
+
+
+def test_elsewhere():
+    with pytest.raises(OSError, match="127.0.0.1 alone"):
+        urllib.request.urlopen("http://192.0.2.1/")
+"""
+
+
+def test_a_suite_s_tests_are_sorted(tmp_path):
+    """One that does not apply is not run, and none reaches another machine."""
+    folder = tmp_path / "tests" / "api_resources"
+    folder.mkdir(parents=True)
+    (tmp_path / "src").mkdir()
+    (folder / "test_models.py").write_text(SUITE_FILE)
+    (folder / "test_images.py").write_text("def test_edit():\n    pass\n")
+    args = openai_suites.parse_args(["--checkpoint", "checkpoints/demo"])
+    row = openai_suites.run_suite("openai-python", tmp_path, args)
+    assert (row["apply"], row["passed"], row["ended"]) == (3, 2, "completed")
+    assert [name.split("::")[1] for name in row["failed"]] == ["test_fails"]
+    assert row["other"] == {"audio, images and video": 1, "deleting a model": 1}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+
 # ------------------------------------------------------------------------------------- mutants, emulation
 
 
@@ -308,7 +353,6 @@ def test_mutants_that_a_test_sees_are_killed(tmp_path):
     assert (counts["mutants"], counts["tried"], counts["killed"]) == (len(every), len(every), len(every) - 2)
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
 def test_emulating_needs_a_build_for_cuda():
     command = [sys.executable, "-m", "tests.attacks.emulate", "generate.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
