@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from cli.errors import defer_interrupts
+from cli.prompts import sampling_of
 from decoding.sampling import Sampling
 from generate import Engine
 from loading.checkpoint import load_config, load_model, random_model, read_config
@@ -78,7 +79,7 @@ def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[
 def print_unused(args: argparse.Namespace) -> None:
     """Print the settings of generation_config.json that differ from the flags. False and 0 count as absent."""
     settings = {} if args.random_weights else read_json(Path(args.checkpoint) / "generation_config.json")
-    flags = {**vars(args), "do_sample": args.temperature > 0}
+    flags = {**vars(args), "do_sample": not sampling_of(args).is_greedy}
     other = {key: x for key, x in settings.items() if x and x != flags.get(key) and key not in IGNORED_SETTINGS}
     if other:
         print(f"not used of generation_config.json: {json.dumps(other):.400}", file=sys.stderr)

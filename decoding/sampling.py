@@ -102,10 +102,15 @@ class Sampling:
                 raise ValueError(f"logit_bias: {bias} for token {id} must lie in [-100, 100]")
 
     @property
+    def is_greedy(self) -> bool:
+        """Is each token the most likely one? `distribution` has the same rule for tensors."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
     def kind(self) -> str:
         if self.logit_bias or self._changes(PENALTIES):
             return PENALIZED
-        if self.temperature == 0:
+        if self.is_greedy:
             return GREEDY
         return FILTERED if self._changes(FILTERS) else PLAIN
 
@@ -155,7 +160,9 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     logits (B, ..., V). Rows of several kinds share the code of the last of these kinds (`common_kind`), and each row
     gets the same bits from it as from its own kind's code. Penalties are in the logits already.
 
-    Greedy is the one-hot of the argmax, the lowest id on ties. A row that holds a NaN or +inf becomes all NaN.
+    Greedy, which temperature 0 and top_k 1 ask for, is the one-hot of the argmax, the lowest id on ties. A larger top_k
+    keeps all tokens that tie with its last one, as in transformers and vLLM. A row that holds a NaN or +inf becomes all
+    NaN.
     """
     logits = logits.float()
     top = logits.max(dim=-1, keepdim=True)
@@ -165,7 +172,7 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
         return one_hot
     value_by_name = split_by_name(values, logits.dim())
     temperature = value_by_name["temperature"]
-    is_greedy = temperature == 0
+    is_greedy = (temperature == 0) | (value_by_name["top_k"] == 1)
     scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
     p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))  # the largest is exp(0): no overflow
     if kind == PLAIN:

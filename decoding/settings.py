@@ -35,7 +35,8 @@ SETTINGS: dict[str, Setting] = {
         neutral=1.0,
     ),
     "top_k": Setting(
-        "keep the N most likely tokens",
+        "keep the N most likely tokens and those as likely as the last of them; 1: the most likely"
+        " token, as temperature 0",
         "be a whole number of tokens; 0 for no limit",
         lambda x: 0 <= x < 2**62 and x == int(x),
         default=None,

@@ -192,7 +192,7 @@ class SuffixDraft(Drafter):
 
 def noise_seed(request: Request) -> int | None:
     """The seed of the noise that draws the request's tokens; None for greedy ones, which need no noise."""
-    return None if request.sampling.temperature == 0 else request.seed
+    return None if request.sampling.is_greedy else request.seed
 
 
 def from_spec(value: str, config: Config) -> Callable[[Transformer], SuffixDraft]:

@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> dict:
     a, b = load_sides(flags_a, flags_b, prompts)
     if args.live:
         watch([Column(f"a: {args.a}", a), Column(f"b: {args.b}", b)])
-    greedy = all(row.sampling.temperature == 0 for row in a.rows + b.rows)
+    greedy = all(row.sampling.is_greedy for row in a.rows + b.rows)
     rates, runs = compare(a, b, args.rounds)
     reports = [describe(n, prompt.text, runs[n], a, greedy) for n, prompt in enumerate(prompts)]
     num_equal = sum(report["equal"] for report in reports)

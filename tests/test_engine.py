@@ -62,7 +62,7 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
                 got = rows_of(engine.model, prompts, sampling=sampling, engine=engine, max_new_tokens=9)
                 assert got == rows_of(eager, prompts, sampling=sampling, max_new_tokens=9)
             rows_of(engine.model, [[n]], engine=other, max_new_tokens=2)
-            mixed = {"sampling": [Sampling(0), Sampling(1.0, top_k=5), Sampling(0.5)] * len(prompts)}
+            mixed = {"sampling": [Sampling(0.9, top_k=1), Sampling(1.0, top_k=5), Sampling(0.5)] * len(prompts)}
             got = rows_of(engine.model, prompts * 3, **mixed, engine=engine, max_new_tokens=9)
             assert got == rows_of(eager, prompts * 3, **mixed, max_new_tokens=9)
         for length in (20, 40, 41, 3):  # turns of a chat

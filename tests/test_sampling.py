@@ -9,12 +9,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import BASE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decoding.sampling as program
 import decoding.settings as limits
 from decoding.sampling import FILTERS, INVALID, PENALTIES, Sampling, draw, uniform
+from generate import generate
+from loading.checkpoint import random_model
+from loading.config import config_from_hf
+from speculative import ModelDraft, layer_subset
 
 Z = 4.75  # standard normal quantile of 1 - 1e-6
 
@@ -113,6 +118,67 @@ def test_greedy_is_the_lowest_argmax_as_a_one_hot():
     for u in (0.0, 0.5, 1 - 2**-24):
         noise = torch.full((2,), u)
         assert sampling.sample(logits, noise).tolist() == [1, 0] == draw(sampling.probs(logits), noise).tolist()
+
+
+TIES = [[1.0, 3.0, 3.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0, 5.0], [0.0, 1.0, 1.0, 2.0, 2.0], [-1.0, 4.0, 0.0, 4.0, 1.0]]
+ONE = [
+    Sampling(temperature, top_k=1, **others)
+    for temperature in (1e-6, 0.8, 1.0, 30.0)
+    for others in ({}, {"top_p": 0.3}, {"min_p": 0.9}, {"top_p": 0.9, "min_p": 1.0}, {"repetition_penalty": 1.3})
+]
+
+
+def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
+    """Greedy's rule, the lowest id of those that tie, with other filters, in one batch with rows of every kind, and
+    drawn with any noise. A larger top_k keeps ties with its last token: transformers' warper is the oracle."""
+    from transformers import TopKLogitsWarper
+
+    logits = torch.tensor(TIES)
+    greedy = Sampling(0).probs(logits)
+    assert greedy.argmax(-1).tolist() == [1, 0, 3, 1]
+    for sampling in ONE:
+        assert sampling.is_greedy and torch.equal(sampling.probs(logits), greedy), sampling
+        for u in (0.0, 0.5, 1 - 2**-24):
+            assert sampling.sample(logits, torch.full((4,), u)).tolist() == [1, 0, 3, 1]
+    assert Sampling(0.8, top_k=1).kind == program.GREEDY
+    others = [Sampling(0), Sampling(1.0), Sampling(0.7, top_k=2), Sampling(1.0, top_k=0, top_p=0.5)]
+    samplings = [sampling for pair in zip(ONE, others * 5) for sampling in pair]
+    for kind in (program.FILTERED, program.PENALIZED):
+        for row in logits:
+            rows = row.expand(len(samplings), -1)
+            together = program.distribution(rows, kind, torch.stack([sampling.values for sampling in samplings]))
+            for p, sampling in zip(together, samplings):
+                assert torch.equal(p, sampling.probs(row)), sampling
+    plain = [sampling for sampling in samplings if sampling.kind in (program.GREEDY, program.PLAIN)]
+    together = program.distribution(logits[0].expand(len(plain), -1), program.PLAIN,
+                                    torch.stack([sampling.values for sampling in plain]))  # fmt: skip
+    assert all(torch.equal(p, sampling.probs(logits[0])) for p, sampling in zip(together, plain))
+    for k in (2, 3, 4):
+        scores = TopKLogitsWarper(k)(None, logits)
+        assert torch.allclose(Sampling(1.0, top_k=k).probs(logits), scores.softmax(-1), atol=1e-6)
+
+
+def test_a_top_k_of_one_is_greedy_in_steps_and_rounds():
+    """A model whose every token has a twin as likely: whatever the seed, temperature and draft, the text is greedy."""
+    config = config_from_hf({**BASE, "model_type": "llama", "tie_word_embeddings": False})
+    model = random_model(config, dtype=torch.float32)
+    head = model.lm_head.weight.data
+    head[65:130] = head[:65]
+    prompts, options = [[5, 9, 17], [40, 3, 99, 12]], {"max_new_tokens": 24}
+
+    def by_row(pairs) -> list[list[int]]:
+        rows = [[], []]
+        for row, id in pairs:
+            rows[row].append(id)
+        return rows
+
+    text = list(generate(model, prompts, sampling=Sampling(0), **options))
+    for seed in range(3):
+        rows = [Sampling(1.5, top_k=1), Sampling(0.8, top_k=1, top_p=0.5)]
+        assert by_row(generate(model, prompts, sampling=rows, seed=seed, **options)) == by_row(text)
+        draft = ModelDraft(layer_subset(model, [0, 1]), on_layers=[0, 1])
+        drafted = generate(model, prompts, sampling=rows, seed=seed, drafter=draft, speculate_k=3, **options)
+        assert by_row(drafted) == by_row(text)
 
 
 def test_no_limit_keeps_the_whole_tail():
