@@ -433,7 +433,8 @@ def generate(
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the output: greedy tokens are equal,
     sampled tokens have the same distribution. An `engine` has its own drafter, and may run other requests at the same
-    time; without one, an eager engine is made. `timing` receives the rows' requests.
+    time; without one, an eager engine is made. `timing` receives the rows' requests. A seed (one number, or one per
+    row) is any int64; -1 is a seed like the others, because only cli/ and scripts/ draw random ones.
 
     logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that the tokens after `pos` are
     drawn from, for plain decoding, drafts and verification alike. Its result for a position may depend on the tokens up

@@ -8,12 +8,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cli.exits import fail
 from cli.version import Version
-from decoding.settings import DEFAULT_K, DEFAULT_NEW_TOKENS, LARGEST_SEED, SETTINGS, check_numbers
+from decoding.settings import (
+    DEFAULT_K,
+    DEFAULT_NEW_TOKENS,
+    LARGEST_SEED,
+    RANDOM_SEED,
+    SETTINGS,
+    check_numbers,
+    is_random,
+    random_seed,
+)
 from launcher import launched
 from loading.hub import PATH_HELP, checkpoint_path
 from weights.schemes import HEAD_CHOICES, HEAD_HELP, SCHEMES, check_scheme, head_scheme
@@ -108,13 +117,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default = 0.8 if name == "temperature" else setting.default
         usual = "" if default is None else f"; default: {default:g}"
         add(f"--{name}", type=setting.type, default=default, metavar="N", help=setting.help.replace("%", "%%") + usual)
-    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+    seed_help = f"default: 0; {RANDOM_SEED}: a random one, which stderr and --json tell"
+    add("--seed", type=int, default=0, metavar="N", help=seed_help)
 
     add = parser.add_argument_group("length and stopping").add_argument
     add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
     add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: as many"
         " as they need; of a chat, an open pipe or scripts.serve, the context, at most 4096")  # fmt: skip
-    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings")
+    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings;"
+        " empty ones are ignored")  # fmt: skip
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
 
     group = parser.add_argument_group("drafting")
@@ -163,6 +174,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--profile", metavar="FILE", help="a Chrome trace of everything after loading and compiling")
     args = parser.parse_args(argv)
     args.json = args.json or args.output is not None
+    args.has_random_seed = is_random(args.seed)
     args.logprobs = 0 if args.report and args.logprobs is None else args.logprobs
     if args.prompt_file is None:
         args.batch_size = args.batch_size or args.num_samples
@@ -179,7 +191,8 @@ def check_options(args: argparse.Namespace) -> None:
     tp = args.tp or world
     written = [(name, getattr(args, name)) for name in ("profile", "prompt_cache", "report")]
     for wrong, message in (
-        (not 0 <= args.seed < LARGEST_SEED, f"--seed {args.seed} must lie between 0 and 2^62"),
+        (not RANDOM_SEED <= args.seed < LARGEST_SEED,
+         f"--seed {args.seed} must lie between 0 and 2^62, or be {RANDOM_SEED} for a random one"),
         (args.max_new_tokens is not None and args.max_new_tokens < 1,
          f"--max_new_tokens {args.max_new_tokens} must be at least 1"),
         ("" in args.stop, "--stop: a stop string is empty; give it at least one character"),
@@ -217,6 +230,13 @@ def check_options(args: argparse.Namespace) -> None:
         if scheme is not None:
             check_scheme(scheme)
     speculate_k(args)
+
+
+def choose_seed(args: argparse.Namespace, broadcast: Callable[[int], int] = int) -> None:
+    """Put a random number in place of --seed -1, the same on all ranks by `broadcast`, and print it."""
+    if args.has_random_seed:
+        args.seed = broadcast(random_seed())
+        print(f"--seed {args.seed} repeats this run", file=sys.stderr)
 
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, float | None]:

@@ -15,7 +15,7 @@ import torch
 
 from cli.chat import chat, has_colours
 from cli.errors import end_with_launcher, ending_plainly, free_memory, print_error, silent, use_threads
-from cli.flags import check_options, parse_args, speculate_k
+from cli.flags import check_options, choose_seed, parse_args, speculate_k
 from cli.load import cache_type, compiles, load, pick_device, print_unused, target_config, warm_up
 from cli.memory import check_memory
 from cli.output import Output, ResultFile, print_skipped, unanswered
@@ -54,6 +54,7 @@ def main(args: argparse.Namespace | None = None) -> None:
     use_threads(args.threads)
     with silent(everyone.rank > 0):
         everyone.check_same(lambda: settings(args))
+        choose_seed(args, everyone.broadcast_object)
         replicas, piped = Replicas(everyone, ranks), is_open_pipe(args)
         file = ResultFile(args.output) if args.output and replicas.is_root else None
         reads = replicas.is_root and not args.interactive and not piped

@@ -86,7 +86,7 @@ def unanswered(rows: Iterable[Request], answered: dict[str, tuple]) -> list[Requ
         earlier = answered.get(row_key(row.labels()))
         if earlier is None:
             remaining.append(row)
-        elif (row.ids, row.seed) != tuple(earlier):
+        elif (row.ids, earlier[1] if row.has_random_seed else row.seed) != tuple(earlier):
             label = {key: value for key, value in row.labels().items() if key != "seed"}
             raise ValueError(f"--output: {label} is answered there for another prompt or seed; name another file")
     return remaining

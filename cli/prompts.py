@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cli.flags import check_template_kwargs, sampling_settings
 from decoding.sampling import Sampling
-from decoding.settings import DEFAULT_NEW_TOKENS, LARGEST_SEED, SETTINGS
+from decoding.settings import DEFAULT_NEW_TOKENS, LARGEST_SEED, RANDOM_SEED, SETTINGS, is_random, random_seed
 from loading.tokenizer import ContentError, Tokenizer, join_parts
 
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # of a line with a conversation; they replace flags
@@ -30,6 +30,7 @@ class Request(NamedTuple):
     location: str | None = None  # file and line
     max_new_tokens: int | None = None  # None: as the flags say
     seed: int | None = None
+    has_random_seed: bool = False  # did RANDOM_SEED ask for it?
     sample: int = 0
     ids: list[int] | None = None  # of the prompt, once it is encoded
     sampling: Sampling | None = None  # once it is encoded
@@ -111,7 +112,7 @@ def jsonl_request(line: str, location: str) -> Request:
     "prefill". ValueError for anything else."""
     try:
         fields = json.loads(line)
-        messages, id, new, seed = (fields.get(key) for key in ("messages", "id", "max_new_tokens", "seed"))
+        messages = fields.get("messages")
         contents = [content_of(message) for message in messages or ()]
         text = fields["prompt"] if messages is None else contents[-1]
         parts = [text, *contents, *(message["role"] for message in messages or ())]
@@ -126,9 +127,8 @@ def jsonl_request(line: str, location: str) -> Request:
     check_finite(fields)
     if not text and messages is None:
         raise ValueError('"prompt" is empty: give it at least one character')
-    for key, n in (("max_new_tokens", new), ("seed", seed)):
-        if n is not None and not (type(n) is int and 0 <= n < LARGEST_SEED):
-            raise ValueError(f'"{key}": {n!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}')
+    new = whole_number(fields, "max_new_tokens")
+    seed = RANDOM_SEED if is_random(fields.get("seed")) else whole_number(fields, "seed")
     if unknown := sorted(fields.keys() - KEYS):
         raise ValueError(f"{', '.join(map(repr, unknown))}: no such key; there are {', '.join(sorted(KEYS))}")
     settings = {key: fields[key] for key in SETTINGS if fields.get(key) is not None}
@@ -136,10 +136,20 @@ def jsonl_request(line: str, location: str) -> Request:
         raise ValueError(f"{settings}: settings of sampling are numbers")
     Sampling(**settings)  # ValueError for a number out of range
     stop = [fields["stop"]] if isinstance(fields.get("stop"), str) else fields.get("stop")
-    if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)):
-        raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them, none empty')
+    if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) for text in stop)):
+        raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them')
     settings |= template_settings(fields)
+    id = fields.get("id")
     return Request(text, messages, id, with_id(location, id), new, seed, stop=stop, settings=settings)
+
+
+def whole_number(fields: dict, key: str) -> int | None:
+    """The number of a line's key; None without one. ValueError for anything but a whole number in range."""
+    number = fields.get(key)
+    if number is not None and not (type(number) is int and 0 <= number < LARGEST_SEED):
+        others = f", or {RANDOM_SEED} for a random one" if key == "seed" else ""
+        raise ValueError(f'"{key}": {number!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}{others}')
+    return number
 
 
 def content_of(message: dict) -> object:
@@ -212,6 +222,8 @@ def encoded(
     for request in requested:
         new = args.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         seed = args.seed if request.seed is None else request.seed
+        has_random_seed = args.has_random_seed if request.seed is None else is_random(seed)
+        seed = random_seed() if is_random(seed) else seed
         try:
             unused = [f"--{key}" for key in TEMPLATE_KEYS if request.messages is None and getattr(args, key)]
             if unused:
@@ -225,7 +237,10 @@ def encoded(
             row = row._replace(sampling=sampling_of(settings), stop=args.stop if row.stop is None else row.stop)
             check([ids], [row.max_new_tokens])
             row = row._replace(line=row.line if args.output else None)
+            row = row._replace(has_random_seed=has_random_seed)
             rows += [row._replace(seed=seed + n, sample=n) for n in range(args.num_samples)]
+            if is_random(request.seed) and not args.json:  # results in JSON have it
+                print(f"{request.location}: seed {seed}", file=sys.stderr)
         except ValueError as error:
             if request.location is None:
                 raise

@@ -2,9 +2,11 @@
 
 Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
 check_numbers      ValueError for a number out of range
+is_random, random_seed  seeds that nobody chose
 """
 
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ FLOAT32_MAX = math.ldexp(1 - 2.0**-24, 128)
 DEFAULT_K = 5  # tokens drafted a round
 DEFAULT_NEW_TOKENS = 200
 LARGEST_SEED = 2**62
+RANDOM_SEED = -1  # stands for a seed that nobody chose, as in vLLM and llama.cpp
 
 
 class Setting(NamedTuple):
@@ -87,3 +90,13 @@ def check_numbers(values: Mapping[str, float | None]) -> None:
         value = values[name]
         if value is not None and not setting.is_valid(value):
             raise ValueError(f"{name} = {value} must {setting.rule}")
+
+
+def is_random(seed: object) -> bool:
+    """Does this seed of a flag or a request ask for a random one?"""
+    return type(seed) is int and seed == RANDOM_SEED
+
+
+def random_seed() -> int:
+    """A seed that nobody chose, below 2^53: JSON readers that hold numbers as doubles keep it."""
+    return secrets.randbelow(2**53)

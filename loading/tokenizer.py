@@ -55,12 +55,13 @@ class StreamDecoder:
 
 
 class StopStrings:
-    """A filter that passes text through up to the first stop string and holds back a possible beginning of one."""
+    """A filter that passes text through up to the first stop string and holds back a possible beginning of one. Empty
+    stop strings, which clients send in place of none, are ignored."""
 
     def __init__(self, stops: Sequence[str]):
-        if not all(stops):
-            raise ValueError("a stop string is empty; give it at least one character")
-        self.stops, self.pending, self.stopped = tuple(stops), "", False
+        self.stops = tuple(filter(None, stops))
+        self.pending = ""
+        self.stopped = False
 
     def feed(self, text: str) -> str:
         """The text that is now certain to precede every stop string. Sets `stopped` once the first one is complete."""

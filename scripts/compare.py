@@ -32,7 +32,7 @@ import torch
 
 from cli.answers import Answer
 from cli.errors import cpu_share, ending_plainly
-from cli.flags import check_options, speculate_k
+from cli.flags import check_options, choose_seed, speculate_k
 from cli.flags import parse_args as generate_args
 from cli.load import cache_type, compiles, drafter_of, load_target, pick_device, warm_up
 from cli.main import kinds_of
@@ -93,6 +93,7 @@ def side_args(name: str, flags: str, prompt_file: str | None = None) -> argparse
         if f"--{option}" in options or getattr(args, option) != getattr(defaults, option):
             raise ValueError(f"--{name}: --{option} has no meaning here; this program has its own --prompt and --json")
     check_options(argparse.Namespace(**vars(args) | {"prompt_file": prompt_file}))
+    choose_seed(args)
     return args
 
 

@@ -76,6 +76,48 @@ def test_stop_strings_of_a_lines_own(text_folder, capsys, tmp_path):
     assert [row["finish_reason"] for row in rows] == ["stop", "stop", "length"]
 
 
+def test_empty_stop_strings_are_ignored(text_folder, capsys, tmp_path):
+    """Of a line, in place of the flag's, and of the flag."""
+    common = ["--checkpoint", text_folder, "--dtype", "float32", "--temperature", 0, "--ignore_eos"]
+    common += ["--max_new_tokens", 20]
+    (full,) = run(capsys, *common, "--prompt", "the cat")
+    end = full["text"][4]
+    lines = [{"prompt": "the cat", "stop": ""}, {"prompt": "the cat", "stop": [end, ""]}, {"prompt": "the cat"}]
+    file = jsonl(tmp_path / "f.jsonl", *lines)
+    rows = run(capsys, *common, "--prompt_file", file, "--batch_size", 3, "--ordered", "--stop", end, "")
+    assert [row["text"] for row in rows] == [full["text"], *[full["text"].partition(end)[0]] * 2]
+
+
+def test_a_seed_of_minus_one_is_random_and_told(text_folder, capsys, tmp_path):
+    """Of the flag and of a line, for every sample; the number that results tell gives the same text again. A second run
+    with --output skips what the first has answered with other seeds."""
+    common = ["--checkpoint", text_folder, "--dtype", "float32", "--temperature", 2, "--ignore_eos"]
+    common += ["--max_new_tokens", 8]
+    first = run(capsys, *common, "--prompt", "the cat", "--seed", -1, "--num_samples", 2)
+    second = run(capsys, *common, "--prompt", "the cat", "--seed", -1)
+    seeds = [row["seed"] for row in (*first, *second)]
+    assert len(set(seeds)) == 3 and seeds[1] == seeds[0] + 1 and all(0 <= seed < 2**53 + 2 for seed in seeds)
+    (again,) = run(capsys, *common, "--prompt", "the cat", "--seed", seeds[0])
+    assert again["tokens"] == first[0]["tokens"]
+    lines = [{"id": 1, "prompt": "the cat", "seed": -1}, {"id": 2, "prompt": "the cat", "seed": -1},
+             {"id": 3, "prompt": "the cat"}]  # fmt: skip
+    file, output = jsonl(tmp_path / "f.jsonl", *lines), tmp_path / "out.jsonl"
+    options = [*common, "--prompt_file", file, "--batch_size", 3, "--output", output]
+    run(capsys, *options, "--seed", -1)
+    rows = {row["id"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert len({row["seed"] for row in rows.values()}) == 3
+    (again,) = run(capsys, *common, "--prompt", "the cat", "--seed", rows[1]["seed"])
+    assert again["tokens"] == rows[1]["tokens"]
+    run_args(parse_args([*map(str, options), "--seed", "-1", "--device", "cpu"]))
+    assert "answers 3 rows already" in capsys.readouterr().err and len(output.read_text().splitlines()) == 3
+    run_args(parse_args([*map(str, common), "--prompt", "the cat", "--seed", "-1", "--device", "cpu"]))
+    out, err = capsys.readouterr()
+    (again,) = run(capsys, *common, "--prompt", "the cat", "--seed", err.partition("--seed ")[2].split()[0])
+    assert again["text"] == out.rstrip("\n")
+    run_args(parse_args([*map(str, common), "--prompt_file", str(file), "--batch_size", "3", "--device", "cpu"]))
+    assert "line 1, id 1: seed " in capsys.readouterr().err
+
+
 USER, WANTED = [{"role": "user", "content": "a"}], "expected a JSON object"
 BAD = [
     ({"topp": 0.5}, "'topp': no such key; there are chat_template_kwargs, frequency_penalty"),
@@ -83,7 +125,6 @@ BAD = [
     ({"temperature": True}, "settings of sampling are numbers"),
     ({"temperature": -1}, "temperature = -1"),
     ({"top_p": 2}, "top_p = 2"),
-    ({"stop": ""}, '"stop"'),
     ({"stop": [1]}, '"stop"'),
     ({"prefill": "x"}, "prefill: only conversations have a template"),
     ({"messages": USER, "prompt": None}, WANTED),
@@ -97,7 +138,9 @@ BAD = [
     ({"messages": [{"role": "user", "content": 3}]}, WANTED),
     ({"messages": [{"role": "user", "content": None}]}, WANTED),
     ({"prompt": ""}, '"prompt" is empty: give it at least one character'),
-    ({"seed": -1}, '"seed": -1 must be a whole number from 0 to 4,611,686,018,427,387,903'),
+    ({"seed": -2}, '"seed": -2 must be a whole number from 0 to 4,611,686,018,427,387,903, or -1 for a random one'),
+    ({"seed": -1.0}, '"seed": -1.0 must be a whole number from 0'),
+    ({"max_new_tokens": -1}, '"max_new_tokens": -1 must be a whole number from 0'),
     ({"max_new_tokens": 1.5}, '"max_new_tokens": 1.5 must be a whole number from 0'),
     ({"id": float("nan")}, "NaN or Infinity"),
     ({"id": [float("-inf")]}, "NaN or Infinity"),

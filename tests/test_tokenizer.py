@@ -333,9 +333,12 @@ def test_a_long_stop_string_costs_no_more_than_the_text_that_waits():
     assert time.perf_counter() - begin < 1
 
 
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        StopStrings(["x", ""])
+def test_empty_stop_strings_are_ignored():
+    for empty in ([], [""], ["", ""]):
+        stops = StopStrings(empty)
+        assert stops.feed("a x") + stops.flush() == "a x" and not stops.stopped
+    stops = StopStrings(["", "x", ""])
+    assert stops.feed("a x") == "a " and stops.stopped
 
 
 # ------------------------------------------------------------------------------------------------- chat
