@@ -10,6 +10,7 @@ from cli.flags import DTYPES, Parser, positive
 from loading.hub import PATH_HELP, checkpoint_path
 from weights.schemes import HEAD_HELP, SCHEMES
 
+MAX_POSITIONS = 2**13  # of perplexity's windows in caches at once: longer windows are scored in smaller batches
 DRAFT_KINDS = ("model", "pard", "eagle3", "dflash")  # scripts/draft_kinds.py has their classes
 
 
@@ -35,7 +36,8 @@ def perplexity_args() -> argparse.Namespace:
     add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
     add("--text", required=True, metavar="FILE", help="UTF-8 text to score")
     add("--context", type=positive, default=512, help="tokens of a window; default: %(default)s")
-    add("--batch_size", type=positive, default=8, help="windows scored together; default: %(default)s")
+    batch_help = f"windows scored together, up to {MAX_POSITIONS:,} tokens; default: %(default)s"
+    add("--batch_size", type=positive, default=8, help=batch_help)
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
     add("--quantize", metavar="SCHEME", help=f"quantize the weights while loading: {', '.join(SCHEMES)}")

@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,8 +32,10 @@ from loading.checkpoint import load_config, load_model
 from loading.drafts import check_same_tokens, pick_dtype
 from loading.tokenizer import load_tokenizer
 from model import Transformer
+from scripts.flags import MAX_POSITIONS
 from scripts.flags import perplexity_args as parse_args
 
+CHUNK = 512  # positions of a pass; longer windows run in chunks, on caches
 MAX_LOGITS = 2**25  # computed at once: 128 MB, and as much for every intermediate tensor of a divergence
 MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity overflows: None
 
@@ -50,20 +53,46 @@ def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
 def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tuple[Tensor, Tensor, Tensor]:
     """For all tokens of `rows` (n, T + 1) but the first: negative log-likelihood, KL divergence to the reference, and 1
     where both models have the same most likely token. Three tensors (n, T)."""
-    device = model.norm.weight.device
-    tokens, pos = rows[:, :-1].to(device), torch.arange(rows.size(1) - 1, device=device)
-    size, parts = max(1, MAX_LOGITS // model.config.vocab_size), []
+    rows = rows.to(model.norm.weight.device)
     models = [model] if reference is None else [model, reference]
-    hidden = [m.hidden(tokens, pos).flatten(0, 1).split(size) for m in models]  # (size, D) each
-    for h, reference_h, ids in zip(hidden[0], hidden[-1], rows[:, 1:].to(device).flatten().split(size)):
-        log_p = model.head(h).log_softmax(-1)  # (size, V)
-        nll = -log_p.gather(1, ids[:, None])[:, 0]
-        kl, agrees = torch.zeros_like(nll), torch.ones_like(nll)
+    targets = rows[:, 1:].split(CHUNK, dim=1)  # (n, t) each
+    parts = []
+    for ids, *hidden in zip(targets, *(hidden_states(m, rows[:, :-1]) for m in models)):
+        scores = score_chunk(model, hidden[0], ids, reference, hidden[-1])
+        parts.append(scores)
+    return tuple(torch.cat(values, dim=1) for values in zip(*parts))
+
+
+def hidden_states(model: Transformer, tokens: Tensor) -> Iterator[Tensor]:
+    """Normed hidden states (n, t, D) of tokens (n, T), CHUNK positions at a time: memory grows by a
+    window's keys and values alone, not by its activations and masks."""
+    T = tokens.size(1)
+    caches = model.make_caches(tokens.size(0), T) if T > CHUNK else None
+    pos = torch.arange(T, device=tokens.device)
+    for part, part_pos in zip(tokens.split(CHUNK, dim=1), pos.split(CHUNK)):
+        filled = None if caches is None else caches.slice_to(int(part_pos[-1]) + 1)
+        yield model.hidden(part, part_pos, filled)
+
+
+def score_chunk(
+    model: Transformer, h: Tensor, ids: Tensor, reference: Transformer | None, reference_h: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score` of the tokens ids (n, t) that follow the hidden states h (n, t, D) of both models."""
+    size = max(1, MAX_LOGITS // model.config.vocab_size)
+    parts = []
+    hidden = h.flatten(0, 1).split(size)  # (size, D) each
+    reference_hidden = reference_h.flatten(0, 1).split(size)
+    for part, reference_part, part_ids in zip(hidden, reference_hidden, ids.flatten().split(size)):
+        log_p = model.head(part).log_softmax(-1)  # (size, V)
+        nll = -log_p.gather(1, part_ids[:, None])[:, 0]
+        kl = torch.zeros_like(nll)
+        agrees = torch.ones_like(nll)
         if reference is not None:
-            log_r = reference.head(reference_h).log_softmax(-1)
-            kl, agrees = (log_r.exp() * (log_r - log_p)).sum(-1), (log_r.argmax(-1) == log_p.argmax(-1)).float()
+            log_r = reference.head(reference_part).log_softmax(-1)
+            kl = (log_r.exp() * (log_r - log_p)).sum(-1)
+            agrees = (log_r.argmax(-1) == log_p.argmax(-1)).float()
         parts.append((nll, kl, agrees))
-    return tuple(torch.cat(values).view_as(tokens) for values in zip(*parts))  # (n * T,) -> (n, T)
+    return tuple(torch.cat(values).view_as(ids) for values in zip(*parts))  # (n * t,) -> (n, t)
 
 
 def measure(
@@ -71,6 +100,7 @@ def measure(
 ) -> dict:
     """The object that --json prints, for rows of `windows`. ValueError for logits that are not finite."""
     nlls, kls, agreements = means = ([], [], [])  # one mean a window; all windows have the same length
+    batch_size = max(1, min(batch_size, MAX_POSITIONS // rows.size(1)))
     for batch in tqdm(rows.split(batch_size), desc="score", leave=False):
         for values, scores in zip(means, score(model, batch, reference)):
             values += scores.double().mean(1).tolist()

@@ -780,6 +780,30 @@ def test_perplexity_never_makes_all_logits(text_folder, monkeypatch):
     assert all(a.shape == (5, 20) and torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want))
 
 
+def test_perplexity_of_long_windows_runs_in_chunks(folder_of, monkeypatch):
+    """The same figures as in one pass, with windows of attention too, and no tensor that grows as the window's
+    square: here two windows of 140 tokens in chunks of 8."""
+    rows = torch.randint(3, 131, (2, 141), generator=torch.Generator().manual_seed(0))
+    for family in ("llama-2", "mistral-v0.1"):
+        model = load_model(folder_of(family), dtype=torch.float32)
+        want = perplexity.score(model, rows, model)
+        with pytest.MonkeyPatch.context() as patch, Largest() as seen:
+            patch.setattr(perplexity, "CHUNK", 8)
+            got = perplexity.score(model, rows, model)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want)), family
+        assert seen.elements <= 2 * 140 * 64, family  # a cache; scores of all pairs would be 4 * 140 times 140
+    num_rows = []
+
+    def score(model, rows, other):
+        num_rows.append(len(rows))
+        return (torch.ones(len(rows), 3),) * 3
+
+    monkeypatch.setattr(perplexity, "score", score)
+    monkeypatch.setattr(perplexity, "MAX_POSITIONS", 300)
+    measure(model, rows.repeat(3, 1), 8)
+    assert num_rows == [2, 2, 2]
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_bos_leads_windows_only_where_encoding_a_text_adds_one(adds, text_folder, tmp_path, monkeypatch):
     """In perplexity and in GPTQ's calibration, whatever token the folder names."""
@@ -826,7 +850,7 @@ class Peaked(torch.nn.Module):
         self.config = types.SimpleNamespace(vocab_size=8)
         self.norm, self.logit = torch.nn.LayerNorm(1), logit
 
-    def hidden(self, tokens, pos):
+    def hidden(self, tokens, pos, caches=None):
         return torch.zeros(*tokens.shape, 1)
 
     def head(self, h):
