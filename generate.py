@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import decoding.validation as validation
-from decoding.logits import penalize_text
+from decoding.logits import penalize_text, top_logprobs
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import INVALID, Sampling, sample, uniform
 from decoding.scheduler import Launch, Request, Scheduler
@@ -41,6 +41,7 @@ from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
 PREFILL_COST = {"cpu": 16}  # tokens whose arithmetic takes as long as reading the weights; see `step` for a GPU
+PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
 
 
 @torch.inference_mode()
@@ -193,20 +194,26 @@ class Engine:
 
     def add_request(
         self, prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int, stop_ids: Iterable[int] = (),
-        seed: int = 0, draft: bool = True, grammar=None,
+        seed: int = 0, draft: bool = True, grammar=None, prompt_logprobs: int | None = None,
     ) -> int:  # fmt: skip
         """Add a prompt, which waits while all slots are busy; returns its id. `draft`: may its tokens be drafted?
-        `grammar`: an object of its own that masks tokens (decoding/grammar.py), or None. ValueError for an empty
-        prompt, an unknown id, a prompt that does not fit, and too many stop ids."""
+        `grammar`: an object of its own that masks tokens (decoding/grammar.py), or None.
+        `prompt_logprobs`: record in Request.prompt_logprobs the log-probabilities of the prompt's
+        tokens and of so many likeliest ones.
+
+        ValueError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop
+        ids."""
         prompt, stop_ids = list(prompt), frozenset(stop_ids)
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
+        validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
         is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         id, self.next_id = self.next_id, self.next_id + 1
         request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long, grammar)
+        request.num_prompt_logprobs = prompt_logprobs
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
@@ -298,14 +305,15 @@ class Engine:
                 return 0
         state, target, drafter = self.rows(slot.index, slot.index + 1)
         try:
-            h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, D)
+            h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, T, D)
             if len(self.runners) > 1:
                 drafter.runner.prefill(state, slot.num_draft, end, self.chunk)
                 slot.num_draft = end
+            self.record_prompt(request, h)
             request.num_computed = end
             if request.is_active:
                 state.serve([(0, request)])
-                decide(state, self.model.head(h))
+                decide(state, self.model.head(h[:, -1]))
         except (RuntimeError, ValueError) as error:
             if lost_contact(error):
                 raise
@@ -316,6 +324,19 @@ class Engine:
             request.num_launched = 1
             self.readback.send(self.result(state, drafter, 0, ()), Launch([(0, request)]))
         return num_tokens
+
+    def record_prompt(self, request: Request, h: Tensor) -> None:
+        """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
+        begin = request.num_computed + 1
+        ids = request.prompt[begin : begin + h.size(1)]
+        if request.num_prompt_logprobs is None or not ids:
+            return
+        ids = torch.tensor([ids], device=self.device)  # (1, T), or one fewer
+        size = max(1, PROMPT_LOGITS // self.model.config.vocab_size)
+        for part, next_ids in zip(h.split(size, dim=1), ids.split(size, dim=1)):
+            logits = self.model.head(part[:, : next_ids.size(1)])
+            records = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
+            request.prompt_logprobs += records[0].tolist()
 
     def plan(self, requests: list[Request]) -> tuple[tuple, Launch]:
         """(arguments of `run` for the next step of these requests, its Launch)."""
@@ -433,8 +454,9 @@ def generate(
 
     With a `drafter` (speculative.py), rounds of speculate_k drafted tokens keep the output: greedy tokens are equal,
     sampled tokens have the same distribution. An `engine` has its own drafter, and may run other requests at the same
-    time; without one, an eager engine is made. `timing` receives the rows' requests. A seed (one number, or one per
-    row) is any int64; -1 is a seed like the others, because only cli/ and scripts/ draw random ones.
+    time; without one, an eager engine is made. `timing` receives the rows' requests. A seed (one
+    number, or one per row) is any int64; -1 is a seed like the others, because only cli/ and
+    scripts/ draw random ones.
 
     logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that the tokens after `pos` are
     drawn from, for plain decoding, drafts and verification alike. Its result for a position may depend on the tokens up

@@ -124,8 +124,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
     add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: as many"
         " as they need; of a chat, an open pipe or scripts.serve, the context, at most 4096")  # fmt: skip
-    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end before any of these strings;"
-        " empty ones are ignored")  # fmt: skip
+    stop_help = "end before any of these strings; empty ones are ignored"
+    add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help=stop_help)
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
 
     group = parser.add_argument_group("drafting")

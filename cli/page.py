@@ -33,7 +33,7 @@ class Token(NamedTuple):
     id: int
     text: str
     origin: int = 0
-    round: int = 0
+    round: int = 0  # from 1 on; 0 of a token of the prompt
     at: float = 0.0
     p: float | None = None
     q: float | None = None

@@ -136,7 +136,8 @@ def jsonl_request(line: str, location: str) -> Request:
         raise ValueError(f"{settings}: settings of sampling are numbers")
     Sampling(**settings)  # ValueError for a number out of range
     stop = [fields["stop"]] if isinstance(fields.get("stop"), str) else fields.get("stop")
-    if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) for text in stop)):
+    is_list = isinstance(stop, list) and all(isinstance(text, str) for text in stop)
+    if stop is not None and not is_list:
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them')
     settings |= template_settings(fields)
     id = fields.get("id")
@@ -144,11 +145,13 @@ def jsonl_request(line: str, location: str) -> Request:
 
 
 def whole_number(fields: dict, key: str) -> int | None:
-    """The number of a line's key; None without one. ValueError for anything but a whole number in range."""
+    """The number of a line's key; None without one. ValueError for anything but a whole number in
+    range."""
     number = fields.get(key)
     if number is not None and not (type(number) is int and 0 <= number < LARGEST_SEED):
+        numbers = f"a whole number from 0 to {LARGEST_SEED - 1:,}"
         others = f", or {RANDOM_SEED} for a random one" if key == "seed" else ""
-        raise ValueError(f'"{key}": {number!r:.99} must be a whole number from 0 to {LARGEST_SEED - 1:,}{others}')
+        raise ValueError(f'"{key}": {number!r:.99} must be {numbers}{others}')
     return number
 
 

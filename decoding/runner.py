@@ -90,14 +90,14 @@ class ModelRunner:
         return tokens, pos, self.slice_to(end)
 
     def prefill(self, state: State, begin: int, end: int, chunk: int) -> Tensor:
-        """Run positions [begin, end) of a prompt in chunks; the hidden states (B, D) at the last one.
+        """Run positions [begin, end) of a prompt in chunks; the hidden states (B, T, D) of the last chunk.
 
         A chunk is padded on the right. Decoding overwrites the padding's keys and values before any query sees them.
         """
         for first in range(begin, end, chunk):
             num_tokens = min(chunk, end - first)
             h = self.hidden(*self.inputs(state, first, min(first + rounded_up(num_tokens), state.parking)))  # (B, T, D)
-        return h[:, num_tokens - 1]
+        return h[:, :num_tokens]
 
 
 class Rows(NamedTuple):

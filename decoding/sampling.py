@@ -160,9 +160,9 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     logits (B, ..., V). Rows of several kinds share the code of the last of these kinds (`common_kind`), and each row
     gets the same bits from it as from its own kind's code. Penalties are in the logits already.
 
-    Greedy, which temperature 0 and top_k 1 ask for, is the one-hot of the argmax, the lowest id on ties. A larger top_k
-    keeps all tokens that tie with its last one, as in transformers and vLLM. A row that holds a NaN or +inf becomes all
-    NaN.
+    Greedy, which temperature 0 and top_k 1 ask for, is the one-hot of the argmax, the lowest id on
+    ties. A larger top_k keeps all tokens that tie with its last one, as in transformers and vLLM. A
+    row that holds a NaN or +inf becomes all NaN.
     """
     logits = logits.float()
     top = logits.max(dim=-1, keepdim=True)

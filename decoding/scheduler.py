@@ -41,6 +41,7 @@ class Request:
     draft: bool = True  # may its tokens be drafted?
     is_long: tuple[bool, ...] = ()  # for each model with caches: does longrope take it for a long text?
     grammar: object = None  # of its answer: decoding/grammar.py
+    num_prompt_logprobs: int | None = None  # likeliest tokens to record of the prompt; None: none
 
     slot: "Slot | None" = None
     num_computed: int = 0  # prompt positions that the target's cache holds
@@ -61,6 +62,7 @@ class Request:
     decode_s: float = 0.0
     steps: list[StepRecord] = field(default_factory=list)  # after the prompt, shared with other rows
     token_records: list[TokenRecord] = field(default_factory=list)  # with a drafter
+    prompt_logprobs: list[list] = field(default_factory=list)  # of the prompt from its second token
     top_logprobs: list[list] = field(default_factory=list)
     token_probs: list[list[float]] = field(default_factory=list)
 
@@ -198,6 +200,8 @@ class Scheduler:
         slot.ids, slot.request = [] if request.finish_reason == "error" else request.cached_ids(), None
 
     def count_shared(self, request: Request, slot: Slot) -> int:
-        """The length of the prefix that prompt and slot share. A prompt's last token must run."""
-        prompt, ids = request.prompt[:-1], slot.cached_ids()
-        return common_prefix(prompt, ids) if slot.is_long == request.is_long else 0
+        """The length of the prefix that prompt and slot share. A prompt's last token must run, and
+        all of a prompt whose log-probabilities are recorded: slots keep no hidden states."""
+        if slot.is_long != request.is_long or request.num_prompt_logprobs is not None:
+            return 0
+        return common_prefix(request.prompt[:-1], slot.cached_ids())

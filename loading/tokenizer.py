@@ -55,8 +55,8 @@ class StreamDecoder:
 
 
 class StopStrings:
-    """A filter that passes text through up to the first stop string and holds back a possible beginning of one. Empty
-    stop strings, which clients send in place of none, are ignored."""
+    """A filter that passes text through up to the first stop string and holds back a possible
+    beginning of one. Empty stop strings, which clients send in place of none, are ignored."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(filter(None, stops))

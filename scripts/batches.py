@@ -17,8 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
-import torch
-
+from cli.answers import Printer
 from cli.errors import print_error
 from cli.page import MIN_LOGPROB, Token, token_of
 from cli.report import decided, rate, speculative
@@ -28,7 +27,6 @@ from decoding.scheduler import Request
 from decoding.timing import Timing
 from scripts.openai_form import Event, Refusal, TextRequest
 
-HEAD_ROWS = 512  # positions of an echoed prompt that the head scores at once
 FRAME_S = 1 / 30  # tokens of one frame are sent together, because an event costs the decoding thread time
 
 
@@ -39,6 +37,8 @@ class Job:
         self.loop, self.queue, self.created = loop, asyncio.Queue(), time.perf_counter()
         self.is_abandoned = False  # the client has left, or has its answer
         self.grammar: Grammar | None = None  # of every answer
+        self.stop_ids: frozenset[int] = frozenset()  # of every answer
+        self.recording: dict[int, Request] = {}  # prompt -> the request that records of it
 
     def send(self, event: Event | Refusal) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server is shutting down
@@ -62,17 +62,23 @@ class Row:
         session: Session, stops: Sequence[str] = (),
     ):  # fmt: skip
         self.job, self.text_request, self.index, self.ids = job, text_request, index, ids
+        self.tokenizer = session.tokenizer
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.grammar = job.grammar and job.grammar.copy()
-        self.printer = session.printer(stops if text_request.stop is None else text_request.stop)
+        stops = stops if text_request.stop is None else text_request.stop
+        self.printer = Printer(session.tokenizer, job.stop_ids, stops)
         self.request: Request | None = None  # the engine's, once the row has a slot
         self.pending: list[Token] = []  # not sent yet
         self.num_rounds, self.is_finished, self.sent = 0, False, 0.0
+        self.prompt_number = index // text_request.n
+        self.num_prompt_logprobs = text_request.num_logprobs if text_request.echo else None
         # The engine may record log-probabilities for another row.
         self.returns_logprobs = text_request.tokens or text_request.num_logprobs is not None
 
     def feed(self, number: int) -> None:
         """Add token `number` of the answer. Send pending tokens when a frame is over, never within a step."""
+        if number == 0 and self.text_request.echo:
+            self.pending = self.echo()
         request, printer, num_pieces = self.request, self.printer, len(self.printer.pieces)
         record = request.token_records[number] if request.token_records else None
         printer.feed(request.tokens[number])
@@ -88,6 +94,22 @@ class Row:
         ends_step = record is None or record.index >= record.accepted
         if not self.is_finished and ends_step and time.perf_counter() > self.sent + FRAME_S:
             self.send()
+
+    def echo(self) -> list[Token]:
+        """The prompt as tokens of the answer, with log-probabilities on request; the first token has
+        none."""
+        stream = self.tokenizer.stream()
+        tokens = [Token(id, stream.feed(id)) for id in self.ids]
+        if self.num_prompt_logprobs is not None:
+            records = self.job.recording[self.prompt_number].prompt_logprobs
+            for number, record in enumerate(records, 1):
+                pairs = [(int(id), max(x, MIN_LOGPROB)) for id, x in record]
+                tokens[number] = tokens[number]._replace(top_logprobs=pairs)
+        if self.max_new_tokens:
+            self.printer.stream = stream  # the answer may complete the last character of the prompt
+        else:
+            tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
+        return tokens
 
     def send(self, ending: dict | None = None) -> None:
         self.job.send(Event(self.index, self.pending, ending))
@@ -153,16 +175,19 @@ class Decoder:
         self.session.observe_step()
 
     def start(self, row: Row) -> None:
+        recording = row.job.recording
+        # A prompt runs once, however many answers it has.
+        is_recorded = row.prompt_number in recording
+        prompt_logprobs = None if is_recorded else row.num_prompt_logprobs
         try:
-            if row.text_request.echo:
-                row.pending = self.echo(row)
-                row.send()
             id = self.engine.add_request(
                 row.ids, sampling=row.text_request.sampling, max_new_tokens=max(1, row.max_new_tokens),
-                stop_ids=self.session.stop_ids, seed=row.seed, draft=row.text_request.draft,
-                grammar=row.grammar,
+                stop_ids=row.job.stop_ids, seed=row.seed, draft=row.text_request.draft,
+                grammar=row.grammar, prompt_logprobs=prompt_logprobs,
             )  # fmt: skip
-            row.request, self.rows[id] = self.engine.requests[id], row
+            row.request = self.engine.requests[id]
+            self.rows[id] = row
+            recording.setdefault(row.prompt_number, row.request)
         except (RuntimeError, ValueError) as error:
             self.fail(row, error)
         # Steps were compiled with recording; without it they would be compiled again.
@@ -204,23 +229,3 @@ class Decoder:
             "decode_tok_s": rate(decided([request]), request.decode_s),
             "speculative": speculative(self.engine, [Timing([request])], 0) if row.text_request.draft else None,
         }}  # fmt: skip
-
-    @torch.inference_mode()
-    def echo(self, row: Row) -> list[Token]:
-        """The prompt as tokens of the answer, with log-probabilities on request; the first token has none."""
-        model, device, num_logprobs = self.engine.model, self.engine.device, row.text_request.num_logprobs
-        stream, ids = self.session.tokenizer.stream(), torch.tensor([row.ids], device=device)  # (1, T)
-        top_logprobs = [None] * len(row.ids)
-        if num_logprobs is not None:
-            hidden = model.hidden(ids, torch.arange(ids.size(1), device=device))[0, :-1]  # (T - 1, D)
-            rows = (log_p for h in hidden.split(HEAD_ROWS) for log_p in model.head(h).log_softmax(-1))  # (V,) each
-            for i, (id, log_p) in enumerate(zip(row.ids[1:], rows), 1):
-                top = log_p.topk(num_logprobs)
-                pairs = [(id, log_p[id].item()), *zip(top.indices.tolist(), top.values.tolist())]
-                top_logprobs[i] = [(id, max(x, MIN_LOGPROB)) for id, x in pairs]
-        tokens = [Token(id, stream.feed(id), top_logprobs=pairs) for id, pairs in zip(row.ids, top_logprobs)]
-        if row.max_new_tokens:
-            row.printer.stream = stream  # the answer may complete the last character of the prompt
-        elif tokens:
-            tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + stream.flush())
-        return tokens

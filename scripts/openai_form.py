@@ -2,12 +2,14 @@
 
     Refusal             an error as OpenAI's clients expect it, with its HTTP status
     TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add their own
-    read_request        a checked request; a key that this server cannot honour is refused by name
+    read_request        a checked request; a key that this server cannot honour is refused by name,
+                        unless scripts/other_servers.py knows that its value changes nothing
     Event               the tokens that one step decided for one answer
     Answer              the objects of one request's answers: chunks of a stream, or complete choices
 
 This project adds the keys top_k, min_p, chat_template_kwargs, `draft` (false: decode without the draft) and `tokens`
-(true: list each token's text, origin, round, p, q and second). This file knows no HTTP and no model.
+(true: list each token's text, origin, round, p, q and second), and has ignore_eos and
+stop_token_ids from vLLM. This file knows no HTTP and no model.
 """
 
 import json
@@ -22,28 +24,31 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cli.page import Token
 from cli.prompts import check_template_kwargs
 from decoding.sampling import Sampling
-from loading.tokenizer import join_parts
+from loading.tokenizer import ContentError, join_parts
+from scripts.other_servers import translated
 
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
 MESSAGE_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id"}  # as templates read them
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# Values of unsupported keys that change nothing, and so are accepted.
-NEUTRAL = {
-    "suffix": [""], "tools": [[]],
-    "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"], "modalities": [["text"]],
-    "response_format": [{"type": "text"}],
-}  # fmt: skip
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """An error with a status; `body` is the JSON that the client reads."""
+    """An error with a status; `body` is the JSON that the client reads. `logged` is its line for the
+    server's log: the message, or in its place one without what the request said."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        logged: str | None = None,
+    ):
         super().__init__(message)
         kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.logged = message if logged is None else logged
 
 
 # --------------------------------------------------------------------------------------------- requests
@@ -53,6 +58,12 @@ def as_list(x: object) -> object:
     """A single stop string, text or list of token ids, in a list; a list of these as it is."""
     is_ids = isinstance(x, list) and len(x) > 0 and all(type(part) is int for part in x)
     return [x] if isinstance(x, str) or is_ids else x
+
+
+def without_empty(x: object) -> object:
+    """Stop strings in a list without the empty ones, which some clients send in place of none."""
+    texts = as_list(x)
+    return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
 
 def setting_type(hint: object) -> object:
@@ -77,15 +88,19 @@ HINTS = get_type_hints(Sampling)
 SETTINGS = {field.name: (setting_type(HINTS[field.name]), None) for field in fields(Sampling)}
 NonEmpty = Field(min_length=1)
 MaxTokens = Annotated[int, Field(ge=0, le=2**31)]
+Stops = Annotated[list[str] | None, BeforeValidator(without_empty), Field(max_length=MAX_STOPS)]
+StreamOption = Literal["include_usage", "include_obfuscation", "continuous_usage_stats"]
 
 
 class SharedKeys(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     n: int = Field(1, ge=1, le=128)
-    stop: Annotated[list[Annotated[str, NonEmpty]] | None, BeforeValidator(as_list), Field(max_length=MAX_STOPS)] = None
+    stop: Stops = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    ignore_eos: bool | None = None  # None: as --ignore_eos says
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     stream: bool = False
-    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
+    stream_options: dict[StreamOption, bool | None] = {}
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     response_format: Annotated[dict | None, BeforeValidator(answer_schema)] = None
@@ -108,7 +123,7 @@ class TextRequest(create_model("Settings", __base__=SharedKeys, **SETTINGS)):
             _ = self.sampling
         except ValueError as error:  # it names the field first
             raise Refusal(str(error), str(error).split()[0].rstrip(":")) from None
-        if self.stream_options and not self.stream:
+        if any(self.stream_options.values()) and not self.stream:
             raise Refusal("stream_options needs stream = true", "stream_options")
         if self.max_completion_tokens not in (None, self.max_new_tokens):
             raise Refusal("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
@@ -191,14 +206,8 @@ def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> Te
     """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of its settings."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
-    neutral = NEUTRAL | {"best_of": [body.get("n") or 1]}
-    if body.get("tool_choice") == "none":
-        body = body | {"tools": None}  # a prompt without tools asks for no call
     defaults = {f.name: value for f in fields(sampling) if (value := getattr(sampling, f.name)) != f.default}
-    body = defaults | {
-        key: value for key, value in body.items()
-        if value is not None and key not in IGNORED and (key in SETTINGS or value not in neutral.get(key, ()))
-    }  # fmt: skip
+    body = defaults | translated(body, chat)
     if (name := body.pop("model", model)) != model:
         raise Refusal(f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found")
     try:
@@ -211,7 +220,10 @@ def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> Te
             raise Refusal(f"{path!r} is not supported by this server", path, 400, "unknown_parameter") from None
         if problem["type"] == "missing":
             raise Refusal(f"{'.'.join(map(str, problem['loc']))} is missing", path) from None
-        raise Refusal(f"{path} = {problem['input']!r:.99}: {problem['msg']}", path) from None
+        message = f"{path} = {problem['input']!r:.99}: {problem['msg']}"
+        quotes_content = isinstance(problem.get("ctx", {}).get("error"), ContentError)
+        reason = "a part that is not text" if quotes_content else problem["msg"]
+        raise Refusal(message, path, logged=f"{path}: {reason}") from None
 
 
 # ---------------------------------------------------------------------------------------------- answers
@@ -223,6 +235,14 @@ class Event(NamedTuple):
     index: int
     tokens: list[Token]
     ending: dict | None = None
+
+
+def token_counts(prompt_tokens: int, decoded: int) -> dict:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": decoded,
+        "total_tokens": prompt_tokens + decoded,
+    }
 
 
 class Answer:
@@ -242,16 +262,17 @@ class Answer:
         timings = {event.index: event.ending["timings"] for event in events if event.ending}
         decoded = sum(timing["tokens"] for timing in timings.values())
         cached = sum(timing["cached_tokens"] for index, timing in timings.items() if index % self.request.n == 0)
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": decoded, "total_tokens": prompt_tokens + decoded,
-                "prompt_tokens_details": {"cached_tokens": cached}}  # fmt: skip
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return token_counts(prompt_tokens, decoded) | details
 
-    def opening(self, index: int) -> dict:
-        """A chat's first chunk."""
+    def opening(self, index: int, usage: dict | None = None) -> dict:
+        """The chunk in front of a chat's first token."""
         delta = {"role": "assistant", "content": ""}
-        return self.chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.chunk(choice, usage=usage)
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        has_usage = self.request.stream_options.get("include_usage")
+        has_usage = usage is not None or self.request.stream_options.get("include_usage")
         return {**self.head, "choices": list(choices)} | ({"usage": usage} if has_usage else {})
 
     def choice(self, event: Event) -> dict:

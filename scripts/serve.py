@@ -1,6 +1,7 @@
 """An OpenAI-compatible server, and a page that shows drafting as it happens: `python -m scripts.serve`.
 
-    Api             /v1/models, /v1/completions, /v1/chat/completions, /health and the page, on FastAPI and uvicorn
+    Api             /v1/models, /v1/completions, /v1/chat/completions, /health and the page, on
+                    FastAPI and uvicorn; the first three without /v1 too
     run, main       flags, loading, a thread for the connections, signals
 
 The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that compiled it; a second
@@ -17,9 +18,11 @@ if __name__ == "__main__":  # before torch is imported: --help and wrong flags a
 
 import argparse
 import asyncio
+import copy
 import functools
 import hmac
 import json
+import logging
 import math
 import signal
 import socket
@@ -33,13 +36,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.errors import ending_plainly, fail, use_threads
-from cli.flags import check_options
+from cli.flags import check_options, choose_seed
 from cli.load import pick_device
 from cli.main import open_session
 from cli.page import page
 from cli.prompts import conversation_ids, new_tokens
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
+from decoding.settings import is_random, random_seed
+from decoding.slots import MAX_STOP_IDS
 from decoding.validation import check_lengths, check_settings
 from loading.hub import model_name
 from scripts.serve_flags import complete_server_flags, parse_args
@@ -54,18 +59,32 @@ try:
     from starlette.requests import ClientDisconnect
 
     from scripts.batches import Decoder, Job, Row
-    from scripts.openai_form import MAX_TOP_LOGPROBS, MIN_SEED, Answer, Event, Refusal, TextRequest, read_request
+    from scripts.openai_form import (
+        MAX_TOP_LOGPROBS,
+        MIN_SEED,
+        Answer,
+        Event,
+        Refusal,
+        TextRequest,
+        read_request,
+        token_counts,
+    )
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")
 
 MAX_BODY_BYTES = 2**22
 MAX_CONNECTIONS = 512
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS, MODELS = "/chat/completions", "/completions", "/models"
+VERSIONS = ("/v1", "")  # in front of these paths: some clients leave it out
 OPEN_PATHS = ("/", "/health")  # need no key
+PATHS_HELP = f"this server has /v1{CHAT}, /v1{COMPLETIONS}, /v1{MODELS}, /health and /"
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+
+log = logging.getLogger("uvicorn.error")  # in the format of uvicorn's lines about requests
 
 
 def json_response(body: dict, status: int = 200) -> Response:
@@ -89,21 +108,23 @@ class Api:
         app = FastAPI(openapi_url=None, dependencies=[Depends(self.admit)])
         if self.args.cors:
             app.add_middleware(CORSMiddleware, allow_origins=self.args.cors, allow_methods=["*"], allow_headers=["*"])
-        paths = {
-            "/": self.page,
-            "/health": self.health,
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.model,
-        }
-        for path, get in paths.items():
-            app.add_api_route(path, get, response_model=None)
-        for path in ("/v1/completions", CHAT):
-            app.add_api_route(path, self.answer, methods=["POST"], response_model=None)
+        pages = {"/": self.page, "/health": self.health}
+        posts = {}
+        for version in VERSIONS:
+            pages |= {version + MODELS: self.models, version + MODELS + "/{name:path}": self.model}
+            posts |= {version + COMPLETIONS: self.answer, version + CHAT: self.answer}
+        for path, get in pages.items():
+            app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None)
+        for path, post in posts.items():
+            app.add_api_route(path, post, methods=["POST"], response_model=None)
 
         async def refuse(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
-                error = Refusal(f"{request.method} {request.url.path}: {error.detail}", None, error.status_code)
+                hint = f": {PATHS_HELP}" if error.status_code == 404 else ""
+                message = f"{request.method} {request.url.path}: {error.detail}{hint}"
+                error = Refusal(message, None, error.status_code)
             error = error if isinstance(error, Refusal) else Refusal("internal error", None, 500)
+            log_refusal(request, error)
             return json_response(error.body, error.status)
 
         for kind in (Refusal, HTTPException, Exception):
@@ -152,36 +173,62 @@ class Api:
 
     async def answer(self, http_request: Request) -> Response:
         """Read, check and encode a request, give its rows to the decoder, and send the answers."""
-        args, job, is_chat = self.args, Job(asyncio.get_running_loop()), http_request.url.path == CHAT
+        args, job = self.args, Job(asyncio.get_running_loop())
+        is_chat = http_request.url.path.endswith(CHAT)
         try:
             async with asyncio.timeout(args.answer_s):
                 request = read_request(await read_body(http_request), is_chat, self.name, self.session.sampling)
                 num_rows, param = len(request.prompts) * request.n, "n" if request.n > 1 else "prompt"
                 if num_rows > args.queue:  # now, because encoding many prompts takes long
                     raise Refusal(f"{num_rows} answers are more than the {args.queue} that may wait", param)
+                job.stop_ids = self.stop_ids(request)
                 prompts = await job.loop.run_in_executor(self.encoder, self.encode_prompts, request)
                 job.grammar = await job.loop.run_in_executor(self.encoder, self.compile_grammar, request)
         except TimeoutError:
             raise Refusal(f"not read within {args.answer_s:g} s", None, 408) from None
-        # A request's own seed is the first of every prompt's answers. Without one, equal prompts differ.
-        seed, stride = (self.next_seed, request.n) if request.seed is None else (request.seed, 0)
-        self.next_seed += stride * len(prompts)
-        rows = [
-            Row(job, request, i * request.n + n, ids, limit, as_int64(seed + i * stride + n), self.session, args.stop)
-            for i, (ids, limit) in enumerate(prompts)
-            for n in range(request.n)
-        ]
+        rows = []
+        for (ids, limit), seed in zip(prompts, self.seeds(request, len(prompts))):
+            for n in range(request.n):
+                row_seed = as_int64(seed + n)
+                row = Row(job, request, len(rows), ids, limit, row_seed, self.session, args.stop)
+                rows.append(row)
         self.decoder.add(rows)
         job.watcher = asyncio.create_task(self.watch(http_request, job))
         answer, prompt_tokens = Answer(request, self.name, self.pieces), sum(len(ids) for ids, _ in prompts)
         if request.stream:
-            lines = stream_events(job, answer, len(rows), prompt_tokens)
+            lines = stream_events(http_request, job, answer, len(rows), prompt_tokens)
             return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         events = [Event(n, []) for n in range(len(rows))]
         async for n, tokens, ending in job.events(len(rows)):
             events[n] = Event(n, events[n].tokens + tokens, ending)
         choices = [answer.choice(event) for event in events]
         return json_response({**answer.head, "choices": choices, "usage": answer.usage(prompt_tokens, events)})
+
+    def seeds(self, request: TextRequest, num_prompts: int) -> list[int]:
+        """The seed of every prompt's first answer: a request's own one, or others for every prompt,
+        so that equal prompts differ."""
+        if request.seed is not None and not is_random(request.seed):
+            return [request.seed] * num_prompts
+        first = random_seed()
+        if request.seed is None:
+            first = self.next_seed
+            self.next_seed += request.n * num_prompts
+        return [first + number * request.n for number in range(num_prompts)]
+
+    def stop_ids(self, request: TextRequest) -> frozenset[int]:
+        """The tokens that end this request's answers. Refusal for too many, and for one that the model
+        does not have."""
+        key = "stop_token_ids"
+        ids = frozenset(request.stop_token_ids)
+        V = self.session.engine.model.config.vocab_size
+        if max(ids, default=0) >= V:
+            raise Refusal(f"{key} holds {max(ids)}, outside the vocabulary of {V}", key)
+        is_ignored = self.args.ignore_eos if request.ignore_eos is None else request.ignore_eos
+        if not is_ignored:
+            ids |= self.session.tokenizer.stop_ids
+        if len(ids) > MAX_STOP_IDS:
+            raise Refusal(f"{len(ids)} stop tokens are more than the {MAX_STOP_IDS} that fit", key)
+        return ids
 
     async def watch(self, http_request: Request, job: Job) -> None:
         """Drop the job when its client has left or has the answer, or when its time is over. The Refusal ends an
@@ -198,13 +245,16 @@ class Api:
 
     @functools.cached_property
     def grammars(self) -> JsonGrammars:
-        return JsonGrammars(self.session.tokenizer, self.session.stop_ids)
+        return JsonGrammars(self.session.tokenizer, self.session.tokenizer.stop_ids)
 
     def compile_grammar(self, request: TextRequest) -> Grammar | None:
         """The grammar of a request's response_format. Refusal for a schema that cannot be obeyed."""
         if request.response_format is None:
             return None
         try:
+            if not self.stop_ids(request) & self.session.tokenizer.stop_ids:
+                reason = "the model has none, or ignore_eos ignores it"
+                raise ValueError(f"JSON answers need an end token: {reason}")
             return self.grammars.compile(request.response_format)
         except (ValueError, RecursionError) as error:
             raise Refusal(f"response_format: {error}", "response_format") from None
@@ -230,7 +280,12 @@ class Api:
                 encoded.append((ids, limit))
         except ValueError as error:
             message = str(error).removeprefix("prompt 0 ").partition(", or lower")[0]
-            code = "context_length_exceeded" if "positions" in message else None
+            code = None
+            if "positions" in message:
+                code = "context_length_exceeded"
+                # litellm, aider and others look for these words of OpenAI's.
+                limit = engine.max_seq_length
+                message += f". This model's maximum context length is {limit} tokens."
             raise Refusal(f"the prompt: {message}", "messages" if request.chat else "prompt", 400, code) from None
         return encoded
 
@@ -263,19 +318,39 @@ async def read_body(request: Request) -> object:
         raise Refusal(f"the body is no JSON: {error}") from None
 
 
-async def stream_events(job: Job, answer: Answer, num_rows: int, prompt_tokens: int) -> AsyncIterator[str]:
-    """The answer as server-sent events. An error ends it."""
+def log_refusal(request: Request, error: Refusal) -> None:
+    """One line with the reason, because many clients do not show it. The request's text stays out of
+    it, but for level debug."""
+    message = str(error) if log.isEnabledFor(logging.DEBUG) else error.logged
+    line = f"{request.method} {request.url.path}: {error.status}, {message}"
+    level = logging.ERROR if error.status >= 500 else logging.WARNING
+    printable = "".join(x if x.isprintable() else " " for x in line)  # no terminal's codes
+    log.log(level, "%s", printable)
+
+
+async def stream_events(
+    http_request: Request, job: Job, answer: Answer, num_rows: int, prompt_tokens: int
+) -> AsyncIterator[str]:
+    """The answer as server-sent events. A chat's role comes with its first token. An error ends
+    it."""
     request, events, as_line = answer.request, [], lambda body: f"data: {json.dumps(body)}\n\n"
-    for index in range(num_rows if request.chat else 0):
-        yield as_line(answer.opening(index))
+    opened = set()
+    num_decoded = 0
     try:
         async for event in job.events(num_rows):
-            if event.tokens:
-                yield as_line(answer.chunk(answer.choice(event._replace(ending=None))))
-            if event.ending:
-                yield as_line(answer.chunk(answer.choice(event._replace(tokens=[]))))
             events.append(event)
+            num_decoded += sum(token.round > 0 for token in event.tokens)
+            is_counted = request.stream_options.get("continuous_usage_stats")
+            usage = token_counts(prompt_tokens, num_decoded) if is_counted else None
+            if request.chat and event.index not in opened:
+                opened.add(event.index)
+                yield as_line(answer.opening(event.index, usage))
+            if event.tokens:
+                yield as_line(answer.chunk(answer.choice(event._replace(ending=None)), usage=usage))
+            if event.ending:
+                yield as_line(answer.chunk(answer.choice(event._replace(tokens=[])), usage=usage))
     except Refusal as error:
+        log_refusal(http_request, error)
         yield as_line(error.body)
         return
     if request.stream_options.get("include_usage"):
@@ -283,11 +358,19 @@ async def stream_events(job: Job, answer: Answer, num_rows: int, prompt_tokens: 
     yield "data: [DONE]\n\n"
 
 
+def log_config() -> dict:
+    """uvicorn's own, with the lines about requests on stderr too: stdout is for text."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status. SIGTERM stops accepting requests and finishes the running ones;
     SIGINT ends at once."""
     check_options(args)
     complete_server_flags(args)
+    choose_seed(args)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # clients that connect while the model loads wait for it
         listener = socket.create_server((args.host, args.port), family=family)
@@ -304,7 +387,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"anybody who reaches {address} may use this server; --api_key_file FILE asks for a key", file=sys.stderr)
     api = Api(args, decoder, {"localhost", "127.0.0.1", "::1", args.host.lower()} if is_local else None)
     server = uvicorn.Server(uvicorn.Config(
-        api.app(), log_level="warning", lifespan="off", limit_concurrency=MAX_CONNECTIONS, server_header=False,
+        api.app(), log_level=args.log_level, log_config=log_config(), lifespan="off",
+        limit_concurrency=MAX_CONNECTIONS, server_header=False,
         timeout_graceful_shutdown=math.ceil(args.answer_s),
     ))  # fmt: skip
 

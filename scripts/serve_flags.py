@@ -11,6 +11,7 @@ from cli.flags import Parser, check_options, positive
 from cli.flags import parse_args as generate_flags
 
 NUM_SLOTS = 4  # default of --batch_size
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # Of generate.py, and without meaning here. --output implies --json.
 REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "output", "ordered", "json",
                  "profile", "show_drafts", "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache",
@@ -34,6 +35,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--served_model_name", "--model_alias", dest="model_alias", metavar="NAME",
         help="the model's name in requests; default: the checkpoint's")  # fmt: skip
     add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
+    level_help = (
+        "of lines on stderr: info has one for every request, warning those that are refused; debug"
+        " quotes what was refused; default: %(default)s"
+    )
+    add("--log_level", choices=LOG_LEVELS, default="info", help=level_help)
     add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
     server_args, words = parser.parse_known_args(argv)
     args, defaults = generate_flags([f"--batch_size={NUM_SLOTS}", *words]), generate_flags([])
