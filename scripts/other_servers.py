@@ -156,7 +156,7 @@ def translated(body: dict, is_chat: bool) -> dict:
     return {
         name: equivalent(value, EQUIVALENT.get(name, ()))
         for name, value in body.items()
-        if value is not None and not is_among(value, neutral.get(name, ()))
+        if value is not None and (name in SETTINGS or not is_among(value, neutral.get(name, ())))
     }
 
 

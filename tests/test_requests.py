@@ -12,6 +12,7 @@ from conftest import ROOT, oracle
 from reference import naive_penalties
 from safetensors.torch import load_file, save_file
 
+import generate as engine_room
 from cli.flags import check_options, parse_args
 from cli.main import run as run_args
 from cli.prompts import encoded, requests
@@ -341,6 +342,38 @@ def test_log_probabilities_are_those_of_one_pass_over_the_text(draft, sampling, 
             top = want.topk(4)
             assert [id for id, _ in likeliest] == top.indices.tolist()
             assert all(abs(value - exact) < 1e-4 for (_, value), exact in zip(likeliest, top.values))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_log_probabilities_of_prompts_are_those_of_one_pass(draft, folder_of, monkeypatch):
+    """In chunks of 4, full and begun, after a request that leaves the same text in the slot, beside one
+    that decodes, and with parts of a chunk in the head."""
+    monkeypatch.setattr(engine_room, "PROMPT_LOGITS", 3 * 131)
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    engine = Engine(model, 2, 80, drafter=DRAFTS[draft](model), speculate_k=3)
+    engine.chunk = 4
+    text = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    exact = model(torch.tensor([text]), torch.arange(40))[0].log_softmax(-1)
+    options = {"sampling": Sampling(0), "max_new_tokens": 3}
+    other = engine.requests[engine.add_request(PROMPTS[0], sampling=Sampling(0), max_new_tokens=60)]
+    for length in (40, 37, 36, 5, 4, 2, 1):
+        id = engine.add_request(text[:length], prompt_logprobs=2, **options)
+        request = engine.requests[id]
+        while request.finish_reason is None:
+            engine.step()
+        assert request.num_reused == 0 and len(request.prompt_logprobs) == length - 1
+        for record, next_id, want in zip(request.prompt_logprobs, text[1:], exact):
+            top = want.topk(2)
+            ids, log_ps = zip(*record)
+            assert ids == (next_id, *top.indices.tolist())
+            assert log_ps == pytest.approx((want[next_id].item(), *top.values.tolist()), abs=1e-4)
+    assert len(other.tokens) > 20
+    while engine.has_unfinished():
+        engine.step()
+    again = engine.add_request(text, **options)
+    request = engine.requests[again]
+    engine.step()
+    assert not request.prompt_logprobs
 
 
 def test_nothing_is_noted_where_nobody_asks(folder_of):
