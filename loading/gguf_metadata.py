@@ -200,6 +200,7 @@ def tokenizer_config(keys: dict[str, object]) -> dict:
     adds_by_default = model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
     adds_bos = keys.get("tokenizer.ggml.add_bos_token", adds_by_default)
     config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
+    config["added_tokens_are_text"] = True  # llama.cpp, token_to_piece: user-defined tokens have no marks
     config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
     if model == "llama":  # llama.cpp puts a space behind every special and user-defined token
         types = numbers(keys, "token_type", NORMAL, len(tokens))

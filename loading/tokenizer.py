@@ -21,7 +21,7 @@ from pathlib import Path
 
 from loading.chat_templates import ChatTemplate, one_line
 from loading.plain_files import file_exists, is_gguf, plain_file, read_json
-from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, token_fields, vocab_size
+from loading.vocabularies import APART, FLAGS, MAX_ID, NAMED_TOKENS, token_fields, vocab_size
 from weights.rooms import room
 
 gguf_folder = room("loading.gguf_metadata")
@@ -251,9 +251,14 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
         settings, names = read_json(folder / "tokenizer_config.json"), read_json(folder / "special_tokens_map.json")
         # As in transformers: beside settings of before 4.34, which have no added_tokens_decoder, the map is the newer.
         settings = {**names, **settings} if "added_tokens_decoder" in settings else {**settings, **names}
-        for key in [key for key in settings if key.endswith("_token")]:
-            if isinstance(settings[key], dict):  # {"content": name, …}
-                settings[key] = settings[key].get("content")
+        objects = {
+            key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, dict)
+        }  # {"content": name, "lstrip": …}
+        settings |= {key: token.get("content") for key, token in objects.items()}
+        settings["named_flags"] = {
+            token.get("content"): {flag: bool(token[flag]) for flag in FLAGS if flag in token}
+            for token in objects.values()
+        }
         fields = token_fields(folder, settings)
         fields["template"] = load_template(folder, settings, fields.pop("names", {}))
         fields["stop_ids"] = frozenset(fields["stop_ids"] | eos_ids(folder))

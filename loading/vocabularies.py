@@ -12,8 +12,9 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from loading.chat_templates import one_line
 from loading.plain_files import file_exists, plain_file, read_json
@@ -60,6 +61,8 @@ PRINTED = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 MAX_VOCAB_BYTES = 2**26
 MAX_ID = 2**24
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # keys of the settings
+SPECIAL_KEYS = (*NAMED_TOKENS, "sep_token", "cls_token", "mask_token")  # whose tokens transformers makes special
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of an added token
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
 MAX_GROWTH = 64  # factor by which a normalizer may lengthen a text
 
@@ -77,25 +80,42 @@ def token_fields(folder: Path, settings: dict) -> dict:
         raise ValueError(f"{folder}: neither tokenizer.model nor tokenizer.json, nor tekken.json")
     if not model.exists():
         return read_tokenizers(plain_file(fast, MAX_VOCAB_BYTES), settings)
-    with plain_file(model, MAX_VOCAB_BYTES).open("rb") as stream:
-        # A tiktoken line is a token in base64 and its rank. A sentencepiece protobuf never starts like that.
-        is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096))
-    model_type = read_json(folder / "config.json").get("model_type")
-    class_name = settings.get("tokenizer_class") or model_type or "LlamaTokenizer"
-    is_rebuilt = model_type in (None, "llama") and class_name in LLAMA_CLASSES
-    if file_exists(fast) and not is_tiktoken and not is_rebuilt:
+    is_tiktoken = has_tiktoken_ranks(plain_file(model, MAX_VOCAB_BYTES))
+    if file_exists(fast) and not is_tiktoken and not is_rebuilt(folder, settings):
         return read_tokenizers(plain_file(fast, MAX_VOCAB_BYTES), settings)
     fields = (read_tiktoken if is_tiktoken else read_sentencepiece)(model, settings)
-    get_ids, added = fields.pop("get_ids"), [*(settings.get("added_tokens_decoder") or {}).values()]
+    get_ids, stored_tokens = fields.pop("get_ids"), []
     if file_exists(fast):
         fast_json = read_json(fast, MAX_VOCAB_BYTES)
-        if settings.get("add_bos_token") is None:  # transformers writes its policy to tokenizer.json alone
-            fields["add_bos"] = leads_with_special(fast_json.get("post_processor"))
         if not ids_by_name(fast_json).items() <= get_ids().items():
             return read_tokenizers(fast, settings)
-        added += fast_json["added_tokens"]
+        if settings.get("add_bos_token") is None:  # transformers writes its policy to tokenizer.json alone
+            fields["add_bos"] = leads_with_special(fast_json.get("post_processor"))
+        if is_tiktoken or settings.get("added_tokens_decoder") is None:  # one built anew has those of the settings
+            stored_tokens = fast_json["added_tokens"]
+    return fields | {"spacing": token_spacing(settings, stored_tokens)}
+
+
+def has_tiktoken_ranks(file: Path) -> bool:
+    """Is a line of this file a token in base64 and its rank? A sentencepiece protobuf never starts like that."""
+    with file.open("rb") as stream:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\s*", stream.readline(4096)) is not None
+
+
+def is_rebuilt(folder: Path, settings: dict) -> bool:
+    """Would transformers build a Llama tokenizer anew from the vocabulary of a tokenizer.json?"""
+    model_type = read_json(folder / "config.json").get("model_type")
+    class_name = settings.get("tokenizer_class") or model_type or "LlamaTokenizer"
+    return model_type in (None, "llama") and class_name in LLAMA_CLASSES
+
+
+def token_spacing(settings: dict, stored_tokens: list[dict]) -> dict[str, tuple[bool, bool, bool]]:
+    """Tokenizer.spacing: the added tokens of the settings, which override those stored in a tokenizer.json."""
+    flags = dict(settings.get("named_flags", {}))
+    flags |= {token["content"]: token for token in stored_tokens}
+    flags |= {token["content"]: token for token in (settings.get("added_tokens_decoder") or {}).values()}
     keys = ("lstrip", "rstrip", "single_word")
-    return fields | {"spacing": {token["content"]: tuple(bool(token.get(key)) for key in keys) for token in added}}
+    return {name: tuple(bool(token.get(key)) for key in keys) for name, token in flags.items()}
 
 
 def leads_with_special(post_processor: dict | None) -> bool:
@@ -186,7 +206,9 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
         if model.is_control(id) or model.is_unknown(id):
             specials[piece] = id
     for id, (name, special) in added_tokens(file.parent, settings).items():
-        texts[id], ids[name] = name.encode(), id
+        is_text = settings.get("added_tokens_are_text")
+        texts[id] = name.encode() if is_text else byte_of(name) or name.replace("▁", " ").encode()
+        ids[name] = id
         (specials if special else literals)[name] = id
     defaults = {"bos_token": model.bos_id(), "eos_token": model.eos_id()}  # -1 without one
     id_by_key = {key: id for key in defaults if (id := ids.get(settings.get(key), defaults[key])) >= 0}
@@ -194,34 +216,61 @@ def read_sentencepiece(file: Path, settings: dict) -> dict:
     specials |= {name: id_by_key[key] for key, name in names.items()}
     texts |= dict.fromkeys(specials.values(), b"")
 
-    # sentencepiece puts a space before every text. transformers does not after a special token (unless `legacy`), nor
-    # before a space; llama.cpp does after each. Encoding a noncharacter in front, whose ids are dropped, avoids it.
-    mark, mark_length = "\ufffe", len(model.encode("\ufffe"))
-    puts_space, doubles_space = settings.get("add_prefix_space") is not False, settings.get("space_after_special")
-
-    def without_space(text: str) -> list[int]:
-        is_fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
-        return model.encode(mark + text)[mark_length - is_fused :]
-
-    def after_special(text: str) -> list[int]:
-        has_space = puts_space and (doubles_space or (settings.get("legacy") and not text.startswith(" ")))
-        return model.encode(text) if has_space else without_space(text)
-
     return {
         "get_ids": lambda: ids,
-        "to_ids": model.encode if puts_space else without_space,
-        "to_ids_after_special": after_special,
-        "to_ids_after_text": without_space,
+        **piece_encoders(model, settings)._asdict(),
         "to_bytes": lambda id: texts.get(id, b""),
         "vocab_size": max(texts) + 1,
         "bos_id": id_by_key.get("bos_token"),
         "add_bos": bool(settings.get("add_bos_token", True)),
         "stop_ids": stop_ids(ids, id_by_key.get("eos_token")),
-        "strip_first_space": puts_space and "".join(model.encode("a", out_type=str)).startswith("▁"),  # not Yi
         "specials": specials,
         "literals": literals,
         "names": names,
     }
+
+
+class PieceEncoders(NamedTuple):
+    """Functions from a text to ids, by what stands before it, and whether the first space belongs to the format."""
+
+    to_ids: Callable[[str], list[int]]
+    to_ids_after_special: Callable[[str], list[int]]
+    to_ids_after_text: Callable[[str], list[int]]
+    strip_first_space: bool
+
+
+def piece_encoders(model, settings: dict) -> PieceEncoders:
+    """The encoders of a SentencePieceProcessor, which differ in where they put a space.
+
+    sentencepiece puts one before every text, if the file's add_dummy_prefix says so. llama.cpp does too, also after a
+    special token. A Llama tokenizer of transformers does not look at the file: by add_prefix_space (true by default) it
+    puts a space before a text that begins with none, and with `legacy` after a special token too
+    (models/llama/tokenization_llama.py; Metaspace in the tokenizers library).
+    """
+    # The ids of a noncharacter in front, which are dropped, keep sentencepiece from putting a space there.
+    mark = "\ufffe"
+    mark_length = len(model.encode(mark))
+
+    def without_space(text: str) -> list[int]:
+        is_fused = model.unk_id() in model.encode(text[:1])  # without byte fallback, unknown neighbours are one token
+        return model.encode(mark + text)[mark_length - is_fused :]
+
+    has_dummy_prefix = "".join(model.encode("a", out_type=str)).startswith("▁")  # Yi has none
+
+    def with_one_space(text: str) -> list[int]:
+        if text.startswith((" ", "▁")):
+            return without_space(text)
+        return model.encode(text) if has_dummy_prefix else without_space(" " + text)
+
+    class_name = settings.get("tokenizer_class")
+    if "space_after_special" in settings:  # a GGUF file
+        return PieceEncoders(model.encode, model.encode, without_space, has_dummy_prefix)
+    if settings.get("add_prefix_space") is False:
+        return PieceEncoders(without_space, without_space, without_space, False)
+    if class_name in LLAMA_CLASSES or "legacy" in settings:
+        is_legacy = settings.get("legacy") and "CodeLlama" not in str(class_name)
+        return PieceEncoders(with_one_space, with_one_space if is_legacy else without_space, without_space, True)
+    return PieceEncoders(model.encode, without_space, without_space, has_dummy_prefix)
 
 
 def tiktoken_encoder(file: Path, pairs: list[tuple[bytes, int]], pattern: str) -> Callable[[str], list[int]]:
@@ -315,6 +364,52 @@ def llama3_specials(folder: Path) -> list[str]:
 
 
 def read_tokenizers(file: Path, settings: dict) -> dict:
+    tokenizer_json, model = open_tokenizers(file)
+    stored_specials = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
+    add_configured_tokens(model, file, settings)
+    vocab_size = max(model.get_vocab().values(), default=-1) + 1
+    if vocab_size > MAX_ID:
+        raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {MAX_ID:,} are read")
+    added = model.get_added_tokens_decoder()
+    # The library skips a token that either file calls special.
+    specials = stored_specials | {token.content: id for id, token in added.items() if token.special}
+    literals = {token.content: id for id, token in added.items() if token.content not in specials}
+    encoder = TokenizersEncoder(model, file)
+    bos_id, leading_ids = leading_tokens(model, file, settings)
+    eos_id = model.token_to_id(settings.get("eos_token") or "")
+    decoder = tokenizer_json.get("decoder")
+    mark = "Ġa" if "ByteLevel" in str(decoder) else "▁a"
+    with library_errors(file, "its decoder cannot decode a token"):
+        to_bytes = piece_decoder(decoder)
+        first_text = model.decoder.decode([mark]) if model.decoder else ""
+    special_ids = {*specials.values()}
+    raw_ids = {*literals.values()} if settings.get("added_tokens_are_text") else set()
+
+    @functools.cache
+    def bytes_of(id: int) -> bytes:
+        token = model.id_to_token(id) if 0 <= id < vocab_size else None
+        if token is None or id in special_ids:
+            return b""
+        return token.encode() if id in raw_ids else to_bytes(token)
+
+    return {
+        "to_ids": encoder.encode,
+        "to_ids_with_specials": encoder.encode_with_specials,
+        "to_bytes": bytes_of,
+        "vocab_size": vocab_size,
+        "bos_id": bos_id,
+        "add_bos": bool(leading_ids),
+        "leading_ids": tuple(leading_ids),
+        "stop_ids": stop_ids({token.content: id for id, token in added.items()}, eos_id),
+        "strip_first_space": first_text == "a",
+        "specials": specials,
+        "literals": literals,
+        "apart": encoder.apart,
+    }
+
+
+def open_tokenizers(file: Path) -> tuple[dict, object]:
+    """A tokenizer.json's object, and the tokenizers.Tokenizer that the library makes of it."""
     import tokenizers
 
     with library_errors(file, "not a tokenizer of the tokenizers library"):
@@ -323,84 +418,136 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
         if max_growth(tokenizer_json.get("normalizer")) > MAX_GROWTH:
             raise ValueError(f"its normalizer can make a text more than {MAX_GROWTH} times longer")
         model = tokenizers.Tokenizer.from_str(text)
-    add_configured_tokens(model, file, settings)
-    tokens = {id: token for token, id in model.get_vocab().items()}
-    vocab_size = max(tokens, default=-1) + 1
-    if vocab_size > MAX_ID:
-        raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {MAX_ID:,} are read")
     model.no_padding()
     model.no_truncation()
-    added = model.get_added_tokens_decoder()
-    specials = {token.content: id for id, token in added.items() if token.special}
-    # A special token of our own, matched after the normalizer, which therefore puts no space after it.
-    model.add_special_tokens([tokenizers.AddedToken(APART, normalized=True)])
-    apart = model.normalizer.normalize_str(APART) if model.normalizer else APART
+    return tokenizer_json, model
 
-    def to_ids(text: str, with_specials: bool = False) -> list[int]:
-        model.encode_special_tokens = not with_specials  # True encodes their names as text
-        with library_errors(file, "this tokenizer cannot encode the text"):
-            encoding = model.encode(text, add_special_tokens=False)
-        if not with_specials:
-            return encoding.ids
-        return [id for id, token in zip(encoding.ids, encoding.tokens) if token != apart]
 
-    # The post-processor has the BOS policy. Its tokens belong to no sequence; those before the text lead every text.
+class TokenizersEncoder:
+    """A tokenizers.Tokenizer as functions from a text to ids."""
+
+    def __init__(self, model, file: Path):
+        from tokenizers import AddedToken
+
+        self.model, self.file = model, file
+        # A special token of our own, matched after the normalizer, which therefore puts no space after it.
+        model.add_special_tokens([AddedToken(APART, normalized=True)])
+        self.apart = model.normalizer.normalize_str(APART) if model.normalizer else APART
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text, in which the names of special tokens are text."""
+        return self._encoding(text, special_names_are_text=True).ids
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        encoding = self._encoding(text, special_names_are_text=False)
+        return [id for id, token in zip(encoding.ids, encoding.tokens) if token != self.apart]
+
+    def _encoding(self, text: str, special_names_are_text: bool):
+        self.model.encode_special_tokens = special_names_are_text
+        with library_errors(self.file, "this tokenizer cannot encode the text"):
+            return self.model.encode(text, add_special_tokens=False)
+
+
+def leading_tokens(model, file: Path, settings: dict) -> tuple[int | None, list[int]]:
+    """(the id of BOS, the ids in front of every text) of a tokenizers.Tokenizer.
+
+    Its post-processor has the BOS policy, which the settings' add_bos_token overrides. The post-processor's tokens
+    belong to no sequence; those before the text lead every text.
+    """
     with library_errors(file, "this tokenizer cannot encode a text"):
         probe = model.encode("a")
     leading_ids = probe.ids[: probe.sequence_ids.index(0)] if 0 in probe.sequence_ids else []
-    bos, eos = (model.token_to_id(settings.get(key) or "") for key in ("bos_token", "eos_token"))
-    bos = leading_ids[0] if bos is None and leading_ids else bos
-    if settings.get("add_bos_token") is not None:  # overrides the post-processor
-        leading_ids = [bos] if settings["add_bos_token"] and bos is not None else []
-    byte_level = BYTE_OF_CHAR if "ByteLevel" in str(tokenizer_json.get("decoder")) else {}
-    with library_errors(file, "its decoder cannot decode a token"):
-        decoded = model.decoder.decode(["Ġa" if byte_level else "▁a"]) if model.decoder else ""
+    bos_id = model.token_to_id(settings.get("bos_token") or "")
+    if bos_id is None and leading_ids:
+        bos_id = leading_ids[0]
+    if settings.get("add_bos_token") is None:
+        return bos_id, leading_ids
+    has_bos = settings["add_bos_token"] and bos_id is not None
+    return bos_id, [bos_id] if has_bos else []
 
-    @functools.cache
-    def to_bytes(id: int) -> bytes:
-        token = tokens.get(id)
-        if token is None or token in specials:
-            return b""
-        if id in added or (byte_level and not all(char in byte_level for char in token)):
-            return token.encode()
-        if byte_level:
-            return bytes(byte_level[char] for char in token)
-        return byte_of(token) or token.replace("▁", " ").encode()
 
-    return {
-        "to_ids": to_ids,
-        "to_ids_with_specials": functools.partial(to_ids, with_specials=True),
-        "to_bytes": to_bytes,
-        "vocab_size": vocab_size,
-        "bos_id": bos,
-        "add_bos": bool(leading_ids),
-        "leading_ids": tuple(leading_ids),
-        "stop_ids": stop_ids({token.content: id for id, token in added.items()}, eos),
-        "strip_first_space": decoded == "a",
-        "specials": specials,
-        "literals": {token.content: id for id, token in added.items() if not token.special},
-        "apart": apart,
-    }
+def piece_decoder(decoder: dict | None) -> Callable[[str], bytes]:
+    """A function from a token to its bytes amid others, by the decoder of a tokenizer.json. As in the library, added
+    tokens go through it like all others. Without a decoder, U+2581 is a space and <0x0A> a byte."""
+    steps = decoder_steps(decoder) if decoder else [{"type": "Metaspace"}, {"type": "ByteFallback"}]
+    types = {step.get("type") for step in steps}
+    replacements = [replacement(step) for step in steps if step.get("type") in ("Replace", "Metaspace")]
+
+    def to_bytes(token: str) -> bytes:
+        for replace in replacements:
+            token = replace(token)
+        if "ByteLevel" in types and all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        byte = byte_of(token) if "ByteFallback" in types else None
+        return byte or token.encode()
+
+    return to_bytes
+
+
+def replacement(step: dict) -> Callable[[str], str]:
+    """The function from a token to a token of a decoder's Replace or Metaspace."""
+    if step["type"] == "Metaspace":
+        step = {"pattern": {"String": step.get("replacement", "▁")}, "content": " "}
+    pattern, content = step["pattern"], step["content"]
+    if "Regex" in pattern:
+        from tokenizers import Regex, decoders
+
+        decoder = decoders.Replace(Regex(pattern["Regex"]), content)
+        return lambda token: decoder.decode([token])
+    return lambda token: token.replace(pattern["String"], content)
+
+
+def decoder_steps(decoder: dict) -> list[dict]:
+    """The parts of a tokenizer.json's decoder, in order."""
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in decoder_steps(part)]
 
 
 def add_configured_tokens(model, file: Path, settings: dict) -> None:
-    """Add to a tokenizers.Tokenizer the tokens that only the settings have, and make those that the settings name
-    special, as transformers does. ValueError for an id that the library does not give."""
+    """Add the tokens of the settings to a tokenizers.Tokenizer. ValueError for an id that the library does not give.
+
+    As in transformers (TokenizersBackend), a token that the file has too gets its flags from the settings, and those
+    that the settings name are special. A named one that neither lists has the flags of the name's own object.
+    """
     from tokenizers import AddedToken
 
-    flags, decoder = ("lstrip", "rstrip", "single_word", "normalized", "special"), settings.get("added_tokens_decoder")
-    decoder = decoder or {
+    names = [name for key in SPECIAL_KEYS if (name := settings.get(key))]
+    stored = {token.content: flags_of(token) for token in model.get_added_tokens_decoder().values()}
+    configured = sorted(configured_tokens(file, settings, stored).items())
+    new_ids = {token["content"]: id for id, token in configured if model.token_to_id(token["content"]) is None}
+    tokens = []
+    for _, token in configured:
+        flags = {key: bool(token[key]) for key in FLAGS if key in token}
+        flags["special"] = bool(token.get("special")) or token["content"] in names
+        tokens.append(AddedToken(token["content"], **flags))
+    model.add_tokens(tokens)
+    for name, id in new_ids.items():
+        if model.token_to_id(name) != id:
+            message = f"gets the id {model.token_to_id(name)}; correct added_tokens_decoder, or {file.name}"
+            raise ValueError(f"{file}: token {id} = {name!r:.99} of tokenizer_config.json {message}")
+    flags_by_name = dict(settings.get("named_flags", {}))
+    flags_by_name |= {token.content: flags_of(token) for token in model.get_added_tokens_decoder().values()}
+    names = [name for name in names if model.token_to_id(name) is not None]
+    model.add_tokens([AddedToken(name, **flags_by_name.get(name, {}) | {"special": True}) for name in names])
+
+
+def flags_of(token) -> dict[str, bool]:
+    """The flags of a tokenizers.AddedToken."""
+    return {key: getattr(token, key) for key in FLAGS}
+
+
+def configured_tokens(file: Path, settings: dict, stored: Collection[str]) -> dict[int, dict]:
+    """Id -> token of the settings' added_tokens_decoder. Without it, added_tokens.json has those that are not stored in
+    the tokenizer.json."""
+    decoder = settings.get("added_tokens_decoder")
+    if decoder is not None:
+        return {int(id): token for id, token in decoder.items()}
+    return {
         id: {"content": name, "special": special, "normalized": not special}
         for id, (name, special) in added_tokens(file.parent, settings).items()
+        if name not in stored
     }
-    for id, token in sorted(decoder.items(), key=lambda item: int(item[0])):
-        if model.token_to_id(name := token["content"]) is None:
-            model.add_tokens([AddedToken(name, **{key: bool(token[key]) for key in flags if key in token})])
-            if model.token_to_id(name) != int(id):
-                message = f"gets the id {model.token_to_id(name)}; correct added_tokens_decoder, or {file.name}"
-                raise ValueError(f"{file}: token {id} = {name!r:.99} of tokenizer_config.json {message}")
-    names = (settings.get(key) for key in NAMED_TOKENS)
-    model.add_special_tokens([name for name in names if name and model.token_to_id(name) is not None])
 
 
 def max_growth(normalizer: object) -> int:

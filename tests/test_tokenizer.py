@@ -1,6 +1,7 @@
 """loading/tokenizer.py: ids equal to the libraries' own, text back without a broken character."""
 
 import base64
+import itertools
 import json
 import random
 import re
@@ -880,9 +881,13 @@ def test_added_tokens_strip_the_spaces_beside_them(kind, sp_folder, tmp_path):
     settings = {**names, "added_tokens_decoder": decoder, "chat_template": PHI}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     own = AutoTokenizer.from_pretrained(folder)
-    if kind == "both":
+    if kind == "both":  # with other flags in tokenizer.json, which those of the settings override
         own.save_pretrained(tmp_path / "saved")
-        shutil.copy(tmp_path / "saved" / "tokenizer.json", folder)
+        stored = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
+        for token in stored["added_tokens"]:
+            token |= {"lstrip": not token["lstrip"], "rstrip": not token["rstrip"], "single_word": False}
+        (folder / "tokenizer.json").write_text(json.dumps(stored))
+        own = AutoTokenizer.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     assert tokenizer.to_ids_with_specials is None
     for messages in CONVERSATIONS:
@@ -1090,3 +1095,157 @@ def test_a_map_of_special_tokens_beside_older_settings_is_transformers(sp_folder
     assert "<tool_call>" in tokenizer.decode([size + 1]) and not tokenizer.decode([size])
     # Unlike there, a user's <|im_start|> begins no turn.
     assert size + 2 not in tokenizer.encode("<|im_start|>system") and size + 2 in tokenizer.parse("<|im_start|>system")
+
+
+# ------------------------------------------------------------------------------- flags and marks of added tokens
+
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+def piece_tokenizer(form: str):
+    """A BPE over U+2581 as in Llama 2: its normalizer ("prepend") or its pre-tokenizer ("metaspace") writes it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokens = [*NAMED.values(), *"▁abtx0123456789<>/|\n", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {token: id for id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    if form == "metaspace":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "form, location", [("prepend", "settings"), ("metaspace", "settings"), ("prepend", "file"), ("prepend", "name")]
+)
+def test_every_flag_of_every_added_token_is_transformers(form, location, tmp_path):
+    """All 32 combinations, on tokens that the settings name and on others. The settings' added_tokens_decoder overrides
+    the flags in tokenizer.json; the object of a name counts where neither lists the token."""
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    combinations = [dict(zip(FLAGS, values)) for values in itertools.product((False, True), repeat=5)]
+    others = [f"<t{number}>" for number in range(32)]
+    for start in range(0, 32, 4):
+        flags = dict(zip(NAMED.values(), combinations[start:])) | dict(zip(others, combinations))
+        in_file = {name: {key: not value for key, value in token.items()} for name, token in flags.items()}
+        if location != "settings":
+            in_file = flags
+        model = piece_tokenizer(form)
+        names = others if location == "name" else flags
+        model.add_tokens([AddedToken(name, **in_file[name]) for name in names])
+        settings = {**NAMED, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if location == "settings":
+            settings["added_tokens_decoder"] = {
+                model.token_to_id(name): {"content": name, **token} for name, token in flags.items()
+            }
+        if location == "name":
+            settings |= {key: {"__type": "AddedToken", "content": name, **flags[name]} for key, name in NAMED.items()}
+        model.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        for name in flags if start == 0 else NAMED.values():
+            texts = [f"{name}a", f"a{name}b", f" a \n{name}\n b {name}", f"ab {name}<t7> {name} a"]
+            for text in texts:
+                assert tokenizer.parse(text) == reference.encode(text, add_special_tokens=False), (name, text)
+                as_text = reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
+                assert tokenizer.encode(text, bos=False) == as_text, (name, text)
+
+
+def test_added_tokens_decode_as_in_the_library(tmp_path):
+    """Added tokens go through a tokenizer.json's decoder like all others, with U+2581, <0x09>, Ġ and Ċ in them."""
+    from tokenizers import AddedToken, Regex, decoders
+
+    replace, byte_fallback = decoders.Replace("▁", " "), decoders.ByteFallback()
+    library_decoders = {
+        "llama": decoders.Sequence([replace, byte_fallback, decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+        "gemma": decoders.Sequence([replace, byte_fallback, decoders.Fuse()]),
+        "metaspace": decoders.Metaspace(),
+        "nested": decoders.Sequence([decoders.Sequence([byte_fallback, decoders.Metaspace("_")]), decoders.Fuse()]),
+        "regex": decoders.Sequence([decoders.Replace(Regex("[▁_]"), " "), decoders.Fuse()]),
+        "bytes": decoders.ByteLevel(),
+    }
+    names = ["▁▁", "▁<tag>", "a▁b", "<0x09>", "<0x4a>", "<0xG0>", "a_b", "Ġ", "ĠĠa", "Ċ", "<tag>", "日", "Ġ日", "\t"]
+    for form, normalized, (label, decoder) in itertools.product(
+        ("prepend", "metaspace"), (False, True), library_decoders.items()
+    ):
+        reference = piece_tokenizer(form)
+        reference.decoder = decoder
+        reference.add_tokens([AddedToken(name, normalized=normalized) for name in names])
+        reference.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(tmp_path)
+        for name in names:
+            ids = [reference.token_to_id(token) for token in ("a", name, "b")]
+            assert tokenizer.decode(ids) == reference.decode(ids), (form, normalized, label, name)
+
+
+def test_added_tokens_beside_a_sentencepiece_file_decode_as_in_transformers(sp_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder, size = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder).vocab_size
+    names = ["▁▁", "▁<tag>", "<0x4a>", "<tag>"]
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings["added_tokens_decoder"] = {size + i: {"content": name, "special": False} for i, name in enumerate(names)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    cat = tokenizer.encode("cat", bos=False)
+    for id, name in enumerate(names, size):
+        assert reference.convert_tokens_to_ids(name) == id
+        assert tokenizer.decode([*cat, id, *cat]) == reference.decode([*cat, id, *cat]), name
+
+
+@pytest.fixture(scope="module")
+def prefix_models(tmp_path_factory):
+    """sentencepiece files by add_dummy_prefix."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("prefix")
+    for dummy_prefix in (True, False):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter((ROOT / "checkpoints" / "stories.txt").read_text().splitlines()[:100]),
+            model_prefix=str(folder / str(dummy_prefix)), vocab_size=330, model_type="bpe", byte_fallback=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=dummy_prefix,
+            hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+    return {dummy_prefix: folder / f"{dummy_prefix}.model" for dummy_prefix in (True, False)}
+
+
+def test_the_space_in_front_is_transformers_whatever_the_file_says(prefix_models, tmp_path):
+    """transformers writes add_dummy_prefix = false when it saves a tokenizer of `legacy: false`, and puts the space
+    there itself, before a text that does not begin with one."""
+    from transformers import AutoTokenizer
+
+    texts = [
+        "a",
+        " a",
+        "  the  cat",
+        "\nthe",
+        "日本 the",
+        " ",
+        "",
+        "▁the",
+        "<s>the",
+        "<s> the</s> dog",
+        "</s>the</s>\nx",
+    ]
+    for dummy_prefix, legacy, add_prefix_space, name in itertools.product(
+        (True, False), (True, False, None), (True, False, None), ("LlamaTokenizer", "CodeLlamaTokenizer")
+    ):
+        shutil.copy(prefix_models[dummy_prefix], tmp_path / "tokenizer.model")
+        settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": name}
+        settings |= {"legacy": legacy, "add_prefix_space": add_prefix_space}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        for text in texts:
+            ids = reference.encode(text, add_special_tokens=False)
+            assert tokenizer.parse(text) == ids, (dummy_prefix, settings, text)
+            if name == "LlamaTokenizer":  # the other class strips a space that it never put there
+                assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True), (settings, text)
