@@ -10,6 +10,7 @@ models nor the libraries of tokenizers.
 import contextlib
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -157,27 +158,85 @@ O200K = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The letters with two cases, as code points: their characters would not survive a normalization of this file.
+DEEPSEEK_RANGES = """
+41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386
+388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA
+1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57
+1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB
+1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 212A-212D
+212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3
+A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A
+FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF
+1E900-1E943
+"""
+DEEPSEEK_LETTERS = "".join(re.sub("[0-9A-F]+", lambda code: chr(int(code[0], 16)), DEEPSEEK_RANGES).split())
+DEEPSEEK_PUNCTUATION = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{DEEPSEEK_LETTERS}]+",
+    rf"\s?[{DEEPSEEK_PUNCTUATION}]+",
+    r"\s+$",
+    HAN,
+    r"\p{N}+",
+)
 LLAMA3_PRES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")
 SPLITS = {
     **dict.fromkeys(("default", None), (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     **dict.fromkeys((*LLAMA3_PRES, "smaug-bpe"), (LLAMA3_PATTERN,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b", "exaone"), (r"\p{N}", GPT2)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), (QWEN2,)),
-    **dict.fromkeys(("gpt-2", "mellum", "trillion", "a.x-4.0", "gigachat"), (GPT2,)),
+    **dict.fromkeys(("gpt-2", "mellum", "trillion", "a.x-4.0", "gigachat", "exaone4", "granite-docling"), (GPT2,)),
     **dict.fromkeys(("gpt-4o", "kanana2"), (O200K,)),
-    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"),
+    "minicpm5": (r"\p{N}{1,3}", LLAMA3_PATTERN.replace("{1,3}", "+")),
     "seed-coder": (QWEN2.replace(r"[\r\n]*|", "|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{N}\r\n]"),),
     "tekken": (TEKKEN_PATTERN,),
+    "ufakzeka": (QWEN2.removeprefix(CONTRACTION.removesuffix("?") + "|"),),
+    "viking": (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
 }
-IGNORES_MERGES = (*LLAMA3_PRES, "tekken")  # a word that is a token is not merged; BOS leads a text
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens, as sentencepiece numbers them
+ADDS_BOS = (*LLAMA3_PRES, "tekken")  # where the file does not say so
+IGNORES_MERGES = (*ADDS_BOS, "minicpm5")  # a word that is a token is not merged
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens, as sentencepiece numbers them
+# Names that llama.cpp makes control tokens, whatever their type in the file: those that end a generation, and others of
+# infilling.
+END_LINES = """
+<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <｜end▁of▁sentence｜> [e~[
+<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+"""
+INFILL_LINES = """
+<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>
+"""
+END_NAMES = frozenset(END_LINES.split())
+CONTROL_NAMES = END_NAMES.union(INFILL_LINES.split())
 
 
 def vocabulary(keys: dict[str, object]) -> list[str]:
     tokens = keys.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Strings):
         raise ValueError("tokenizer.ggml.tokens is missing, or no array of strings")
-    return [*tokens]
+    return [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
+
+
+def token_types(keys: dict[str, object], tokens: list[str]) -> list[int]:
+    """The type of every token, as llama.cpp corrects those of the file: names that end a turn are control tokens. A
+    sentencepiece vocabulary has one unknown token, so that others of this type, which fill a file up, are unused."""
+    types = numbers(keys, "token_type", NORMAL, len(tokens))
+    is_byte_level = keys.get("tokenizer.ggml.model") != "llama"
+    names = CONTROL_NAMES - {"</s>"} if is_byte_level else CONTROL_NAMES  # in Qwen's vocabulary it is a tag of HTML
+    types = [CONTROL if token in names else type for token, type in zip(tokens, types)]
+    if is_byte_level:
+        return [CONTROL if type == UNKNOWN else type for type in types]
+    unknown_id = special_ids(keys, "unknown").get("unknown", types.index(UNKNOWN) if UNKNOWN in types else 0)
+    types = [UNUSED if type == UNKNOWN else type for type in types]
+    if 0 <= unknown_id < len(types):
+        types[unknown_id] = UNKNOWN
+    return types
 
 
 def numbers(keys: dict[str, object], key: str, default: float, count: int) -> list:
@@ -197,13 +256,13 @@ def special_ids(keys: dict[str, object], *roles: str) -> dict[str, int]:
 def tokenizer_config(keys: dict[str, object]) -> dict:
     """Names of special tokens, the BOS policy, the chat template."""
     tokens, model = vocabulary(keys), keys.get("tokenizer.ggml.model")
-    adds_by_default = model == "llama" or keys.get("tokenizer.ggml.pre") in IGNORES_MERGES
+    adds_by_default = model == "llama" or keys.get("tokenizer.ggml.pre") in ADDS_BOS
     adds_bos = keys.get("tokenizer.ggml.add_bos_token", adds_by_default)
     config = {"add_bos_token": bool(adds_bos), "clean_up_tokenization_spaces": False}
     config["added_tokens_are_text"] = True  # llama.cpp, token_to_piece: user-defined tokens have no marks
     config["tokenizer_class"] = "LlamaTokenizer" if model == "llama" else "PreTrainedTokenizerFast"
     if model == "llama":  # llama.cpp puts a space behind every special and user-defined token
-        types = numbers(keys, "token_type", NORMAL, len(tokens))
+        types = token_types(keys, tokens)
         added = {id: {"content": tokens[id], "special": False} for id, type in enumerate(types) if type == USER_DEFINED}
         prefix = keys.get("tokenizer.ggml.add_space_prefix", True)
         config |= {"added_tokens_decoder": added, **dict.fromkeys(("legacy", "space_after_special"), bool(prefix))}
@@ -215,9 +274,14 @@ def tokenizer_config(keys: dict[str, object]) -> dict:
 
 
 def generation_config(keys: dict[str, object]) -> dict:
-    """The ids that end a text, a turn or a message to a tool."""
-    ids = special_ids(keys, "eos", "eot", "eom")
-    return {"eos_token_id": sorted({*ids.values()})} if ids else {}
+    """The ids that end a text, a turn or a message to a tool: those of the keys, and those with such names."""
+    tokens = vocabulary(keys)
+    types = token_types(keys, tokens)
+    ids = {token: id for id, token in enumerate(tokens) if token in END_NAMES and types[id] == CONTROL}
+    if ids.keys() >= {"<|return|>", "<|call|>"} or ids.keys() >= {"<|call|>", "<|flush|>"}:
+        ids.pop("<|end|>", None)  # it ends a message there, and the answer follows
+    end_ids = {*special_ids(keys, "eos", "eot", "eom").values(), *ids.values()}
+    return {"eos_token_id": sorted(end_ids)} if end_ids else {}
 
 
 def tokenizer_json(keys: dict[str, object]) -> bytes:
@@ -229,7 +293,7 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
     if not isinstance(merges, Strings):
         raise ValueError("tokenizer.ggml.merges is missing or no array of strings")
     tokens, settings = vocabulary(keys), tokenizer_config(keys)
-    types = numbers(keys, "token_type", NORMAL, len(tokens))
+    types = token_types(keys, tokens)
     vocab = {token: id for id, (token, type) in enumerate(zip(tokens, types)) if type != UNUSED}
     if len(vocab) + types.count(UNUSED) != len(tokens):
         raise ValueError("tokenizer.ggml.tokens holds a token twice")
@@ -260,7 +324,8 @@ def tokenizer_json(keys: dict[str, object]) -> bytes:
 def tokenizer_model(keys: dict[str, object]) -> bytes:
     """A sentencepiece model: the fields of its protocol buffer that encoding and decoding read."""
     tokens = vocabulary(keys)
-    scores, types = (numbers(keys, *key, len(tokens)) for key in (("scores", 0.0), ("token_type", NORMAL)))
+    scores = numbers(keys, "scores", 0.0, len(tokens))
+    types = token_types(keys, tokens)
     pieces = (
         field(1, field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, type))
         for token, score, type in zip(tokens, scores, types)

@@ -25,7 +25,7 @@ END_NAMES = (
     "<end_of_turn>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 # In gpt-oss's vocabulary <|end|> ends a message, such as the analysis, and the answer follows.
-HARMONY_NAMES, HARMONY_END_NAMES = {"<|channel|>", "<|return|>"}, ("<|return|>", "<|call|>", "<|endoftext|>")
+HARMONY_NAMES, HARMONY_END_NAMES = {"<|call|>", "<|return|>"}, ("<|return|>", "<|call|>", "<|endoftext|>")
 
 # Two noncharacters, put inside a name, keep it from becoming a token.
 APART = "\ufdd1\ufdd0"

@@ -438,8 +438,8 @@ def add_vocabulary(writer, model: str, tokens, types, scores=None, merges=None, 
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", id)
 
 
-def from_sentencepiece(writer, file: Path, user_defined: tuple[str, ...] = ()) -> None:
-    """As conversion/base.py, _create_vocab_sentencepiece."""
+def from_sentencepiece(writer, file: Path, added: tuple[str, ...] = (), added_type: int = 4, **special) -> None:
+    """As conversion/base.py, _create_vocab_sentencepiece, which calls added tokens user-defined (4)."""
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(model_file=str(file))
@@ -449,14 +449,14 @@ def from_sentencepiece(writer, file: Path, user_defined: tuple[str, ...] = ()) -
         else 6 if model.is_byte(id) else 1 for id in ids
     ]  # fmt: skip
     tokens, scores = [model.id_to_piece(id) for id in ids], [model.get_score(id) for id in ids]
-    kinds, scores = kinds + [4] * len(user_defined), scores + [0.0] * len(user_defined)
-    add_vocabulary(writer, "llama", [*tokens, *user_defined], kinds, scores, bos=1, eos=2, unknown=0)
+    kinds, scores = kinds + [added_type] * len(added), scores + [0.0] * len(added)
+    add_vocabulary(writer, "llama", [*tokens, *added], kinds, scores, **(special or {"bos": 1, "eos": 2, "unknown": 0}))
 
 
 TEXTS = [
     "", "the little cat", "  two  spaces and\n\n a newline\t", "Don't, it's we'LL 12345 67.8",
     "日本語 é e\u0301 ß 🎉\u200d🦊", "<s> </s> <|im_start|>", " x", "\n\n\n  y\r\nz  ", "snake_case(x[3])!=…",
-    "ÀÉÎ naïve coöperate ﬁ", "a zebra, 12345 67.8",
+    "ÀÉÎ naïve coöperate ﬁ", "a zebra, 12345 67.8", "Ἀθῆναι; \u2126\u212b Жук (a|b) ა가나 x。\n ​ y  ",
 ]  # fmt: skip
 
 
@@ -469,6 +469,50 @@ def test_sentencepiece_inside(tmp_path, story_tokenizer, text_folder):
         assert got.decode(got.encode(text, bos=False)) == want.decode(want.encode(text, bos=False))
     assert (got.bos_id, got.add_bos, got.stop_ids, got.specials) == (want.bos_id, True, want.stop_ids, want.specials)
     assert got.pieces() == want.pieces()
+
+
+@pytest.mark.parametrize("ids", [{"bos": 1, "eos": 2}, {"bos": 1, "eos": 2, "unknown": 0}])
+def test_padding_of_the_unknown_type_is_no_second_unknown_token(ids, tmp_path, story_tokenizer, text_folder):
+    """A Phi-3 file has 53 of them; sentencepiece refuses a second unknown token."""
+    padding = tuple(f"[PAD{number}]" for number in range(5))
+    file = write_vocabulary(
+        tmp_path / "m.gguf", lambda writer: from_sentencepiece(writer, story_tokenizer, padding, added_type=2, **ids)
+    )
+    got, want = load_tokenizer(file), load_tokenizer(text_folder)
+    for text in (*TEXTS, "a [PAD1] b"):
+        assert got.encode(text) == want.encode(text), text
+    assert got.specials == want.specials and got.vocab_size == want.vocab_size + len(padding)
+
+
+ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|fim_pad|>")  # of names that end a generation in llama.cpp
+
+
+@pytest.mark.parametrize("added_type", [1, 4])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_names_that_end_a_turn_are_control_tokens_whatever_their_type(model, added_type, tmp_path, story_tokenizer):
+    """As in llama.cpp (llama-vocab.cpp, load): a user's text that spells them stays text, and they end a generation.
+    In Qwen's vocabulary </s> is an ordinary word; where <|call|> ends a message, <|end|> does not."""
+    names = (*ENDS, "<|fim_middle|>", "<|return|>", "<|call|>", "<|end|>")
+
+    def keys(writer):
+        if model == "llama":
+            from_sentencepiece(writer, story_tokenizer, names, added_type)
+        else:
+            tokens = [*"abcdefghijklmnopqrstuvwxyz<>/|_", "</", "s>", "</s>", *names]
+            types = [1] * (len(tokens) - len(names)) + [added_type] * len(names)
+            add_vocabulary(writer, "gpt2", tokens, types, None, ["< /", "s >", "</ s>"], "gpt-2")
+
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", keys))
+    assert {name for name in names if tokenizer.specials[name] in tokenizer.stop_ids} == {
+        *ENDS, "<|return|>", "<|call|>",
+    }  # fmt: skip
+    for name in names:
+        id = tokenizer.specials[name]
+        assert id not in tokenizer.encode(f"a{name}b", bos=False) and id in tokenizer.parse(f"a{name}b")
+        assert tokenizer.decode([id]) == ""
+    if model == "gpt2":
+        assert tokenizer.decode(tokenizer.encode("a</s>", bos=False)) == "a</s>"
+        assert "</s>" not in tokenizer.specials
 
 
 USER_DEFINED = ("<|im_start|>", "call  tool")
@@ -570,6 +614,13 @@ SEED_CODER = (
 )
 
 
+UFAKZEKA = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Of deepseek-llm's tokenizer.json, with the property of the letters that it lists one by one.
+DEEPSEEK_LLM = (
+    "[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+",
+)  # fmt: skip
+
+
 def splitter(pre: str):
     """The pre-tokenizer that the published tokenizer.json of such a model has."""
     from tokenizers import Regex, pre_tokenizers
@@ -584,17 +635,37 @@ def splitter(pre: str):
         "qwen2": pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"),
         "gpt-4o": pre_tokenizers.Split(Regex(O200K), "isolated"),
         "seed-coder": pre_tokenizers.Split(Regex(SEED_CODER), "isolated"),
+        "deepseek-llm": pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK_LLM]
+        ),
+        "minicpm5": pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+                pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "+")), "isolated"),
+            ]
+        ),
+        "ufakzeka": pre_tokenizers.Split(Regex(UFAKZEKA), "isolated"),
+        "viking": pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(r" ?[^(\s|.,!?…。，、।۔،)]+"), "isolated"),
+                pre_tokenizers.Digits(individual_digits=True),
+            ]
+        ),
     }[pre]
     return pre_tokenizers.Sequence([first, byte_level])
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "falcon3", "gpt-4o", "seed-coder"])
+@pytest.mark.parametrize(
+    "pre",
+    ["smollm", "gpt-2", "llama-bpe", "qwen2", "falcon3", "gpt-4o", "seed-coder", "deepseek-llm", "minicpm5", "ufakzeka",
+     "viking"],
+)  # fmt: skip
 def test_byte_level_vocabularies(pre, tmp_path):
     """Ids of texts equal those of the tokenizer that the file was made of; so does which names are special. Its merges
     go across what its pattern splits, and one of its words is of no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    want = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "falcon3")))
+    want = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "falcon3", "minicpm5")))
     want.pre_tokenizer, want.decoder = splitter("gpt-2"), decoders.ByteLevel()
     if pre == "qwen2":
         want.normalizer = normalizers.NFC()
