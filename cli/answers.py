@@ -30,7 +30,8 @@ class Printer:
         coloured: bool = False,
     ):  # fmt: skip
         self.stop_ids, self.streaming, self.coloured = stop_ids, streaming, coloured
-        self.stops, self.stream = StopStrings(stops), tokenizer.stream(continues=True)
+        self.stops = StopStrings(stops, tokenizer.specials if stops else {})
+        self.stream = tokenizer.stream(continues=True)
         self.ids: list[int] = []
         self.pieces: list[str] = []
         self.coloured_pieces: list[str] = []
@@ -50,8 +51,7 @@ class Printer:
 
     def feed(self, id: int, origin: int = PLAIN_TOKEN) -> None:
         self.ids.append(id)
-        if id not in self.stop_ids:
-            self._add(self.stops.feed(self.stream.feed(id)), origin)
+        self._add(self.stops.feed_token(id, self.stream, is_last=id in self.stop_ids), origin)
 
     def _add(self, text: str, origin: int = PLAIN_TOKEN, is_last: bool = False) -> None:
         colour = COLOURS.get(origin) if self.coloured else None

@@ -103,6 +103,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument("--interactive", action="store_true", help="chat, in the folder's own format if it has one")
     add("--system", metavar="TEXT", help="system message for --interactive")
+    add("--parse_special", action="store_true", help="names of special tokens in a prompt are these tokens; default:"
+        " text. Conversations always take them as text")  # fmt: skip
     add("--chat_template_kwargs", type=json_object, default={}, metavar="JSON", help="variables of the template,"
         ' such as \'{"enable_thinking": false}\'')  # fmt: skip
     add("--tools", type=json_list, metavar="JSON", help="tools for the template: a list, or a file that holds one")
@@ -124,7 +126,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_new_tokens", type=int, metavar="N", help=f"default: {DEFAULT_NEW_TOKENS}; in a chat, as many as fit")
     add("--max_seq_length", type=int, metavar="N", help="positions for prompt and new tokens; default: as many"
         " as they need; of a chat, an open pipe or scripts.serve, the context, at most 4096")  # fmt: skip
-    stop_help = "end before any of these strings; empty ones are ignored"
+    stop_help = "end before any of these strings, or at a special token that one names; empty ones are ignored"
     add("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help=stop_help)
     add("--ignore_eos", action="store_true", help="do not end at the model's stop tokens")
 
@@ -195,10 +197,11 @@ def check_options(args: argparse.Namespace) -> None:
          f"--seed {args.seed} must lie between 0 and 2^62, or be {RANDOM_SEED} for a random one"),
         (args.max_new_tokens is not None and args.max_new_tokens < 1,
          f"--max_new_tokens {args.max_new_tokens} must be at least 1"),
-        ("" in args.stop, "--stop: a stop string is empty; give it at least one character"),
         (args.system and not args.interactive, "--system needs --interactive"),
         ((args.chat_template_kwargs or args.tools is not None or args.prefill) and not chats,
          "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive or a --prompt_file of them"),
+        (args.parse_special and args.interactive,
+         "--parse_special reads prompts; in --interactive the chat template alone writes special tokens"),
         (args.logprobs is not None and (args.logprobs < 0 or not (args.json or args.report)),
          f"--logprobs {args.logprobs} must be a number from 0 on, and needs --json"),
         (sys.stdin is None and (args.interactive or args.prompt_file == "-"),

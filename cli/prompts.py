@@ -17,7 +17,7 @@ from decoding.settings import DEFAULT_NEW_TOKENS, LARGEST_SEED, RANDOM_SEED, SET
 from loading.tokenizer import ContentError, Tokenizer, join_parts
 
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # of a line with a conversation; they replace flags
-KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", *SETTINGS, *TEMPLATE_KEYS}
+KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", "parse_special", *SETTINGS, *TEMPLATE_KEYS}
 EXPECTED = 'expected a JSON object with a string "prompt", or with "messages", a list of {"role", "content"}'
 
 
@@ -108,8 +108,8 @@ def with_id(location: str, id: object) -> str:
 
 def jsonl_request(line: str, location: str) -> Request:
     """{"prompt": TEXT} or {"messages": [{"role":, "content":}, …]}. Optional are "id", and keys that replace flags:
-    "max_new_tokens", "seed", "stop", settings of sampling, and for the template "chat_template_kwargs", "tools" and
-    "prefill". ValueError for anything else."""
+    "max_new_tokens", "seed", "stop", settings of sampling, "parse_special" for a prompt, and for the template
+    "chat_template_kwargs", "tools" and "prefill". ValueError for anything else."""
     try:
         fields = json.loads(line)
         messages = fields.get("messages")
@@ -139,7 +139,7 @@ def jsonl_request(line: str, location: str) -> Request:
     is_list = isinstance(stop, list) and all(isinstance(text, str) for text in stop)
     if stop is not None and not is_list:
         raise ValueError(f'"stop": {stop!r:.99} must be a string or a list of them')
-    settings |= template_settings(fields)
+    settings |= template_settings(fields) | prompt_settings(fields)
     id = fields.get("id")
     return Request(text, messages, id, with_id(location, id), new, seed, stop=stop, settings=settings)
 
@@ -180,6 +180,18 @@ def template_settings(fields: dict) -> dict:
             raise ValueError(f'"{key}": {fields[key]!r:.99} must be of JSON\'s {type_name}')
     check_template_kwargs(fields.get("chat_template_kwargs") or {})
     return {key: fields[key] for key in TEMPLATE_KEYS if fields.get(key) is not None}
+
+
+def prompt_settings(fields: dict) -> dict:
+    """The "parse_special" of a line. ValueError for a wrong type, and for a conversation."""
+    value = fields.get("parse_special")
+    if value is None:
+        return {}
+    if not isinstance(value, bool):
+        raise ValueError(f'"parse_special": {value!r:.99} must be true or false')
+    if "messages" in fields:
+        raise ValueError('"parse_special" needs a "prompt": in a conversation the template alone writes special tokens')
+    return {"parse_special": value}
 
 
 def template_kwargs(args: argparse.Namespace) -> dict:
@@ -233,7 +245,7 @@ def encoded(
                 raise ValueError(f"{', '.join(unused)}: only conversations have a template")
             settings = argparse.Namespace(**vars(args) | (request.settings or {}))
             if request.messages is None:
-                ids = tokenizer.encode(request.text)
+                ids = tokenizer.encode(request.text, parse_special=settings.parse_special)
             else:
                 ids = conversation_ids(tokenizer, request.messages, **template_kwargs(settings))
             row = request._replace(ids=ids, max_new_tokens=new_tokens(new, ids, limit))

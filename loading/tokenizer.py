@@ -6,9 +6,10 @@
     StopStrings         text in, text out up to the first stop string
     FILES, copy_files   a folder's tokenizer files, which go along when its weights are written anew
 
-Special tokens are invisible in decoded text. Text that spells one, in a prompt or a message, encodes as characters; so
-does a message that spells a marker of the chat template. Other added tokens, and the user-defined pieces of a
-sentencepiece model, match in any text. No config.json is needed; ids beyond its vocabulary are refused by name.
+Special tokens are invisible in decoded text. Text that spells one, in a prompt without `parse_special` or in a message,
+encodes as characters; so does a message that spells a marker of the chat template. Other added tokens, and the
+user-defined pieces of a sentencepiece model, match in any text. No config.json is needed; ids beyond its vocabulary are
+refused by name.
 """
 
 import codecs
@@ -56,12 +57,31 @@ class StreamDecoder:
 
 class StopStrings:
     """A filter that passes text through up to the first stop string and holds back a possible
-    beginning of one. Empty stop strings, which clients send in place of none, are ignored."""
+    beginning of one. Empty stop strings, which clients send in place of none, are ignored.
 
-    def __init__(self, stops: Sequence[str]):
-        self.stops = tuple(filter(None, stops))
-        self.pending = ""
-        self.stopped = False
+    Special tokens have no text, so a stop string that names some of `specials` (name -> id) also matches the tokens
+    themselves: in the text held back, a character that no text has, a surrogate, stands for each.
+    """
+
+    def __init__(self, stops: Sequence[str], specials: Mapping[str, int] | None = None):
+        stops = [stop for stop in stops if stop]
+        names = [name for name in specials or {} if any(name in stop for stop in stops)]
+        names.sort(key=len, reverse=True)
+        unused = (chr(code) for code in range(0xD800, 0xE000) if not any(chr(code) in stop for stop in stops))
+        marks = dict(zip(names, unused))
+        pattern = "|".join(map(re.escape, marks)) or "(?!)"  # the longest first; (?!) matches nothing
+        marked_stops = [re.sub(pattern, lambda name: marks[name[0]], stop) for stop in stops]
+        self.stops = tuple(dict.fromkeys([*stops, *marked_stops]))
+        self.mark_by_id = {specials[name]: mark for name, mark in marks.items()}
+        self.removed_marks = dict.fromkeys(map(ord, marks.values()))  # a table for str.translate, which removes them
+        self.pending, self.stopped = "", False
+
+    def feed_token(self, id: int, stream: StreamDecoder, is_last: bool) -> str:
+        """`feed` the text that `stream` makes of a token. The `is_last` one, which ends the answer, has no text."""
+        text = self.mark_by_id.get(id)
+        if text is None:
+            text = "" if is_last else stream.feed(id)
+        return self.feed(text)
 
     def feed(self, text: str) -> str:
         """The text that is now certain to precede every stop string. Sets `stopped` once the first one is complete."""
@@ -73,14 +93,14 @@ class StopStrings:
         end = min(length - max(partials, default=0), length if match is None else match)
         self.stopped = end == match
         text, self.pending = self.pending[:end], "" if self.stopped else self.pending[end:]
-        return text
+        return text.translate(self.removed_marks)
 
     def flush(self) -> str:
         """The text held back, at the end of the input. Ends at a stop string in it, which sets `stopped`."""
         match = self._first_match()
         self.stopped |= match is not None
         text, self.pending = self.pending[:match], ""
-        return text
+        return text.translate(self.removed_marks)
 
     def _first_match(self) -> int | None:
         """The position of the first stop string in the text held back."""
@@ -109,10 +129,15 @@ class Tokenizer:
     template: ChatTemplate | None = None
     folder: str = "tokenizer"  # or GGUF file, for messages
 
-    def encode(self, text: str, bos: bool | None = None) -> list[int]:
-        """Ids of text. `bos`: put BOS in front; None follows the folder's policy."""
+    def encode(self, text: str, bos: bool | None = None, parse_special: bool = False) -> list[int]:
+        """Ids of text. `bos`: put BOS in front; None follows the folder's policy. `parse_special`: names of special
+        tokens in the text are these tokens, and no second BOS is put before one that the text begins with."""
         with_bos = self.add_bos if bos is None else bos
         leading_ids = [*self.leading_ids] or [self.bos_id] if with_bos and self.bos_id is not None else []
+        if parse_special:
+            ids = self.parse(text)
+            has_leading_ids = ids[: len(leading_ids)] == leading_ids
+            return ids if has_leading_ids else leading_ids + ids
         names = {} if self.to_ids_with_specials else self.literals
         return self._check_ids(leading_ids + self._encode_around(replace_surrogates(text), names))
 

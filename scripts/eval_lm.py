@@ -293,11 +293,9 @@ class QuickdraftLM(TemplateLM):
                 f"max_gen_toks = {max_new_tokens} must lie between 1 and {self._max_positions - 1}, to leave room"
                 f" for a prompt in {self._max_positions} positions: set --gen_kwargs max_gen_toks=N"
             )
-        # Decoded text does not show special tokens, so a stop that names one becomes an id.
-        stop_ids = self.tokenizer.stop_ids | {id for name, id in self.tokenizer.specials.items() if name in stops}
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         return {"prompt": prompt, "max_new_tokens": max_new_tokens, "sampling": sampling_of(settings),
-                "stop_ids": stop_ids, "seed": self.seed + number, "stops": stops}  # fmt: skip
+                "stop_ids": self.tokenizer.stop_ids, "seed": self.seed + number, "stops": stops}  # fmt: skip
 
     def _fit_engine(self, options: list[dict]) -> Engine:
         """The last engine, or a larger one where these requests need it."""
@@ -318,15 +316,14 @@ class QuickdraftLM(TemplateLM):
             return
         engine, running = self._fit_engine(options), {}
         for number, kwargs in enumerate(options):
-            stops = StopStrings(kwargs.pop("stops"))
+            stops = StopStrings(kwargs.pop("stops"), self.tokenizer.specials)
             id = engine.add_request(**kwargs)
             running[id] = number, engine.requests[id], self.tokenizer.stream(), stops, []
         while running:
             for id, token in engine.step():
                 if id in running:
                     _, request, stream, stops, pieces = running[id]
-                    if token not in request.stop_ids:
-                        pieces.append(stops.feed(stream.feed(token)))
+                    pieces.append(stops.feed_token(token, stream, is_last=token in request.stop_ids))
                     if stops.stopped:
                         engine.abort(id)
             for id, (number, request, stream, stops, pieces) in list(running.items()):

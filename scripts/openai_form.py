@@ -7,9 +7,9 @@
     Event               the tokens that one step decided for one answer
     Answer              the objects of one request's answers: chunks of a stream, or complete choices
 
-This project adds the keys top_k, min_p, chat_template_kwargs, `draft` (false: decode without the draft) and `tokens`
-(true: list each token's text, origin, round, p, q and second), and has ignore_eos and
-stop_token_ids from vLLM. This file knows no HTTP and no model.
+This project adds the keys top_k, min_p, chat_template_kwargs, parse_special, `draft` (false: decode without the draft)
+and `tokens` (true: list each token's text, origin, round, p, q and second), and has ignore_eos and stop_token_ids from
+vLLM. This file knows no HTTP and no model.
 """
 
 import json
@@ -140,6 +140,7 @@ class Completion(TextRequest):
     )
     num_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, alias="logprobs")  # besides the token's own
     echo: bool = False
+    parse_special: bool | None = None  # as the server's --parse_special
 
 
 def parse_arguments(x: object) -> object:

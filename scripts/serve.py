@@ -271,8 +271,11 @@ class Api:
             for prompt in request.prompts:
                 if request.chat:
                     ids = conversation_ids(tokenizer, prompt, tools=request.tools, **request.chat_template_kwargs)
+                elif isinstance(prompt, str):
+                    is_flag_set, key = self.args.parse_special, request.parse_special
+                    ids = tokenizer.encode(prompt, parse_special=is_flag_set if key is None else key)
                 else:
-                    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                    ids = prompt
                 room = max(1, engine.max_seq_length - len(ids))
                 is_unlimited = request.chat and requested is None
                 limit = room if is_unlimited else min(room, new_tokens(requested, ids, engine.max_seq_length))

@@ -1067,7 +1067,6 @@ ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     "generate.py --temperature -1": (2, "error: temperature = -1.0 must be 0 (greedy) or a number from 1e-38 on\n"),
     "generate.py --quantize int3": (2, "error: quantization scheme 'int3' does not exist; there are int8, int4-g32,"),
     "generate.py --quantize int8 --quantize_head int3": (2, "error: quantization scheme 'int3' does not exist"),
-    "generate.py --stop=": (2, "error: --stop: a stop string is empty; give it at least one character\n"),
     "generate.py --system a": (2, "error: --system needs --interactive\n"),
     "generate.py --draft ngram --speculate_k x": (2, "error: --speculate_k x must be a number of tokens"),
     "quantize.py --help": (0, "--calibration FILE"),

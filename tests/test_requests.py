@@ -13,6 +13,7 @@ from reference import naive_penalties
 from safetensors.torch import load_file, save_file
 
 import generate as engine_room
+from cli.answers import Printer
 from cli.flags import check_options, parse_args
 from cli.main import run as run_args
 from cli.prompts import encoded, requests
@@ -119,6 +120,28 @@ def test_a_seed_of_minus_one_is_random_and_told(text_folder, capsys, tmp_path):
     assert "line 1, id 1: seed " in capsys.readouterr().err
 
 
+def test_special_tokens_of_prompts_and_stop_strings(text_folder, capsys, tmp_path):
+    """--parse_special, replaced by a line's own key; a stop string that names the token that the model writes."""
+    tokenizer = load_tokenizer(text_folder)
+    common = ["--checkpoint", text_folder, "--dtype", "float32", "--temperature", 0, "--max_new_tokens", 2]
+    text = "the</s> cat"
+    lines = [{"prompt": text, "parse_special": value} for value in (True, False)] + [{"prompt": text}]
+    file = jsonl(tmp_path / "f.jsonl", *lines)
+    parsed, plain = ([1, *tokenizer.parse(text)], tokenizer.encode(text))
+    assert parsed.count(2) == 1 and 2 not in plain
+    for flags, last in (([], plain), (["--parse_special"], parsed)):
+        rows = run(capsys, *common, "--prompt_file", file, "--ordered", *flags)
+        assert [row["prompt_tokens"] for row in rows] == [parsed, plain, last]
+        (row,) = run(capsys, *common, "--prompt", text, *flags)
+        assert row["prompt_tokens"] == last
+    printer = Printer(tokenizer, frozenset(), stops=["<s>"])
+    for id in (*tokenizer.encode("the cat", bos=False), 1):
+        assert not printer.at_stop_string
+        printer.feed(id)
+    printer.close()
+    assert (printer.at_stop_string, printer.finish_reason(), printer.text) == (True, "stop", " the cat")
+
+
 USER, WANTED = [{"role": "user", "content": "a"}], "expected a JSON object"
 BAD = [
     ({"topp": 0.5}, "'topp': no such key; there are chat_template_kwargs, frequency_penalty"),
@@ -127,6 +150,8 @@ BAD = [
     ({"temperature": -1}, "temperature = -1"),
     ({"top_p": 2}, "top_p = 2"),
     ({"stop": [1]}, '"stop"'),
+    ({"parse_special": 1}, '"parse_special": 1 must be true or false'),
+    ({"messages": USER, "parse_special": True}, '"parse_special" needs a "prompt"'),
     ({"prefill": "x"}, "prefill: only conversations have a template"),
     ({"messages": USER, "prompt": None}, WANTED),
     ({"messages": USER, "prefill": 3}, '"prefill": 3 must be of JSON\'s strings'),

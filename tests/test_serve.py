@@ -179,6 +179,20 @@ def test_stop_strings_end_before_themselves(server, plain_answer):
     assert (choice.text, choice.finish_reason) == (text, "length")
 
 
+def test_special_tokens_of_prompts_and_stop_strings(server):
+    """parse_special of /v1/completions, and a stop string that names the token which a bias makes certain."""
+    tokenizer = load_tokenizer(DEMO)
+    prompt = f"{PROMPTS[0]}</s> The"
+    for value, ids in ((True, [1, *tokenizer.parse(prompt)]), (False, tokenizer.encode(prompt))):
+        usage = server.ask(prompt, max_tokens=1, extra_body={"parse_special": value}).usage
+        assert usage.prompt_tokens == len(ids)
+    unknown = {"max_tokens": 9, "logit_bias": {"0": 100}}  # <unk>, which ends no answer
+    choice = server.ask(PROMPTS[0], stop="<unk>", **unknown).choices[0]
+    assert (choice.text, choice.finish_reason, choice.timings["tokens"]) == ("", "stop", 1)
+    choice = server.ask(PROMPTS[0], stop="unk", **unknown).choices[0]
+    assert (choice.text, choice.finish_reason, choice.timings["tokens"]) == ("", "length", 9)
+
+
 def test_rows_of_a_batch_are_each_their_seed_alone(server):
     settings = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 16}
     three = server.ask(PROMPTS[1], n=3, seed=5, **settings).choices

@@ -342,6 +342,46 @@ def test_empty_stop_strings_are_ignored():
     assert stops.feed("a x") == "a " and stops.stopped
 
 
+def test_a_stop_string_that_names_special_tokens_ends_at_them(sp_folder):
+    """They have no text. Among other characters the name matches in order; a part of a name does not match the token,
+    and a text that spells the name is a text as before."""
+    tokenizer = load_tokenizer(sp_folder)
+    cat, dog, bos, eos = (*(tokenizer.encode(text, bos=False) for text in ("cat", "dog")), [1], [2])
+    spelled = tokenizer.encode("cat<s>dog", bos=False)
+    for stops, ids, last_ids, text, num_tokens in (
+        (["<s>"], cat + bos + dog, {}, "cat", len(cat) + 1),
+        (["cat<s>"], dog + cat + bos + dog, {}, "dog ", len(dog + cat) + 1),
+        (["t<s></s> d"], cat + bos + eos + dog, {}, "ca", len(cat) + 3),
+        (["</s><s>"], cat + bos + eos + bos + dog, {}, "cat", len(cat) + 3),
+        (["cat</s>"], cat + eos, {2}, "", len(cat) + 1),  # with a token that ends the answer
+        (["s>", "<", "<s>x", "</s>"], cat + bos + dog, {}, "cat dog", None),
+        (["<s> d", "og"], cat + bos + cat + bos + dog, {}, "cat cat", len(cat + cat) + 3),
+        (["<s>"], spelled, {}, "cat", None),
+    ):
+        filter, stream, pieces, num_fed = StopStrings(stops, tokenizer.specials), tokenizer.stream(), [], 0
+        for id in ids:
+            if not filter.stopped:
+                pieces.append(filter.feed_token(id, stream, is_last=id in last_ids))
+                num_fed += 1
+        pieces.append(filter.feed(stream.flush()) + filter.flush())
+        assert "".join(pieces) == text, stops
+        if num_tokens is not None:
+            assert (filter.stopped, num_fed) == (True, num_tokens), stops
+
+
+def test_prompts_may_name_special_tokens(sp_folder, json_folder):
+    """parse_special. A BOS that the text begins with is not put in front again; text without names is as ever."""
+    for folder, bos, end, end_id in ((sp_folder, "<s>", "</s>", 2), (json_folder, "<|begin|>", "<|eot_id|>", 2)):
+        tokenizer = load_tokenizer(folder)
+        for text in ("the cat", f"the{end} cat", f"{end}{bos}the"):
+            ids = tokenizer.encode(text, parse_special=True)
+            assert ids == [tokenizer.bos_id, *tokenizer.parse(text)], text
+            assert tokenizer.encode(bos + text, parse_special=True) == tokenizer.parse(bos + text), text
+            assert ids.count(end_id) == (end in text) and end_id not in tokenizer.encode(text)
+        assert tokenizer.encode("the cat", parse_special=True) == tokenizer.encode("the cat")
+        assert tokenizer.bos_id not in tokenizer.encode("the", bos=False, parse_special=True)
+
+
 # ------------------------------------------------------------------------------------------------- chat
 
 # Each family's format, in the constructs that its template uses: loops, trims, namespaces, raised errors, dates.
