@@ -22,7 +22,7 @@ from pathlib import Path
 
 from loading.chat_templates import ChatTemplate, one_line
 from loading.plain_files import file_exists, is_gguf, plain_file, read_json
-from loading.vocabularies import APART, FLAGS, MAX_ID, NAMED_TOKENS, token_fields, vocab_size
+from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, flags_by_name, token_fields, vocab_size
 from weights.rooms import room
 
 gguf_folder = room("loading.gguf_metadata")
@@ -280,10 +280,7 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
             key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, dict)
         }  # {"content": name, "lstrip": …}
         settings |= {key: token.get("content") for key, token in objects.items()}
-        settings["named_flags"] = {
-            token.get("content"): {flag: bool(token[flag]) for flag in FLAGS if flag in token}
-            for token in objects.values()
-        }
+        settings["named_flags"] = flags_by_name([*objects.values()])
         fields = token_fields(folder, settings)
         fields["template"] = load_template(folder, settings, fields.pop("names", {}))
         fields["stop_ids"] = frozenset(fields["stop_ids"] | eos_ids(folder))

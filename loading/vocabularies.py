@@ -174,11 +174,30 @@ def vocab_size(folder: Path) -> int:
 
 def named_specials(settings: dict) -> set[str]:
     """The names of special tokens in the settings: of keys such as eos_token, and in the lists of others."""
-    lists = (settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens"))
     values = [value for key, value in settings.items() if key.endswith("_token")]
-    values += [value for names in lists if isinstance(names, list) for value in names]
-    names = (value.get("content") if isinstance(value, dict) else value for value in values)
-    return {name for name in names if isinstance(name, str)}
+    return {*flags_by_name(values), *flags_by_name(listed_specials(settings))}
+
+
+def listed_specials(settings: dict) -> list:
+    """The values of the settings' lists of special tokens."""
+    lists = (settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens"))
+    return [value for values in lists if isinstance(values, list) for value in values]
+
+
+def keyed_specials(settings: dict) -> list:
+    """The values of the keys whose tokens are special, a model's own among them."""
+    extra = settings.get("extra_special_tokens")
+    return [settings.get(key) for key in SPECIAL_KEYS] + [*(extra.values() if isinstance(extra, dict) else ())]
+
+
+def flags_by_name(values: list) -> dict[str, dict[str, bool]]:
+    """Name -> flags of tokens that are names, or objects such as {"content": name, "lstrip": true}."""
+    objects = [value if isinstance(value, dict) else {"content": value} for value in values]
+    return {
+        token["content"]: {flag: bool(token[flag]) for flag in FLAGS if flag in token}
+        for token in objects
+        if isinstance(token.get("content"), str)
+    }
 
 
 def stop_ids(ids: dict[str, int], eos_id: int | None) -> set[int]:
@@ -367,7 +386,8 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
     tokenizer_json, model = open_tokenizers(file)
     stored_specials = {token.content: id for id, token in model.get_added_tokens_decoder().items() if token.special}
     add_configured_tokens(model, file, settings)
-    vocab_size = max(model.get_vocab().values(), default=-1) + 1
+    tokens = {id: token for token, id in model.get_vocab().items()}
+    vocab_size = max(tokens, default=-1) + 1
     if vocab_size > MAX_ID:
         raise ValueError(f"{file}: a token has the id {vocab_size - 1}; ids below {MAX_ID:,} are read")
     added = model.get_added_tokens_decoder()
@@ -382,12 +402,13 @@ def read_tokenizers(file: Path, settings: dict) -> dict:
     with library_errors(file, "its decoder cannot decode a token"):
         to_bytes = piece_decoder(decoder)
         first_text = model.decoder.decode([mark]) if model.decoder else ""
+    tokens |= {id: model.id_to_token(id) for id in added}  # a normalized one has the text that it matches
     special_ids = {*specials.values()}
     raw_ids = {*literals.values()} if settings.get("added_tokens_are_text") else set()
 
     @functools.cache
     def bytes_of(id: int) -> bytes:
-        token = model.id_to_token(id) if 0 <= id < vocab_size else None
+        token = tokens.get(id)
         if token is None or id in special_ids:
             return b""
         return token.encode() if id in raw_ids else to_bytes(token)
@@ -471,14 +492,15 @@ def piece_decoder(decoder: dict | None) -> Callable[[str], bytes]:
     tokens go through it like all others. Without a decoder, U+2581 is a space and <0x0A> a byte."""
     steps = decoder_steps(decoder) if decoder else [{"type": "Metaspace"}, {"type": "ByteFallback"}]
     types = {step.get("type") for step in steps}
+    has_byte_level, has_byte_fallback = "ByteLevel" in types, "ByteFallback" in types
     replacements = [replacement(step) for step in steps if step.get("type") in ("Replace", "Metaspace")]
 
     def to_bytes(token: str) -> bytes:
         for replace in replacements:
             token = replace(token)
-        if "ByteLevel" in types and all(char in BYTE_OF_CHAR for char in token):
+        if has_byte_level and all(char in BYTE_OF_CHAR for char in token):
             return bytes(BYTE_OF_CHAR[char] for char in token)
-        byte = byte_of(token) if "ByteFallback" in types else None
+        byte = byte_of(token) if has_byte_fallback else None
         return byte or token.encode()
 
     return to_bytes
@@ -507,29 +529,36 @@ def decoder_steps(decoder: dict) -> list[dict]:
 def add_configured_tokens(model, file: Path, settings: dict) -> None:
     """Add the tokens of the settings to a tokenizers.Tokenizer. ValueError for an id that the library does not give.
 
-    As in transformers (TokenizersBackend), a token that the file has too gets its flags from the settings, and those
-    that the settings name are special. A named one that neither lists has the flags of the name's own object.
+    As in transformers (TokenizersBackend), a token that the file has too gets its flags from the settings, and those of
+    keys such as eos_token are special. Those that neither file adds have the flags of their own objects.
     """
     from tokenizers import AddedToken
 
-    names = [name for key in SPECIAL_KEYS if (name := settings.get(key))]
+    keyed, listed = flags_by_name(keyed_specials(settings)), flags_by_name(listed_specials(settings))
+    keyed |= {name: flags for name, flags in settings.get("named_flags", {}).items() if name in keyed}
     stored = {token.content: flags_of(token) for token in model.get_added_tokens_decoder().values()}
     configured = sorted(configured_tokens(file, settings, stored).items())
     new_ids = {token["content"]: id for id, token in configured if model.token_to_id(token["content"]) is None}
     tokens = []
     for _, token in configured:
         flags = {key: bool(token[key]) for key in FLAGS if key in token}
-        flags["special"] = bool(token.get("special")) or token["content"] in names
+        flags["special"] = bool(token.get("special")) or token["content"] in keyed
         tokens.append(AddedToken(token["content"], **flags))
     model.add_tokens(tokens)
     for name, id in new_ids.items():
         if model.token_to_id(name) != id:
             message = f"gets the id {model.token_to_id(name)}; correct added_tokens_decoder, or {file.name}"
             raise ValueError(f"{file}: token {id} = {name!r:.99} of tokenizer_config.json {message}")
-    flags_by_name = dict(settings.get("named_flags", {}))
-    flags_by_name |= {token.content: flags_of(token) for token in model.get_added_tokens_decoder().values()}
-    names = [name for name in names if model.token_to_id(name) is not None]
-    model.add_tokens([AddedToken(name, **flags_by_name.get(name, {}) | {"special": True}) for name in names])
+    stored = {token.content: flags_of(token) for token in model.get_added_tokens_decoder().values()}
+    missing = {name: flags for name, flags in listed.items() if name not in stored}
+    special = missing | {name: stored.get(name, flags) for name, flags in keyed.items()}
+    model.add_tokens(
+        [
+            AddedToken(name, **flags | {"special": True})
+            for name, flags in special.items()
+            if model.token_to_id(name) is not None
+        ]
+    )
 
 
 def flags_of(token) -> dict[str, bool]:

@@ -1199,6 +1199,32 @@ def test_every_flag_of_every_added_token_is_transformers(form, location, tmp_pat
                 assert tokenizer.encode(text, bos=False) == as_text, (name, text)
 
 
+def test_special_tokens_that_only_a_list_names(tmp_path):
+    """Names of additional_special_tokens that are in the vocabulary, but not among its added tokens."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import AutoTokenizer
+
+    stored = json.loads(piece_tokenizer("metaspace").to_str())
+    vocab = stored["model"]["vocab"]
+    vocab |= {name: id for id, name in enumerate(["<x>", "<b>", "<t>"], len(vocab))}
+    model = Tokenizer.from_str(json.dumps(stored))
+    model.add_tokens([AddedToken("<t>", normalized=False)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    left = {"__type": "AddedToken", "content": "<b>", "lstrip": True, "normalized": False, "special": True}
+    for key, value in (
+        ("additional_special_tokens", ["<x>", left, "<t>"]),
+        ("extra_special_tokens", ["<x>", left, "<t>"]),
+        ("extra_special_tokens", {"x_token": "<x>", "b_token": left, "t_token": "<t>"}),
+    ):
+        settings = {**NAMED, "tokenizer_class": "PreTrainedTokenizerFast", key: value}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        for text in ("a<x>b", "a <b> a", "a <t>a"):
+            assert tokenizer.parse(text) == reference.encode(text, add_special_tokens=False), (key, text)
+            as_text = reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
+            assert tokenizer.encode(text, bos=False) == as_text, (key, text)
+
+
 def test_added_tokens_decode_as_in_the_library(tmp_path):
     """Added tokens go through a tokenizer.json's decoder like all others, with U+2581, <0x09>, Ġ and Ċ in them."""
     from tokenizers import AddedToken, Regex, decoders
