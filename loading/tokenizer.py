@@ -60,7 +60,8 @@ class StopStrings:
     beginning of one. Empty stop strings, which clients send in place of none, are ignored.
 
     Special tokens have no text, so a stop string that names some of `specials` (name -> id) also matches the tokens
-    themselves: in the text held back, a character that no text has, a surrogate, stands for each.
+    themselves: in the text held back, a character that no text has, a surrogate, stands for each. Such a token in the
+    middle of another stop string keeps that one from matching.
     """
 
     def __init__(self, stops: Sequence[str], specials: Mapping[str, int] | None = None):
