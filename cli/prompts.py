@@ -14,7 +14,8 @@ from typing import NamedTuple
 from cli.flags import check_template_kwargs, sampling_settings
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_NEW_TOKENS, LARGEST_SEED, RANDOM_SEED, SETTINGS, is_random, random_seed
-from loading.tokenizer import ContentError, Tokenizer, join_parts
+from loading.chat_messages import ContentError, join_parts
+from loading.tokenizer import Tokenizer
 
 TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # of a line with a conversation; they replace flags
 KEYS = {"prompt", "messages", "id", "max_new_tokens", "seed", "stop", "parse_special", *SETTINGS, *TEMPLATE_KEYS}
@@ -202,15 +203,15 @@ def template_kwargs(args: argparse.Namespace) -> dict:
 def conversation_ids(
     tokenizer: Tokenizer, messages: list[dict], tools: list | None = None, prefill: str = "", **names
 ) -> list[int]:
-    """Ids of the messages in the folder's chat format, or without one as texts, a line each, the prefill last.
-    ValueError for variables without a template, and for tools or calls of them that it does not mention."""
-    source = "" if tokenizer.template is None else tokenizer.template.source_for(tools)
-    values = {"tools": tools, "tool_calls": any(message.get("tool_calls") for message in messages)}
-    missing = [key for key, value in values.items() if value and key not in source]
-    if missing or (names and tokenizer.template is None):
-        raise ValueError(f"this folder has no chat template for {', '.join(missing or names)}")
+    """Ids of the messages in the model's chat format, or without one as texts, a line each, the prefill last.
+    ValueError for what the template does not read, and without one for variables, tools and calls of them."""
     if tokenizer.template is not None:
         return tokenizer.chat(messages, tools=tools, prefill=prefill, **names)
+    has_calls = any(message.get("tool_calls") for message in messages)
+    unread = {"tools": tools, "tool_calls": has_calls, **dict.fromkeys(names, True)}
+    if any(unread.values()):
+        keys = ", ".join(key for key, value in unread.items() if value)
+        raise ValueError(f"this model has no chat template for {keys}")
     return tokenizer.encode(
         "\n".join([*(join_parts(message["content"]) for message in messages), *[prefill] * bool(prefill)])
     )

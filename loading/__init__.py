@@ -2,7 +2,8 @@
 
 checkpoint.py       a folder or GGUF file -> Transformer, and back
 config.py           config.json -> model.Config
-tokenizer.py        text <-> ids;  vocabularies.py  tokenizer files of three libraries;  chat_templates.py
+tokenizer.py        text <-> ids;  vocabularies.py  tokenizer files of three libraries
+chat_templates.py   templates, rendered in a process of their own;  chat_messages.py  messages in a template's form
 drafts.py           a draft folder or a spec -> Drafter
 plain_files.py      are files there, plain, of bounded size?
 files.py            JSON and safetensors, checked when they are read, written in full or not at all

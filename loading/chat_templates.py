@@ -1,7 +1,9 @@
 """Chat templates: untrusted jinja programs, rendered in a child process.
 
     ChatTemplate   a folder's template; `render` returns a conversation's text
+    TemplateLimit  the error of a template that exceeds its time or memory
     reads_parts    whether a template reads a message's content as a list
+    variables_of   the variables that a template reads
     serve          the child process: `python loading/chat_templates.py`
 
 jinja's sandbox restricts a template's access. Only a separate process can limit its time and memory, because a single
@@ -14,16 +16,19 @@ import functools
 import json
 import sys
 import threading
+from collections.abc import Iterator
 from subprocess import DEVNULL, PIPE, Popen
 
 import jinja2
 import jinja2.debug  # now, because at a template's first error no file can be opened any more
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SECONDS, MAX_MB = 5, 512
 MAX_ADDED_CHARS = 2**22  # a rendered text has at most 16 times the characters of its request, and these
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message, as in transformers, which has this order
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 
 
 class Generation(Extension):
@@ -51,6 +56,10 @@ ENVIRONMENT.globals["raise_exception"] = raise_exception
 ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 
 
+class TemplateLimit(ValueError):
+    """The error of a template that exceeds its time or memory."""
+
+
 class ChatTemplate:
     """A folder's chat template.
 
@@ -58,20 +67,47 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: dict[str, str], tool_source: str | None = None):
-        self.source, self.variables, self.tool_source = source, variables, tool_source
+        self.source = source
+        self.variables = variables
+        self.tool_source = tool_source
+        self.part_readers: set[str] = set()  # those of the sources that read a content as a list
+        self.words: dict[str, set[str]] = {}  # source -> its texts in quotation marks
         try:
-            parts = [part for part in (source, tool_source) if part]
-            self.part_readers = {part for part in parts if reads_parts(ENVIRONMENT.parse(part))}
+            for part in (source, tool_source):
+                if not part:
+                    continue
+                tree = ENVIRONMENT.parse(part)
+                self.words[part] = {node.value for node in walk(tree) if is_text(node)}
+                if reads_parts(tree):
+                    self.part_readers.add(part)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template is broken: {one_line(error)}") from None
 
     def source_for(self, tools: list | None) -> str:
         return self.source if tools is None or self.tool_source is None else self.tool_source
 
+    def roles(self, tools: list | None = None) -> list[str]:
+        """The roles that the template mentions."""
+        words = self.words.get(self.source_for(tools), ())
+        return [role for role in ROLES if role in words]
+
+    def check_request(self, tools: list | None, variables: dict) -> None:
+        """ValueError for tools and for variables that the template does not read."""
+        source = self.source_for(tools)
+        if tools and "tools" not in source:
+            raise ValueError("the chat template does not mention tools")
+        names = variables_of(source) if variables else None
+        if names is None or variables.keys() <= names:
+            return
+        unread = ", ".join(sorted(variables.keys() - names))
+        others = ", ".join(sorted(names - {"messages", "tools", "add_generation_prompt"} - self.variables.keys()))
+        raise ValueError(f"chat_template_kwargs: the chat template does not read {unread}; it reads {others or 'none'}")
+
     def render(self, messages: list[dict], add_generation_prompt: bool, tools: list | None = None, **variables) -> str:
         """A conversation's text. `variables`: more of the template's, such as enable_thinking. ValueError if the
-        template raises an error or exceeds its time or memory."""
-        arguments = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        template raises an error, TemplateLimit if it exceeds its time or memory."""
+        with_thoughts = [fill_thoughts(message) for message in messages]
+        arguments = {"messages": with_thoughts, "tools": tools, "add_generation_prompt": add_generation_prompt}
         request = json.dumps([self.source_for(tools), {"documents": None, **self.variables, **variables, **arguments}])
         process, answer = renderer(), None
         timer = threading.Timer(MAX_SECONDS, process.kill)
@@ -81,7 +117,7 @@ class ChatTemplate:
             process.stdin.flush()
             answer = json.loads(process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
-            raise ValueError(f"the chat template took more than {MAX_SECONDS} s or {MAX_MB} MB") from None
+            raise TemplateLimit(f"the chat template took more than {MAX_SECONDS} s or {MAX_MB} MB") from None
         finally:
             timer.cancel()
             if answer is None:  # after a kill or Ctrl-C: the next request must not read a late answer
@@ -95,7 +131,6 @@ class ChatTemplate:
 
 def reads_parts(tree: nodes.Template) -> bool:
     """Whether a template loops over a message's content, which may then be a list of parts."""
-    remaining = [tree]
 
     def is_content(node: nodes.Node) -> bool:
         while isinstance(node, nodes.Filter):  # such as content | selectattr("type", "equalto", "text")
@@ -103,12 +138,38 @@ def reads_parts(tree: nodes.Template) -> bool:
         name = node.arg.value if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) else None
         return "content" in (name, getattr(node, "attr", None), getattr(node, "name", None))
 
-    while remaining:  # without recursion: a template may nest deeply
+    return any(isinstance(node, nodes.For) and is_content(node.iter) for node in walk(tree))
+
+
+def walk(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Every node of a template, without recursion: it may nest deeply."""
+    remaining = [tree]
+    while remaining:
         node = remaining.pop()
-        if isinstance(node, nodes.For) and is_content(node.iter):
-            return True
+        yield node
         remaining += node.iter_child_nodes()
-    return False
+
+
+def is_text(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const) and isinstance(node.value, str)
+
+
+@functools.lru_cache(8)
+def variables_of(source: str) -> frozenset[str] | None:
+    """The variables that a template reads, those with a default among them. None if jinja cannot tell."""
+    try:
+        return frozenset(meta.find_undeclared_variables(ENVIRONMENT.parse(source)))
+    except (jinja2.TemplateError, RecursionError):  # rendering raises it too
+        return None
+
+
+def fill_thoughts(message: dict) -> dict:
+    """The message with its thoughts under the keys that templates read, as in transformers: reasoning_content, and
+    thinking for gpt-oss."""
+    thoughts = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
+    if thoughts is None:
+        return message
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from loading.chat_messages import message_forms, render_complete
 from loading.chat_templates import ChatTemplate, one_line
 from loading.plain_files import file_exists, is_gguf, plain_file, read_json
 from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, flags_by_name, token_fields, vocab_size
@@ -170,24 +171,32 @@ class Tokenizer:
 
         `prefill` is the beginning of that answer. `tools` (JSON schemas) and `names` are variables of the template.
         Content may be a list of {"type": "text", "text"} parts, as in OpenAI's API, which are joined unless the
-        template loops over them. Special tokens that the template writes, BOS among them, become ids; those that a
-        message spells stay text. ValueError without a template, or if the template refuses.
+        template loops over them. A tool call's arguments may be an object or JSON in a string. Special tokens that the
+        template writes, BOS among them, become ids; those that a message spells stay text. ValueError without a
+        template, if the template refuses, and if it does not read a message, the tools or a variable.
         """
-        if self.template is None:
-            raise ValueError("this folder has no chat template (tokenizer_config.json or chat_template.jinja)")
-        source = self.template.source_for(tools)
+        template = self.template
+        if template is None:
+            raise ValueError(f"{self.folder}: no chat template (tokenizer_config.json or chat_template.jinja)")
+        template.check_request(tools, names)
+        source = template.source_for(tools)
         # The markers are not escaped in the assistant's messages, in which templates look for its <think>.
         markers = [name for name in self.literals if name in source and not name.isspace()]
-        tokens, escaped, with_parts = [*self.specials, *markers], [], source in self.template.part_readers
-        for message in messages:
-            text = join_parts(message.get("content"))
-            texts = {key: value for key, value in message.items() if value is not None}  # as transformers
-            texts |= {"content": text} if "content" in texts and not with_parts else {}
+        tokens = [*self.specials, *markers]
+        escaped_tools = self._escape(tools, tokens, source)
+        escaped_names = {key: self._escape(value, tokens, source) for key, value in names.items()}
+
+        def escape(message: dict) -> dict:
             is_assistant = message.get("role") == "assistant"
-            escaped.append(self._escape(texts, self.specials if is_assistant else tokens, source))
-        names = {key: self._escape(value, tokens, source) for key, value in names.items()}
-        text = self.template.render(escaped, add_generation_prompt, self._escape(tools, tokens, source), **names)
-        return self.parse(text + self._escape(prefill, self.specials))
+            return self._escape(message, self.specials if is_assistant else tokens, source)
+
+        def render(form: list[dict]) -> str:
+            return template.render(form, add_generation_prompt, escaped_tools, **escaped_names)
+
+        roles = template.roles(tools)
+        forms = message_forms(messages, source in template.part_readers, "developer" in roles)
+        escaped_forms = ([escape(message) for message in form] for form in forms)
+        return self.parse(render_complete(render, escaped_forms, roles) + self._escape(prefill, self.specials))
 
     def _escape(self, value: object, names: Iterable[str], source: str = "") -> object:
         """A JSON value with `apart` behind the first character of these names in all texts and keys. Keys and roles
@@ -240,20 +249,6 @@ class Tokenizer:
 
 def is_template_word(value: object, source: str) -> bool:
     return isinstance(value, str) and value.isidentifier() and value in source
-
-
-class ContentError(ValueError):
-    """The error of a message with a part that is not text."""
-
-
-def join_parts(content: object) -> object:
-    """A message's content as one text, for templates. ContentError for a part that is not text."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ContentError(f'content holds {part!r:.99}; {{"type": "text", "text": …}} can be read')
-    return "".join(part["text"] for part in content)
 
 
 def replace_surrogates(text: str) -> str:

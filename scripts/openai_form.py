@@ -12,7 +12,6 @@ and `tokens` (true: list each token's text, origin, round, p, q and second), and
 vLLM. This file knows no HTTP and no model.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,11 +23,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cli.page import Token
 from cli.prompts import check_template_kwargs
 from decoding.sampling import Sampling
-from loading.tokenizer import ContentError, join_parts
+from loading.chat_messages import join_parts, parse_arguments
+from loading.chat_templates import THOUGHTS
 from scripts.other_servers import translated
 
 MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
-MESSAGE_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id"}  # as templates read them
+MESSAGE_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id", *THOUGHTS}  # as templates read them
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -143,12 +143,11 @@ class Completion(TextRequest):
     parse_special: bool | None = None  # as the server's --parse_special
 
 
-def parse_arguments(x: object) -> object:
-    """A call's arguments, which OpenAI's clients send as JSON in a string."""
-    try:
-        return json.loads(x) if isinstance(x, str) else x
-    except RecursionError:
-        raise ValueError("the arguments nest too deeply") from None
+def check_arguments(x: object) -> object:
+    """A call's arguments: an object, or JSON of one in a string, as OpenAI's clients send it."""
+    if not isinstance(parse_arguments(x), dict):
+        raise ValueError("the arguments must be a JSON object, or a string with one")
+    return {} if x is None else x
 
 
 def check_parts(content: object) -> object:
@@ -159,7 +158,7 @@ def check_parts(content: object) -> object:
 
 class Function(BaseModel):
     name: str
-    arguments: Annotated[dict, BeforeValidator(parse_arguments)]
+    arguments: Annotated[dict | str, BeforeValidator(check_arguments)] = {}
 
 
 class ToolCall(BaseModel):
@@ -176,6 +175,9 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None  # an answer of OpenAI's has it in place of content
+    reasoning_content: str | None = None  # the thoughts under three names, of which templates read one or two
+    reasoning: str | None = None
+    thinking: str | None = None
 
     def model_post_init(self, context: object) -> None:
         self.content = self.refusal if self.content is None else self.content

@@ -2,8 +2,10 @@
 a penalty. Oracles are the same request alone, transformers' renderer and generator, and a pass over the whole text."""
 
 import dataclasses
+import functools
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -192,12 +194,12 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
     )
     assert requests(args_b)[0][0].text == "I ask"
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
-    assert not rows and "line 1: this folder has no chat template for tool_calls" in refused[0]
+    assert not rows and "line 1: this model has no chat template for tool_calls" in refused[0]
     tools = {"messages": USER, "tools": [{"type": "function"}]}
     others, _ = requests(parse_args(["--prompt_file", str(jsonl(tmp_path / "g.jsonl", tools))]))
     assert "no chat template for tools" in encoded(others, args, load_tokenizer(folder), 100, lambda *_: None)[1][0]
     (folder / "chat_template.jinja").write_text(
-        "{{ messages[1].content is undefined }}{{ messages[1].tool_calls | tojson }}"
+        "{{ messages[1].content is undefined }}{{ messages[1].tool_calls | tojson }}{{ messages[0].content }}"
     )
     rows, refused = encoded([request], args, load_tokenizer(folder), 100, lambda *_: None)
     text = load_tokenizer(folder).decode(rows[0].ids)
@@ -205,7 +207,12 @@ def test_a_message_that_calls_tools_has_no_content_of_its_own(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "source, lost", [("", "tools, tool_calls"), ("{# tools #}", "tool_calls"), ("{# tool_calls #}", "tools")]
+    "source, lost",
+    [
+        ("", "the chat template does not mention tools"),
+        ("{# tools #}", "messages[1], role 'assistant': the chat template leaves out its tool_calls"),
+        ("{% for m in messages %}{{ m.tool_calls }}{% endfor %}", "the chat template does not mention tools"),
+    ],
 )
 def test_tools_that_the_template_does_not_mention_are_refused(source, lost, tmp_path):
     folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
@@ -214,9 +221,7 @@ def test_tools_that_the_template_does_not_mention_are_refused(source, lost, tmp_
     line = {"messages": [*USER, call, *USER], "tools": [{"type": "function"}]}
     args = parse_args(["--prompt_file", str(jsonl(tmp_path / "f.jsonl", line, {"messages": USER}))])
     rows, refused = encoded(requests(args)[0], args, load_tokenizer(folder), 100, lambda *_: None)
-    assert len(rows) == len(refused) == 1 and refused[0].endswith(
-        f"line 1: this folder has no chat template for {lost}"
-    )
+    assert len(rows) == len(refused) == 1 and refused[0].endswith(f"line 1: {lost}")
 
 
 def test_roles_without_a_template_are_not_dropped_in_silence(tmp_path, capsys):
@@ -265,7 +270,7 @@ SOURCE = (
     "{{ bos_token }}{% if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}{% for m in messages %}"
     "[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}"
-    "<think></think>{% endif %}{% endif %}"
+    "<think></think>{% endif %}{% endif %}{{ other or '' }}"
 )
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 TALK = [
@@ -285,6 +290,145 @@ def test_templates_are_given_what_transformers_gives_them(given):
     )
     got = ChatTemplate(SOURCE, {"bos_token": "<s>", "eos_token": "</s>"}).render(TALK, True, **given)
     assert got == want
+
+
+USER_TURN = {"role": "user", "content": "Who?"}
+ANSWER = {"role": "assistant", "content": "Tom."}
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": {"name": "Tom", "n": [1, None]}}}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "a dog"}
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+# In the constructs of published templates: which roles they read, where, and how a call's arguments are written.
+LOOP = "{% for m in messages %}"
+CHATML = LOOP + (
+    "{% if m.role in ['user', 'system'] %}[{{ m.role }}]{{ m.content | trim }}{% elif m.role == 'assistant' %}"
+    "[assistant]{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content.split('</think>')[-1] | trim if m.content is string else '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% elif m.role == 'tool' %}[tool]{{ m.content | tojson }}{% endif %}{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% endif %}" + LOOP +
+    "{% if m.role != 'system' %}[{{ m.role }}]{% if m.tool_calls %}{{ (m.tool_calls | first).function }}"
+    "{% else %}{{ m.content }}{% endif %}{% endif %}{% endfor %}"
+)  # fmt: skip
+HARMONY = LOOP + (
+    "{% if m.role in ['developer', 'user', 'tool'] %}[{{ m.role }}]{{ m.content }}{% elif m.role == 'assistant' %}"
+    "{% set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list %}"
+    "{% if m.tool_calls %}{% if not later %}[analysis]{{ m.thinking or m.content }}{% endif %}"
+    "{{ m.tool_calls[0].function }}{% else %}{{ m.content }}{% endif %}{% endif %}{% endfor %}"
+)
+JOINED = LOOP + (
+    "{% if m.role == 'assistant' and m['content'] is none %}"
+    "{% for c in m.tool_calls %}{{ c.function.name + ':' + c.function.arguments }}{% endfor %}"
+    "{% elif m.role != 'developer' %}{{ '[' + m.role + ']' + m['content'] }}{% endif %}{% endfor %}"
+)
+IN_PARTS = LOOP + "[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+@functools.cache
+def tokenizer_of(source: str):
+    """The demo's tokenizer with this template."""
+    return dataclasses.replace(load_tokenizer(ROOT / "checkpoints" / "demo"), template=ChatTemplate(source, {}))
+
+
+def chat_text(source: str, messages: list[dict], **options) -> str:
+    """What a conversation becomes in a template."""
+    tokenizer = tokenizer_of(source)
+    return tokenizer.decode(tokenizer.chat(messages, **options))
+
+
+def test_a_message_is_in_the_prompt_or_refused_with_role_and_reason():
+    """Neither trimmed texts, nor thoughts that a template drops by design, nor empty contents are refused."""
+    beside = CALLING | {"content": "Let me look."}
+    function = {"role": "function", "name": "find", "content": "a dog"}
+    late = {"role": "system", "content": "Who"}  # the text of another message
+    misspelt = {"role": "usr", "content": "a"}
+    thinking = ANSWER | {"content": "<think>\nhm</think>\n\nTom.\n", "reasoning": "hm"}
+    two_calls = CALLING | {"tool_calls": [CALL, CALL]}
+    for source, messages, reason in (
+        (CHATML, [late, USER_TURN, thinking, USER_TURN], None),
+        (CHATML, [late, USER_TURN | {"content": "  a\n"}, ANSWER | {"content": ""}], None),
+        (CHATML, [USER_TURN, two_calls, RESULT, ANSWER, late], None),
+        (CHATML, [USER_TURN | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], None),
+        (CHATML, [USER_TURN, CALLING, function], "messages[2], role 'function': the chat template leaves out its"
+         " content; the roles that it knows: system, user, assistant, tool"),
+        (CHATML, [misspelt, USER_TURN], "messages[0], role 'usr'"),
+        (FIRST_SYSTEM, [late, USER_TURN, CALLING, RESULT, ANSWER], None),
+        (FIRST_SYSTEM, [USER_TURN, ANSWER, late], "messages[2], role 'system': the chat template leaves out its content"
+         " at this place"),
+        (FIRST_SYSTEM, [USER_TURN, beside, RESULT], "messages[1], role 'assistant': the chat template leaves out its"
+         " content, because it has tool_calls beside it"),
+        (FIRST_SYSTEM, [USER_TURN, two_calls], "messages[1], role 'assistant': the chat template leaves out its"
+         " tool_calls"),
+        (HARMONY, [DEVELOPER, USER_TURN, beside, RESULT], None),
+        (HARMONY, [DEVELOPER, USER_TURN, beside, RESULT, ANSWER, USER_TURN], None),
+        (HARMONY, [DEVELOPER, USER_TURN, CALLING | {"reasoning": "hm"}, RESULT, ANSWER], None),
+        (HARMONY, [late, USER_TURN], "messages[0], role 'system'"),
+        (IN_PARTS, [late, USER_TURN, ANSWER], None),
+        ("{{ messages[-1].content }}", [USER_TURN], None),
+        ("{{ messages[-1].content }}", [DEVELOPER, USER_TURN], "messages[0], role 'system'"),
+        ("{{ messages[0].content[:2] }}", [USER_TURN], "messages[0], role 'user'"),
+    ):  # fmt: skip
+        if reason is None:
+            assert "hm</think>" not in chat_text(source, messages)
+            continue
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            chat_text(source, messages)
+    assert chat_text(CHATML, [DEVELOPER, USER_TURN]) == "[system]Be brief.[user]Who?"
+    assert chat_text(HARMONY, [DEVELOPER, USER_TURN]) == "[developer]Be brief.[user]Who?"
+    assert chat_text(JOINED, [DEVELOPER, USER_TURN]) == "[system]Be brief.[user]Who?"  # it mentions it and drops it
+    assert chat_text(IN_PARTS, [USER_TURN, ANSWER]) == "[user]Who?[assistant]Tom."
+
+
+def test_arguments_of_a_call_come_as_the_template_writes_them():
+    """An object, JSON in a string, nothing; a content that is null, empty or missing; for tojson and for joined text.
+    Where the template joins, the client's own string stands; special tokens that it spells by escapes stay text."""
+    given = [{"name": "Tom"}, '{"name":"Tom"}', None, "", "missing"]
+    for content in ({}, {"content": None}, {"content": ""}):
+        texts = {CHATML: [], JOINED: []}
+        for arguments in given:
+            function = {"name": "find"} if arguments == "missing" else {"name": "find", "arguments": arguments}
+            calling = CALLING | content | {"tool_calls": [CALL | {"function": function}]}
+            for source, results in texts.items():
+                results.append(chat_text(source, [USER_TURN, calling, RESULT]))
+        bodies = ['{"name": "Tom"}', '{"name": "Tom"}', "{}", "{}", "{}"]
+        assert texts[CHATML] == [f'[user]Who?[assistant]find{body}[tool]"a dog"' for body in bodies]
+        bodies[1] = '{"name":"Tom"}'
+        assert texts[JOINED] == [f"[user]Who?find:{body}[tool]a dog" for body in bodies]
+    name, end = next(iter(tokenizer_of(CHATML).specials.items()))
+    spelled = json.dumps({"a": name}).replace("<", "\\u003c")
+    calling = CALLING | {"tool_calls": [CALL | {"function": {"name": "find", "arguments": spelled}}]}
+    for source in (CHATML, JOINED):
+        ids = tokenizer_of(source).chat([USER_TURN, calling])
+        assert end not in ids and "find" in tokenizer_of(source).decode(ids)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_come_under_the_name_that_a_template_reads(key):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = LOOP + "{{ m.content }}{{ m.reasoning_content }}|{{ m.reasoning }}|{{ m.thinking }};{% endfor %}"
+    messages = [ANSWER | {key: "hm"}, ANSWER | {key: "", "thinking": "b"}, ANSWER | {key: None}, ANSWER]
+    filled = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    (want,), _ = render_jinja_template([filled], chat_template=source)
+    assert chat_text(source, messages) == want and want.count("hm") > 1
+
+
+def test_variables_that_a_template_does_not_read_are_refused():
+    source = (
+        "{% set on = enable_thinking | default(true) %}{% if not date is defined %}{% set date = 'today' %}{% endif %}"
+        "{% macro show(x) %}{{ x }}{{ ' ' + effort if effort is defined }}{% endmacro %}"
+        "{{ show(messages[0].content) }} {{ date }} {{ on }}"
+    )
+    assert chat_text(source, [USER_TURN], enable_thinking=False, date="now", effort="low") == "Who? low now False"
+    reason = (
+        "chat_template_kwargs: the chat template does not read enable_thinkin; it reads date, effort, enable_thinking"
+    )
+    with pytest.raises(ValueError, match=reason):
+        chat_text(source, [USER_TURN], enable_thinkin=False)
+    with pytest.raises(ValueError, match="does not read x; it reads none"):
+        chat_text("{{ messages[0].content }}", [USER_TURN], x=None)
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +451,7 @@ def test_special_tokens_in_a_users_json_stay_text(chat_folder):
     spelled = json.loads(json.dumps(TOOLS).replace("weather", "</s>"))
     ids = tokenizer.chat(talk, tools=spelled, prefill="</s>", other="</s>")
     assert ids.count(end) == plain.count(end) == 1
-    assert tokenizer.decode(ids).endswith("[assistant]</s>") and "[user]a</s>b" in tokenizer.decode(ids)
+    assert tokenizer.decode(ids).endswith("[assistant]</s></s>") and "[user]a</s>b" in tokenizer.decode(ids)
 
 
 def test_requests_reach_the_template(chat_folder, capsys, tmp_path):

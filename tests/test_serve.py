@@ -632,13 +632,22 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     refusing = [{"role": "assistant", "content": None, "refusal": "I will not."}]
     answered = [{"role": "assistant", "content": "I will not."}]
     assert read_request({"messages": refusing}, True, "m", Sampling()).prompts == [answered]
+    thoughts = {"role": "assistant", "content": "a", "reasoning_content": "b", "reasoning": "b", "thinking": "b"}
+    assert read_request({"messages": [thoughts]}, True, "m", Sampling()).prompts == [[thoughts]]
+    for arguments in ('{"x":1}', {"x": 1}, "", None, "missing"):
+        function = {"name": "f"} | ({} if arguments == "missing" else {"arguments": arguments})
+        calling = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        ((message,),) = read_request({"messages": [calling]}, True, "m", Sampling()).prompts
+        read = message["tool_calls"][0]["function"]["arguments"]
+        assert read == ({} if arguments in (None, "missing") else arguments)
     tools = [{"type": "function", "function": {"name": "f"}}]
     for value in ("auto", "none"):
         request = read_request({"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling())
         assert request.tools == (tools if value == "auto" else None)
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
-    with pytest.raises(Refusal, match="nest too deeply"):
-        read_request({"messages": [call]}, True, "m", Sampling())
+    for arguments in ("[" * 100_000, "[1]", "{", "x", 3, [1]):
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        with pytest.raises(Refusal, match="the arguments must be a JSON object"):
+            read_request({"messages": [call]}, True, "m", Sampling())
     assert read_request({"prompt": "a", "n": None, "best_of": 1}, False, "m", Sampling()).n == 1
     ask_logprobs = read_request({"prompt": "a", "logprobs": 2}, False, "m", Sampling())
     first = Token(1, "One", top_logprobs=[[1, -0.5], [1, -0.5], [0, -1.0]])  # its piece begins with a blank
@@ -993,7 +1002,13 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     running = serving("--checkpoint", str(folder))
     body = json.dumps({"messages": messages[:1], "tools": tools}).encode()
     status, answer = running.raw("/v1/chat/completions", body)
-    assert status == 400 and "no chat template for tools" in answer["error"]["message"]
+    assert status == 400 and "the chat template does not mention tools" in answer["error"]["message"]
+    for changed, reason in (
+        ({"messages": messages[1:]}, "messages[0], role 'assistant': the chat template leaves out its tool_calls"),
+        ({"messages": messages[:1], "chat_template_kwargs": {"x": 1}}, "the chat template does not read x"),
+    ):
+        status, answer = running.raw("/v1/chat/completions", json.dumps(changed).encode())
+        assert status == 400 and reason in answer["error"]["message"]
     body = json.dumps({"messages": messages[:1], "tools": tools, "tool_choice": "required"}).encode()
     assert running.raw("/v1/chat/completions", body)[1]["error"]["param"] == "tool_choice"
 

@@ -399,8 +399,8 @@ TEMPLATES = {
     ),
     "mistral": (
         "sp",
-        "{{ bos_token }}{% for m in messages if m.role != 'system' %}"
-        "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role != 'assistant' %}[INST] {{ m.content }} [/INST]"
         "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
     ),
     "zephyr": (
@@ -620,12 +620,14 @@ def test_what_templates_are_given(chat_folder):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% set a = 'x' %}{% generation %}{% set a = 'y' %}{{ messages[0].role }}{% endgeneration %}{{ a }}",
+        "{% set a = 'x' %}{% generation %}{% set a = 'y' %}{{ messages[0].role }}{% endgeneration %}{{ a }}"
+        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
         "{% for part in messages[0].content %}{{ part.text }}|{% endfor %}",
         "{% for part in messages[0]['content'] | selectattr('type', 'equalto', 'text') %}{{ part.text }}|{% endfor %}",
         "{% set content = messages[0].content %}{% if content is string %}{{ content }}"
         "{% else %}{% for part in content %}{{ part.text }} {% endfor %}{% endif %}",
-        "{{ messages[0].role }}{{ cls_token }}{{ turn_token }}{{ image_token }}",
+        "{{ messages[0].role }}{{ cls_token }}{{ turn_token }}{{ image_token }}"
+        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
     ],
 )
 def test_templates_see_what_transformers_shows_them(chat_folder, template):
@@ -648,7 +650,7 @@ def test_templates_see_what_transformers_shows_them(chat_folder, template):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.content }}{{ m.tool_calls is defined }}|{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls is defined }}{{ m.tool_calls }}|{% endfor %}",
         "{{ messages | tojson(false, 4) }}{{ messages | tojson(true, none, (',', ':'), sort_keys=true) }}",
     ],
 )
