@@ -177,7 +177,7 @@ class Tokenizer:
         """
         template = self.template
         if template is None:
-            raise ValueError(f"{self.folder}: no chat template (tokenizer_config.json or chat_template.jinja)")
+            raise ValueError(f"{self.folder}: no chat template (chat_template.jinja or tokenizer_config.json)")
         template.check_request(tools, names)
         source = template.source_for(tools)
         # The markers are not escaped in the assistant's messages, in which templates look for its <think>.
@@ -289,9 +289,10 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
 
 
 def load_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTemplate | None:
-    """The template in chat_template.jinja or the settings' chat_template, with the one for tools called "tool_use".
-    `names`: key -> name of special tokens that the settings leave out."""
-    file, tool_file = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    """The template in chat_template.jinja, the settings' chat_template or chat_template.json, with the one for tools
+    called "tool_use". `names`: key -> name of special tokens that the settings leave out."""
+    file = folder / "chat_template.jinja"
+    tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
     names = names | {key: settings[key] for key in NAMED_TOKENS if settings.get(key) is not None}
     extra = settings.get("extra_special_tokens")  # a model's own, by key, or a list of names without keys
     own = {**settings, **(extra if isinstance(extra, dict) else {})}
@@ -302,7 +303,11 @@ def load_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTe
             if file_exists(tool_file):
                 sources["tool_use"] = plain_file(tool_file, 4 * MAX_TEMPLATE_CHARS).read_text(encoding="utf-8")
         else:
-            file, sources = folder / "tokenizer_config.json", settings.get("chat_template")
+            file = folder / "tokenizer_config.json"
+            sources = settings.get("chat_template")
+            if sources is None:  # the older file of models with a processor, such as mistral3
+                file = folder / "chat_template.json"
+                sources = read_json(file).get("chat_template")
             if isinstance(sources, list):
                 sources = {entry.get("name"): entry.get("template") for entry in sources if isinstance(entry, dict)}
             sources = sources if isinstance(sources, dict) else {"default": sources}

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from cli.page import Token
 from cli.prompts import check_template_kwargs
 from decoding.sampling import Sampling
-from loading.chat_messages import join_parts, parse_arguments
+from loading.chat_messages import ContentError, join_parts, parse_arguments
 from loading.chat_templates import THOUGHTS
 from scripts.other_servers import translated
 

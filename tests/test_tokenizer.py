@@ -190,6 +190,8 @@ def test_broken_tokenizers_are_named(tmp_path, files, names):
         ("generation_config.json", "[]", "generation_config.json: expected a JSON object"),
         ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is broken"),
         ("tokenizer_config.json", '{"chat_template": "{{ x"}', "tokenizer_config.json: the chat template is broken"),
+        ("chat_template.json", '{"chat_template": "{{ x"}', "chat_template.json: the chat template is broken"),
+        ("chat_template.json", "{", "chat_template.json: not readable as JSON"),
     ],
 )
 def test_broken_files_beside_a_tokenizer_are_named(json_folder, tmp_path, name, content, names):
@@ -960,6 +962,19 @@ def test_a_template_for_tools_is_taken_with_tools(form, sp_folder, tmp_path):
         for tools in (None, [{"name": "dog"}]):
             want = own.apply_chat_template(messages, tools=tools, return_dict=False)
             assert tokenizer.chat(messages, tools=tools, add_generation_prompt=False) == want
+
+
+def test_a_processors_template_is_read_where_the_tokenizer_has_none(sp_folder, tmp_path):
+    """mistral3 folders hold it in chat_template.json, which transformers' processor reads."""
+    folder = shutil.copytree(sp_folder, tmp_path / "m")
+    source = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": source}))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    messages = [{"role": "user", "content": "the cat"}]
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat(messages) == tokenizer.parse("<s>[INST]the cat[/INST]")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "the {{ messages[0].content }}"}')
+    assert load_tokenizer(folder).template.source.startswith("the ")
 
 
 def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path):
