@@ -169,6 +169,8 @@ class Conversation:
         self.limit = session.engine.max_seq_length
         self.opening = [{"role": "system", "content": args.system}] if args.system else []
         self.reset()
+        # Now, not at the first message: ValueError for a --system, tools or variables that the template does not read.
+        self.encode(self.opening, "Hello")
 
     def reset(self) -> None:
         self.messages = list(self.opening)

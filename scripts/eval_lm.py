@@ -35,6 +35,7 @@ from cli.errors import ending_plainly, fail
 from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
+from loading.chat_messages import render_complete
 from loading.files import write_atomically
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Caches, Transformer
@@ -176,21 +177,25 @@ class QuickdraftLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation in the folder's template. Without a generation prompt the last message is the start of an
-        answer, and the template's text behind it is removed. A template that refuses system messages gets the
-        conversation without them."""
+        answer, and the template's text behind it is removed. A template that refuses system messages, or leaves them
+        out, gets the conversation without them."""
         template = self.tokenizer.template
         if template is None:
             raise ValueError("this folder has no chat template: leave --apply_chat_template away")
         messages = [dict(message) for message in chat_history]
         if not add_generation_prompt:
             messages[-1]["content"] += f"{ANSWER_END} "
+
+        def render(form: list[dict]) -> str:
+            return template.render(form, add_generation_prompt)
+
         try:
-            text = template.render(messages, add_generation_prompt)
+            text = render_complete(render, [messages], template.roles())
         except ValueError as error:
             without_system = [message for message in messages if message["role"] != "system"]
             if len(without_system) == len(messages):
                 raise
-            text = template.render(without_system, add_generation_prompt)
+            text = render_complete(render, [without_system], template.roles())
             if str(error) not in self._notices:
                 self._notices.add(str(error))
                 print(f"without system messages: {error}", file=sys.stderr)

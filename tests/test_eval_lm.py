@@ -26,6 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import generate
+from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts import eval_lm
@@ -400,6 +401,10 @@ def test_chats_are_rendered_as_transformers_does(model, chat_folder, capsys):
             CHAT, add_generation_prompt=True
         )
     assert capsys.readouterr().err.count("without system messages") == 1
+    leaves_out = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer.template = ChatTemplate(leaves_out, {})
+    lm.apply_chat_template([{"role": "system", "content": "Be brief."}, *CHAT])
+    assert "without system messages: messages[0], role 'system'" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------- the whole harness

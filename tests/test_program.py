@@ -969,6 +969,18 @@ def test_a_folder_without_a_template_chats_as_plain_text(text_folder, capsys, mo
     assert "no chat template: chatting as plain text" in err and out.strip()
 
 
+def test_a_chat_refuses_at_its_start_what_the_template_leaves_out(chat_folder, capsys, monkeypatch):
+    template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    (chat_folder / "chat_template.jinja").write_text(template)
+    for options, reason in (
+        (("--system", "Be a cat."), "messages[0], role 'system': the chat template leaves out its content"),
+        (("--chat_template_kwargs", '{"enable_thinkin": false}'), "does not read enable_thinkin"),
+        (("--tools", "[{}]"), "does not mention tools"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            chatted(capsys, monkeypatch, chat_folder, "", *options)
+
+
 def test_a_tokenizer_may_know_a_token_that_the_model_has_not(text_folder, tmp_path, capsys):
     """Early Llama-2 mirrors put <pad> at vocab_size: text in a prompt, unless the folder finds it in any text."""
     folder = shutil.copytree(text_folder, tmp_path / "model")
