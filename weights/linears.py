@@ -186,7 +186,7 @@ def is_fused(x: Tensor) -> bool:
 def warn_no_kernel(scheme: str, dtype: torch.dtype, is_unpacked: bool) -> None:
     name = str(dtype).removeprefix("torch.")
     effect = f"weights are held in {name} instead" if is_unpacked else "weights are unpacked for every product: slow"
-    print(f"{scheme}: no kernel here reads it; {effect}", file=sys.stderr)
+    print(f"the matrices in {scheme}: no kernel here reads them; {effect}", file=sys.stderr)
 
 
 class Int8Linear(QuantizedLinear):
