@@ -185,22 +185,27 @@ def marked_arguments(arguments: object, mark: str) -> object:
 
 
 def render_complete(render: Callable[[list[dict]], str], forms: Iterable[list[dict]], roles: Sequence[str] = ()) -> str:
-    """The text of the first form that the template renders and of which it leaves nothing out. ValueError as of the
-    first form, if there is none. `roles`: those that the template mentions, for the message."""
-    first_error = None
+    """The text of the first form that the template renders and of which it leaves nothing out. Without one, the
+    ValueError of the form that gets furthest. `roles`: those that the template mentions, for the message."""
+    furthest_error = None
+    furthest_index = -1
     for messages in forms:
+        index = -1
         try:
             text = render(messages)
             mark = first_lost(render, messages)
             if mark is None:
                 return text
-            error = ValueError(describe_loss(mark, messages[mark.index], roles))
+            index = mark.index
+            error = ValueError(describe_loss(mark, messages[index], roles))
         except TemplateLimit:
             raise
         except ValueError as refusal:
             error = refusal
-        first_error = first_error or error
-    raise first_error
+        if furthest_error is None or index > furthest_index:
+            furthest_error = error
+            furthest_index = index
+    raise furthest_error
 
 
 def first_lost(render: Callable[[list[dict]], str], messages: list[dict]) -> Mark | None:
@@ -250,6 +255,6 @@ def describe_loss(mark: Mark, message: dict, roles: Sequence[str]) -> str:
         return text
     if message.get("tool_calls"):
         return f"{text}, because it has tool_calls beside it"
-    if roles and role not in roles:
+    if "user" in roles and role not in roles:
         return f"{text}; the roles that it knows: {', '.join(roles)}"
     return f"{text} at this place of the conversation"

@@ -35,7 +35,7 @@ from cli.errors import ending_plainly, fail
 from cli.load import load, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
-from loading.chat_messages import render_complete
+from loading.chat_messages import message_forms, render_complete
 from loading.files import write_atomically
 from loading.tokenizer import StopStrings, Tokenizer
 from model import Caches, Transformer
@@ -189,13 +189,16 @@ class QuickdraftLM(TemplateLM):
         def render(form: list[dict]) -> str:
             return template.render(form, add_generation_prompt)
 
+        def forms(chat: list[dict]) -> Iterator[list[dict]]:
+            return message_forms(chat, template.source in template.part_readers, has_developer=False)
+
         try:
-            text = render_complete(render, [messages], template.roles())
+            text = render_complete(render, forms(messages), template.roles())
         except ValueError as error:
             without_system = [message for message in messages if message["role"] != "system"]
             if len(without_system) == len(messages):
                 raise
-            text = render_complete(render, [without_system], template.roles())
+            text = render_complete(render, forms(without_system), template.roles())
             if str(error) not in self._notices:
                 self._notices.add(str(error))
                 print(f"without system messages: {error}", file=sys.stderr)

@@ -366,6 +366,7 @@ def test_a_message_is_in_the_prompt_or_refused_with_role_and_reason():
         (HARMONY, [DEVELOPER, USER_TURN, CALLING | {"reasoning": "hm"}, RESULT, ANSWER], None),
         (HARMONY, [late, USER_TURN], "messages[0], role 'system'"),
         (IN_PARTS, [late, USER_TURN, ANSWER], None),
+        (IN_PARTS, [USER_TURN, CALLING], "messages[1], role 'assistant': the chat template leaves out its tool_calls"),
         ("{{ messages[-1].content }}", [USER_TURN], None),
         ("{{ messages[-1].content }}", [DEVELOPER, USER_TURN], "messages[0], role 'system'"),
         ("{{ messages[0].content[:2] }}", [USER_TURN], "messages[0], role 'user'"),

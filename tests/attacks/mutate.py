@@ -88,6 +88,7 @@ TESTS = {
     "weights/rounding.py": "rows_alone rounding",
     "weights/walker.py": "families quantize experts",
     "loading/adapter.py": "adapter -m attack",
+    "loading/chat_messages.py": "requests tokenizer -k 'message or arguments or template or chat'",
     "loading/chat_templates.py": "tokenizer fuzz requests -k 'tokenizer or fuzz or template'",
     "loading/checkpoint.py": "checkpoint families floats faults tp -k 'not plan'",
     "loading/config.py": "config checkpoint families model",
