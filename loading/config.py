@@ -34,6 +34,8 @@ NEUTRAL = {
     ]
     for key in keys.split()
 }
+# Keys of NEUTRAL that turn on norms of queries and keys, with their values where a family always has them.
+QK_NORM_KEYS = {"use_qk_norm": (True, False), "qk_layernorm": (True, False)}
 # Rope type -> the keys it reads. Another key beside them is refused.
 ROPE_KEYS = {
     "default": "",
@@ -53,6 +55,11 @@ class Section(dict):
     """An object of config.json. A key that is null counts as absent."""
 
     prefix = ""  # stands before a key in messages: "rope_scaling."
+
+    def set_default(self, key: str, value: float) -> None:
+        """Give a key that is absent, or null, this value."""
+        if self.get(key) is None:
+            self[key] = value
 
     def refused(self, key: str, reason: str) -> ValueError:
         return ValueError(f"config.json: {self.prefix}{key} = {self.get(key)!r} {reason}")
@@ -89,6 +96,8 @@ def config_from_hf(hf: dict) -> Config:
             f"config.json: model_type {hf.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
     hf = Section({**family.defaults, **hf})
+    hf.set_default("max_position_embeddings", family.max_length)
+    hf.set_default("rms_norm_eps", family.norm_eps)
     check_supported(hf, family)
 
     n_layers = hf.size("num_hidden_layers", max_size=4096)
@@ -158,7 +167,9 @@ def text_part(hf: dict) -> dict:
 
 def check_supported(hf: Section, family: Family) -> None:
     """ValueError for a key whose value would change the arithmetic."""
-    for key, values in {**NEUTRAL, **family.supported}.items():
+    # A family that always norms queries and keys does so whatever these keys say, as in transformers.
+    norms = QK_NORM_KEYS if family.fields.get("qk_norm") else {}
+    for key, values in {**NEUTRAL, **norms, **family.supported}.items():
         if key not in family.own_keys and hf.get(key) is not None and hf[key] not in values:
             alternatives = f"supported: {' or '.join(map(repr, values))}"
             absent = "only a config.json without it, or with null, is"

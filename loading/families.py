@@ -43,6 +43,8 @@ class Family:
 
     # config.json
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' values of keys that a file leaves out
+    max_length: int = 2048  # transformers' max_position_embeddings where a file leaves it out
+    norm_eps: float = 1e-6  # and its rms_norm_eps
     own_keys: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
     supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
     fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that all files share
@@ -102,7 +104,7 @@ def granite_fields(hf, head_dim: int) -> dict:
 
 
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-QWEN2 = {"qkv_bias": True, "out_bias": False, "sliding": "later", "use_sliding_window": "decides"}
+QWEN2 = {"max_length": 32768, "qkv_bias": True, "out_bias": False, "sliding": "later", "use_sliding_window": "decides"}
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
@@ -114,17 +116,18 @@ NORMS_AFTER = {"attention_norm": ["post_attention_layernorm"], "ffn_norm": ["pos
 FAMILIES = {
     "llama": Family(gguf=Gguf("llama", permutes_heads=True)),
     "mistral": Family(
-        {"num_key_value_heads": 8, "sliding_window": 4096},
+        {"num_key_value_heads": 8, "sliding_window": 4096}, max_length=131072,
         supported={"attention_bias": OFF}, sliding="every", use_sliding_window="agrees",
         gguf=Gguf("llama", "attention.sliding_window", permutes_heads=True),
     ),
     "qwen2": Family(QWEN, **QWEN2, gguf=Gguf("qwen2")),
     "qwen3": Family(
-        {**QWEN, "head_dim": 128}, fields={"qk_norm": "heads"}, sliding="later", use_sliding_window="decides",
-        gguf=Gguf("qwen3"),
+        {**QWEN, "head_dim": 128}, max_length=32768, fields={"qk_norm": "heads"}, sliding="later",
+        use_sliding_window="decides", gguf=Gguf("qwen3"),
     ),
     "mixtral": Family(
-        {"num_key_value_heads": 8}, own_keys=("num_local_experts",), supported={"attention_bias": OFF, **ALWAYS_SPARSE},
+        {"num_key_value_heads": 8}, max_length=131072, norm_eps=1e-5, own_keys=("num_local_experts",),
+        supported={"attention_bias": OFF, **ALWAYS_SPARSE},
         fields={"router_norm": True}, sliding="every", use_sliding_window="agrees", rope_theta=1e6,
         experts=ExpertDefaults(8, 2),
         names={
@@ -135,19 +138,21 @@ FAMILIES = {
         gguf=Gguf("llama", "expert_count", permutes_heads=True),
     ),
     "qwen2_moe": Family(
-        {**QWEN, "num_key_value_heads": 16, "qkv_bias": True},
+        {**QWEN, "num_key_value_heads": 16, "qkv_bias": True}, max_length=32768,
         own_keys=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
         supported={"attention_bias": OFF}, qkv_bias="qkv_bias", out_bias=False, sliding="early even",
         use_sliding_window="decides", experts=ExpertDefaults(60, 4, 1408, 5632),
         names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]}, gguf=Gguf("qwen2moe", norm_topk_prob=False),
     ),
     "qwen3_moe": Family(
-        {"num_key_value_heads": 4, "sliding_window": 4096}, own_keys=("num_experts", "num_local_experts"),
+        {"num_key_value_heads": 4, "sliding_window": 4096}, max_length=32768,
+        own_keys=("num_experts", "num_local_experts"),
         fields={"qk_norm": "heads"}, sliding="every", use_sliding_window="decides",
         experts=ExpertDefaults(128, 8, 768), gguf=Gguf("qwen3moe"),
     ),
     "gpt_oss": Family(
         {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
+        max_length=131072, norm_eps=1e-5,
         own_keys=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE,
         own_fields=lambda hf, head_dim: {
             "gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702),
@@ -162,10 +167,10 @@ FAMILIES = {
     ),
     "smollm3": Family(
         {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
-        own_keys=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
+        max_length=32768, own_keys=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
     ),
     "phi3": Family(
-        own_keys=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
+        max_length=4096, norm_eps=1e-5, own_keys=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
     ),
@@ -173,34 +178,39 @@ FAMILIES = {
         own_keys=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
         own_fields=granite_fields,
     ),
-    "olmo2": Family(supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER),
+    "olmo2": Family(
+        norm_eps=1e-5, supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER,
+    ),
     "olmo3": Family(
-        {"sliding_window": 4096, "sliding_window_pattern": 4},
+        {"sliding_window": 4096, "sliding_window_pattern": 4}, norm_eps=1e-5,
         supported={**NO_MLP_BIAS, "sliding_window_pattern": (4,)},  # transformers reads no other from the file
         fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope_type=1,
         names=NORMS_AFTER,
     ),
     "seed_oss": Family(
-        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}, own_keys=("attention_out_bias",),
-        out_bias="attention_out_bias",
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}, max_length=524288,
+        own_keys=("attention_out_bias",), out_bias="attention_out_bias",
     ),
     "ernie4_5": Family(
-        {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True}, supported=NO_BIAS,
-        fields={"rope_interleaved": True}, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias",
+        {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
+        max_length=131072, norm_eps=1e-5, supported=NO_BIAS, fields={"rope_interleaved": True},
+        qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias",
         rope_theta=5e5,
     ),
     "hunyuan_v1_dense": Family(
-        own_keys=("alpha",), supported={"use_qk_norm": (True,)}, fields={"qk_norm": "rotated"},
+        norm_eps=1e-5, own_keys=("alpha",), supported={"use_qk_norm": (True,)}, fields={"qk_norm": "rotated"},
         names={
             "attention.q_norm": ["self_attn.query_layernorm"], "attention.k_norm": ["self_attn.key_layernorm"],
         },
     ),
     "exaone4": Family(
-        {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}, supported=NO_BIAS,
-        fields={"qk_norm": "heads", "norms_after": True}, sliding="by period", full_rope_type=None, names=NORMS_AFTER,
+        {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+        norm_eps=1e-5, supported=NO_BIAS, fields={"qk_norm": "heads", "norms_after": True},
+        sliding="by period", full_rope_type=None, names=NORMS_AFTER,
     ),
     "ministral3": Family(
-        {"num_key_value_heads": 8, "head_dim": 128}, own_keys=("llama_4_scaling_beta", "max_position_embeddings"),
+        {"num_key_value_heads": 8, "head_dim": 128}, max_length=262144, norm_eps=1e-5,
+        own_keys=("llama_4_scaling_beta", "max_position_embeddings"),
         supported=NO_BIAS, sliding="every",
         default_rope={
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,

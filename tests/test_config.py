@@ -130,7 +130,6 @@ REFUSED = [  # (config, what the message must name)
     ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
     *[({k: v for k, v in LLAMA.items() if k != key}, f"{key} is missing") for key in (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-        "max_position_embeddings", "rms_norm_eps",
     )],
     ([], "expected a JSON object"),
 ]  # fmt: skip
@@ -217,9 +216,9 @@ def test_yarn_that_a_user_adds_lengthens_the_context():
         assert config_from_hf(hf).max_seq_length == expected
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     assert config_from_hf({**LLAMA, "max_position_embeddings": 64, "rope_parameters": linear}).max_seq_length == 64
-    for incomplete in (rope, {"rope_type": "yarn", "factor": 4.0}):
-        with pytest.raises(ValueError, match="max_position_embeddings is missing"):
-            config_from_hf({**LLAMA, "max_position_embeddings": None, "rope_parameters": incomplete})
+    for incomplete in (rope, {"rope_type": "yarn", "factor": 4.0}):  # from transformers' default of 2,048 positions
+        config = config_from_hf({**LLAMA, "max_position_embeddings": None, "rope_parameters": incomplete})
+        assert config.max_seq_length == max(2048, 4 * config.rope_original_length)
 
 
 def test_olmo_3_slides_but_in_every_fourth_layer_whatever_the_file_says():
@@ -282,6 +281,44 @@ def test_theta_is_transformers_where_a_file_has_none(model_type):
     rope = AutoConfig.for_model(model_type).rope_parameters
     theta = config_from_hf({**LLAMA, "model_type": model_type, "rope_parameters": None}).rope_theta
     assert theta == rope.get("full_attention", rope)["rope_theta"]
+
+
+@pytest.mark.parametrize("absent", ["missing", "null"])
+def test_context_and_epsilon_are_transformers_where_a_file_has_none(absent):
+    from transformers import AutoConfig
+
+    from loading.families import FAMILIES
+
+    keys = ("max_position_embeddings", "rms_norm_eps")
+    for model_type, family in FAMILIES.items():
+        if family.text_models:
+            continue
+        # MiMo's own code derives its configuration from Qwen2's.
+        theirs = AutoConfig.for_model("qwen2" if model_type == "mimo" else model_type)
+        hf = {key: value for key, value in LLAMA.items() if key not in keys}
+        hf |= dict.fromkeys(keys) if absent == "null" else {}
+        hf |= {"model_type": model_type, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        config = config_from_hf(hf)
+        expected = (theirs.max_position_embeddings, theirs.rms_norm_eps)
+        assert (config.max_seq_length, config.norm_eps) == expected, model_type
+
+
+def test_families_that_always_norm_queries_and_keys_may_say_so():
+    """Qwen3-Coder's config.json has use_qk_norm. transformers reads neither key for these families."""
+    from loading.families import FAMILIES
+
+    always = [model_type for model_type, family in FAMILIES.items() if family.fields.get("qk_norm")]
+    assert {"qwen3", "qwen3_moe", "olmo2", "olmo3", "exaone4", "hunyuan_v1_dense"} == set(always)
+    for model_type in FAMILIES:
+        hf = {**LLAMA, "model_type": model_type, "text_config": MISTRAL}
+        for key in ("use_qk_norm", "qk_layernorm"):
+            if model_type in always:
+                assert config_from_hf({**hf, key: True}) == config_from_hf(hf), (model_type, key)
+            elif model_type != "mistral3":
+                with pytest.raises(ValueError, match=f"{key} = True is not supported"):
+                    config_from_hf({**hf, key: True})
+    with pytest.raises(ValueError, match="use_qk_norm = 'yes'"):
+        config_from_hf({**LLAMA, "model_type": "qwen3", "use_qk_norm": "yes"})
 
 
 def test_config_survives_json():
