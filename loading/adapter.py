@@ -22,9 +22,10 @@ PREFIX = "base_model.model."
 PLAIN = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
     "use_qalora": (False,), "layer_replication": (), "trainable_token_indices": (), "target_parameters": (),
-    "alora_invocation_tokens": (),
+    "alora_invocation_tokens": (), "kasa_config": (), "use_bdlora": (False,), "monteclora_config": (),
+    "arrow_config": (),
     # The others, such as "pissa" and "olora", also change the weights that the adapter is added to.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
 }  # fmt: skip
 
 
@@ -38,7 +39,10 @@ def merging_reader(
     for key, values in PLAIN.items():
         if settings.get(key) not in (None, [], {}, *values):
             supported = f"{' or '.join(map(repr, values))} would work" if values else "only adapters without it work"
-            raise ValueError(f"{file}: {key} = {settings[key]!r:.99} is not supported; {supported}")
+            raise ValueError(
+                f"{file}: {key} = {settings[key]!r:.99} is not supported: it adds something else than a plain LoRA's"
+                f" alpha / r * B A to the weights; {supported}"
+            )
     for name, (_, reader) in open_shards([folder / "adapter_model.safetensors"]).items():
         match = re.fullmatch(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?", name.removeprefix(PREFIX))
         target = f"{match[1]}.weight" if match else name.removeprefix(PREFIX).replace(".base_layer.", ".")

@@ -36,8 +36,8 @@ SAMPLE_RUNS, SAMPLE_BYTES, MAX_RUNS = 16, 4096, 2**14
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file that must exist, or from a GGUF file's keys. A config.json without a
-    quantization_config gets that of ModelOpt's hf_quant_config.json."""
+    """A JSON object from a file that must exist, or from a GGUF file's keys. A config.json's quantization_config is in
+    one form for all versions of ModelOpt, and is that of hf_quant_config.json where config.json has none."""
     if plain_files.is_gguf(file.parent):
         return gguf_folder.read_json(file.parent, file.name)
     if not plain_files.file_exists(file):
@@ -47,12 +47,29 @@ def read_json(file: Path) -> dict:
     if file.name == "config.json":
         settings = hf.get("quantization_config")
         if settings is None:
-            settings = plain_files.read_json(file.with_name("hf_quant_config.json")).get("quantization")
-            if isinstance(settings, dict):
-                hf["quantization_config"] = {"quant_method": "modelopt", **settings}
-        elif isinstance(settings, dict) and settings.get("quant_library") == "modelopt":  # ModelOpt 0.29
-            settings["quant_method"] = "modelopt"
+            settings = plain_files.read_json(file.with_name("hf_quant_config.json"))
+            settings = settings if isinstance(settings.get("quantization"), dict) else None
+        if settings is not None:
+            hf["quantization_config"] = modelopt_form(settings)
     return hf
+
+
+def modelopt_form(settings: object) -> object:
+    """A quantization_config whose writer is ModelOpt, as its newest versions write it; any other one as it is.
+
+    Version 0.29 says quant_library, 0.31 says producer alone, and hf_quant_config.json, which some writers copy into
+    config.json, holds the settings in an object of their own (vLLM, vllm/config/model.py, reads all of them).
+    """
+    if not isinstance(settings, dict) or settings.get("quant_method") not in (None, "modelopt"):
+        return settings
+    producer = settings.get("producer")
+    nested = settings.get("quantization")
+    is_nested = isinstance(nested, dict) and "quant_algo" in nested
+    has_producer = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    names_modelopt = "modelopt" in (settings.get("quant_method"), settings.get("quant_library"))
+    if not (has_producer or names_modelopt or is_nested):
+        return settings
+    return {**(nested if is_nested else settings), "quant_method": "modelopt"}
 
 
 def shards(folder: Path) -> list[Path]:

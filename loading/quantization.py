@@ -42,6 +42,11 @@ def read_stored_form(file: Path) -> StoredForm:
     unquantized = entry.get("kept") or [] if is_valid else None
     is_valid = is_valid and isinstance(unquantized, list) and all(isinstance(name, str) for name in unquantized)
     schemes = list(FORMATS)  # a list, because a value that is no string may not be hashable
+    if isinstance(entry, dict) and {"bits", "group_size"} <= entry.keys():  # mlx-lm, mlx_lm/utils.py
+        raise ValueError(
+            f"{file}: quantization = {reprlib.repr(entry)} is MLX's form of quantized weights, which is not supported;"
+            " use the original folder, or its GGUF file"
+        )
     if not is_valid or entry.get("scheme") not in schemes or entry.get("head") not in (None, *schemes):
         raise ValueError(
             f"{file}: quantization = {reprlib.repr(entry)} is not supported; schemes: {', '.join(schemes)}"

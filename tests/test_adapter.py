@@ -58,6 +58,7 @@ def adapter(base, folder, **options):
         {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
         {"r": 2, "lora_alpha": 4, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
         {"r": 2, "target_modules": ["down_proj"], "layers_to_transform": [1]},
+        {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "mica"},
     ],
 )  # fmt: skip
 def test_merged_weights_are_pefts(base, tmp_path, options):
@@ -134,6 +135,15 @@ def test_other_adapters_are_refused_by_name(base, tmp_path):
     }.items()):  # fmt: skip
         with pytest.raises(ValueError, match=rf"/{number}/adapter_config.json: {key} "):
             load_model(base, adapter=changed(folder, tmp_path / str(number), **{key: value}))
+    for key, value in {
+        "kasa_config": peft.KasaConfig(), "use_bdlora": peft.BdLoraConfig(target_modules_bd_b=["q_proj"], nblocks=2),
+        "monteclora_config": peft.MontecloraConfig(),
+    }.items():  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        options = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"], key: value}
+        peft.get_peft_model(model, peft.LoraConfig(**options)).save_pretrained(tmp_path / key)
+        with pytest.raises(ValueError, match=rf"adapter_config.json: {key} = .* something else than a plain LoRA's"):
+            load_model(base, adapter=tmp_path / key)
     dora, _ = adapter(base, tmp_path / "dora", r=4, target_modules=["q_proj"], use_dora=True)
     with pytest.raises(ValueError, match="use_dora"):
         load_model(base, adapter=dora)

@@ -190,7 +190,8 @@ FOLDERS = {  # name: (the scheme that must hold it, config, what is drawn, a par
                    draw(one_scale, extra=("input_scale",), scalar=(1,)), "kv_cache_scheme is not used"),
     "mxfp4": ("mxfp4", compressed("mxfp4-pack-quantized", **MX), mxfp4, None),
     "mxfp8": ("mxfp8", compressed("mxfp8-quantized", **{**MX, "num_bits": 8}), mxfp8, None),
-    "modelopt fp8": ("fp8-float32", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    "modelopt fp8": ("fp8-float32", {"producer": {"name": "modelopt", "version": "0.31.0"}, "quant_algo": "FP8",
+                                     "ignore": ["lm_head"]},
                      draw(one_scale, extra=("input_scale",)), "stored scales"),
     "nvfp4": ("nvfp4", compressed("nvfp4-pack-quantized", TOKENS | {"dynamic": "local"}, **NV), nvfp4, "stored scales"),
 }  # fmt: skip
@@ -257,17 +258,29 @@ def test_weights_are_the_published_ones(name, written, capsys):
     assert said in err if said else not err
 
 
-@pytest.mark.parametrize("where", ["hf_quant_config.json", "quant_method", "quant_library"])
+PRODUCER = {"name": "modelopt", "version": "0.31.0"}
+MODELOPT_FORMS = {  # what config.json's quantization_config holds, in the versions of ModelOpt and of its users
+    "hf_quant_config.json": None,
+    "quant_method": {"quant_method": "modelopt", **MODELOPT},
+    "quant_library": {"quant_library": "modelopt", **MODELOPT},
+    "producer": {"producer": PRODUCER, **MODELOPT},
+    "nested": {"producer": PRODUCER, "quantization": MODELOPT},
+    "nested beside quant_method": {"quant_method": "modelopt", "quantization": MODELOPT},
+    "nested alone": {"quantization": MODELOPT},
+}
+
+
+@pytest.mark.parametrize("where", MODELOPT_FORMS)
 def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
     """Its factor is a reciprocal here: three roundings of float32, and the same bits in bfloat16. Scales of keys and
     values lie within the projections."""
     caches = [f"model.layers.0.self_attn.{x}_proj.{x}_scale" for x in "kv"]
-    weights = build(tmp_path, {where: "modelopt", **MODELOPT}, modelopt_nvfp4, more=caches)
+    weights = build(tmp_path, MODELOPT_FORMS[where], modelopt_nvfp4, more=caches)
     if where == "hf_quant_config.json":
         hf = config_json(tmp_path)
         del hf["quantization_config"]
         (tmp_path / "config.json").write_text(json.dumps(hf))
-        about = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": MODELOPT}
+        about = {"producer": PRODUCER, "quantization": MODELOPT}
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
     layer = load_model(tmp_path, dtype=BF16).layers[0]
     err = capsys.readouterr().err
@@ -277,6 +290,12 @@ def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
         assert linear.scheme == "nvfp4"
         assert ((linear.dequantized(F32) - want).abs() <= 3 * 2**-24 * want.abs()).all(), ours
     assert quantization.stored_scheme(tmp_path / "config.json") == "modelopt"
+
+
+def test_another_producer_is_not_taken_for_modelopt(tmp_path):
+    build(tmp_path, {"producer": {"name": "another"}, **MODELOPT}, modelopt_nvfp4)
+    with pytest.raises(ValueError, match="quant_method = None is not supported"):
+        load_model(tmp_path)
 
 
 def test_what_else_modelopt_writes_is_refused_with_its_name(tmp_path):
@@ -362,7 +381,7 @@ def test_inputs_cut_inside_a_block_are_refused(written):
         load_model(written("qwen fp8")[0], tp=Ranks(0, 2))
 
 
-Q = "model.layers.0.self_attn.q_proj"
+Q, GATE, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))
 
 
 def put(name, change):
@@ -377,10 +396,14 @@ def with_nan(codes):
 
 BROKEN = {  # folder; what is done to it; what the line must name
     "scales of other blocks": ("qwen fp8", put(f"{Q}.weight_scale_inv", lambda t: t[:1].clone()), "is [1, 2] instead"),
-    "no scale": ("qwen fp8", lambda t: t.pop(f"{Q}.weight_scale_inv"), f"k_proj is quantized and {Q} is not"),
+    "no scale": ("qwen fp8", lambda t: t.pop(f"{Q}.weight_scale_inv"),
+                 f"missing: {Q}.weight_scale_inv, which its weight, stored in F8_E4M3, needs"),
     "a code of NaN": ("qwen fp8", put(f"{Q}.weight", with_nan), f"{Q}: its codes or scales hold NaN"),
     "an endless scale": ("static fp8", put(f"{Q}.weight_scale", lambda t: t * torch.inf), f"{Q}: its codes or scales"),
     "a NaN in mxfp8": ("mxfp8", put(f"{Q}.weight", with_nan), f"{Q}: its codes or scales hold NaN"),
+    "no scale of gate": ("static fp8", lambda t: t.pop(f"{GATE}.weight_scale"), f"missing: {GATE}.weight_scale, which"),
+    "no scale of down": ("static fp8", lambda t: t.pop(f"{DOWN}.weight_scale"), f"missing: {DOWN}.weight_scale, which"),
+    "no table": ("nf4", lambda t: t.pop(f"{GATE}.weight.quant_map"), f"missing: {GATE}.weight.quant_map, which"),
     "E8M0's NaN": ("mxfp4", put(f"{Q}.weight_scale", lambda t: t | 255), f"{Q}.weight_scale holds 255"),
     "nothing for all": ("nvfp4", put(f"{Q}.weight_global_scale", torch.zeros_like), f"{Q}: its codes or scales"),
     "no global scale": ("nvfp4", lambda t: t.pop(f"{Q}.weight_global_scale"), f"missing: {Q}.weight_global_scale"),

@@ -514,6 +514,11 @@ REFUSED = [  # (quantization_config, what the message must name)
     ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
     ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),  # only gpt-oss has it
     ({"bits": 4}, "quant_method = None"),
+    ({"bits": 4, "group_size": 64, "mode": "affine"},
+     "quant_method = None with {'bits': 4, 'group_size': 64, 'mode': 'affine'} is MLX's form"),
+    (gptq_config(dynamic={"+:.*down_proj": {"bits": 8}}), "dynamic: +:.*down_proj: bits = 8 is not supported beside"),
+    (gptq_config(dynamic={"-:.*k_proj": {}, "q_proj": {"group_size": 32}}), "dynamic: q_proj: group_size = 32 is not"),
+    (gptq_config(dynamic=[1]), "dynamic = [1]"),
     (gptq_config(bits=3), "bits = 3"),
     (gptq_config(bits=2), "bits = 2"),
     (gptq_config(bits=True), "bits = True"),
@@ -765,3 +770,18 @@ def test_transformers_refuses_what_only_we_read(how, full, tmp_path):
     assert load_model(folder)
     with pytest.raises(ValueError, match="quant_method"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_an_older_folder_of_mlx_is_named(folder):
+    """mlx-lm before 0.20 wrote `quantization` alone."""
+    (folder / "config.json").write_text(json.dumps({**HF, "quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(ValueError, match="'group_size': 64} is MLX's form of quantized weights"):
+        load_model(folder)
+
+
+def test_modules_that_gptqs_dynamic_leaves_out_stay_plain(tmp_path):
+    kept = ["model.layers.0.self_attn.o_proj"]
+    dynamic = {"-:.*layers\\.0\\..*o_proj.*": {"bits": 8}, "+:.*down_proj.*": {"bits": 4, "desc_act": False}}
+    build(tmp_path, gptq_config(dynamic=dynamic), gptq, float_modules=kept)
+    layer = load_model(tmp_path, dtype=torch.float32).layers[0]
+    assert layer.attention.out.weight.is_floating_point() and layer.ffn.down.scheme == "int4-g128-float32"

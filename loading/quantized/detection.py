@@ -47,10 +47,21 @@ def find_layout(hf: dict) -> Layout | None:
     if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG) or is_mxfp4(hf):
         return None
     prefix, settings = "quantization_config: ", require_object(hf, "", "quantization_config")
+    refuse_mlx(settings)
     method = require(settings, prefix, "quant_method", *METHODS)
     if hf.get("quantization") is not None and method != "compressed-tensors":  # quantize.py writes it too
         raise ValueError("config.json: it has both quantization and quantization_config; remove the wrong one")
     return METHODS[method](settings, prefix)
+
+
+def refuse_mlx(settings: dict) -> None:
+    """ValueError for the settings of an MLX folder, which name no quant_method (mlx-lm, mlx_lm/utils.py)."""
+    if settings.get("quant_method") is None and {"bits", "group_size"} <= settings.keys():
+        numbers = {key: settings[key] for key in ("bits", "group_size", "mode") if key in settings}
+        raise ValueError(
+            f"config.json: quantization_config: quant_method = None with {numbers} is MLX's form of quantized weights,"
+            " which is not supported; use the original folder, or its GGUF file"
+        )
 
 
 def gptq_layout(settings: dict, prefix: str) -> Layout:
@@ -62,7 +73,25 @@ def gptq_layout(settings: dict, prefix: str) -> Layout:
     require(settings, prefix, "rotation", None)
     require(settings, prefix, "adapter", None)
     symmetric, version = settings.get("sym") is True, 2 if format == "gptq_v2" else 1
-    return Gptq(bits, read_group_size(settings, prefix), symmetric=symmetric, version=version)
+    group_size = read_group_size(settings, prefix)
+    check_dynamic(settings, prefix, {"bits": bits, "group_size": group_size})
+    return Gptq(bits, group_size, symmetric=symmetric, version=version)
+
+
+def check_dynamic(settings: dict, prefix: str, common: dict[str, int]) -> None:
+    """ValueError where GPTQModel's `dynamic` stores some modules with other bits or groups than the `common` ones.
+    Its patterns that begin with "-:" leave modules in full precision (GPTQModel, quantization/config.py)."""
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise ValueError(f"config.json: {prefix}dynamic = {dynamic!r:.99} is not supported; it must be an object")
+    for pattern, overrides in dynamic.items():
+        overrides = overrides if isinstance(overrides, dict) and not pattern.startswith("-:") else {}
+        for key, value in common.items():
+            if overrides.get(key, value) != value:
+                raise ValueError(
+                    f"config.json: {prefix}dynamic: {pattern}: {key} = {overrides[key]!r} is not supported beside"
+                    f" {key} = {value} of the other modules; all quantized modules must have the same"
+                )
 
 
 def awq_layout(settings: dict, prefix: str) -> Layout:

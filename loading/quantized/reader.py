@@ -18,9 +18,10 @@ from torch import Tensor
 
 import loading.quantized.floats as floats
 from loading.quantized.detection import QUICKDRAFT_CONFIG, find_layout  # noqa: F401 (for loading/checkpoint.py)
-from loading.quantized.layouts import Gptq, Layout, Matrix
+from loading.quantized.layouts import FLOATS, Gptq, Layout, Matrix
 from weights.formats import Fp8, Int8
 
+PLAIN_TYPES = (*FLOATS, "F64")  # stored types of matrices in full precision
 # Scales of activations, keys and values, which are not quantized here (detection.py's notes).
 UNUSED = (
     ".input_scale", ".activation_scale", ".output_scale", ".input_global_scale", ".input_zero_point",
@@ -42,6 +43,7 @@ def find_matrices(layout: Layout, readers: dict, shapes: dict[str, dict[str, tup
     matrices, unquantized = {}, []
     if isinstance(layout, floats.Fp8) and not any(name.endswith(f".{layout.key}") for name in readers):
         layout = replace(layout, scale_key="weight_scale")  # AutoFP8's name
+    check_keys(layout, readers, [name for sources in shapes.values() for name in sources])
     for ours, sources in shapes.items():
         names = [name for name in sources if f"{name}.{layout.key}" in readers]
         if names and len(names) < len(sources) and not layout.stacks_with_plain:
@@ -52,6 +54,17 @@ def find_matrices(layout: Layout, readers: dict, shapes: dict[str, dict[str, tup
     if not matrices:
         raise ValueError(f"config.json says that it is quantized, but none of its tensors is called *.{layout.key}")
     return QuantizedMatrices(layout, matrices, () if layout.stacks_with_plain else tuple(unquantized))
+
+
+def check_keys(layout: Layout, readers: dict, names: list[str]) -> None:
+    """ValueError for a matrix that is stored in codes, but whose marking tensor is missing."""
+    for name in names:
+        weight = f"{name}.weight"
+        if weight not in readers or f"{name}.{layout.key}" in readers:
+            continue
+        stored_type = readers[weight][1].get_slice(weight).get_dtype()
+        if stored_type not in PLAIN_TYPES:
+            raise ValueError(f"missing: {name}.{layout.key}, which its weight, stored in {stored_type}, needs")
 
 
 def expected_tensors(quantized: QuantizedMatrices, plain: dict[str, tuple], readers: dict) -> dict[str, tuple]:
