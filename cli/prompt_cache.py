@@ -27,7 +27,7 @@ from loading.checkpoint import fingerprints, read_config
 from loading.files import open_shards, shards, write_atomically
 from loading.plain_files import plain_file
 
-FORMAT = "a prompt cache of quickdraft, 1"
+FORMAT = "a prompt cache of quickdraft, 2"  # 1 had rotated keys in fp8 too
 SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that change keys and values
 
 

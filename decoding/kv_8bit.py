@@ -5,8 +5,11 @@
     attend_codes            attention over an Int8Cache on a CPU, without dequantizing
     KINDS                   caches by the names of --kv_cache_dtype
 
-Keys and queries are first rotated by a Hadamard matrix, which spreads a channel of large keys over all and leaves q k^T
-unchanged (QuaRot, arXiv:2404.00456). This file does not know layers, steps, ranks or flags.
+For integers, keys and queries are first rotated by a Hadamard matrix, which spreads a channel of large keys over all
+and leaves q k^T unchanged (QuaRot, arXiv:2404.00456): all channels share one step, which the largest decides. Floats
+have their own exponents, so that a large channel costs the others nothing, and a rotation would only spread its
+rounding over them.
+This file does not know layers, steps, ranks or flags.
 """
 
 import functools
@@ -124,7 +127,6 @@ class CodedCache(KVCache):
     """A KVCache of 8-bit codes: keys (B, G, S, E), values (B, G, E, S), and a scale per head and position (B, G, S)."""
 
     code_dtype: torch.dtype
-    shared = ("rotation",)  # buffers that all rows share
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         nn.Module.__init__(self)
@@ -132,16 +134,14 @@ class CodedCache(KVCache):
         for name, shape in shapes.items():
             part_dtype = torch.float32 if name.endswith("scale") else torch.int8
             self.register_buffer(name, torch.zeros(shape, dtype=part_dtype, device=device), persistent=False)
-        self.register_buffer("rotation", hadamard(E, device), persistent=False)
 
     @staticmethod
     def position_bytes(G: int, E: int, dtype: torch.dtype) -> int:
         return 2 * G * (E + torch.float32.itemsize)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x (B, heads, T, E) -> the same shape, rotated, float32."""
-        norm = math.sqrt(x.size(-1) & -x.size(-1))  # of a block's columns
-        return (x.to(self.rotation.dtype) @ self.rotation).float() / norm
+        """Keys (B, heads, T, E) as they are coded, float32: here unchanged."""
+        return x.float()
 
     def update(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         codes, scale = to_codes(torch.stack((self.rotate(k), v.float())), self.code_dtype)  # (2, B, G, T, E or 1)
@@ -155,9 +155,6 @@ class CodedCache(KVCache):
         self.k_scale[row, :, pos] = k_scale.transpose(1, 2)  # (B, G, T) -> (B, T, G)
         self.v_scale[row, :, pos] = v_scale.transpose(1, 2)
 
-    def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
-        return super().attend(self.rotate(q).to(q.dtype), visible, sinks)
-
     def codes_at(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(k (B, G, S, E), k_scale (B, G, S), v (B, G, E, S), v_scale (B, G, S)) of the first B rows."""
         if visible.index is None:
@@ -169,7 +166,7 @@ class CodedCache(KVCache):
         return k, k_scale, v, v_scale
 
     def read(self, B: int, visible: AttentionMask) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values (B, G, S, E), in the mask's dtype."""
+        """Keys as they are coded, and values, both (B, G, S, E) in the mask's dtype."""
         k, k_scale, v, v_scale = self.codes_at(B, visible)
         k = k.view(self.code_dtype).float() * k_scale[..., None]
         v = v.transpose(2, 3).contiguous().view(self.code_dtype).float() * v_scale[..., None]  # kernels read rows
@@ -181,10 +178,14 @@ class CodedCache(KVCache):
 
 
 class Int8Cache(CodedCache):
+    """Codes of rotated keys, which rotated queries attend to."""
+
     code_dtype = torch.int8
+    shared = ("rotation",)  # buffers that all rows share
 
     def __init__(self, B: int, G: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
         super().__init__(B, G, S, E, dtype, device)
+        self.register_buffer("rotation", hadamard(E, device), persistent=False)
         self.uses_integers = uses_integer_scores(E, dtype, device)
 
     @classmethod
@@ -192,13 +193,19 @@ class Int8Cache(CodedCache):
         uses_integers = not sinks and uses_integer_scores(E, like.dtype, like.device)
         return quantize_and_attend if uses_integers else super().kernel(sinks, E, like)
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """x (B, heads, T, E) -> the same shape, rotated, float32."""
+        norm = math.sqrt(x.size(-1) & -x.size(-1))  # of a block's columns
+        return (x.to(self.rotation.dtype) @ self.rotation).float() / norm
+
     def attend(self, q: Tensor, visible: AttentionMask, sinks: Tensor | None = None) -> Tensor:
         """Attend to the codes if `uses_integers`. The number of queries must not enter the choice: a position's result
         may not depend on other positions in its pass."""
+        q = self.rotate(q).to(q.dtype)
         if sinks is not None or not self.uses_integers:
             return super().attend(q, visible, sinks)
         run = torch.ops.quickdraft.attend_codes if torch.compiler.is_compiling() else attend_codes
-        return run(self.rotate(q).to(q.dtype), *self.codes_at(q.size(0), visible), visible.mask)
+        return run(q, *self.codes_at(q.size(0), visible), visible.mask)
 
 
 class Fp8Cache(CodedCache):

@@ -190,8 +190,7 @@ FOLDERS = {  # name: (the scheme that must hold it, config, what is drawn, a par
                    draw(one_scale, extra=("input_scale",), scalar=(1,)), "kv_cache_scheme is not used"),
     "mxfp4": ("mxfp4", compressed("mxfp4-pack-quantized", **MX), mxfp4, None),
     "mxfp8": ("mxfp8", compressed("mxfp8-quantized", **{**MX, "num_bits": 8}), mxfp8, None),
-    "modelopt fp8": ("fp8-float32", {"producer": {"name": "modelopt", "version": "0.31.0"}, "quant_algo": "FP8",
-                                     "ignore": ["lm_head"]},
+    "modelopt fp8": ("fp8-float32", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
                      draw(one_scale, extra=("input_scale",)), "stored scales"),
     "nvfp4": ("nvfp4", compressed("nvfp4-pack-quantized", TOKENS | {"dynamic": "local"}, **NV), nvfp4, "stored scales"),
 }  # fmt: skip
@@ -290,6 +289,19 @@ def test_modelopts_nvfp4_is_read(where, tmp_path, capsys):
         assert linear.scheme == "nvfp4"
         assert ((linear.dequantized(F32) - want).abs() <= 3 * 2**-24 * want.abs()).all(), ours
     assert quantization.stored_scheme(tmp_path / "config.json") == "modelopt"
+
+
+@pytest.mark.parametrize("where", ["flat", "nested"])
+def test_modelopts_fp8_of_version_0_31_is_read(where, written, copied):
+    folder, settings = copied("modelopt fp8"), {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    settings = settings if where == "flat" else {"quantization": {**settings, "exclude_modules": ["lm_head"]}}
+    hf = {**config_json(folder), "quantization_config": {"producer": PRODUCER, **settings}}
+    (folder / "config.json").write_text(json.dumps(hf))
+    layer = load_model(folder, dtype=BF16).layers[0]
+    for ours in FUSED:
+        linear = layer.get_submodule(ours)
+        assert linear.scheme == "fp8-float32"
+        assert torch.equal(linear.dequantized(F32), published(written("modelopt fp8")[1], ours)), ours
 
 
 def test_another_producer_is_not_taken_for_modelopt(tmp_path):
