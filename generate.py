@@ -407,8 +407,10 @@ class Engine:
                 draft_s += launch.draft_s
                 record = StepRecord(step.k, seconds, draft_s, verify_s, positions, self.costs)
             if step.k:
-                num_drafted = sum(step.accepted[row] >= 0 for row, _ in running)
-                self.draft_length.drafted(num_drafted, max(1, len(running)))
+                drafted_rows = [row for row, _ in running if step.accepted[row] >= 0]
+                self.draft_length.drafted(len(drafted_rows), max(1, len(running)))
+                for row in drafted_rows:
+                    self.drafter.observe(step.overlap[row][0])
             for row, request in running:
                 request.record(record, now)
                 events += [(request.id, id) for id in request.receive(step, row, self.draft_length)]

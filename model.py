@@ -366,7 +366,7 @@ class Caches(NamedTuple):
     layers: tuple[KVCache, ...]
     key_pos: Tensor  # (S,) 0, 1, 2, …
     row_multiple: int = 1  # query rows are padded to a multiple of this
-    aux_hidden_states: dict[int, nn.Module] | None = None  # layer -> recorder of its input, by `update(x, pos)`
+    aux_hidden_states: dict[int, nn.Module] | None = None  # layer, or their number -> recorder of what enters it
     max_positions: Tensor | None = None  # (B or more,) each row's final position; longrope needs it
 
     def slice_to(self, length: int) -> "Caches":
@@ -584,6 +584,8 @@ class Transformer(nn.Module):
             if i in recorders:
                 recorders[i].update(x, pos)
             x = layer(x, pos, rope_by_type[self.rope_types[i]], visible[self.windows[i]], cache)
+        if len(self.layers) in recorders:
+            recorders[len(self.layers)].update(x, pos)
         return self.norm(x)
 
     def head(self, h: Tensor) -> Tensor:

@@ -182,6 +182,9 @@ class Drafter(nn.Module):
     def advance(self, n_accepted: Tensor) -> None:
         """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
 
+    def observe(self, overlap: float) -> None:
+        """Called on the host for each drafted row of a round, with the sum of min(p, q) at its first drafted token."""
+
     def passes(self, k: int) -> int:
         """The number of passes of the drafter's model that draft k tokens."""
         return k

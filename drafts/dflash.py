@@ -10,6 +10,7 @@ applies unchanged. This file does not know sampling or training.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafts.hidden_states import record_hidden_states
+from drafts.hidden_states import AcceptanceWatch, record_hidden_states
 from loading.checkpoint import DTYPES, allocate
 from loading.config import Section, config_from_hf
 from loading.files import check_headers, open_shards, read_json, shards, tensor_reader
@@ -36,6 +37,7 @@ class DFlash(NamedTuple):
     block_size: int  # tokens of a block, the last decided one included
     mask: int  # the id of the mask token
     target_layer_ids: tuple[int, ...]  # the target's layers whose outputs go into `fc`
+    is_assumed: bool = False  # does config.json leave them open?
 
 
 class DFlashModel(Transformer):
@@ -87,17 +89,23 @@ class DFlashDraft(ModelDraft):
     """A ModelDraft that runs once a round: it writes the context of the tokens that the last round decided, then draws
     from a block. The block has its trained width for any K; its first K masks draw tokens."""
 
+    untraced = (*ModelDraft.untraced, "acceptance_watch")
+
     def __init__(self, model: DFlashModel):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size
         self.max_draft_tokens = self.num_scratch - 1
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
+        self.acceptance_watch = AcceptanceWatch(layers_read(self.model.dflash))
         streams = record_hidden_states([i + 1 for i in self.model.dflash.target_layer_ids], state, target)
         self.model.embed, self.model.lm_head = target.model.embed, target.model.lm_head
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches = self.runner.caches._replace(aux_hidden_states=streams)
         self.num_input_tokens = k_max + 2  # k_max + 1 as context, and the last one in the block
+
+    def observe(self, overlap: float) -> None:
+        self.acceptance_watch.observe(overlap)
 
     def passes(self, k: int) -> int:
         return min(k, 1)
@@ -128,12 +136,21 @@ class DFlashDraft(ModelDraft):
         self.model.hidden(pos, pos, caches)
 
 
+def layers_read(dflash: DFlash) -> str:
+    layer_ids = list(dflash.target_layer_ids)
+    key = "dflash_config.target_layer_ids"
+    return f"The draft reads the outputs of the target's layers {layer_ids}; {key} in its config.json would set others"
+
+
 @torch.no_grad()
 def load_dflash(folder: Path, target: Transformer) -> DFlashModel:
     """A DFlash folder for this target, on its device, in its dtype, not packed. ValueError names file and key, or the
     tensor, that does not fit."""
     with error_prefix(folder / "config.json"):
         dflash, config = dflash_of(read_json(folder / "config.json"), target.config)
+    if dflash.is_assumed:
+        # z-lab/dflash#156: this guess would be wrong for 14 of 20 published drafts, all of which have the key.
+        print(f"{folder}: its config.json names no layers. {layers_read(dflash)}", file=sys.stderr)
     readers = open_shards(shards(folder))
     with torch.device("meta"):
         model = DFlashModel(config, dflash).to(target.norm.weight.dtype)
@@ -200,10 +217,11 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     if type(mask) is not int or not 0 <= mask < target.vocab_size:
         raise options.refused("mask_token_id", f"must be a token's id below vocab_size = {target.vocab_size}")
     ids, highest = options.get("target_layer_ids"), target.n_layers - 2
-    ids = default_layer_ids(target.n_layers, hf.size("num_hidden_layers")) if ids is None else ids
+    is_assumed = ids is None
+    ids = default_layer_ids(target.n_layers, hf.size("num_hidden_layers")) if is_assumed else ids
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= highest for i in ids):
         raise options.refused("target_layer_ids", f"must be layers of the target, 0 to {highest}")
-    return DFlash(block_size, mask, tuple(ids)), config
+    return DFlash(block_size, mask, tuple(ids), is_assumed), config
 
 
 def default_layer_ids(n_target: int, n_draft: int) -> list[int]:

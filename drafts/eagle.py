@@ -12,6 +12,7 @@ does not know sampling or training.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafts.hidden_states import record_hidden_states
+from drafts.hidden_states import AcceptanceWatch, record_hidden_states
 from drafts.vocabulary import spread
 from loading.checkpoint import DTYPES, allocate, pieces
 from loading.config import Section, config_from_hf
@@ -29,16 +30,25 @@ from model import Caches, Config, Linear, RMSNorm, Transformer
 from speculative import ModelDraft
 from weights.walker import quantized_copy
 
+# A key of our own, because those of others count inputs in one file and outputs in the next.
+STATES_KEY = "target_hidden_states"
+OTHER_STATES = f'if it was trained on others, name them in its config.json as "{STATES_KEY}": [...], where 0 is the'
+OTHER_STATES += " embedding and i the output of the i-th layer"
+
 
 class Eagle(NamedTuple):
     layer: dict  # config.json of a Llama with one layer
     vocab_size: int  # of the draft's head
-    aux_layer_ids: tuple[int, ...]  # the target's layers whose inputs go into `fc`
+    aux_layer_ids: tuple[int, ...]  # the target's layers whose inputs go into `fc`; their number is the last output
     target_dim: int
     norm_before_residual: bool  # the residual stream begins with the normed state
     norm_before_fc: bool  # one norm over all inputs of `fc`
     fc_norm: bool  # a norm for every layer's input of `fc`
     norm_output: bool  # a drafted token's state is normed, as the head's input is
+    assumption: str = ""  # how config.json was read where it leaves `aux_layer_ids` open
+
+
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class EagleModel(Transformer):
@@ -95,14 +105,21 @@ class EagleDraft(ModelDraft):
     """A ModelDraft whose first pass takes as many decided tokens as a round can decide, paired with the target's
     states. A later pass takes one drafted token, paired with the draft's state from the pass before."""
 
+    untraced = (*ModelDraft.untraced, "acceptance_watch")
+
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         like = target.model.norm.weight
+        states = f"The draft reads hidden states {list(self.model.eagle.aux_layer_ids)} of the target; {OTHER_STATES}"
+        self.acceptance_watch = AcceptanceWatch(states)
         streams = record_hidden_states(self.model.eagle.aux_layer_ids, state, target)
         self.model.embed = self.model.embed or target.model.embed
         super().setup(state, k_max, target, maybe_compile)
         self.runner.caches, self.num_input_tokens = self.runner.caches._replace(aux_hidden_states=streams), k_max + 1
         last_state = torch.zeros(state.pos.size(0), 1, self.model.config.dim, dtype=like.dtype, device=like.device)
         self.register_buffer("last_state", last_state, persistent=False)  # (B, 1, D) of the last input token
+
+    def observe(self, overlap: float) -> None:
+        self.acceptance_watch.observe(overlap)
 
     def hidden(self, caches: Caches, state: nn.Module, last: Tensor, T: int) -> Tensor:
         """Normed states (B, T, D) at the T positions up to `last` (B,). T = 1 is a drafted token."""
@@ -119,6 +136,8 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     tensor, that does not fit."""
     config, like = target.config, target.norm.weight
     eagle, layer = read_eagle(folder, read_json(folder / "config.json"), config)
+    if eagle.assumption:
+        print(f"{folder}: {eagle.assumption}; {OTHER_STATES}", file=sys.stderr)
     readers = open_shards(shards(folder))
     has_embed, num_ids, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
     if not has_embed and layer.dim != config.dim:
@@ -170,12 +189,12 @@ def load(folder: Path, target: Transformer, tokenizer, *, quantize: str | None, 
 def read_eagle(folder: Path, hf: dict, config: Config) -> tuple[Eagle, Config]:
     """The draft's settings and Config, for a target of this Config. ValueError names the file."""
     with error_prefix(folder / "config.json"):
-        eagle = eagle_of(hf, config.n_layers, config.dim)
+        eagle = eagle_of(hf, config)
         return eagle, config_from_hf(eagle.layer)
 
 
-def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
-    """The draft's settings, for a target of n_layers layers and dim. ValueError names the unsupported key and value."""
+def eagle_of(hf: dict, target: Config) -> Eagle:
+    """The draft's settings, for a target of this Config. ValueError names the unsupported key and value."""
     hf = Section(hf)
     for key in ("transformer_layer_config", "eagle_config"):
         if not isinstance(hf.get(key) or {}, dict):
@@ -187,27 +206,51 @@ def eagle_of(hf: dict, n_layers: int, dim: int) -> Eagle:
         raise layer.refused("num_hidden_layers", "is not supported; an EAGLE-3 draft of 1 layer is")
     if layer.setdefault("model_type", "llama") != "llama":
         raise layer.refused("model_type", "is not supported as an EAGLE-3 draft; supported: 'llama'")
-    target_dim = hf.size("target_hidden_size", dim)
-    if target_dim != dim:
-        raise hf.refused("target_hidden_size", f"is of another target: this one has hidden_size = {dim}")
+    target_dim = hf.size("target_hidden_size", target.dim)
+    if target_dim != target.dim:
+        raise hf.refused("target_hidden_size", f"is of another target: this one has hidden_size = {target.dim}")
     nested = hf.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise ValueError("config.json: eagle_config.use_aux_hidden_state = False is not supported; only true is")
-    return Eagle(
-        dict(layer), hf.size("draft_vocab_size", layer.size("vocab_size")), aux_layer_ids_of(hf, nested, n_layers),
-        target_dim,
-        *(hf.flag(key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")),
-    )  # fmt: skip
+    aux_layer_ids, assumption = aux_layer_ids_of(hf, nested, target)
+    draft_vocab_size = hf.size("draft_vocab_size", layer.size("vocab_size"))
+    # ModelOpt writes the switches into eagle_config.
+    switches = {key: switch_of(hf, nested, key) for key in SWITCHES}
+    return Eagle(dict(layer), draft_vocab_size, aux_layer_ids, target_dim, **switches, assumption=assumption)
 
 
-def aux_layer_ids_of(hf: Section, nested: dict, n_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the draft reads: those in the file, by default 2, L // 2 and L - 3.
+def switch_of(hf: Section, nested: dict, key: str) -> bool:
+    """A switch of config.json, or of its eagle_config."""
+    section = hf if hf.get(key) is not None else Section(nested)
+    return section.flag(key)
 
-    Some files name the layer before, whose output is this input, and no key tells. Ids that are one less than the
-    defaults mean the defaults.
+
+def aux_layer_ids_of(hf: Section, nested: dict, target: Config) -> tuple[tuple[int, ...], str]:
+    """The layers whose inputs the draft reads, and the assumption that this rests on, or "".
+
+    Without a key they are 2, L // 2 and L - 3. Ids that begin with 1 are outputs, except those for gpt-oss, and others
+    are inputs (SGLang, pull requests 25454 and 32334, which measured the acceptance of published heads). vLLM reads
+    inputs alone.
     """
-    default, key = (2, n_layers // 2, n_layers - 3), "eagle_aux_hidden_state_layer_ids"
-    layer_ids = hf.get(key) or nested.get(key) or default
-    if not isinstance(layer_ids, list | tuple) or not all(type(i) is int and 0 <= i < n_layers for i in layer_ids):
-        raise ValueError(f"config.json: {key} = {layer_ids!r} must be layers of the target, 0 to {n_layers - 1}")
-    return default if tuple(layer_ids) == tuple(i - 1 for i in default) else tuple(layer_ids)
+    key = STATES_KEY
+    layer_ids = hf.get(key)
+    if layer_ids is None:
+        names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+        places = [(name, section[name]) for section in (hf, nested) for name in names if section.get(name)]
+        key, layer_ids = places[0] if places else (names[0], None)
+    L = target.n_layers
+    is_guess = layer_ids is None
+    layer_ids = [2, L // 2, L - 3] if is_guess else layer_ids
+    is_valid = isinstance(layer_ids, list) and len(layer_ids) > 0
+    if not is_valid or not all(type(i) is int and 0 <= i <= L for i in layer_ids):
+        raise ValueError(f"config.json: {key} = {layer_ids!r} must be hidden states of the target, 0 to {L}")
+    if is_guess:
+        message = "its config.json names no layers of the target, so the draft reads hidden states"
+        return tuple(layer_ids), f"{message} {layer_ids}"
+    if key == STATES_KEY or layer_ids[0] != 1 or target.family == "gpt_oss":
+        return tuple(layer_ids), ""
+    outputs = [i + 1 for i in layer_ids]
+    if max(outputs) > L:
+        reason = f"begins with 1, which counts outputs of layers 0 to {L - 1}"
+        raise ValueError(f"config.json: {key} = {layer_ids!r} {reason}")
+    return tuple(outputs), f"{key} = {layer_ids} begins with 1 and is read as outputs, hidden states {outputs}"

@@ -196,7 +196,8 @@ class Eagle3(Kind):
         super().__init__(hf | eagle_keys, target, depth)
         self.num_positions = depth
         self.ids = torch.arange(vocab or target.vocab_size)  # the target's ids of the head's rows
-        self.eagle = eagle_of(dict(self.hf), target.n_layers, target.dim)
+        self.eagle = eagle_of(dict(self.hf), target)
+        self.hf["target_hidden_states"] = list(self.eagle.aux_layer_ids)
         self.aux_layer_ids = self.eagle.aux_layer_ids
 
     def new_model(self) -> EagleModel:

@@ -146,7 +146,8 @@ def named(w: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:
 
 
 def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], entering: list | None = None) -> torch.Tensor:
-    """Logits (n, V) in float64 for one sequence. What enters each layer (n, D) is put on the list `entering`."""
+    """Logits (n, V) in float64 for one sequence. What enters each layer, and what leaves the last one, both (n, D), is
+    put on the list `entering`."""
     w = named({name: tensor.double() for name, tensor in weights.items()}, hf)
     granite, rope = hf["model_type"] == "granite", hf.get("rope_parameters") or {}
     residual = hf["residual_multiplier"] if granite else 1
@@ -200,6 +201,7 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
         if y is None:
             y = linear(swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")), f"{p}mlp.down_proj")
         x = x + (norm(y, w[p + "post_feedforward_layernorm.weight"], eps) if after else y * residual)
+    entering is None or entering.append(x)
     x = norm(x, w["model.norm.weight"], eps)
     head = w["model.embed_tokens.weight"] if hf.get("tie_word_embeddings") else w["lm_head.weight"]
     return x @ head.T / (hf["logits_scaling"] if granite else 1)

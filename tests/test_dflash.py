@@ -12,7 +12,16 @@ import torch
 from conftest import config_json
 from reference import angles, logits, norm, rotate, swiglu
 from safetensors.torch import load_file
-from test_drafts import PROMPTS, D, V, distance, recorded, tiny_dflash, written
+from test_drafts import (
+    PROMPTS,
+    D,
+    V,
+    assert_guess_is_said_once_and_chance_too,
+    distance,
+    recorded,
+    tiny_dflash,
+    written,
+)
 from test_speculative import rows_of, tiny
 
 from cli.flags import parse_args
@@ -259,6 +268,13 @@ def test_layer_ids_without_a_list(target):
 
 
 OPTIONS = PUBLISHED["dflash_config"]
+
+
+def test_a_guess_is_said_once_and_acceptance_near_chance_too(target, tmp_path, capsys):
+    options = {key: x for key, x in OPTIONS.items() if key != "target_layer_ids"}
+    folder = written(tmp_path / "draft", PUBLISHED | {"dflash_config": options}, dflash_tensors(2, 2))
+    states, key = "layers [1, 0]", "dflash_config.target_layer_ids"
+    assert_guess_is_said_once_and_chance_too(folder, target, capsys, states, key)
 
 
 @pytest.mark.parametrize(

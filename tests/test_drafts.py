@@ -4,6 +4,7 @@ A float64 twin of each draft, written from the published schemas alone, must giv
 drawn from, in rounds of any length with any number accepted. Wrong folders, and caches that keep masks, must not.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -26,6 +27,7 @@ from cli.main import run as run_args
 from decoding.sampling import Sampling
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
+from drafts.hidden_states import AcceptanceWatch
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.vocabulary import ids_by_string, translate
@@ -78,7 +80,7 @@ SPECULATORS = {
 }  # fmt: skip
 SWITCHES = {
     "norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
-    "eagle_aux_hidden_state_layer_ids": [1, 2],
+    "target_hidden_states": [1, 3],  # the last one leaves the last layer
 }  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def target(target_folder):
 @pytest.mark.parametrize("kind", ["safeai", "speculators", "switches"])
 def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
     folder = eagle_folder(kind, tmp_path / kind)
-    twin = EagleTwin(folder, target_folder, (1, 2) if kind == "switches" else USUAL)
+    twin = EagleTwin(folder, target_folder, (1, 3) if kind == "switches" else USUAL)
     drafter = recorded(EagleDraft)(load_eagle(folder, target))
     worst, accepted = distance(target, drafter, twin, folder, plain)
     assert worst < 1e-4 and len(accepted) > 2
@@ -525,7 +527,10 @@ def test_another_kind_of_folder_is_a_file_and_a_row(target, tmp_path, monkeypatc
     "change, named",
     [
         ({"target_hidden_size": 32}, "target_hidden_size = 32"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "0 to 2"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "0 to 3"),
+        ({"target_hidden_states": [0, 1, 4]}, "target_hidden_states = .* 0 to 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "begins with 1, which counts outputs of layers 0 to 2"),
+        ({"eagle_config": {"norm_output": "no"}}, "norm_output = 'no'"),
         ({"eagle_aux_hidden_state_layer_ids": "all"}, "eagle_aux_hidden_state_layer_ids = 'all'"),
         ({"norm_before_residual": "yes"}, "norm_before_residual = 'yes'"),
         ({"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),
@@ -556,13 +561,60 @@ def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path):
         load_eagle(written(tmp_path / "narrow", narrow, tensors), target)
 
 
-def test_layer_ids_are_computed_where_files_disagree():
-    """32 layers: 2, 16, 29 by what enters them; 1, 15, 28 are the same by what leaves them."""
-    for said, want in ((None, (2, 16, 29)), ([1, 15, 28], (2, 16, 29)), ([2, 16, 29], (2, 16, 29)), ([3, 9], (3, 9))):
-        hf = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": said}
-        assert eagle_of(hf, 32, D).aux_layer_ids == want
-    nested = {**SAFEAI, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}}
-    assert eagle_of(nested, 32, D).aux_layer_ids == (4, 5, 6)
+LAYER_IDS = [  # family and layers of the target; keys of config.json; the hidden states that are read; is that a guess?
+    ("llama", 32, {}, (2, 16, 29), True),
+    ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, (2, 16, 29), True),  # outputs, as in SGLang
+    ("llama", 94, {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}, (2, 47, 91), True),
+    ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, (2, 16, 29), False),
+    ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [3, 9]}, (3, 9), False),
+    ("llama", 32, {"aux_hidden_state_layer_ids": [3, 9, 32]}, (3, 9, 32), False),
+    ("llama", 32, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}}, (4, 5, 6), False),
+    ("llama", 32, {"target_hidden_states": [1, 15, 28]}, (1, 15, 28), False),
+    ("llama", 32, {"target_hidden_states": [3], "eagle_aux_hidden_state_layer_ids": [1]}, (3,), False),
+    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [24, 30, 36]}, (24, 30, 36), False),  # gpt-oss-120b-Eagle3-v3
+    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), False),  # its long-context one
+]
+
+
+@pytest.mark.parametrize("family, num_layers, keys, states, is_guess", LAYER_IDS)
+def test_layers_of_the_target_are_those_of_other_programs(family, num_layers, keys, states, is_guess, target):
+    config = dataclasses.replace(target.config, family=family, n_layers=num_layers)
+    eagle = eagle_of({**SAFEAI, **keys}, config)
+    assert eagle.aux_layer_ids == states and bool(eagle.assumption) == is_guess
+    assert not is_guess or str(list(states)) in eagle.assumption
+
+
+def test_modelopts_switches_may_stand_in_eagle_config(target):
+    nested = {"norm_before_fc": True, "norm_before_residual": True}
+    eagle = eagle_of({**SAFEAI, "eagle_config": nested, "norm_before_residual": False}, target.config)
+    assert eagle.norm_before_fc and not eagle.norm_before_residual and not eagle.norm_output
+
+
+def assert_guess_is_said_once_and_chance_too(folder, target, capsys, states: str, key: str) -> None:
+    """Of a random draft, whose config.json names no layers."""
+    check_draft(folder, target.config)
+    assert not capsys.readouterr().err
+    drafter = load_drafter(folder, target, None, pack=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(folder)) and states in line and key in line
+    engine = Engine(target, 1, 150, drafter=drafter, speculate_k=2)
+    rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=130)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the first drafted token of 48 rounds" in line and "near chance" in line
+    assert states in line and key in line
+
+
+def test_a_guess_is_said_once_and_acceptance_near_chance_too(target, tmp_path, capsys):
+    folder = eagle_folder("safeai", tmp_path / "eagle")
+    states, key = "hidden states [2, 1, 0]", "target_hidden_states"
+    assert_guess_is_said_once_and_chance_too(folder, target, capsys, states, key)
+
+
+def test_a_good_draft_is_not_warned_of(capsys):
+    watch = AcceptanceWatch("")
+    for overlap in [1.0, 0.0, 0.0, 0.0] * 50:
+        watch.observe(overlap)
+    assert not capsys.readouterr().err
 
 
 def test_strings_pair_once():
