@@ -2,22 +2,20 @@
 
     gptq            int4 codes that keep the products with calibration inputs
     search_range    int4 ranges with the least squared error
-    main            python quantize.py: a folder or GGUF file in, a quantized folder out
+    run             a folder or GGUF file in, a quantized folder out
 
 Programs also import from here: quantize_tensor, dequantize_tensor, Format and FORMATS (weights/formats.py), and
-quantize_model and quantized_copy (weights/walker.py).
+quantize_model and quantized_copy (weights/walker.py). Run as a program, this file hands over to cli/quantize.py.
 """
 
 if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C and flags from the first moment on
-    from cli.start import answer_flags
-    from quantize_flags import parse_args
+    from cli.quantize import main
 
-    answer_flags(parse_args)
+    raise SystemExit(main())
 
 import argparse
 import functools
 import math
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,13 +26,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import loading.checkpoint as checkpoint
-from launcher import launched
 from loading.files import complete_folder
 from loading.plain_files import is_gguf
 from loading.quantization import stored_scheme
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Block, Config, Transformer, scaled
-from quantize_flags import parse_args
 from weights import formats
 from weights.formats import FORMATS, SCHEMES, Format, Int4, dequantize_tensor, format_of, quantize_tensor  # noqa: F401
 from weights.linears import QuantizedLinear
@@ -269,24 +265,3 @@ def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Ten
     rope = model.rope.by_type(pos)[model.rope_types[number]]
     visible = model.visible_by_window(pos, None, states[0].dtype)[model.windows[number]]
     return [model.layers[number](x, pos, rope, visible, None) for x in states]
-
-
-def main(argv: list[str] | None = None) -> None:
-    try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if launched():
-            raise ValueError("this program is one process: start it without torchrun")
-        run(parse_args(argv))
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    from cli.errors import ending_plainly
-
-    with ending_plainly():
-        main()

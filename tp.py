@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from launcher import launched
+from decoding.launcher import launched
 
 # ------------------------------------------------------------------------------------------------ plan
 

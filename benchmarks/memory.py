@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-import quantize
+import cli.quantize as quantize_command
 import tp
 from benchmarks.pipes import ROOT
 from benchmarks.record import ratios, row, write_json
@@ -90,7 +90,7 @@ def measure_load(args) -> list[dict]:
         original, quantized = f"{folder}/original", f"{folder}/quantized"
         save_model(random_model(config_from_hf(TINYLLAMA)), original, TINYLLAMA)
         with silent(True):
-            quantize.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
+            quantize_command.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
         for name, call in (
             ("load", f"load_once({original!r})"),
             ("load.int8", f"load_once({original!r}, quantize='int8')"),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cli.exits import close_stdout, fail, print_error  # noqa: F401
-from launcher import check_single_process, launched
+from decoding.launcher import check_single_process, launched
 from tp import leave, lost_contact
 
 OLDEST_TORCH = [2, 11]

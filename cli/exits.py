@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from launcher import launched
+from decoding.launcher import launched
 
 OTHERS_WAIT_S = 3.0  # until a rank prints an error, which local rank 0 may print first
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cli.exits import fail
 from cli.version import Version
+from decoding.launcher import launched
 from decoding.settings import (
     DEFAULT_K,
     DEFAULT_NEW_TOKENS,
@@ -23,7 +24,6 @@ from decoding.settings import (
     is_random,
     random_seed,
 )
-from launcher import launched
 from loading.hub import PATH_HELP, checkpoint_path
 from weights.schemes import HEAD_CHOICES, HEAD_HELP, SCHEMES, check_scheme, head_scheme
 

@@ -19,9 +19,9 @@ from cli.answers import Answer
 from cli.output import POLL_S, Output, print_skipped, unanswered
 from cli.prompts import Request, encoded, parsed_lines
 from cli.session import Session
+from decoding.launcher import launched
 from decoding.scheduler import common_prefix
 from decoding.validation import check_lengths
-from launcher import launched
 
 
 def is_open_pipe(args: argparse.Namespace) -> bool:

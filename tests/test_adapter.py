@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-import quantize as quantize_program
+import cli.quantize as quantize_command
 from cli.flags import check_options, parse_args
 from cli.load import load_target
 from loading.checkpoint import load_model
@@ -92,7 +92,7 @@ def test_an_adapter_is_merged_before_quantizing(base, tmp_path):
     ours = load_model(base, dtype=torch.float32, adapter=folder, quantize="int8", pack=False)
     arguments = ["--checkpoint", str(base), "--adapter", str(folder), "--scheme", "int8", "--output"]
     with contextlib.suppress(SystemExit):
-        quantize_program.main([*arguments, str(tmp_path / "q")])
+        quantize_command.main([*arguments, str(tmp_path / "q")])
     written = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
     for model in (ours, written):
         for (name, a), (_, b) in zip(model.named_parameters(), want.named_parameters(), strict=True):

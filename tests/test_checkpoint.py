@@ -10,6 +10,7 @@ from conftest import config_json, oracle
 from safetensors.torch import load_file, save_file
 from test_families import NEW
 
+import cli.quantize as quantize_command
 import quantize
 from loading.checkpoint import load_config, load_model, random_model, save_model, shards
 
@@ -92,7 +93,9 @@ def test_a_stored_head_that_differs_from_the_embedding_is_the_head(quantized, fo
     rewrite(folder, put("lm_head.weight", 0.1 * torch.randn(131, 64, generator=torch.Generator().manual_seed(0))))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if quantized:
-        quantize.main(["--checkpoint", str(folder), "--scheme", "int8-float32", "--output", str(tmp_path / "q")])
+        quantize_command.main(
+            ["--checkpoint", str(folder), "--scheme", "int8-float32", "--output", str(tmp_path / "q")]
+        )
         folder = tmp_path / "q"
     model, tokens = load_model(folder, dtype=torch.float32), torch.arange(5, 25)[None]
     assert "lm_head.weight differs from the embedding" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from conftest import config_json, oracle
 from reference import logits as reference_logits
 from safetensors.torch import load_file, save_file
 
+import cli.quantize as quantize_command
 import quantize
 import tp
 from cli.report import multiplications, weight_bytes
@@ -201,7 +202,9 @@ def test_transformers_refuses_quantized_experts_and_quantize_says_so(family, fol
     from transformers import AutoModelForCausalLM
 
     for scheme in ("int8", "fp8"):
-        quantize.main(["--checkpoint", str(folder_of(family)), "--scheme", scheme, "--output", str(tmp_path / scheme)])
+        quantize_command.main(
+            ["--checkpoint", str(folder_of(family)), "--scheme", scheme, "--output", str(tmp_path / scheme)]
+        )
         assert "times smaller; other programs refuse it" in capsys.readouterr().err
         with pytest.raises(ValueError, match="quant_method"):
             AutoModelForCausalLM.from_pretrained(tmp_path / scheme)
@@ -224,7 +227,7 @@ def test_gptq_of_experts(folder_of, story_tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the little cat and a big dog went to play in the park. " * 3)
     flags = ["--checkpoint", str(folder), "--scheme", "int4-g32", "--output", str(tmp_path / "q")]
-    quantize.main([*flags, "--method", "gptq", "--calibration", str(text), "--samples", "1", "--context", "4"])
+    quantize_command.main([*flags, "--method", "gptq", "--calibration", str(text), "--samples", "1", "--context", "4"])
     got, want = (load_model(path, dtype=torch.float32, pack=False) for path in (tmp_path / "q", folder))
     for (name, linear), (_, whole) in zip(named_linears(got), named_linears(want), strict=True):
         if name != "lm_head":

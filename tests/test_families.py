@@ -10,6 +10,7 @@ import torch
 from conftest import BASE, FAMILIES, config_json, oracle
 from safetensors.torch import load_file, save_file
 
+import cli.quantize as quantize_command
 import loading.checkpoint as checkpoint
 import quantize as quantize_program
 from decoding.sampling import Sampling
@@ -85,7 +86,7 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
 
 @pytest.mark.parametrize("scheme, name", [("int8", "weight_scale"), ("int4-g32", "codes")])
 def test_a_quantized_folder_keeps_the_familys_names(scheme, name, folder_of, tmp_path):
-    quantize_program.main(
+    quantize_command.main(
         ["--checkpoint", str(folder_of("phi-4")), "--scheme", scheme, "--output", str(tmp_path / "q")]
     )
     names = json.loads((tmp_path / "q" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -101,7 +102,7 @@ def test_transformers_reads_dense_families_in_8_bits(family, folder_of, tmp_path
     from transformers import AutoModelForCausalLM
 
     pytest.importorskip("compressed_tensors")
-    quantize_program.main(["--checkpoint", str(folder_of(family)), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    quantize_command.main(["--checkpoint", str(folder_of(family)), "--scheme", "int8", "--output", str(tmp_path / "q")])
     assert "; transformers reads it as compressed-tensors" in capsys.readouterr().err
     tokens = torch.arange(5, 25)[None]
     want = load_model(tmp_path / "q", dtype=torch.float32)(tokens, torch.arange(20))
@@ -175,7 +176,7 @@ def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_p
     assert "model.mtp_layers.0.input_proj.weight" in capsys.readouterr().err
     with torch.no_grad():
         assert (model(tokens, torch.arange(40)) - oracle("r1-distill-qwen")(tokens).logits).abs().max() <= 1e-4
-    quantize_program.main(["--checkpoint", str(tmp_path / "m"), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    quantize_command.main(["--checkpoint", str(tmp_path / "m"), "--scheme", "int8", "--output", str(tmp_path / "q")])
     assert "; other programs refuse it" in capsys.readouterr().err  # which have no MiMo
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert "auto_map" not in config and config["quantization_config"] == {"format": "quickdraft"}

@@ -96,7 +96,7 @@ def test_a_stopped_writer_leaves_nothing_that_loads(name, quantize_flags, tmp_pa
     """Stopped at every third of the calls that change files: the output's name does not exist before it is whole; what
     has another name does not load, or is the whole; the next run is not disturbed by it."""
     monkeypatch.setattr(sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "q")])
-    main, partial = importlib.import_module("quantize").main, tmp_path / "q.partial"
+    main, partial = importlib.import_module("cli.quantize").main, tmp_path / "q.partial"
     for where in range(3, 100, 3):
         status = forked(lambda where=where: (stop(getattr(signal, name), where), main()), tmp_path / "stderr")
         if status == 0:
@@ -109,9 +109,9 @@ def test_a_stopped_writer_leaves_nothing_that_loads(name, quantize_flags, tmp_pa
     assert weights is None or torch.equal(weights, load_model(tmp_path / "q").embed.weight)
 
 
-PROGRAMS = {
-    "quantize": ("run", "--checkpoint", "x", "--scheme", "int8", "--output", "y"),
-    "benchmarks.bench": ("run",),
+PROGRAMS = {  # the module that defines a program's work, its name, and flags of the program
+    "cli.quantize": ("quantize", "run", "--checkpoint", "x", "--scheme", "int8", "--output", "y"),
+    "benchmarks.bench": ("benchmarks.bench", "run"),
 }
 
 
@@ -120,9 +120,9 @@ def test_ctrl_c_says_nothing_and_exits_130(module, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    step, *given = PROGRAMS[module]
+    owner, step, *given = PROGRAMS[module]
     monkeypatch.setattr(sys, "argv", [module, *given])
-    monkeypatch.setattr(importlib.import_module(module), step, interrupted)
+    monkeypatch.setattr(importlib.import_module(owner), step, interrupted)
     with pytest.raises(SystemExit) as exit:
         importlib.import_module(module).main()
     assert exit.value.code == 130
@@ -130,7 +130,7 @@ def test_ctrl_c_says_nothing_and_exits_130(module, monkeypatch):
 
 def test_a_full_disk_is_one_line(quantize_flags, tmp_path, monkeypatch, capsys):
     with full_disk():
-        line = main_of(monkeypatch, capsys, "quantize", *quantize_flags, "--output", tmp_path / "q")
+        line = main_of(monkeypatch, capsys, "cli.quantize", *quantize_flags, "--output", tmp_path / "q")
     assert "safetensors" in line and f"lies in {tmp_path / 'q'}.partial, which may be deleted" in line
     assert not (tmp_path / "q").exists() and refused(tmp_path / "q.partial")
 
@@ -216,7 +216,7 @@ def read_only(folder: Path):
 def test_read_only_folders_are_read_and_not_written(text_folder, quantize_flags, tmp_path, monkeypatch):
     """A checkpoint that nobody may write to is all that a writer needs, and its files' modes are not those of the
     output; where the output may not be written it is one line. For root too, without root's rights."""
-    main, folder, said = importlib.import_module("quantize").main, text_folder, tmp_path / "stderr"
+    main, folder, said = importlib.import_module("cli.quantize").main, text_folder, tmp_path / "stderr"
     before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir()}
     monkeypatch.setattr(sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "out" / "q")])
     (tmp_path / "out").mkdir()
@@ -252,12 +252,12 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_really_full(quantize_flags, small_disk, monkeypatch, capsys):
     """As above, where space runs out inside a file and not at a limit on one, and is given back."""
     output = small_disk / "q"
-    said = main_of(monkeypatch, capsys, "quantize", *quantize_flags, "--output", output)
+    said = main_of(monkeypatch, capsys, "cli.quantize", *quantize_flags, "--output", output)
     assert "safetensors" in said and ("No space" in said or "os error 28" in said)
     assert not output.exists() and refused(small_disk / "q.partial")
     (small_disk / "filler").unlink()
     faults.remount(small_disk, "size=8m")
-    importlib.import_module("quantize").main()
+    importlib.import_module("cli.quantize").main()
     assert load_model(output) and sorted(os.listdir(small_disk)) == ["q"]
 
 

@@ -17,10 +17,10 @@ from conftest import BASE, config_json, rope
 from safetensors.torch import load_file, save_file
 
 import cli.main as program
+import cli.quantize as quantize_command
 import loading.checkpoint as checkpoint
 import loading.quantization as quantization
 import loading.quantized.reader as foreign
-import quantize as quantize_program
 from loading.checkpoint import load_config, save_model
 from loading.config import config_from_hf
 from tp import Ranks
@@ -629,7 +629,7 @@ def test_scales_that_are_no_numbers_are_refused_by_name(name, scale, value, writ
     """Of every program's folder, and of ours."""
     folder = tmp_path / "model"
     if name == "ours":
-        quantize_program.main(["--checkpoint", str(written("int8")[0] / "plain"), "--scheme", "int4-g32",
+        quantize_command.main(["--checkpoint", str(written("int8")[0] / "plain"), "--scheme", "int4-g32",
                                "--output", str(folder)])  # fmt: skip
         (folder / "model-00001-of-00003.safetensors").rename(folder / "model.safetensors")  # the layer that is broken
         tensors = load_file(folder / "model.safetensors")
@@ -656,7 +656,7 @@ def test_weights_that_are_no_numbers_are_not_written(name, method, full, tmp_pat
     put(name, lambda t: t * torch.nan)(full)
     arguments = ["--scheme", "int4-g32", "--output", str(tmp_path / "q"), *method]
     with pytest.raises(SystemExit):
-        quantize_program.main(["--checkpoint", str(full), *arguments])
+        quantize_command.main(["--checkpoint", str(full), *arguments])
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith(f"error: {full}: ") and "NaN" in err and not (tmp_path / "q").exists()
 
@@ -674,7 +674,7 @@ def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, caps
     with pytest.raises(ValueError, match="its head is stored in full precision, not in int8"):
         load_model(folder, head="int8")
     with pytest.raises(SystemExit):
-        quantize_program.main(["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
+        quantize_command.main(["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
     assert "is stored in gptq already; use the original" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -682,7 +682,7 @@ def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, caps
 def test_float32_scales_are_a_choice_too(written, tmp_path):
     """quantize.py writes weights in the folder's type, but parts as they are."""
     plain = written("gptq v1 g128")[0] / "plain"
-    quantize_program.main(["--checkpoint", str(plain), "--scheme", "int4-g32-float32", "--output", str(tmp_path / "q")])
+    quantize_command.main(["--checkpoint", str(plain), "--scheme", "int4-g32-float32", "--output", str(tmp_path / "q")])
     assert load_model(tmp_path / "q").layers[0].ffn.down.parts()["zero"].dtype == torch.float32
 
 
@@ -698,7 +698,7 @@ def test_config_alone_still_refuses():
 
 def quantized(plain: Path, output: Path, *arguments: str, **hf) -> Path:
     (plain / "config.json").write_text(json.dumps(config_json(plain) | hf))
-    quantize_program.main(["--checkpoint", str(plain), "--output", str(output), *arguments])
+    quantize_command.main(["--checkpoint", str(plain), "--output", str(output), *arguments])
     return output
 
 

@@ -23,16 +23,14 @@ PROGRAMS = ("scripts", "benchmarks", "tests")
 # it likes, as long as imports form a DAG.
 KNOWS = {
     "model": set(),
-    "launcher": set(),
-    "tp": {"launcher"},
+    "tp": {"decoding.launcher"},
     "weights": {"weights", "model"},
     "loading": {"loading", "weights", "model", "tp"},
     "decoding": {"decoding", "weights", "model", "tp"},
     "speculative": {"decoding", "weights", "model"},
     "drafts": {"drafts", "speculative", "loading", "decoding", "weights", "model"},
     "generate": {"decoding", "speculative", "weights", "model", "tp"},
-    "quantize_flags": {"loading", "weights"},
-    "quantize": {"loading", "weights", "model", "launcher", "quantize_flags"},
+    "quantize": {"loading", "weights", "model"},
 }
 
 

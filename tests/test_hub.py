@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-import quantize
+import cli.quantize as quantize_command
 from cli import flags
 from loading.hub import checkpoint_path
 from scripts import distill_draft, eval_lm, perplexity, serve
@@ -316,7 +316,7 @@ def test_every_program_takes_a_name(monkeypatch):
     path = str(Path("cache", "tiny", "demo", "Q4_0"))
     for parse_args, line in (
         (flags.parse_args, "--checkpoint NAME --draft_checkpoint NAME"),
-        (quantize.parse_args, "--checkpoint NAME --output x"),
+        (quantize_command.parse_args, "--checkpoint NAME --output x"),
         (serve.parse_args, "--checkpoint NAME --draft_checkpoint NAME"),
         (distill_draft.parse_args, "--target NAME --output x"),
         (eval_lm.parse_args, "--checkpoint NAME --draft_checkpoint NAME --tasks x"),

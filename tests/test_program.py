@@ -1146,7 +1146,7 @@ def test_every_program_names_the_packages_that_it_lacks(file, tmp_path):
 
 @pytest.mark.parametrize(
     "program, flags",
-    [("quantize", "--checkpoint a --output b"), ("scripts.perplexity", "--checkpoint a --text b"),
+    [("cli.quantize", "--checkpoint a --output b"), ("scripts.perplexity", "--checkpoint a --text b"),
      ("scripts.compare", "--a= --b="), ("scripts.eval_lm", "--checkpoint a --tasks x"), ("scripts.serve", "")],
 )  # fmt: skip
 def test_programs_of_one_process_refuse_torchrun(monkeypatch, capsys, tmp_path, program, flags):

@@ -17,6 +17,7 @@ from conftest import ROOT, config_json
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cli.main as program
+import cli.quantize as quantize_command
 import quantize as quantize_program
 import weights.schemes as schemes
 from cli.flags import parse_args
@@ -435,7 +436,7 @@ def test_int4_brings_an_int8_head(flags, scheme, tmp_path):
     assert getattr(model.lm_head, "scheme", None) == scheme
     if args.quantize:
         command = ["--checkpoint", "checkpoints/demo", "--output", str(tmp_path / "q"), "--scheme", args.quantize]
-        quantize_program.main(command + (["--head", scheme] if scheme else []))
+        quantize_command.main(command + (["--head", scheme] if scheme else []))
         for again in ([], ["--quantize", args.quantize]):
             args = parse_args(["--checkpoint", str(tmp_path / "q"), *again])
             assert getattr(load_target(args, torch.device("cpu"), ALONE)[0].lm_head, "scheme", None) == scheme
@@ -664,7 +665,7 @@ def quantize(*arguments) -> types.SimpleNamespace:
     err, status = io.StringIO(), 0
     with contextlib.redirect_stderr(err):
         try:
-            quantize_program.main([str(argument) for argument in arguments])
+            quantize_command.main([str(argument) for argument in arguments])
         except SystemExit as exit:
             status = exit.code
     return types.SimpleNamespace(returncode=status, stderr=err.getvalue())
@@ -703,10 +704,10 @@ def test_gptq_on_the_command_line(text_folder, tmp_path):
 
 def test_a_run_that_is_killed_leaves_nothing_that_loads(text_folder, tmp_path):
     code = (
-        "import os, loading.checkpoint as checkpoint, quantize\n"
+        "import os, cli.quantize, loading.checkpoint as checkpoint\n"
         "write = checkpoint.write_tensors\n"
         "checkpoint.write_tensors = lambda *a: (write(*a), os._exit(9) if '00002' in a[0].name else None)[0]\n"
-        f"quantize.main(['--checkpoint', {str(text_folder)!r}, '--scheme', 'int8',"
+        f"cli.quantize.main(['--checkpoint', {str(text_folder)!r}, '--scheme', 'int8',"
         f" '--output', {str(tmp_path / 'q')!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -938,16 +939,16 @@ def test_plain_weights_that_overflow_float16_are_refused(text_folder, tmp_path):
     save_model(model, tmp_path / "large", config_json(text_folder))
     flags = ["--checkpoint", str(tmp_path / "large"), "--scheme", "int8", "--output", str(tmp_path / "q")]
     with pytest.raises(ValueError, match=r"norm\.weight: its weights overflow torch\.float16; --dtype bfloat16"):
-        quantize_program.run(quantize_program.parse_args([*flags, "--dtype", "float16"]))
+        quantize_program.run(quantize_command.parse_args([*flags, "--dtype", "float16"]))
     assert not (tmp_path / "q").exists()
-    quantize_program.main([*flags, "--dtype", "bfloat16"])
+    quantize_command.main([*flags, "--dtype", "bfloat16"])
     assert load_model(tmp_path / "q", pack=False).norm.weight[5] == torch.tensor(1e5, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_plain_weights_dtype_changes_no_code(dtype, text_folder, tmp_path):
     """Weights of float32, and merged ones, are rounded once: to their codes, as while loading."""
-    quantize_program.main(
+    quantize_command.main(
         ["--checkpoint", str(text_folder), "--scheme", "int8", "--dtype", dtype, "--output", str(tmp_path / "q")]
     )
     got = load_model(tmp_path / "q", dtype=getattr(torch, dtype), pack=False)

@@ -1,7 +1,8 @@
-"""The flags of quantize.py. This file needs no torch, whose import takes seconds."""
+"""`python quantize.py`: its flags, which are answered before torch is imported, then its work and its exit status."""
 
 import argparse
 
+from cli.start import answer_flags
 from loading.hub import PATH_HELP, checkpoint_path
 from weights.schemes import SCHEMES
 
@@ -28,3 +29,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--context", type=int, help="tokens a window; default: 512, or one less than the model's context")
     add("--device", default="cpu")
     return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = answer_flags(lambda: parse_args(argv))
+    from cli.errors import ending_plainly
+    from quantize import run
+
+    with ending_plainly():
+        run(args)
