@@ -3,7 +3,7 @@
     ChatTemplate   a folder's template; `render` returns a conversation's text
     TemplateLimit  the error of a template that exceeds its time or memory
     reads_parts    whether a template reads a message's content as a list
-    variables_of   the variables that a template reads
+    variables_of   the variables that a template reads, for a message
     serve          the child process: `python loading/chat_templates.py`
 
 jinja's sandbox restricts a template's access. Only a separate process can limit its time and memory, because a single
@@ -21,13 +21,14 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import jinja2
 import jinja2.debug  # now, because at a template's first error no file can be opened any more
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SECONDS, MAX_MB = 5, 512
 MAX_ADDED_CHARS = 2**22  # a rendered text has at most 16 times the characters of its request, and these
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message, as in transformers, which has this order
+ALWAYS_GIVEN = ("messages", "tools", "add_generation_prompt")
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 
 
@@ -72,12 +73,14 @@ class ChatTemplate:
         self.tool_source = tool_source
         self.part_readers: set[str] = set()  # those of the sources that read a content as a list
         self.words: dict[str, set[str]] = {}  # source -> its texts in quotation marks
+        self.names: dict[str, set[str]] = {}  # source -> the names that it reads, its own among them
         try:
             for part in (source, tool_source):
                 if not part:
                     continue
                 tree = ENVIRONMENT.parse(part)
                 self.words[part] = {node.value for node in walk(tree) if is_text(node)}
+                self.names[part] = {node.name for node in walk(tree) if is_name(node, "load")}
                 if reads_parts(tree):
                     self.part_readers.add(part)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -96,12 +99,13 @@ class ChatTemplate:
         source = self.source_for(tools)
         if tools and "tools" not in source:
             raise ValueError("the chat template does not mention tools")
-        names = variables_of(source) if variables else None
-        if names is None or variables.keys() <= names:
-            return
-        unread = ", ".join(sorted(variables.keys() - names))
-        others = ", ".join(sorted(names - {"messages", "tools", "add_generation_prompt"} - self.variables.keys()))
-        raise ValueError(f"chat_template_kwargs: the chat template does not read {unread}; it reads {others or 'none'}")
+        unread = sorted(variables.keys() - self.names[source])
+        if unread:
+            others = sorted(variables_of(ENVIRONMENT.parse(source)) - self.variables.keys() - set(ALWAYS_GIVEN))
+            raise ValueError(
+                f"chat_template_kwargs: the chat template does not read {', '.join(unread):.200}; it reads"
+                f" {', '.join(others) or 'none':.500}"
+            )
 
     def render(self, messages: list[dict], add_generation_prompt: bool, tools: list | None = None, **variables) -> str:
         """A conversation's text. `variables`: more of the template's, such as enable_thinking. ValueError if the
@@ -154,13 +158,34 @@ def is_text(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Const) and isinstance(node.value, str)
 
 
-@functools.lru_cache(8)
-def variables_of(source: str) -> frozenset[str] | None:
-    """The variables that a template reads, those with a default among them. None if jinja cannot tell."""
-    try:
-        return frozenset(meta.find_undeclared_variables(ENVIRONMENT.parse(source)))
-    except (jinja2.TemplateError, RecursionError):  # rendering raises it too
-        return None
+def is_name(node: nodes.Node, *contexts: str) -> bool:
+    """Is this a variable that is loaded, stored or a parameter?"""
+    return isinstance(node, nodes.Name) and node.ctx in contexts
+
+
+def variables_of(tree: nodes.Template) -> set[str]:
+    """The variables that a template reads and does not set, or sets unless they are given.
+
+    jinja2.meta knows them better, but generates code for that, which computes every constant expression: a template
+    could exhaust this process's time or memory."""
+    names = set()
+    local = {"loop", "caller", "varargs", "kwargs"}
+    optional = set()
+    for node in walk(tree):
+        if is_name(node, "load"):
+            names.add(node.name)
+        elif is_name(node, "store", "param") or isinstance(node, nodes.Macro):
+            local.add(node.name)
+        elif is_optional(node):
+            optional.add(node.node.name)
+    return (names - local | optional) - ENVIRONMENT.globals.keys()
+
+
+def is_optional(node: nodes.Node) -> bool:
+    """Is this a variable's default, or a test whether it is given?"""
+    is_test = isinstance(node, nodes.Test) and node.name in ("defined", "undefined")
+    is_default = isinstance(node, nodes.Filter) and node.name in ("default", "d")
+    return (is_test or is_default) and is_name(node.node, "load")
 
 
 def fill_thoughts(message: dict) -> dict:

@@ -430,6 +430,8 @@ def test_variables_that_a_template_does_not_read_are_refused():
         chat_text(source, [USER_TURN], enable_thinkin=False)
     with pytest.raises(ValueError, match="does not read x; it reads none"):
         chat_text("{{ messages[0].content }}", [USER_TURN], x=None)
+    with pytest.raises(ValueError, match="does not read x; it reads y"):  # and the number is not computed
+        chat_text("{{ y }}{{ 9 ** 9 ** 9 }}", [USER_TURN], x=None)
 
 
 @pytest.fixture(scope="module")
