@@ -89,8 +89,6 @@ class DFlashDraft(ModelDraft):
     """A ModelDraft that runs once a round: it writes the context of the tokens that the last round decided, then draws
     from a block. The block has its trained width for any K; its first K masks draw tokens."""
 
-    untraced = (*ModelDraft.untraced, "acceptance_watch")
-
     def __init__(self, model: DFlashModel):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size

@@ -105,8 +105,6 @@ class EagleDraft(ModelDraft):
     """A ModelDraft whose first pass takes as many decided tokens as a round can decide, paired with the target's
     states. A later pass takes one drafted token, paired with the draft's state from the pass before."""
 
-    untraced = (*ModelDraft.untraced, "acceptance_watch")
-
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         like = target.model.norm.weight
         states = f"The draft reads hidden states {list(self.model.eagle.aux_layer_ids)} of the target; {OTHER_STATES}"

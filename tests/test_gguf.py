@@ -21,9 +21,9 @@ import loading.gguf as ours
 import loading.quantization as quantization
 from cli.flags import parse_args
 from cli.main import main
+from cli.quantize import main as quantize
 from loading.checkpoint import load_config, load_model, save_model
 from loading.tokenizer import load_tokenizer
-from quantize import main as quantize
 from tp import Ranks
 from weights.walker import named_linears, quantized_linears
 

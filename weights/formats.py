@@ -338,7 +338,7 @@ FORMATS |= {"nvfp4": NvFp4(4, 16, mantissa=1, bias=1, largest=6.0)}
 
 def format_of(scheme: str) -> Format:
     """The format of a scheme. ValueError for a scheme that does not exist."""
-    check_scheme(scheme)
+    check_scheme(scheme, FORMATS)
     return FORMATS[scheme]
 
 

@@ -5,6 +5,8 @@ check_scheme                ValueError for a name that is neither
 head_scheme                 --quantize_head -> the head's scheme
 """
 
+from collections.abc import Collection
+
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "fp8", "mxfp8", "mxfp6", "mxfp4")
 STORED_SCHEMES = (
     "int8-float32",
@@ -23,9 +25,8 @@ HEAD_HELP = "of the head and an embedding tied to it, or none: as stored; defaul
 HEAD_CHOICES = "auto", "none"
 
 
-def check_scheme(scheme: str) -> None:
-    """ValueError for a scheme that does not exist."""
-    names = (*SCHEMES, *STORED_SCHEMES)
+def check_scheme(scheme: str, names: Collection[str] = (*SCHEMES, *STORED_SCHEMES)) -> None:
+    """ValueError for a scheme that is none of `names`."""
     if scheme not in names:
         raise ValueError(f"quantization scheme {scheme!r} does not exist; there are {', '.join(names)}")
 
