@@ -80,6 +80,11 @@ def controls_of(run: dict) -> str:
     return f"{sum(control['as_it_should_be'] for control in controls)} of {len(controls)} controls as expected"
 
 
+def suite_of(row: dict) -> str:
+    others = sum(row["other"].values())
+    return f"{row['suite']}: {row['passed']} of {row['apply']} tests pass, {others:,} do not apply"
+
+
 def levels_of(run: dict) -> str:
     def names(status: str) -> str:
         return ", ".join(level["level"] for level in run["levels"] if level["status"] == status)
@@ -108,6 +113,7 @@ RESULTS: dict[str, Callable[[dict], str]] = {
         f"interrupts: {len(run['wrong'])} wrong; memory {run['mb_early']:.0f} MB early, {run['mb_late']:.0f} late"
     ),
     "processors": levels_of,
+    "openai_suites": lambda run: "; ".join(map(suite_of, run["suites"])),
     "mutation": lambda run: f"{run['tried']:,} mutants, {run['killed']:,} killed",
 }  # fmt: skip
 TABLES = {name: functools.partial(by_column, table) for name, table in TABLES_BY_COLUMN.items()}

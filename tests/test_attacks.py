@@ -330,8 +330,6 @@ def test_a_suite_s_tests_are_sorted(tmp_path):
     assert row["other"] == {"audio, images and video": 1, "deleting a model": 1}
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
-
 # ------------------------------------------------------------------------------------- mutants, emulation
 
 
@@ -353,6 +351,7 @@ def test_mutants_that_a_test_sees_are_killed(tmp_path):
     assert (counts["mutants"], counts["tried"], counts["killed"]) == (len(every), len(every), len(every) - 2)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
 def test_emulating_needs_a_build_for_cuda():
     command = [sys.executable, "-m", "tests.attacks.emulate", "generate.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
