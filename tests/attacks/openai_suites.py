@@ -110,7 +110,7 @@ VLLM = Suite(
     needle="RemoteOpenAIServer",
     server_fixtures=("client", "server", "server_fixture"),
     # Its model of 7B writes more than 64 tokens; ours would end earlier.
-    flags=("--max_new_tokens", "64", "--max_seq_length", "2048", "--served_model_name", "served", "--ignore_eos"),
+    flags=("--max_new_tokens", "64", "--max_seq_length", "4096", "--served_model_name", "served", "--ignore_eos"),
     replaced=(
         (r'(?m)^MODEL_NAME = ".*"', 'MODEL_NAME = "served"'),
         (r"HuggingFaceH4/zephyr-7b-beta", "served"),
