@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C and 
 
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -150,6 +151,7 @@ class Engine:
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}
         self.draft_lag = 0  # tokens that a row may have received since the drafter last ran
+        self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
         self.runners = [self.runner]  # models with separate caches; prompts run through each
         if self.drafter is not None:
             self.drafter.owner = self
@@ -206,7 +208,7 @@ class Engine:
         prompt, stop_ids = list(prompt), frozenset(stop_ids)
         if self.drafter is not None and self.drafter.owner is not self:
             raise ValueError("the drafter belongs to an engine that was made later: give each engine its own")
-        validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length, self.drafter)
+        validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length)
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
         length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
@@ -307,8 +309,10 @@ class Engine:
         try:
             h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, T, D)
             if len(self.runners) > 1:
-                drafter.runner.prefill(state, slot.num_draft, end, self.chunk)
-                slot.num_draft = end
+                draft_end = min(end, self.drafter.max_positions)
+                if slot.num_draft < draft_end:
+                    drafter.runner.prefill(state, slot.num_draft, draft_end, self.chunk)
+                slot.num_draft = end  # nothing reads the draft's positions beyond its context
             self.record_prompt(request, h)
             request.num_computed = end
             if request.is_active:
@@ -349,16 +353,29 @@ class Engine:
         draft_s = time.perf_counter() - at
         k = self.draft_length.choose(expected) if self.one_width or any(row != [] for row in expected) else 0
         length = max(request.num_positions for request in requests) + self.readback.unread
-        # A drafter lacks at most the tokens since the prompt.
-        self.draft_lag = min(self.draft_lag, max(len(request.tokens) for request in requests) + self.readback.unread)
+        self.update_draft_lags(requests, k)
         rows = self.rows(begin, end)
-        num_behind = self.drafter.num_input_tokens - 1 if len(self.runners) > 1 else 0  # after a round
         for request in requests:
             request.num_launched += 1
-            request.draft_lag = num_behind + (0 if k else self.draft_lag + 1)
         launch = Launch([(request.slot.index - begin, request) for request in requests], at, draft_s)
         rows.state.serve(launch.requests)
         return (rows, min(length, self.max_seq_length), k), launch
+
+    def update_draft_lags(self, requests: list[Request], k: int) -> None:
+        """Bound the decided positions that the draft's cache lacks before a step that drafts k tokens, and after it."""
+        fitting = [request for request in requests if self.drafter is None or self.drafter.fits(request)]
+        # A drafter lacks at most the tokens since the prompt. A row beyond its context needs none of them.
+        longest = max((len(request.tokens) for request in fitting), default=0)
+        self.draft_lag = min(self.draft_lag, longest + self.readback.unread)
+        num_behind = self.drafter.num_input_tokens - 1 if len(self.runners) > 1 else 0  # after a round
+        for request in requests:
+            request.draft_lag += 1
+        for request in fitting:
+            request.draft_lag = num_behind + (0 if k else self.draft_lag + 1)
+        if len(fitting) < len(requests) and not self.has_outgrown_draft:
+            self.has_outgrown_draft = True
+            limit = self.drafter.max_positions
+            print(f"the draft's context ends at {limit} positions; texts decode plainly beyond it", file=sys.stderr)
 
     def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
         """The range of rows for these slots. Compiled steps have one row or all; a CUDA graph has fixed addresses."""
@@ -465,8 +482,8 @@ def generate(
     to there, and not on T.
 
     Raises ValueError before anything runs if a prompt is empty or holds an id outside the vocabulary, or if prompt and
-    new tokens exceed max_seq_length (default: the engine's, or the model's context) or the drafter's context; and while
-    running if the model's logits are not finite.
+    new tokens exceed max_seq_length (default: the engine's, or the model's context); and while running if the model's
+    logits are not finite. Beyond the context of a drafter's model a row decodes plainly.
     """
     has_options = drafter is not None or logits_processor is not None
     assert engine is None or not has_options, "the engine was made with its own drafter and logits_processor"
@@ -474,7 +491,7 @@ def generate(
     budgets = validation.integer_per_row("max_new_tokens", max_new_tokens, len(prompts))
     seeds = validation.integer_per_row("seed", seed, len(prompts))
     samplings = validation.value_per_row("sampling", sampling, len(prompts))
-    validation.check_lengths(model, prompts, budgets, max_seq_length, engine.drafter if engine else drafter)
+    validation.check_lengths(model, prompts, budgets, max_seq_length)
     if engine is None:
         max_length = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets))
         options = {"speculate_k": speculate_k, "logits_processor": logits_processor}

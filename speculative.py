@@ -80,14 +80,15 @@ def run_round(
     """Decide 1 to K + 1 tokens of every row, K = state.k; returns the time between drafting and verifying.
 
     `lag`: tokens that a row may have received since the last round. `other` (B, K) replaces the drafted tokens. Rows
-    that state.drafts excludes are decided as in plain decoding.
+    outside drafter.rows_to_draft are decided as in plain decoding.
     """
     # SPECULATE: the drafter proposes K tokens of every row, and the distributions that it drew from.
     if lag:
         drafter.catch_up(state, lag)
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     assert (n := draft_tokens.size(1)) == state.k, f"the drafter proposed {n} tokens instead of {state.k}"
-    draft_probs = draft_probs if state.all_draft else draft_probs * state.drafts[:, None, None]
+    if not state.all_draft or drafter.max_positions < state.parking:
+        draft_probs = torch.where(drafter.rows_to_draft(state)[:, None, None], draft_probs, 0)
     drafted_at, draft_tokens = mark(draft_tokens.device), draft_tokens if other is None else other
     state.write_masks(draft_tokens)
     maybe_compile(verify_step, state, state.k)(model, caches, state, draft_tokens, draft_probs)
@@ -148,6 +149,7 @@ class Drafter(nn.Module):
     num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
     num_scratch = 0  # positions from the last decided token on that its cache needs beyond the target's
     max_draft_tokens = math.inf  # of a round
+    max_positions = math.inf  # of a text that it drafts for; a longer one is decoded plainly
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
@@ -177,7 +179,15 @@ class Drafter(nn.Module):
         """Called before each step, on the host: for each scheduler.Request the probability that each token of its draft
         and all before it are accepted; [] without a draft, None where only the rounds will show it. The host has yet to
         read up to `unread` tokens of a row."""
-        return [None if request.can_draft and request.draft else [] for request in requests]
+        return [None if request.can_draft and request.draft and self.fits(request) else [] for request in requests]
+
+    def fits(self, request) -> bool:
+        """Can the next token of a scheduler.Request be drafted within `max_positions`, by what the host has read?"""
+        return request.num_positions < self.max_positions
+
+    def rows_to_draft(self, state: nn.Module) -> Tensor:
+        """(B,) whether the row's tokens may be drafted, and whether all k of them lie within `max_positions`."""
+        return state.drafts & (state.pos + state.k < self.max_positions)
 
     def advance(self, n_accepted: Tensor) -> None:
         """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""
@@ -209,6 +219,7 @@ class ModelDraft(Drafter):
         super().__init__(model)
         self.on_layers, self.owns_cache = on_layers, on_layers is None
         self.num_input_tokens = 2 if self.owns_cache else 1
+        self.max_positions = model.config.max_seq_length if self.owns_cache else math.inf
 
     def setup(self, state: nn.Module, k_max: int, target, maybe_compile: Callable) -> None:
         super().setup(state, k_max, target, maybe_compile)

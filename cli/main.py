@@ -127,12 +127,8 @@ def open_session(
         has_length, num_positions = args.max_seq_length or not lines, engine_length(args, device, length, limit)
         check_memory(args, device, ranks, num_rows, num_positions, max_new + 1 if has_length else math.inf)
     model, tokenizer, drafter = load(args, device, ranks)
-    if drafter is not None and drafter.owns_cache and (args.interactive or args.max_new_tokens is None):
-        limit = min(limit, drafter.model.config.max_seq_length)
-        if limit < (args.max_seq_length or 0):
-            print(f"the draft's context lowers --max_seq_length to {limit}", file=sys.stderr)
     print_unused(args)
-    check = functools.partial(check_lengths, model, limit=limit, drafter=drafter)
+    check = functools.partial(check_lengths, model, limit=limit)
     samples, refused = ranks.broadcast_object(encoded(lines, args, tokenizer, limit, check))
     print_broken(refused, samples)
     rows = unanswered(samples, answered or {})

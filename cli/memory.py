@@ -67,7 +67,7 @@ def session_bytes(args: argparse.Namespace, quantize: str | None, device: torch.
         config = replace(config, tie_embeddings=form.tie_embeddings)
         models.append(empty_model(config, dtype, scheme, head, ranks_of_model, overrides))
     per_position = sum(position_bytes(model, cache_type(args)).total() for model in models)
-    max_length = min(model.config.max_seq_length for model in models)
+    max_length = models[0].config.max_seq_length
     if (args.draft or "").startswith("quantized:"):
         models.append(empty_model(models[0].config, dtype, args.draft.partition(":")[2], ranks=ranks).layers)
     weights = peak = file_bytes + sum(parameter.nbytes for model in models for parameter in model.parameters())

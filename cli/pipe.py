@@ -57,7 +57,7 @@ def piped_answers(
     """New Answers for the lines of an open pipe; None if there is no line yet. `prompts` becomes the common prefix of
     all rows."""
     engine, num_skipped, warns = session.engine, 0, True
-    check = functools.partial(check_lengths, engine.model, limit=engine.max_seq_length, drafter=engine.drafter)
+    check = functools.partial(check_lengths, engine.model, limit=engine.max_seq_length)
     for item in parsed_lines(piped_lines(engine.has_unfinished), "stdin"):
         if item is None:
             yield None

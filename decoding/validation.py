@@ -2,7 +2,7 @@
 
     integer_per_row     one integer, or one a row -> a list of ints
     value_per_row       one value, or one a row -> a list
-    check_lengths       do prompts and new tokens fit in the context, and in the draft's?
+    check_lengths       do prompts and new tokens fit in the context?
     check_settings      seed, stop ids and logit_bias of a request
     check_draft_length  is it a number of tokens, or "auto"?
     check_engine        does an existing engine have room for these texts?
@@ -32,26 +32,21 @@ def value_per_row(name: str, value, rows: int) -> list:
     return values
 
 
-def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int, drafter=None) -> None:
-    """ValueError unless every prompt and its new tokens fit in `limit` positions, and in the context of a drafter
-    whose model runs prompts too."""
+def check_lengths(model, prompts: Sequence[Sequence[int]], budgets: Sequence[int], limit: int) -> None:
+    """ValueError unless every prompt and its new tokens fit in `limit` positions."""
     if not prompts:
         raise ValueError("no prompt given")
-    limits = {"limit": limit}
-    if getattr(drafter, "owns_cache", False):
-        limits["draft model's context"] = drafter.model.config.max_seq_length
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
         if new < 1 or new != int(new):
             raise ValueError(f"max_new_tokens = {new} must be a number of tokens, at least 1")
         if not len(prompt):
             raise ValueError(f"prompt {row} is empty: it has no token, and the model has no BOS to start from")
-        for name, positions in limits.items():
-            if len(prompt) + new > positions:
-                raise ValueError(
-                    f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {len(prompt) + new}, over the"
-                    f" {name} of {positions} positions: shorten the prompt, or lower --max_new_tokens"
-                )
+        if len(prompt) + new > limit:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens; with {new} new ones that is {len(prompt) + new}, over the"
+                f" limit of {limit} positions: shorten the prompt, or lower --max_new_tokens"
+            )
         unknown = next((id for id in prompt if not 0 <= id < V), None)
         if unknown is not None:
             raise ValueError(f"prompt {row} holds token id {unknown}, outside the vocabulary of {V}")

@@ -245,8 +245,10 @@ def aux_layer_ids_of(hf: Section, nested: dict, target: Config) -> tuple[tuple[i
     if is_guess:
         message = "its config.json names no layers of the target, so the draft reads hidden states"
         return tuple(layer_ids), f"{message} {layer_ids}"
-    if key == STATES_KEY or layer_ids[0] != 1 or target.family == "gpt_oss":
+    if key == STATES_KEY or layer_ids[0] != 1:
         return tuple(layer_ids), ""
+    if target.family == "gpt_oss":
+        return tuple(layer_ids), f"{key} = {layer_ids} is read as hidden states, as in other drafts for gpt-oss"
     outputs = [i + 1 for i in layer_ids]
     if max(outputs) > L:
         reason = f"begins with 1, which counts outputs of layers 0 to {L - 1}"

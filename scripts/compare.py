@@ -111,8 +111,6 @@ def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Reque
         if limit is not None and not 2 <= limit <= max_length:
             raise ValueError(f"--max_seq_length {limit} must lie between 2 and the model's {max_length}")
         contexts.append(limit or max_length)
-        if drafter is not None and drafter.owns_cache:
-            contexts.append(drafter.model.config.max_seq_length)
     check_same_tokens(parts[0][1], parts[1][1], b.random_weights or b.checkpoint)
     for target, _ in targets.values():  # after the drafters: packed weights cannot be copied into a draft
         drafts = [drafter.model for model, _, drafter in parts if model is target and drafter is not None]
@@ -125,7 +123,7 @@ def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Reque
 def load_side(args, model, tokenizer, drafter, prompts: list[Request], limit: int, num_threads: int) -> Side:
     """A warmed-up engine, as generate.py makes it for these prompts, in a context of `limit` positions."""
     max_length = args.max_seq_length or model.config.max_seq_length
-    check = functools.partial(check_lengths, model, limit=max_length, drafter=drafter)
+    check = functools.partial(check_lengths, model, limit=max_length)
     rows, errors = encoded(prompts, args, tokenizer, limit, check)
     if errors:
         raise ValueError(errors[0])

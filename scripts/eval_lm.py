@@ -147,9 +147,6 @@ class QuickdraftLM(TemplateLM):
             raise ValueError("the tokenizer has neither BOS nor an end token to precede a text's first token")
         self.model, self.tokenizer, self.drafter = model, tokenizer, drafter
         self.batch_size, self.max_length, self.seed, self.name = batch_size, max_length or limit, seed, name
-        owns_cache = getattr(drafter, "owns_cache", False)
-        draft_length = drafter.model.config.max_seq_length if owns_cache else self.max_length
-        self._max_positions = min(self.max_length, draft_length)  # of a prompt and its new tokens
         self._notices: set[str] = set()
         self.engine: Engine | None = None  # of the last generation; serves later ones that fit in it
         self._device = model.norm.weight.device
@@ -281,7 +278,7 @@ class QuickdraftLM(TemplateLM):
         its prompt alone with its seed, in any batch."""
         options, num_truncated = [self._options(number, *request.args) for number, request in enumerate(requests)], 0
         for kwargs in options:
-            prompt, max_length = kwargs["prompt"], self._max_positions - kwargs["max_new_tokens"]
+            prompt, max_length = kwargs["prompt"], self.max_length - kwargs["max_new_tokens"]
             kwargs["prompt"], num_truncated = prompt[-max_length:], num_truncated + (len(prompt) > max_length)
         self._report_truncated(num_truncated, len(requests))
         texts = [""] * len(requests)
@@ -296,10 +293,10 @@ class QuickdraftLM(TemplateLM):
         """The keyword arguments of Engine.add_request, and "stops"."""
         settings = dict(normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS))
         max_new_tokens, stops = settings.pop("max_gen_toks"), [stop for stop in settings.pop("until") if stop]
-        if not 1 <= max_new_tokens < self._max_positions:
+        if not 1 <= max_new_tokens < self.max_length:
             raise ValueError(
-                f"max_gen_toks = {max_new_tokens} must lie between 1 and {self._max_positions - 1}, to leave room"
-                f" for a prompt in {self._max_positions} positions: set --gen_kwargs max_gen_toks=N"
+                f"max_gen_toks = {max_new_tokens} must lie between 1 and {self.max_length - 1}, to leave room"
+                f" for a prompt in {self.max_length} positions: set --gen_kwargs max_gen_toks=N"
             )
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         return {"prompt": prompt, "max_new_tokens": max_new_tokens, "sampling": sampling_of(settings),

@@ -279,7 +279,7 @@ class Api:
                 room = max(1, engine.max_seq_length - len(ids))
                 is_unlimited = request.chat and requested is None
                 limit = room if is_unlimited else min(room, new_tokens(requested, ids, engine.max_seq_length))
-                check_lengths(engine.model, [ids], [max(1, limit)], engine.max_seq_length, engine.drafter)
+                check_lengths(engine.model, [ids], [max(1, limit)], engine.max_seq_length)
                 encoded.append((ids, limit))
         except ValueError as error:
             message = str(error).removeprefix("prompt 0 ").partition(", or lower")[0]

@@ -213,11 +213,12 @@ def test_the_first_difference_of_any_run(others, want):
 
 
 def test_equal_weights_are_loaded_once_and_defaults_are_shared(tmp_path):
-    """A draft whose context is short shortens both sides, where no flag says how many tokens."""
+    """A context of one side holds for both, where no flag says how many tokens. One draft ends before it."""
     short = shutil.copytree(DRAFT, tmp_path / "draft")
-    (short / "config.json").write_text(json.dumps(config_json(DRAFT) | {"max_position_embeddings": 30}))
+    (short / "config.json").write_text(json.dumps(config_json(DRAFT) | {"max_position_embeddings": 20}))
     flags = "--temperature 0 --dtype float32 --device cpu"
-    a, b = (script.side_args(name, text) for name, text in (("a", flags), ("b", f"{flags} --draft_checkpoint {short}")))
+    drafted = f"{flags} --max_seq_length 30 --draft_checkpoint {short}"
+    a, b = (script.side_args(name, text) for name, text in (("a", flags), ("b", drafted)))
     a, b = script.load_sides(a, b, [Request(text) for text in PROMPTS])
     assert a.session.engine.model is b.session.engine.model
     assert [len(row.ids) + row.max_new_tokens for row in a.rows + b.rows] == [30] * 4

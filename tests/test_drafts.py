@@ -25,6 +25,7 @@ import drafts.pard as pard
 from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
+from decoding.timing import Timing
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
 from drafts.hidden_states import AcceptanceWatch
@@ -462,6 +463,80 @@ def test_turns_keep_both_caches(kind):
     assert full, "no first turn ended with a round that was accepted whole: nothing is shown"
 
 
+# ------------------------------------------------------------------------- beyond the draft's context
+
+
+def with_context(drafter, num_positions: int):
+    """The drafter, whose model was trained for so many positions."""
+    drafter.model.config = dataclasses.replace(drafter.model.config, max_seq_length=num_positions)
+    drafter.max_positions = num_positions
+    return drafter
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "model"])
+def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
+    """Rows that begin far below, shortly below and beyond 12 positions, side by side: greedy text is plain text, rounds
+    that reach further draft nothing, and one line says so. Then a short prompt, which drafts again."""
+    target, draft = pair()
+    prompts = [*PROMPTS, [*range(3, 33)], [*range(3, 14)]]
+    want = rows_of(target, prompts, max_new_tokens=40)
+    make = ModelDraft if kind == "model" else None
+    drafter = recorded(type(any_drafter(kind, target, draft)))(
+        *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
+    ) if make is None else recorded(ModelDraft)(draft)  # fmt: skip
+    engine = Engine(target, 6, 80, drafter=with_context(drafter, 12), speculate_k=3)
+    for _ in range(2):
+        timing = Timing()
+        assert rows_of(target, prompts, engine=engine, max_new_tokens=40, timing=timing) == want
+        for prompt, request in zip(prompts, timing.requests):
+            position = len(prompt)  # of the token that follows
+            for token in request.token_records:
+                if not token.first and token.index == 0:
+                    assert (token.k > 0) == (position - 1 + 3 < 12), (position, token)
+                position += 1
+    err = capsys.readouterr().err
+    assert err.count("the draft's context ends at 12 positions; texts decode plainly beyond it") == 1
+    assert rows_of(target, [prompts[4]], engine=engine, max_new_tokens=20) == [want[4][:20]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampled_row_equals_its_prompt_alone_beyond_the_drafts_context(kind):
+    target, draft = pair()
+    drafter = with_context(any_drafter(kind, target, draft), 16)
+    options = {"sampling": Sampling(0.7), "seed": 5, "speculate_k": 4, "drafter": drafter}
+    alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
+    assert rows_of(target, PROMPTS, **options) == alone
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_law_holds_across_the_end_of_the_drafts_context(limit):
+    """It ends so many tokens behind the prompt, within the tail whose law is counted."""
+    model = tiny(3)
+    drafter = with_context(tiny_drafter("pard", model), len(LONG_PROMPT) + limit)
+    counts = sequences(model, drafter, Sampling(1), 1, runs=2)
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(1))) > 1e-6
+
+
+def test_a_prefix_is_reused_up_to_the_end_of_the_drafts_context():
+    """A draft that is the target is accepted whole if no position of its cache is missing or stale: after texts that
+    outgrew its context, in turns of one slot and in copies between two."""
+    target, _ = pair()
+    draft = Transformer(target.config).eval().requires_grad_(False)
+    draft.load_state_dict(target.state_dict())
+    engine = Engine(target, 2, 96, drafter=with_context(ModelDraft(draft), 48), speculate_k=3)
+    long = [*range(3, 33)]
+    answer = rows_of(target, [long], engine=engine, max_new_tokens=50)[0]
+    for prompts in ([long + answer[:5]], [long + answer[:14]], [long[:25], long + answer[:9] + [7]]):
+        timing = Timing()
+        got = rows_of(target, prompts, engine=engine, max_new_tokens=40, timing=timing)
+        assert got == rows_of(target, prompts, max_new_tokens=40)
+        records = [
+            token for request in timing.requests for token in request.token_records if token.k and token.index == 0
+        ]
+        assert records and all(token.accepted == token.k for token in records[:-1])
+        assert any(request.num_reused for request in timing.requests)
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "kind, compile_prompts",
@@ -572,7 +647,7 @@ LAYER_IDS = [  # family and layers of the target; keys of config.json; the hidde
     ("llama", 32, {"target_hidden_states": [1, 15, 28]}, (1, 15, 28), False),
     ("llama", 32, {"target_hidden_states": [3], "eagle_aux_hidden_state_layer_ids": [1]}, (3,), False),
     ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [24, 30, 36]}, (24, 30, 36), False),  # gpt-oss-120b-Eagle3-v3
-    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), False),  # its long-context one
+    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), True),  # its long-context one
 ]
 
 

@@ -1056,7 +1056,7 @@ PROGRAMS = [  # the others take no flags, or are processes that a program starts
     name
     for name in LISTED
     if re.search('^if __name__ == "__main__"', text := (ROOT / name).read_text(), re.MULTILINE)
-    and re.search(r"parse_args|cli\.start", text)
+    and re.search(r"parse_args|from cli\.(start|quantize)", text)
 ]
 
 
