@@ -172,7 +172,6 @@ class Decoder:
             self.rows.clear()
             self.engine.reset()
             return
-        self.session.observe_step()
 
     def start(self, row: Row) -> None:
         recording = row.job.recording

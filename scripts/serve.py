@@ -337,14 +337,16 @@ async def stream_events(
     """The answer as server-sent events. A chat's role comes with its first token. An error ends
     it."""
     request, events, as_line = answer.request, [], lambda body: f"data: {json.dumps(body)}\n\n"
+    options = request.stream_options
+    # As in vLLM, a client that says no to the last count gets none before it either.
+    has_running_usage = options.get("continuous_usage_stats") and options.get("include_usage") is not False
     opened = set()
     num_decoded = 0
     try:
         async for event in job.events(num_rows):
             events.append(event)
             num_decoded += sum(token.round > 0 for token in event.tokens)
-            is_counted = request.stream_options.get("continuous_usage_stats")
-            usage = token_counts(prompt_tokens, num_decoded) if is_counted else None
+            usage = token_counts(prompt_tokens, num_decoded) if has_running_usage else None
             if request.chat and event.index not in opened:
                 opened.add(event.index)
                 yield as_line(answer.opening(event.index, usage))
@@ -356,7 +358,7 @@ async def stream_events(
         log_refusal(http_request, error)
         yield as_line(error.body)
         return
-    if request.stream_options.get("include_usage"):
+    if options.get("include_usage"):
         yield as_line(answer.chunk(usage=answer.usage(prompt_tokens, events)))
     yield "data: [DONE]\n\n"
 

@@ -749,14 +749,17 @@ def test_end_tokens_of_a_request(server, plain_answer, tokenizer):
 
 def test_usage_comes_with_every_chunk_on_request(server, tokenizer):
     num_prompt_tokens = len(tokenizer.encode(PROMPTS[0]))
-    for final in (True, False):
-        options = {"continuous_usage_stats": True, "include_usage": final}
+    for final in (True, None):
+        options = {"continuous_usage_stats": True} | ({"include_usage": True} if final else {})
         chunks = list(server.ask(PROMPTS[0], stream=True, stream_options=options, echo=True, n=2, seed=1))
         counts = [chunk.usage.completion_tokens for chunk in chunks]
         assert counts == sorted(counts) and counts[-1] == 80 and len(set(counts)) > 2
         assert all(chunk.usage.prompt_tokens == num_prompt_tokens for chunk in chunks)
         assert all(chunk.usage.total_tokens == num_prompt_tokens + n for chunk, n in zip(chunks, counts))
-        assert (chunks[-1].choices == []) == final
+        assert (chunks[-1].choices == []) == bool(final)
+    options = {"continuous_usage_stats": True, "include_usage": False}  # as in vLLM, no usage at all
+    chunks = list(server.ask(PROMPTS[0], stream=True, stream_options=options))
+    assert all(chunk.usage is None for chunk in chunks)
     chat = {"messages": [{"role": "user", "content": "One"}], "model": "demo", "max_tokens": 3, "stream": True}
     chunks = list(server.client.chat.completions.create(**chat, stream_options={"continuous_usage_stats": True}))
     assert all(chunk.usage is not None for chunk in chunks)

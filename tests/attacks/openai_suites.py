@@ -121,6 +121,7 @@ VLLM = Suite(
     ),
     rules=(
         (r"lora", "LoRA adapters by name"),
+        (r"test_chat_completion_stream_options_and_logprobs", "an event of the role before the text"),
         (r"/responses/", "the Responses API"),
         (r"prompt_embeds|load_prompt_emb|disable_prompt", "prompts as embeddings"),
         (r"extra_content", "images"),
