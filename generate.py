@@ -146,7 +146,7 @@ class Engine:
         self.chunk = PREFILL_CHUNK
         with torch.inference_mode(False):
             self.state = State(batch_size, self.runner.S, self.device, K, self.ranks, logits_processor, logprobs, V)
-        self.runner.caches = self.runner.caches._replace(max_positions=self.state.end)
+        self.runner.caches = self.runner.caches._replace(max_positions=self.state.max_positions)
         self.steps: dict[tuple, Callable] = {}  # compiled
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}
@@ -211,16 +211,34 @@ class Engine:
         validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length)
         validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
         validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
-        length, configs = len(prompt) + max_new_tokens, [runner.model.config for runner in self.runners]
-        is_long = tuple(bool(config.rope_long) and length > config.rope_original_length for config in configs)
         id, self.next_id = self.next_id, self.next_id + 1
-        request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, is_long, grammar)
+        request = Request(id, prompt, sampling, max_new_tokens, stop_ids, seed, draft, grammar=grammar)
         request.num_prompt_logprobs = prompt_logprobs
+        config = self.model.config
+        if config.rope_long and len(prompt) <= config.rope_original_length:
+            request.short_length = config.rope_original_length
+        request.is_long = self.are_long(request)
         if self.drafter is not None and not self.requests:
             self.draft_length = DraftLength(self.speculate_k, self.costs)
         self.requests[request.id] = request
         self.scheduler.waiting.append(request)
         return request.id
+
+    def are_long(self, request: Request) -> tuple[bool, ...]:
+        """For each model with caches: does longrope take the request for a long text?"""
+        configs = [runner.model.config for runner in self.runners]
+        return tuple(bool(c.rope_long) and request.max_position >= c.rope_original_length for c in configs)
+
+    def recompute(self, request: Request) -> None:
+        """Compute a text anew that has outgrown longrope's short one, as transformers does (models/phi3/modeling_phi3,
+        prepare_inputs_for_generation): all its positions rotate by the long factors. It costs a pass over the text."""
+        slot = request.slot
+        self.state.park(slot.index)
+        request.short_length = None
+        request.is_long = slot.is_long = self.are_long(request)
+        request.is_active, request.is_recomputing = False, True
+        request.num_computed = request.draft_lag = slot.num_draft = 0
+        self.state.fill(slot.index, request)
 
     def abort(self, id: int) -> None:
         """End a request in any state; a finished one does not change."""
@@ -298,9 +316,9 @@ class Engine:
         """Run the next chunk of a prompt through all models; returns its length. The last chunk decides the first
         token. A last token alone runs in the next step, beside other requests; but a round would draw it otherwise."""
         begin, slot = mark(self.device), request.slot
-        num_tokens = min(self.chunk, len(request.prompt) - request.num_computed)
+        num_tokens = min(self.chunk, request.num_positions - request.num_computed)
         end = request.num_computed + num_tokens
-        request.is_active = end == len(request.prompt)
+        request.is_active = end == request.num_positions
         if request.is_active:
             self.state.activate(slot.index, end)
             if 0 < request.num_computed == end - 1 and len(self.requests) > 1 and self.drafter is None:
@@ -325,7 +343,7 @@ class Engine:
             return num_tokens
         request.prefill_marks.append((begin, mark(self.device)))
         if request.is_active:
-            request.num_launched = 1
+            request.num_launched = len(request.tokens) + 1
             self.readback.send(self.result(state, drafter, 0, ()), Launch([(0, request)]))
         return num_tokens
 
@@ -433,6 +451,8 @@ class Engine:
                 events += [(request.id, id) for id in request.receive(step, row, self.draft_length)]
                 if request.ending is not None:
                     self.finish(request, *request.ending)
+                elif request.outgrows_short_text:
+                    self.recompute(request)
             self.read_at = now
         return events
 

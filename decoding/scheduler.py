@@ -40,6 +40,7 @@ class Request:
     seed: int = 0
     draft: bool = True  # may its tokens be drafted?
     is_long: tuple[bool, ...] = ()  # for each model with caches: does longrope take it for a long text?
+    short_length: int | None = None  # longrope: the tokens after which its short text is computed anew as a long one
     grammar: object = None  # of its answer: decoding/grammar.py
     num_prompt_logprobs: int | None = None  # likeliest tokens to record of the prompt; None: none
 
@@ -48,6 +49,7 @@ class Request:
     num_reused: int = 0  # of num_computed: positions from another request
     tokens: list[int] = field(default_factory=list)
     is_active: bool = False  # do steps decide its tokens?
+    is_recomputing: bool = False  # are its positions being computed anew, as those of a long text?
     num_launched: int = 0  # a minimum of the tokens that launched steps decide
     draft_lag: int = 0  # a bound on the decided positions that the draft's cache lacks after the launched steps
     can_draft: bool = True  # did the drafter have a proposal?
@@ -77,12 +79,29 @@ class Request:
         return len(self.prompt) + len(self.tokens)
 
     @property
+    def end(self) -> int:
+        """The index of its last token, or of the last one that a short text decides."""
+        end = len(self.prompt) - 1 + self.max_new_tokens
+        return end if self.short_length is None else min(end, self.short_length)
+
+    @property
+    def max_position(self) -> int:
+        """The final position that longrope judges its length by."""
+        return self.end if self.short_length is None else self.short_length - 1
+
+    @property
+    def outgrows_short_text(self) -> bool:
+        return self.short_length is not None and self.num_positions > self.short_length
+
+    @property
     def is_decoding(self) -> bool:
         return self.is_active and self.finish_reason is None
 
     def cached_ids(self) -> list[int]:
         """The ids whose positions are in the caches and finite: all but the last token. Before the first token is read,
         only the reused positions are known to be finite."""
+        if self.is_recomputing:
+            return []
         return self.prompt + self.tokens[:-1] if self.tokens else self.prompt[: self.num_reused]
 
     def record(self, step: StepRecord | None, now: float) -> None:
@@ -106,6 +125,7 @@ class Request:
             ids = ids[: ids.index(INVALID)]
             position = self.num_positions + len(ids)
             self.ending = "error", ValueError(f"position {position}: the model's logits are not finite")
+        self.is_recomputing = self.is_recomputing and not ids
         for index, id in enumerate(ids):
             self.tokens.append(id)
             if step.top_logprobs is not None:

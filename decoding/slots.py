@@ -49,7 +49,8 @@ class State(nn.Module):
         fixed("tokens", B, S + K + 2)  # prompt, then decided tokens; beyond `pos` a round's scratch space
         fixed("pos", B, fill=S)  # index of the last decided token, which no layer has seen yet; S: parked
         fixed("prompt_length", B)
-        fixed("end", B)  # index at which the row is full
+        fixed("end", B)  # index at which the row is full, or its rotation changes
+        fixed("max_positions", B)  # as in model.Caches
         fixed("done", B, fill=True, dtype=torch.bool)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, fill=-1)
@@ -70,12 +71,14 @@ class State(nn.Module):
     def fill(self, slot: int, request) -> None:
         """Write a request (scheduler.Request) into a slot, which stays parked until `activate`. A prompt is padded with
         its last token: any other might overflow in the model, and its NaN would reach this slot."""
-        prompt, stop_ids = request.prompt, sorted(request.stop_ids)
-        row = torch.full_like(self.tokens[0], prompt[-1], device="cpu")
-        row[: len(prompt)] = torch.tensor(prompt)
+        ids = request.prompt + request.tokens
+        stop_ids = sorted(request.stop_ids)
+        row = torch.full_like(self.tokens[0], ids[-1], device="cpu")
+        row[: len(ids)] = torch.tensor(ids)
         self.tokens[slot] = row.to(self.tokens.device)
-        self.prompt_length[slot].fill_(len(prompt))
-        self.end[slot].fill_(len(prompt) - 1 + request.max_new_tokens)
+        self.prompt_length[slot].fill_(len(request.prompt))
+        self.end[slot].fill_(request.end)
+        self.max_positions[slot].fill_(request.max_position)
         self.seed[slot].fill_(request.seed)
         self.drafts[slot].fill_(request.draft)
         self.stop_ids[slot] = torch.tensor(stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids)))

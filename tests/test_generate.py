@@ -84,20 +84,25 @@ def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
         next(decode(model, PROMPTS[0], max_new_tokens=1, **options))
 
 
-def test_a_row_is_a_short_text_or_a_long_one_from_its_first_position_on(folder_of):
-    """longrope: 40 positions are the original context. Rows of both kinds in one batch, and drafted ones."""
-    model, prompts = load_model(folder_of("phi-4-mini"), dtype=torch.float32), [[*range(9, 25)]] * 2
-    budgets = [24, 50]
-    with torch.no_grad():
-        short = oracle("phi-4-mini").generate(
-            torch.tensor(prompts[:1]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, 16:]
-    long = model(torch.tensor([prompts[0] + [5] * 25]), torch.arange(41))[0, 15].argmax()
+def test_longrope_follows_the_text_so_far_and_not_its_limit(folder_of):
+    """40 positions are the original context. As transformers generates, the text stays short up to there, whatever the
+    limit is, and is then computed anew as a long one: rows on both sides of it in one batch, drafted ones too."""
+    model = load_model(folder_of("phi-4-mini"), dtype=torch.float32)
+    prompts, want = [[*range(9, 9 + n)] for n in (10, 16, 39, 40, 41, 60)], []
+    for prompt in prompts:
+        with torch.no_grad():
+            text = oracle("phi-4-mini").generate(
+                torch.tensor([prompt]), max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        want.append(text[0, len(prompt) :].tolist())
+    recomputed = model(torch.tensor([prompts[0] + want[0]]), torch.arange(45))[0, 9].argmax()
+    assert recomputed != want[0][0], "the two kinds do not differ: nothing is shown"
     for drafter in (None, NgramDraft(1)):
-        rows = rows_of(model, prompts, max_new_tokens=budgets, drafter=drafter)
-        assert rows[0] == short.tolist() and rows[1][0] == long
-        assert rows[1] == rows_of(model, prompts[:1], max_new_tokens=50)[0]
-    assert rows[1][0] != rows[0][0], "the two kinds do not differ: nothing is shown"
+        assert rows_of(model, prompts, max_new_tokens=35, drafter=drafter) == want
+        engine = Engine(model, 2, 96, drafter=drafter, speculate_k=3)
+        for budgets in ([30, 31, 35, 1, 2, 20], [35] * 6):
+            rows = rows_of(model, prompts, max_new_tokens=budgets, engine=engine)
+            assert rows == [row[:n] for row, n in zip(want, budgets)]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])

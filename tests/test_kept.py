@@ -149,20 +149,20 @@ def longrope() -> tuple:
 
 
 def test_long_and_short_texts_share_nothing():
-    """longrope: 48 positions are the original context. The rows' prompts are one, their ends are not."""
+    """longrope: 48 positions are the original context. Two rows outgrow it, and are then computed anew."""
     target, draft = longrope()
-    budgets, want = [8, 40, 40], {}
-    for n in {*budgets}:
-        (want[n],) = rows_of(target, [COMMON], max_new_tokens=n)
-    assert want[40][:8] != want[8], "the two kinds do not differ: nothing is shown"
+    (want,) = rows_of(target, [COMMON], max_new_tokens=40)
+    longer = COMMON + want[:20]
+    (want_longer,) = rows_of(target, [longer], max_new_tokens=10)
     for drafter in (None, ModelDraft(draft)):
         engine = Engine(target, 3, 96, drafter=drafter, speculate_k=3)
         timing = Timing()
-        got = rows_of(target, [COMMON] * 3, engine=engine, max_new_tokens=budgets, timing=timing)
-        assert got == [want[n] for n in budgets] and timing.cached == [0, 0, 39]
+        got = rows_of(target, [COMMON] * 3, engine=engine, max_new_tokens=[8, 40, 40], timing=timing)
+        assert got == [want[:8], want, want] and timing.cached == [0, 39, 39]
+        assert [slot.is_long[0] for slot in engine.scheduler.slots] == [False, True, True]
         timing = Timing()
-        got = rows_of(target, [COMMON] * 2, engine=engine, max_new_tokens=[40, 8], timing=timing)
-        assert got == [want[40], want[8]] and timing.cached == [39, 39]
+        got = rows_of(target, [longer, COMMON], engine=engine, max_new_tokens=[10, 8], timing=timing)
+        assert got == [want_longer, want[:8]] and timing.cached == [59, 39]
 
 
 @pytest.mark.compiled
