@@ -134,8 +134,6 @@ def load_eagle(folder: Path, target: Transformer) -> EagleModel:
     tensor, that does not fit."""
     config, like = target.config, target.norm.weight
     eagle, layer = read_eagle(folder, read_json(folder / "config.json"), config)
-    if eagle.assumption:
-        print(f"{folder}: {eagle.assumption}; {OTHER_STATES}", file=sys.stderr)
     readers = open_shards(shards(folder))
     has_embed, num_ids, V = "embed_tokens.weight" in readers, eagle.vocab_size, config.vocab_size
     if not has_embed and layer.dim != config.dim:
@@ -181,6 +179,8 @@ def load(folder: Path, target: Transformer, tokenizer, *, quantize: str | None, 
     if sharded:
         raise ValueError(f"--draft_tp sharded: {folder} is an EAGLE-3 draft, which every rank holds in full")
     draft = load_eagle(folder, target)
+    if draft.eagle.assumption:
+        print(f"{folder}: {draft.eagle.assumption}; {OTHER_STATES}", file=sys.stderr)
     return EagleDraft(quantized_copy(draft, quantize) if quantize else draft)
 
 
@@ -223,6 +223,14 @@ def switch_of(hf: Section, nested: dict, key: str) -> bool:
     return section.flag(key)
 
 
+def stored_layer_ids(hf: Section, nested: dict) -> tuple[str, object]:
+    """The key that names the target's layers, and its value, None without one."""
+    names = (STATES_KEY, "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+    values = {name: hf.get(name) or nested.get(name) for name in names}
+    key = next((name for name in names if values[name]), names[1])
+    return key, values[key]
+
+
 def aux_layer_ids_of(hf: Section, nested: dict, target: Config) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs the draft reads, and the assumption that this rests on, or "".
 
@@ -230,12 +238,7 @@ def aux_layer_ids_of(hf: Section, nested: dict, target: Config) -> tuple[tuple[i
     are inputs (SGLang, pull requests 25454 and 32334, which measured the acceptance of published heads). vLLM reads
     inputs alone.
     """
-    key = STATES_KEY
-    layer_ids = hf.get(key)
-    if layer_ids is None:
-        names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-        places = [(name, section[name]) for section in (hf, nested) for name in names if section.get(name)]
-        key, layer_ids = places[0] if places else (names[0], None)
+    key, layer_ids = stored_layer_ids(hf, nested)
     L = target.n_layers
     is_guess = layer_ids is None
     layer_ids = [2, L // 2, L - 3] if is_guess else layer_ids
