@@ -66,6 +66,9 @@ def decode(
     text = torch.tensor([prompt], device=device)  # (1, S) all tokens so far
     pos = torch.arange(len(prompt), device=device)  # (T,) those that no layer has seen: the prompt, then one token
     for length in range(len(prompt), max_length):
+        caches.max_positions.fill_(length - 1)  # longrope rotates by the length of the text so far
+        if model.config.rope_long and length == model.config.rope_original_length + 1:
+            pos = torch.arange(length, device=device)  # and so all keys anew, once the text is a long one
         h = model.hidden(text[:, pos], pos, caches.slice_to(length))  # (1, T, D)
         logits = model.head(h[:, -1])  # (1, V)
         logits = penalize_text(logits, text, len(prompt), sampling)  # (1, V)
@@ -351,7 +354,7 @@ class Engine:
         """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
         begin = request.num_computed + 1
         ids = request.prompt[begin : begin + h.size(1)]
-        if request.num_prompt_logprobs is None or not ids:
+        if request.num_prompt_logprobs is None or request.is_recomputing or not ids:
             return
         ids = torch.tensor([ids], device=self.device)  # (1, T), or one fewer
         size = max(1, PROMPT_LOGITS // self.model.config.vocab_size)

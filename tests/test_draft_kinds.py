@@ -16,9 +16,9 @@ from test_drafts import D, EagleTwin, pard_twin
 
 from cli.flags import parse_args
 from cli.main import run as run_args
+from cli.quantize import main as quantize
 from decoding.sampling import Sampling
 from loading.checkpoint import load_model
-from quantize import main as quantize
 from scripts import distill_draft
 from scripts.distill_draft import add_gradients, distill, draft_config, init_weights, read_json
 from scripts.distill_draft import parse_args as distill_args

@@ -97,6 +97,8 @@ def test_longrope_follows_the_text_so_far_and_not_its_limit(folder_of):
         want.append(text[0, len(prompt) :].tolist())
     recomputed = model(torch.tensor([prompts[0] + want[0]]), torch.arange(45))[0, 9].argmax()
     assert recomputed != want[0][0], "the two kinds do not differ: nothing is shown"
+    plain = [[*decode(model, prompt, sampling=Sampling(0), max_new_tokens=35)] for prompt in prompts]
+    assert plain == want
     for drafter in (None, NgramDraft(1)):
         assert rows_of(model, prompts, max_new_tokens=35, drafter=drafter) == want
         engine = Engine(model, 2, 96, drafter=drafter, speculate_k=3)

@@ -125,7 +125,7 @@ CONVERSATIONS = {
 # Templates that raise an error, of 70: four serve conversations with tools alone, one knows no system message.
 REFUSALS = {"a system message": 5, "spaces and marks": 5, "tools": 3, "a call": 6, "two calls": 9}
 # Templates that leave out a part of the conversation, which transformers does not notice and we refuse.
-LOSSES = {"tools": 6, "a call": 9, "two calls": 21}
+LOSSES = {"tools": 6, "a call": 9, "two calls": 21, "variables": 1}
 VARIABLES = ("tools", "enable_thinking", "reasoning_effort")
 
 
@@ -191,7 +191,8 @@ def without_a_part(messages: list[dict], conversation: dict) -> Iterator[tuple[l
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_templates_write_what_they_write_in_transformers(name, models, tokenizer):
     """A template may refuse a conversation, such as one without tools; transformers raises an error then. We refuse one
-    of which the template leaves out a part, such as a variable that it does not read; the oracle then writes the same without that part."""
+    of which the template leaves out a part, such as a variable that it does not read; the oracle then writes the same
+    without that part."""
     conversation = {"add_generation_prompt": True, "tools": None, **CONVERSATIONS[name]}
     messages = conversation.pop("messages")
     names = {"bos_token": "<s>", "eos_token": "</s>"}
