@@ -216,7 +216,8 @@ def drafters() -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [Int8Cache, pytest.param(Fp8Cache, marks=pytest.mark.attack)])
+@pytest.mark.attack
+@pytest.mark.parametrize("kind", CODED)
 def test_drafted_greedy_text_is_plain_greedy_text(kind):
     """On caches of the target's kind, every drafter, one row and three, up to the draft length that the check spans."""
     prompts = [[1, 428, 437, 261, 399], [1, 540, 261, 300], [1, 333] * 9]

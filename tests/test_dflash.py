@@ -147,6 +147,7 @@ def test_dflash_is_its_twin(variant, plain, target, target_folder, tmp_path):
     assert worst < 1e-4 and len(accepted) > 2
 
 
+@pytest.mark.attack
 def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
     """A block reaches beyond the last position of its engine, and beside it stands a row that has ended."""
     folder = written(tmp_path / "draft", PUBLISHED | {"max_position_embeddings": 600}, dflash_tensors(2, 2))

@@ -367,10 +367,7 @@ LAWS = ["pard", "eagle, fewer ids", "dflash", "shared"]
 @pytest.mark.parametrize(
     "kind, sampling, k",
     [
-        *(
-            pytest.param(kind, Sampling(1), 3, marks=[] if kind == "pard" else pytest.mark.attack)  # each some 10 s
-            for kind in LAWS
-        ),
+        *(pytest.param(kind, Sampling(1), 3, marks=pytest.mark.attack) for kind in LAWS),  # each some 10 s
         *(
             pytest.param(kind, sampling, k, marks=pytest.mark.long)
             for kind in (*LAWS, "eagle", "shared pard")
@@ -385,7 +382,8 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) > 1e-6
 
 
-@pytest.mark.parametrize("broken", [WrongPosition, pytest.param(IgnoresIds, marks=pytest.mark.attack)])
+@pytest.mark.attack
+@pytest.mark.parametrize("broken", [WrongPosition, IgnoresIds])
 def test_a_broken_law_is_caught(broken):
     model = tiny(3)
     kind = "pard" if broken is WrongPosition else "eagle, fewer ids"
@@ -437,7 +435,9 @@ def test_a_sampled_row_equals_its_prompt_alone(kind):
     assert rows_of(target, PROMPTS, **options) == alone
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.attack) for kind in KINDS if kind != "eagle")]
+)
 def test_turns_keep_both_caches(kind):
     """A second turn drafts from what an engine without a first one would: caches are behind by a round's tokens."""
     target, draft = pair()
@@ -508,7 +508,7 @@ def test_a_sampled_row_equals_its_prompt_alone_beyond_the_drafts_context(kind):
     assert rows_of(target, PROMPTS, **options) == alone
 
 
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.attack), 2])
 def test_the_law_holds_across_the_end_of_the_drafts_context(limit):
     """It ends so many tokens behind the prompt, within the tail whose law is counted."""
     model = tiny(3)

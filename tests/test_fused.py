@@ -82,7 +82,7 @@ def test_fused_products_multiply_with_the_stored_weights(scheme, rows, as_if_on_
     assert found.shape == want.shape and ((found - want).abs() <= 256 * 2**-24 * size + 1e-30).all()
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp6"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", pytest.param("mxfp6", marks=pytest.mark.attack)])
 def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_gpu):
     """Compiled products of up to 16 rows take the fused form; more rows, rows whose number is left open, and eager code
     do not. One compilation serves all open numbers."""

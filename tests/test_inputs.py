@@ -137,7 +137,8 @@ def rows_of(model, prompts, **options) -> list[list[int]]:
     return rows
 
 
-LIMITS = [("plain", 12), ("model", 12), ("layers", 12), ("quantized", 12), ("ngram", 12), ("model", 160)]
+LIMITS = [("plain", 12), ("model", 12), ("layers", 12), ("quantized", 12), ("ngram", 12)]
+LIMITS.append(pytest.param("model", 160, marks=pytest.mark.attack))
 
 
 @pytest.mark.parametrize("kind, limit", LIMITS)

@@ -137,8 +137,14 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
     return wrong
 
 
+TRAINED = ("pard", "eagle3", "dflash")
+
+
 @pytest.mark.parametrize("num_slots", [5, *(pytest.param(n, marks=pytest.mark.attack) for n in (1, 2, 8))])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "layers", "pard", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["none", "ngram", "suffix", "model", "layers", *(pytest.param(x, marks=pytest.mark.attack) for x in TRAINED)],
+)
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
     assert not parted(model, drafter, num_slots, seed=num_slots)
@@ -163,7 +169,7 @@ def test_a_pool_forgets_the_oldest_answers(model_of):
     assert str(tokens[last])[1:-1] in str([*drafter.pool[0].ids, -1, *drafter.pool[1].ids])
 
 
-@pytest.mark.parametrize("kind", [KVCache, Int8Cache])
+@pytest.mark.parametrize("kind", [KVCache, pytest.param(Int8Cache, marks=pytest.mark.attack)])
 @pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.attack), "int4-g32"])
 @pytest.mark.parametrize("drafter", ["none", "model"])
 def test_in_16_bits_too(model_of, quantize, kind, drafter):
