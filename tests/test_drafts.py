@@ -508,7 +508,8 @@ def test_a_sampled_row_equals_its_prompt_alone_beyond_the_drafts_context(kind):
     assert rows_of(target, PROMPTS, **options) == alone
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.attack), 2])
+@pytest.mark.attack
+@pytest.mark.parametrize("limit", [1, 2])
 def test_the_law_holds_across_the_end_of_the_drafts_context(limit):
     """It ends so many tokens behind the prompt, within the tail whose law is counted."""
     model = tiny(3)

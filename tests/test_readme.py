@@ -48,7 +48,7 @@ ELSEWHERE = (
     "scripts.serve",
     LOCAL,
 )  # network, hours, a patch and a server, which have tests of their own
-NUM_FAST = 2  # commands and snippets of the default run
+NUM_FAST = 1  # commands and snippets of the default run
 
 
 def commands() -> list[str]:

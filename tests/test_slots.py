@@ -178,7 +178,7 @@ def test_in_16_bits_too(model_of, quantize, kind, drafter):
         assert not parted(model, drafter, 4, seed=7, kind=kind)
 
 
-@pytest.mark.parametrize("family", ["mistral-v0.1", "phi-4-mini", "gpt-oss"])
+@pytest.mark.parametrize("family", ["mistral-v0.1", "phi-4-mini", pytest.param("gpt-oss", marks=pytest.mark.attack)])
 def test_windows_long_texts_and_sinks(model_of, family):
     """phi-4-mini rotates a text by how long it may become; its texts here are short and long."""
     assert not parted(model_of(family=family), "model", 4, seed=3)

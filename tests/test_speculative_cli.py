@@ -44,7 +44,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "ngram", "suffix", "layers"])
-@pytest.mark.parametrize("k", ["3", "auto", pytest.param("0", marks=pytest.mark.attack)])
+@pytest.mark.parametrize("k", ["3", *(pytest.param(k, marks=pytest.mark.attack) for k in ("auto", "0"))])
 def test_greedy_json_per_row(text_folder, draft_folder, capsys, tmp_path, kind, k):
     """Same ids as without a drafter, batch 1 and 2; the promised keys; counts that fit together, row by row."""
     prompts = tmp_path / "prompts.txt"
