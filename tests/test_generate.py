@@ -1,5 +1,6 @@
 """generate.py: the loop against transformers and against itself alone."""
 
+import itertools
 import types
 
 import pytest
@@ -42,24 +43,37 @@ def test_64_greedy_tokens_equal_transformers(family, folder_of):
     assert len(set(want.tolist())) > 4, "the oracle repeats itself: nothing is shown"
     got = rows_of(load_model(folder_of(family), dtype=torch.float32), prompt.tolist(), max_new_tokens=64)
     assert got == [want.tolist()]
-    plain = decode(
-        load_model(folder_of(family), dtype=torch.float32), prompt[0].tolist(), sampling=Sampling(0), max_new_tokens=64
-    )
-    assert [*plain] == want.tolist()
+    model = load_model(folder_of(family), dtype=torch.float32)
+    plain = decode(model, prompt[0].tolist(), sampling=Sampling(0), max_new_tokens=20)
+    assert [*plain] == want[:20].tolist()
+
+
+LOOP_SAMPLINGS = [
+    Sampling(1.1),
+    SAMPLED,
+    Sampling(0, repetition_penalty=1.3, frequency_penalty=0.5),
+    Sampling(0.9, min_p=0.02, presence_penalty=1.0, logit_bias=((7, 3.0), (40, -100.0))),
+]
+LOOP_SCHEMES = (None, "int8", "int4-g32", "mxfp6")
+LOOP_CASES = [*itertools.product(LOOP_SCHEMES, (KVCache, Int8Cache, Fp8Cache), range(4))]
+FAST_LOOP_CASES = {(None, KVCache, 0), ("int8", KVCache, 1), ("int4-g32", Int8Cache, 2), ("mxfp6", Fp8Cache, 3)}
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "scheme, cache_type, sampling",
     [
-        Sampling(1.1),
-        SAMPLED,
-        Sampling(0, repetition_penalty=1.3, frequency_penalty=0.5),
-        Sampling(0.9, min_p=0.02, presence_penalty=1.0, logit_bias=((7, 3.0), (40, -100.0))),
+        pytest.param(scheme, cache_type, LOOP_SAMPLINGS[number], id=f"{scheme}-{cache_type.__name__}-{number}")
+        if (scheme, cache_type, number) in FAST_LOOP_CASES
+        else pytest.param(
+            scheme,
+            cache_type,
+            LOOP_SAMPLINGS[number],
+            id=f"{scheme}-{cache_type.__name__}-{number}",
+            marks=pytest.mark.attack,
+        )
+        for scheme, cache_type, number in LOOP_CASES
     ],
-    ids=lambda sampling: sampling.kind,
 )
-@pytest.mark.parametrize("cache_type", [KVCache, Int8Cache, Fp8Cache])
-@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "mxfp6"])
 def test_the_plain_loop_and_the_engine_give_the_same_tokens(scheme, cache_type, sampling, folder_of):
     """For every sampling, cache and format, up to a stop id. Families: the test above."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)

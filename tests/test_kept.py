@@ -83,7 +83,13 @@ KINDS = ["plain", "ngram", "model", "pard", "eagle", "dflash", "shared"]
 # ------------------------------------------------------------------------------------------ within a batch
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.8, top_k=20)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(Sampling(0), id="greedy"),
+        pytest.param(Sampling(0.8, top_k=20), id="sampled", marks=pytest.mark.attack),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_begin_alike_are_the_prompts_alone(kind, sampling):
     options, single, timing = {"sampling": sampling, "seed": 4}, engine_of(kind, rows=1), Timing()
