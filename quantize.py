@@ -191,8 +191,10 @@ def run(args: argparse.Namespace) -> None:
     heads = (None,) if config.tie_embeddings else (None, args.scheme)
     is_portable = isinstance(FORMATS.get(args.scheme), formats.Int8 | formats.Fp8) and args.head in heads
     is_portable = is_portable and not config.n_experts and config.family != "mimo"
-    if is_portable:  # ValueError before anything is written where the converter's file is missing
-        checkpoint.foreign.compressed_tensors_config(FORMATS[args.scheme], has_head=bool(args.head))
+    if is_portable:  # before anything is written: a copy without the converter's file ends here
+        from loading.quantized.reader import compressed_tensors_config
+
+        compressed_tensors_config(FORMATS[args.scheme], has_head=bool(args.head))
     for module in (model.embed, model.norm, model.rope, model.lm_head):
         checkpoint.allocate(module, args.device)
     if config.tie_embeddings:

@@ -16,15 +16,14 @@ import torch
 from cli.errors import defer_interrupts
 from cli.prompts import sampling_of
 from decoding.sampling import Sampling
+from drafts.registry import check_draft, is_folder, load_drafter
 from generate import Engine
-from loading.checkpoint import load_config, load_model, random_model, read_config
-from loading.drafts import check_draft, is_folder, load_drafter, pick_dtype
+from loading.checkpoint import load_config, load_model, pick_dtype, random_model, read_config
 from loading.plain_files import read_json
 from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Config, KVCache, Transformer
 from speculative import Drafter
 from tp import Ranks
-from weights.rooms import resolve
 from weights.schemes import head_scheme
 from weights.walker import pack_model
 
@@ -65,7 +64,11 @@ def compiles(requested: bool | None, device: torch.device) -> bool:
 
 def cache_type(args: argparse.Namespace) -> type[KVCache]:
     """The class of caches for --kv_cache_dtype."""
-    return KVCache if args.kv_cache_dtype == "model" else resolve("decoding.kv_8bit:KINDS")[args.kv_cache_dtype]
+    if args.kv_cache_dtype == "model":
+        return KVCache
+    from decoding.kv_8bit import KINDS
+
+    return KINDS[args.kv_cache_dtype]
 
 
 def load(args: argparse.Namespace, device: torch.device, ranks: Ranks) -> tuple[Transformer, Tokenizer, Drafter | None]:

@@ -9,8 +9,8 @@ import torch
 from cli.errors import free_memory
 from cli.load import cache_type, target_config
 from cli.report import position_bytes
-from loading.checkpoint import empty_model, load_config, open_folder
-from loading.drafts import kind_of, pick_dtype
+from loading.checkpoint import empty_model, load_config, open_folder, pick_dtype
+from loading.draft_kinds import kind_of
 from loading.files import read_json, shards
 from loading.quantization import StoredForm, resolve_schemes
 from tp import ALONE, Ranks

@@ -8,5 +8,5 @@
     hidden_states.py    the target's hidden states, for eagle.py and dflash.py
     vocabulary.py       drafts whose tokenizer is not the target's
 
-loading/drafts.py chooses one for a folder or a spec; speculative.py has the rounds.
+registry.py chooses one for a folder or a spec; speculative.py has the rounds.
 """

@@ -171,7 +171,7 @@ def tensors_of(model: DFlashModel):
 
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., DFlashDraft]:
-    """Check a DFlash folder and return its loader (loading.drafts.FOLDERS). ValueError for a wrong config.json."""
+    """Check a DFlash folder and return its loader (drafts.registry.FOLDERS). ValueError for a wrong config.json."""
     with error_prefix(folder / "config.json"):
         dflash_of(hf, config)
     return functools.partial(load, folder)

@@ -169,7 +169,7 @@ def tensors_of(model: EagleModel, layer: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., EagleDraft]:
-    """Check an EAGLE-3 folder and return its loader (loading.drafts.FOLDERS). ValueError for a wrong config.json."""
+    """Check an EAGLE-3 folder and return its loader (drafts.registry.FOLDERS). ValueError for a wrong config.json."""
     read_eagle(folder, hf, config)
     return functools.partial(load, folder)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from drafts.translated import load_translated
 from loading.checkpoint import load_config
 from loading.config import Section
-from loading.drafts import load_translated
 from loading.plain_files import error_prefix
 from loading.tokenizer import Tokenizer
 from model import Caches, Config, Transformer
@@ -61,7 +61,7 @@ def pard_token(hf: dict) -> int:
 
 
 def check(folder: Path, hf: dict, config: Config) -> Callable[..., PardDraft]:
-    """Check a PARD folder and return its loader (loading.drafts.FOLDERS). ValueError for a wrong mask."""
+    """Check a PARD folder and return its loader (drafts.registry.FOLDERS). ValueError for a wrong mask."""
     with error_prefix(folder / "config.json"):
         mask = pard_token(hf)
     load_config(folder)
@@ -69,7 +69,7 @@ def check(folder: Path, hf: dict, config: Config) -> Callable[..., PardDraft]:
 
 
 def load(folder: Path, mask: int, target: Transformer, tokenizer: Tokenizer, **options) -> PardDraft:
-    """A PARD folder for this target, not packed. `options` are those of loading.drafts.load_translated."""
+    """A PARD folder for this target, not packed. `options` are those of drafts.translated.load_translated."""
     draft = load_translated(folder, target, tokenizer, mask, **options)
     is_translated = draft.config.vocab_size == target.config.vocab_size and hasattr(draft.embed, "ids")
     return PardDraft(draft, target.config.vocab_size if is_translated else mask)

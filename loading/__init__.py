@@ -16,14 +16,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drafts.registry import load_drafter
     from loading.checkpoint import load_model, save_model
     from loading.config import config_from_hf
-    from loading.drafts import load_drafter
     from loading.tokenizer import load_tokenizer
 
 MODULES = {
     "config_from_hf": "loading.config",
-    "load_drafter": "loading.drafts",
+    "load_drafter": "drafts.registry",
     "load_model": "loading.checkpoint",
     "load_tokenizer": "loading.tokenizer",
     "save_model": "loading.checkpoint",

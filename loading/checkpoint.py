@@ -49,11 +49,7 @@ from tp import ALONE, Ranks, check_divisible, connect, fill_shard, shard, shard_
 from weights import formats, linears, walker
 from weights.formats import FORMATS
 from weights.linears import QuantizedLinear
-from weights.rooms import room
 from weights.walker import named_linears, quantized_linears
-
-gguf, foreign = room("loading.gguf"), room("loading.quantized.reader")
-merged_experts = room("loading.quantized.merged_experts")
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
 PART_DTYPES = {
@@ -158,7 +154,10 @@ def open_folder(
     """
     hf = read_json(folder / "config.json")
     readers = open_shards(shards(folder))
-    readers = merged_experts.split_experts(readers) if FAMILIES[config.family].merges_experts else readers
+    if FAMILIES[config.family].merges_experts:
+        from loading.quantized.merged_experts import split_experts
+
+        readers = split_experts(readers)
     readers, notes = select_text_model(readers, family_of(hf))
     if config.tie_embeddings and has_separate_head(readers, [config.vocab_size, config.dim]):
         config = replace(config, tie_embeddings=False)
@@ -175,7 +174,11 @@ def open_folder(
 
 def find_layout(hf: dict):
     """The Layout of another program's weights, by config.json; None for plain weights and ours."""
-    return foreign.find_layout(hf) if hf.get("quantization_config") not in (None, {}, QUICKDRAFT_CONFIG) else None
+    if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
+        return None
+    from loading.quantized import detection
+
+    return detection.find_layout(hf)
 
 
 def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[StoredForm, Callable[[str], Tensor]]:
@@ -184,14 +187,25 @@ def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[StoredFor
         return open_gguf(folder, config, readers)
     hf = read_json(file)
     layout = find_layout(hf)
-    if layout is None:
-        form, read = read_stored_form(file), tensor_reader(readers)
-        if FAMILIES[config.family].merges_experts and merged_experts.is_mxfp4(hf):
+    if layout is not None:
+        return open_other_format(folder, config, readers, layout)
+    form = read_stored_form(file)
+    read = tensor_reader(readers)
+    if FAMILIES[config.family].merges_experts:
+        from loading.quantized import merged_experts
+
+        if merged_experts.is_mxfp4(hf):
             form = StoredForm(overrides=expert_schemes(config, readers))
             read = merged_experts.tensor_reader(readers)
-        model = empty_model(config, torch.float32, form.scheme, form.head, overrides=form.overrides)
-        check_headers(folder, expected_tensors(config, model), readers, config.tie_embeddings)
-        return form, read
+    model = empty_model(config, torch.float32, form.scheme, form.head, overrides=form.overrides)
+    check_headers(folder, expected_tensors(config, model), readers, config.tie_embeddings)
+    return form, read
+
+
+def open_other_format(folder: Path, config: Config, readers: dict, layout) -> tuple[StoredForm, Callable]:
+    """`open_tensors` of a folder that another program quantized, in this Layout."""
+    from loading.quantized import reader
+
     plain = empty_model(config, torch.float32)
     shapes = {
         name: {
@@ -202,17 +216,17 @@ def open_tensors(folder: Path, config: Config, readers: dict) -> tuple[StoredFor
         if name != "lm_head" or not config.tie_embeddings
     }
     with error_prefix(folder):
-        quantized = foreign.find_matrices(layout, readers, shapes)
-        expected = foreign.expected_tensors(quantized, expected_tensors(config, plain), readers)
+        quantized = reader.find_matrices(layout, readers, shapes)
+        expected = reader.expected_tensors(quantized, expected_tensors(config, plain), readers)
         check_headers(folder, expected, readers, config.tie_embeddings)
-        quantized = foreign.check_values(quantized)
-    scheme, reason = foreign.choose_scheme(quantized)
+        quantized = reader.check_values(quantized)
+    scheme, reason = reader.choose_scheme(quantized)
     notes = quantized.layout.notes + ((reason,) if reason else ())
     head, overrides = scheme if "lm_head" in quantized.matrices else None, dict.fromkeys(quantized.unquantized)
     form = StoredForm(scheme, head, overrides, notes=notes)
     if reason:
         form = StoredForm(overrides=overrides, requantize_to=scheme, notes=notes)
-    return form, foreign.tensor_reader(quantized, scheme, tensor_reader(readers))
+    return form, reader.tensor_reader(quantized, scheme, tensor_reader(readers))
 
 
 def expert_schemes(config: Config, readers: dict) -> dict[str, str]:
@@ -232,12 +246,27 @@ def open_gguf(file: Path, config: Config, readers: dict) -> tuple[StoredForm, Ca
     }
     if config.tie_embeddings:
         sources_by_name["lm_head"] = sources_by_name.pop("embed")
+    from loading import gguf
+
     schemes, plain_types = gguf.find_schemes(readers, sources_by_name)
     notes = (f"tensors that no scheme keeps exactly load as plain weights: {plain_types}",) if plain_types else ()
     return StoredForm(overrides=schemes, notes=notes), gguf.tensor_reader(readers)
 
 
 @torch.no_grad()
+def pick_dtype(requested: str | None, stored: str | None, device: torch.device) -> torch.dtype:
+    """--dtype, or the checkpoint's own where it is one that we compute in, else bfloat16. ValueError where the device
+    cannot multiply in it."""
+    name = requested or (stored if stored in ("bfloat16", "float16", "float32") else "bfloat16")
+    dtype = getattr(torch, name)
+    try:
+        torch.mm(*torch.ones(2, 1, 1, dtype=dtype, device=device))
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--dtype {name}: {device} cannot compute in it ({reason}); try --dtype float32") from None
+    return dtype
+
+
 def load_model(
     checkpoint_dir: str | Path,
     *,
@@ -424,8 +453,10 @@ def write_config(folder: Path, model: Transformer, hf: dict, is_portable: bool =
         hf["quantization"] = old_entry | entry
         hf["quantization_config"] = QUICKDRAFT_CONFIG
         if is_portable:
+            from loading.quantized.reader import compressed_tensors_config
+
             format = FORMATS[entry["scheme"]]
-            hf["quantization_config"] = foreign.compressed_tensors_config(format, has_head=bool(entry["head"]))
+            hf["quantization_config"] = compressed_tensors_config(format, has_head=bool(entry["head"]))
     text = json.dumps(hf, indent=2) + "\n"
     write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
 
@@ -439,11 +470,16 @@ def write_tensors(
     for name in names:
         for source, part in pieces(model.config, name, model.get_parameter(name).detach()):
             if is_portable and not is_plain(name):
-                source, part = foreign.compressed_tensors_part(source, part)
+                from loading.quantized.reader import compressed_tensors_part
+
+                source, part = compressed_tensors_part(source, part)
             is_cast = dtype and is_plain(name) and part.dtype == torch.float32
             tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
                 raise ValueError(f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range")
-    tensors = merged_experts.merge_experts(tensors) if FAMILIES[model.config.family].merges_experts else tensors
+    if FAMILIES[model.config.family].merges_experts:
+        from loading.quantized.merged_experts import merge_experts
+
+        tensors = merge_experts(tensors)
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

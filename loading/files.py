@@ -27,9 +27,7 @@ import loading.plain_files as plain_files
 from loading.chat_templates import one_line
 from loading.families import Family
 from weights.formats import row_chunks
-from weights.rooms import room
 
-gguf, gguf_folder = room("loading.gguf"), room("loading.gguf_metadata")
 MAX_NAMES = 8  # tensors that an error lists; it counts the rest
 # Fingerprints read evenly spread runs of each tensor's rows: their number, their bytes, and the folder's runs in all.
 SAMPLE_RUNS, SAMPLE_BYTES, MAX_RUNS = 16, 4096, 2**14
@@ -39,7 +37,9 @@ def read_json(file: Path) -> dict:
     """A JSON object from a file that must exist, or from a GGUF file's keys. A config.json's quantization_config is in
     one form for all versions of ModelOpt, and is that of hf_quant_config.json where config.json has none."""
     if plain_files.is_gguf(file.parent):
-        return gguf_folder.read_json(file.parent, file.name)
+        from loading import gguf_metadata
+
+        return gguf_metadata.read_json(file.parent, file.name)
     if not plain_files.file_exists(file):
         others = sorted(file.parent.glob("*.gguf"))
         raise ValueError(f"{file}: no such file" + (f"; pass the path of {others[0].name}" if others else ""))
@@ -75,7 +75,9 @@ def modelopt_form(settings: object) -> object:
 def shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: model.safetensors, or those in the index. For a GGUF file, its parts."""
     if plain_files.is_gguf(folder):
-        return gguf.parts_of(folder)
+        from loading.gguf import parts_of
+
+        return parts_of(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if plain_files.file_exists(single):
         return [single]
@@ -97,14 +99,22 @@ def shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def open_shard(file: Path, first: Path):
+    """An open reader of one file; `first` is the first of its model's files."""
+    if plain_files.is_gguf(file):
+        from loading.gguf import Tensors
+
+        return Tensors(file, first)
+    return safe_open(file, framework="pt", device="cpu")
+
+
 def open_shards(files: list[Path]) -> dict[str, tuple[Path, object]]:
     """Tensor name -> (file, open reader). Only headers are read."""
     readers = {}
     for file in files:
         try:
             plain_files.plain_file(file, sys.maxsize)
-            is_gguf = plain_files.is_gguf(file)
-            reader = gguf.Tensors(file, files[0]) if is_gguf else safe_open(file, framework="pt", device="cpu")
+            reader = open_shard(file, files[0])
         except (SafetensorError, OSError, MemoryError) as error:  # MemoryError: too large to be mapped
             raise ValueError(f"{file}: not a readable safetensors file: {one_line(error)}") from None
         for name in reader.keys():  # noqa: SIM118, a reader is no dict

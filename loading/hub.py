@@ -98,7 +98,7 @@ def cached_path(folder: Path, type: str | None) -> Path:
         if absent := [name for name in files if not (folder / name).exists()]:
             raise ValueError(f"no file {absent[0]}")
         return folder / files[0]
-    from loading.drafts import kind_of
+    from loading.draft_kinds import kind_of
     from loading.files import read_json, shards
 
     needs_tokenizer = kind_of(read_json(folder / "config.json")) in ("model", "pard")

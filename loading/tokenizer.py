@@ -13,6 +13,7 @@ refused by name.
 """
 
 import codecs
+import itertools
 import re
 import shutil
 import tempfile
@@ -24,9 +25,6 @@ from loading.chat_messages import message_forms, render_complete
 from loading.chat_templates import ChatTemplate, one_line
 from loading.plain_files import file_exists, is_gguf, plain_file, read_json
 from loading.vocabularies import APART, MAX_ID, NAMED_TOKENS, flags_by_name, token_fields, vocab_size
-from weights.rooms import room
-
-gguf_folder = room("loading.gguf_metadata")
 
 FILES = (
     "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja",
@@ -261,7 +259,9 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
     folder = Path(checkpoint_dir)
     if is_gguf(folder):
         with tempfile.TemporaryDirectory(prefix="quickdraft-") as temporary:
-            gguf_folder.write_files(folder, Path(temporary))
+            from loading.gguf_metadata import write_files
+
+            write_files(folder, Path(temporary))
             try:
                 return replace(load_tokenizer(temporary), folder=str(folder))
             except ValueError as error:
@@ -286,6 +286,14 @@ def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
         if isinstance(error, ValueError) and str(folder) in str(error):
             raise
         raise ValueError(f"{folder}: a tokenizer file has invalid values: {one_line(error)}") from None
+
+
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
+    """ValueError unless both read every id as the same string. Models may still have padded vocabularies."""
+    for id, pieces in enumerate(itertools.zip_longest(tokenizer.pieces(), other.pieces())):
+        if pieces[0] != pieces[1]:
+            first, second = ("no token" if p is None else repr(p.decode(errors="replace")) for p in pieces)
+            raise ValueError(f"{folder}: its tokenizer differs from the first's: token {id} is {second}, there {first}")
 
 
 def load_template(folder: Path, settings: dict, names: dict[str, str]) -> ChatTemplate | None:
@@ -340,7 +348,9 @@ def eos_ids(folder: Path) -> set[int]:
 def copy_files(folder: Path, other: Path) -> None:
     """Copy the FILES of a folder, or write those of a GGUF file, without their modes, which may be read-only."""
     if is_gguf(folder):
-        gguf_folder.write_files(folder, other)
+        from loading.gguf_metadata import write_files
+
+        write_files(folder, other)
     for file in sorted({file for pattern in FILES for file in folder.glob(pattern) if file.is_file()}):
         copy = other / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)

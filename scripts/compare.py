@@ -43,8 +43,7 @@ from decoding.scheduler import common_prefix
 from decoding.timing import Timing
 from decoding.validation import check_lengths
 from generate import Engine
-from loading.drafts import check_same_tokens
-from loading.tokenizer import Tokenizer
+from loading.tokenizer import Tokenizer, check_same_tokens
 from scripts.flags import compare_args as parse_args
 from tp import ALONE
 from weights.walker import pack_model

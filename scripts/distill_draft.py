@@ -37,8 +37,7 @@ from cli.errors import defer_interrupts, ending_plainly, use_threads
 from cli.load import compiles, pick_device
 from decoding.sampling import Sampling
 from generate import Engine
-from loading.checkpoint import fingerprints, load_config, load_model
-from loading.drafts import pick_dtype
+from loading.checkpoint import fingerprints, load_config, load_model, pick_dtype
 from loading.files import complete_folder, open_shards, read_json, shards, write_atomically
 from loading.tokenizer import copy_files, load_tokenizer
 from model import Config, Transformer

@@ -28,9 +28,8 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly
 from cli.load import pick_device
-from loading.checkpoint import load_config, load_model
-from loading.drafts import check_same_tokens, pick_dtype
-from loading.tokenizer import load_tokenizer
+from loading.checkpoint import load_config, load_model, pick_dtype
+from loading.tokenizer import check_same_tokens, load_tokenizer
 from model import Transformer
 from scripts.flags import MAX_POSITIONS
 from scripts.flags import perplexity_args as parse_args

@@ -28,9 +28,10 @@ from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft, DFlashModel, dflash_of, load_dflash
+from drafts.registry import check_draft, load_drafter
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.drafts import check_draft, kind_of, load_drafter
+from loading.draft_kinds import kind_of
 from model import Config, Transformer
 from speculative import DraftLength
 

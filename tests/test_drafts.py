@@ -9,7 +9,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import types
 
 import pytest
@@ -31,10 +30,12 @@ from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
 from drafts.hidden_states import AcceptanceWatch
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
+from drafts.registry import FOLDERS, check_draft, load_drafter
+from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.drafts import FOLDERS, SAMPLE_TEXT, check_draft, kind_of, load_drafter
+from loading.draft_kinds import kind_of
 from loading.tokenizer import load_tokenizer
 from model import Config, Transformer
 from speculative import ModelDraft
@@ -582,16 +583,15 @@ def test_a_config_says_what_its_folder_is():
             pard_token({**LAYER, "pard_token": mask})
 
 
-def test_another_kind_of_folder_is_a_file_and_a_row(target, tmp_path, monkeypatch):
-    """Its file refuses a config.json before weights are read, and makes the drafter."""
+def test_another_kind_of_folder_is_a_function_and_a_row(target, tmp_path, monkeypatch):
+    """It refuses a config.json before weights are read, and makes the drafter."""
 
     def check(folder, hf, config):
         if hf["dflash_config"].get("layers", 0) > config.n_layers:
             raise ValueError("too many layers")
         return lambda target, tokenizer, **options: NgramDraft(2)
 
-    monkeypatch.setitem(sys.modules, "drafts.flash", types.SimpleNamespace(check=check))
-    monkeypatch.setitem(FOLDERS, "dflash", "drafts.flash:check")
+    monkeypatch.setitem(FOLDERS, "dflash", check)
     good, bad = (written(tmp_path / str(n), LAYER | {"dflash_config": {"layers": n}}, {}) for n in (1, 99))
     check_draft(good, target.config)
     assert isinstance(load_drafter(good, target, None), NgramDraft)

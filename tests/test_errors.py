@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import cli.load as loading
 from cli.main import main
-from loading.checkpoint import load_model
-from loading.drafts import pick_dtype
+from loading.checkpoint import load_model, pick_dtype
 
 
 def edit_config(folder, **changes) -> None:

@@ -28,7 +28,7 @@ KNOWS = {
     "loading": {"loading", "weights", "model", "tp"},
     "decoding": {"decoding", "weights", "model", "tp"},
     "speculative": {"decoding", "weights", "model"},
-    "drafts": {"drafts", "speculative", "loading", "decoding", "weights", "model"},
+    "drafts": {"drafts", "speculative", "loading", "decoding", "weights", "model", "tp"},
     "generate": {"decoding", "speculative", "weights", "model", "tp"},
     "quantize": {"loading", "weights", "model"},
 }
@@ -44,7 +44,12 @@ NAMES = {name_of(file): file for file in FILES}
 def imported(file: Path) -> set[str]:
     """Project files that a file imports, anywhere in its code but where it hands over as a program."""
     tree, found = ast.parse(file.read_text()), set()
-    tree.body = [part for part in tree.body if not (isinstance(part, ast.If) and "__name__" in ast.unparse(part.test))]
+    skipped = ("__name__", "TYPE_CHECKING")  # hands over as a program; for type checkers alone
+    tree.body = [
+        part
+        for part in tree.body
+        if not (isinstance(part, ast.If) and any(word in ast.unparse(part.test) for word in skipped))
+    ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

@@ -28,6 +28,7 @@ import loading.checkpoint as checkpoint
 import quantize
 import tp
 from loading.checkpoint import load_config, load_model, save_model
+from loading.quantized.merged_experts import split_experts
 from quantize import FORMATS, dequantize_tensor
 from scripts import tp_plan
 from scripts.tp_plan import plan
@@ -73,7 +74,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     """What load_model would hold on one rank, without the others: a folder that is stored as it will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    readers = checkpoint.merged_experts.split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
+    readers = split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
     read = checkpoint.tensor_reader(readers)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
@@ -124,7 +125,7 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
 
 
 def same(found: dict, folder) -> None:
-    read = checkpoint.merged_experts.split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
     for name, (_, reader) in read.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = reader.get_tensor(name)

@@ -7,7 +7,6 @@
     cpu         products on a CPU: oneDNN's layout, activations as 8-bit digits
     gpu         products that a GPU's compiler fuses into one kernel: unpack, multiply, sum
     rounding    probes for numbers of rows with bitwise equal results
-    rooms       files that a fork may delete
     compiling   settings of the compiler and workarounds for it
 
 Nothing here knows checkpoints, ranks, sampling or decoding.

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from weights import formats
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import release_memory
-from weights.rooms import room
 
-gpu = room("weights.gpu")
 MAX_KERNEL_ROWS = 16  # rows of x up to which the chosen experts' weights are gathered; more rows are grouped by expert
 
 LIBRARY.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
@@ -59,6 +57,8 @@ class Stack(nn.Module):
     is_packed = True
 
     def __init__(self, linears: list[nn.Module]):
+        from weights import gpu
+
         super().__init__()
         first = linears[0]
         self.in_features, self.out_features = first.in_features, first.out_features * len(linears)
@@ -95,6 +95,8 @@ class Stack(nn.Module):
         """Parts of n rows -> float32 (n, in)."""
         if not self.uses_words:
             return self.format.dequantize(parts)
+        from weights import gpu
+
         codes = gpu.in_order(gpu.unpack_words(parts["codes"], self.format.bits), self.format.group)
         if isinstance(self.format, formats.Mx):
             return self.format.weights(codes, parts["scale"])
@@ -103,6 +105,8 @@ class Stack(nn.Module):
     def multiply_gathered(self, x: Tensor, expert: Tensor) -> Tensor:
         """x (n, in), each row times the matrix of its expert (n,) -> (n, out). Compiled, it is one kernel that reads
         the stored parts of the chosen experts."""
+        from weights import gpu
+
         if self.uses_words:
             words = self.codes[expert]  # (n, out, words)
             codes = [c.view(*words.shape[:2], -1) for c in gpu.unpack_words(words.flatten(0, 1), self.format.bits)]

@@ -21,9 +21,7 @@ from weights import cpu, formats
 from weights.compiling import is_small_batch, register_handle
 from weights.cpu import PackedInt8, PackedWeights, multiply_in_parts
 from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release_memory, row_chunks
-from weights.rooms import room
 
-gpu = room("weights.gpu")
 MAX_KERNEL_ROWS = 16  # rows of x up to which a kernel that reads the codes beats unpacking and a plain product
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
 KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond a row's end
@@ -166,6 +164,8 @@ class QuantizedLinear(nn.Module):
 
     def fused_product(self, x: Tensor) -> Tensor:
         """`product` of a few rows, in operations that a compiler fuses into one kernel."""
+        from weights import gpu
+
         if isinstance(self.format, formats.PerRow):
             return gpu.row_sums(self.codes.float(), x, self.scale.float())
         return gpu.row_sums(self.format.dequantize(self.parts()), x)
@@ -288,6 +288,8 @@ class MxLinear(QuantizedLinear):
     def prepack(self):
         if self.codes.device.type != FUSING_DEVICE:
             return super().prepack()
+        from weights import gpu
+
         words = torch.empty(self.out_features, self.codes.size(1) // 4, dtype=torch.int32, device=self.codes.device)
         for rows in row_chunks(self.out_features, self.in_features):
             words[rows] = gpu.pack_words(self.codes[rows], self.format.bits, self.format.group)
@@ -302,12 +304,16 @@ class MxLinear(QuantizedLinear):
 
     def decode(self, parts: dict[str, Tensor]) -> Tensor:
         """Words and scales of n rows -> float32 (n, in)."""
+        from weights import gpu
+
         codes = gpu.in_order(gpu.unpack_words(parts["codes"], self.format.bits), self.format.group)
         return self.format.weights(codes, parts["scale"])
 
     def fused_product(self, x: Tensor) -> Tensor:
         if not hasattr(self, "words"):
             return super().fused_product(x)
+        from weights import gpu
+
         format = self.format
         values = [format.elements(code) for code in gpu.unpack_words(self.words, format.bits)]
         return gpu.grouped_sums(values, x, format.group, formats.power_of_two(self.scale), factor=format.factor)

@@ -54,9 +54,9 @@ from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request, common_prefix
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel, default_layer_ids
 from drafts.eagle import Eagle, EagleDraft, EagleModel
+from drafts.registry import load_drafter
 from generate import Engine
 from loading.checkpoint import load_model
-from loading.drafts import load_drafter
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from scripts.draft_start import init_weights

@@ -92,7 +92,7 @@ TESTS = {
     "loading/chat_templates.py": "tokenizer fuzz requests -k 'tokenizer or fuzz or template'",
     "loading/checkpoint.py": "checkpoint families floats faults tp -k 'not plan'",
     "loading/config.py": "config checkpoint families model",
-    "loading/drafts.py": "errors compare suffix drafts -k 'not (broken or law or twin)'",
+    "drafts/registry.py": "errors compare suffix drafts -k 'not (broken or law or twin)'",
     "loading/families.py": "config checkpoint families model",
     "loading/files.py": "checkpoint families faults kept",
     "loading/gguf.py": "gguf",
