@@ -12,6 +12,9 @@ arithmetic; loading/ reads weights; speculative.py drafts. Run as a program, thi
 """
 
 if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C and flags from the first moment on
+    from cli.process import prepare
+
+    prepare()
     from cli.start import main
 
     raise SystemExit(main())

@@ -9,6 +9,9 @@ quantize_model and quantized_copy (weights/walker.py). Run as a program, this fi
 """
 
 if __name__ == "__main__":  # before torch is imported: cli/ handles Ctrl-C and flags from the first moment on
+    from cli.process import prepare
+
+    prepare()
     from cli.quantize import main
 
     raise SystemExit(main())

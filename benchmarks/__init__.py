@@ -1,3 +1,5 @@
 """Programs that measure, run as `python -m benchmarks.NAME`, and their results."""
 
-import cli  # noqa: F401, until `main` Ctrl-C ends the process without a word
+from cli.process import prepare
+
+prepare()  # before a program imports torch

@@ -36,7 +36,12 @@ class Checkout:
     def __init__(self, root: str, name: str, compile: bool):
         sys.path[0] = root
         if Path(root, "cli").is_dir():
-            import cli  # noqa: F401, its environment, before torch
+            import cli  # noqa: F401, which sets its environment before torch in older checkouts
+
+            if Path(root, "cli", "process.py").exists():
+                from cli.process import prepare
+
+                prepare()
             from loading.checkpoint import load_model, random_model
             from loading.config import config_from_hf
             from weights.walker import pack_model

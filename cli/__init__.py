@@ -1,22 +1,5 @@
 """The command line of generate.py, which other programs share. Only programs import this package.
 
-main: parse, check, load, warm up, decode, report. The other files are named after these steps; errors.py holds
-signals, pipes, full disks and launchers.
+start: flags, before torch; main: check, load, warm up, decode, report. The other files are named after these steps;
+process.py and errors.py hold signals, streams, pipes, full disks and launchers.
 """
-
-import os
-import signal
-import sys
-
-# Until `main`, Ctrl-C ends the process silently: an exception during imports would be a traceback, or be swallowed.
-if "torch" not in sys.modules and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-# A closed stream (2>&-) is None in Python, and progress bars would fail to write to it.
-sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-# Threads at the end of a parallel region spin this many times, then sleep. By default they spin for milliseconds on a
-# processor that another process may need; benchmarks/NOTES.md has the times with and without.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")

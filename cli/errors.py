@@ -34,7 +34,7 @@ def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) ->
     processes of torchrun: each would do all of the work, and write to the same files.
     """
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # cli/__init__.py's; `nohup` stays
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # cli/process.py's; `nohup` stays
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
             raise ValueError(f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.14")

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 from cli.exits import fail
 from cli.flags import check_options, parse_args
+from cli.process import prepare
 
 
 def answer_flags(parse: Callable[[], argparse.Namespace]) -> argparse.Namespace:
     """The flags that `parse` returns. --help ends the program, and so does its ValueError or OSError."""
+    prepare()
     try:
         return parse()
     except (ValueError, OSError) as error:

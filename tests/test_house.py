@@ -120,6 +120,23 @@ def test_eight_frames_from_main_to_attention(capsys):
     assert stacks[-1] == re.findall(r"`(.+?)`", sentence)
 
 
+def test_importing_the_library_changes_nothing_of_the_process():
+    """Signals, streams and the environment are a program's, which sets them in its main."""
+    code = """
+import os, signal, sys
+import torch
+names = ("SIGINT", "SIGTERM", "SIGPIPE")
+state = lambda: (dict(os.environ), [signal.getsignal(getattr(signal, n)) for n in names], sys.stdout, sys.stderr)
+before = state()
+import generate, model, quantize, speculative, tp
+import decoding.kv_8bit, drafts.registry, loading.checkpoint, loading.tokenizer
+import cli.main, cli.chat, cli.quantize, cli.start, scripts.flags, scripts.serve_flags
+assert state() == before
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_starting_imports_no_compiler():
     """Half of a start's time, for runs that compile nothing."""
     code = "import sys, cli.main; print([m for m in sys.modules if m in ('torch._dynamo', 'sympy', 'transformers')])"

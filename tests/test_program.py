@@ -1169,7 +1169,8 @@ def test_programs_are_looked_for_where_they_are():
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "<&- 2>&-"])
 def test_a_closed_stream_is_no_error(closed):
     """Progress bars write to stderr, which then does not exist."""
-    code = "import cli, sys; print(1, file=sys.stderr); sys.stdout.isatty(); sys.stderr.write('a')"
+    start = "import sys; from cli.process import prepare; prepare(); "
+    code = start + "print(1, file=sys.stderr); sys.stdout.isatty(); sys.stderr.write('a')"
     done = subprocess.run(f"exec {sys.executable} -c {code!r:} {closed}", shell=True, cwd=ROOT, capture_output=True)
     assert done.returncode == 0 and (done.stdout, done.stderr) in ((b"", b""), (b"", b"1\na"))
 

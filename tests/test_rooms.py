@@ -27,7 +27,8 @@ ROOMS = {
 # Several runs in one process, because a start takes seconds. On a CPU a GPU's kernels are never packed: pretend.
 DRIVER = """
 import json, runpy, sys
-import cli
+from cli.process import prepare
+prepare()
 import weights.linears as linears
 for flags in json.loads(sys.argv.pop()):
     linears.FUSING_DEVICE = "cpu" if "--quantize" in flags else "cuda"

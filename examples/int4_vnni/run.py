@@ -1,6 +1,9 @@
 """generate.py with the kernel: `python -m examples.int4_vnni.run [flags of generate.py] --quantize int4-g32`."""
 
-import cli  # noqa: F401, I001  before torch: handles Ctrl-C from the first moment on
+if __name__ == "__main__":  # before torch is imported: Ctrl-C is handled from the first moment on
+    from cli.process import prepare
+
+    prepare()
 
 from cli.errors import ending_plainly
 from cli.main import main

@@ -3,7 +3,10 @@
 The copies of a matrix exceed the caches together, as a model's layers do. GB/s: stored bytes over the median time.
 """
 
-import cli  # noqa: F401, I001  before torch: sets how long idle threads spin
+if __name__ == "__main__":  # before torch is imported: sets how long idle threads spin
+    from cli.process import prepare
+
+    prepare()
 
 import argparse
 import os
