@@ -61,7 +61,10 @@ def decode(
 ) -> Iterator[int]:
     """Prefill the prompt, then decode one token a step: yields new ids up to a stop id, which comes last, or up to
     max_new_tokens. ValueError for a prompt that is empty or does not fit into the model's context."""
+    prompt = [int(id) for id in prompt]
+    stop_ids = frozenset(stop_ids)
     validation.check_lengths(model, [prompt], [max_new_tokens], model.config.max_seq_length)
+    validation.check_settings(model, sampling, seed, stop_ids, max_stop_ids=math.inf)
     device = model.norm.weight.device
     max_length = len(prompt) + max_new_tokens
     caches = model.make_caches(1, max_length, cache_type)
@@ -244,6 +247,7 @@ class Engine:
         request.is_long = slot.is_long = self.are_long(request)
         request.is_active, request.is_recomputing = False, True
         request.num_computed = request.draft_lag = slot.num_draft = 0
+        request.num_launched = len(request.tokens)  # steps launched since then decided nothing
         self.state.fill(slot.index, request)
 
     def abort(self, id: int) -> None:

@@ -61,7 +61,7 @@ def check_engine(engine, model, max_seq_length: int) -> None:
         raise ValueError(f"max_seq_length = {max_seq_length} is over the engine's {limit} positions")
 
 
-def check_settings(model, sampling, seed: int, stop_ids: Collection[int], max_stop_ids: int) -> None:
+def check_settings(model, sampling, seed: int, stop_ids: Collection[int], max_stop_ids: float) -> None:
     """ValueError for a seed of more than 64 bits, too many stop ids, or a logit_bias of unknown tokens."""
     V = model.config.vocab_size
     if not -(2**63) <= seed < 2**63:
@@ -84,9 +84,13 @@ def check_draft_length(k: int | str, limit: float = math.inf, one_width: bool = 
 
 
 def check_logprobs(num_logprobs: int | None, vocab_size: int) -> None:
-    """ValueError for more log-probabilities of a token than there are tokens."""
-    if (num_logprobs or 0) > vocab_size:
+    """ValueError for more log-probabilities of a token than there are tokens, or fewer than none."""
+    if num_logprobs is None:
+        return
+    if num_logprobs > vocab_size:
         raise ValueError(f"logprobs = {num_logprobs} is more than the {vocab_size} tokens that there are")
+    if num_logprobs < 0:
+        raise ValueError(f"logprobs = {num_logprobs} must be a number from 0 on")
 
 
 def rounded_up(n: int) -> int:

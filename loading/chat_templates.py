@@ -73,14 +73,14 @@ class ChatTemplate:
         self.tool_source = tool_source
         self.part_readers: set[str] = set()  # those of the sources that read a content as a list
         self.words: dict[str, set[str]] = {}  # source -> its texts in quotation marks
-        self.names: dict[str, set[str]] = {}  # source -> the names that it reads, its own among them
+        self.names: dict[str, set[str]] = {}  # source -> the variables that it reads
         try:
             for part in (source, tool_source):
                 if not part:
                     continue
                 tree = ENVIRONMENT.parse(part)
                 self.words[part] = {node.value for node in walk(tree) if is_text(node)}
-                self.names[part] = {node.name for node in walk(tree) if is_name(node, "load")}
+                self.names[part] = variables_of(tree)
                 if reads_parts(tree):
                     self.part_readers.add(part)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -101,7 +101,7 @@ class ChatTemplate:
             raise ValueError("the chat template does not mention tools")
         unread = sorted(variables.keys() - self.names[source])
         if unread:
-            others = sorted(variables_of(ENVIRONMENT.parse(source)) - self.variables.keys() - set(ALWAYS_GIVEN))
+            others = sorted(self.names[source] - self.variables.keys() - set(ALWAYS_GIVEN))
             raise ValueError(
                 f"chat_template_kwargs: the chat template does not read {', '.join(unread):.200}; it reads"
                 f" {', '.join(others) or 'none':.500}"

@@ -210,7 +210,7 @@ def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> Te
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
     defaults = {f.name: value for f in fields(sampling) if (value := getattr(sampling, f.name)) != f.default}
-    body = defaults | translated(body, chat)
+    body = defaults | translated(body, chat, defaults)
     if (name := body.pop("model", model)) != model:
         raise Refusal(f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found")
     try:

@@ -138,12 +138,16 @@ EQUIVALENT = {
     "logit_bias": [([], {})],
 }
 RENAMED = {"n_predict": "max_tokens"}
+LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-def translated(body: dict, is_chat: bool) -> dict:
+def translated(body: dict, is_chat: bool, defaults: dict) -> dict:
     """The body without null and neutral values, and with this server's keys and values in place of
-    equal ones."""
-    is_penalized = any(body.get(name) not in (None, SETTINGS[name].neutral) for name in PENALTIES)
+    equal ones. `defaults`: the server's own settings, which the body's replace."""
+    if is_among(body.get("repeat_penalty"), (1.0,)) and body.get("repetition_penalty") is None:
+        body = body | {"repetition_penalty": 1.0}  # none, also where the server has one by default
+    settings = defaults | {name: value for name, value in body.items() if value is not None}
+    is_penalized = any(settings.get(name, SETTINGS[name].neutral) != SETTINGS[name].neutral for name in PENALTIES)
     neutral = NEUTRAL | {
         "best_of": (body.get("n") or 1,),
         "add_special_tokens": (not is_chat,),  # what a server adds by itself
@@ -153,6 +157,9 @@ def translated(body: dict, is_chat: bool) -> dict:
         body = body | {"tools": None}  # a prompt without tools asks for no call
     names = {name: other for name, other in RENAMED.items() if other not in body}
     body = {names.get(name, name): value for name, value in body.items()}
+    limits = [body.get(name) for name in LIMITS]
+    if limits[0] != limits[1]:  # no limit beside a limit is the limit
+        body = {name: value for name, value in body.items() if name not in LIMITS or value != -1 or None in limits}
     return {
         name: equivalent(value, EQUIVALENT.get(name, ()))
         for name, value in body.items()

@@ -47,7 +47,7 @@ from decoding.settings import is_random, random_seed
 from decoding.slots import MAX_STOP_IDS
 from decoding.validation import check_lengths, check_settings
 from loading.hub import model_name
-from scripts.serve_flags import complete_server_flags, parse_args
+from scripts.serve_flags import check_server_flags, parse_args, read_api_key
 from tp import ALONE
 
 try:
@@ -374,7 +374,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status. SIGTERM stops accepting requests and finishes the running ones;
     SIGINT ends at once."""
     check_options(args)
-    complete_server_flags(args)
+    check_server_flags(args)
+    args.api_key = read_api_key(args)
     choose_seed(args)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:  # clients that connect while the model loads wait for it

@@ -52,12 +52,12 @@ def checked_args() -> argparse.Namespace:
     """The flags of the command line. ValueError for those that cannot work."""
     args = parse_args()
     check_options(args)
-    complete_server_flags(args)
+    check_server_flags(args)
     return args
 
 
-def complete_server_flags(args: argparse.Namespace) -> None:
-    """Set args.api_key to the key of any source. ValueError for a number, an origin or a key that cannot work."""
+def check_server_flags(args: argparse.Namespace) -> None:
+    """ValueError for a number or an origin that cannot work."""
     if not 0 < args.answer_s < 1e6:
         raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
     if not 0 <= args.port < 2**16:
@@ -66,11 +66,11 @@ def complete_server_flags(args: argparse.Namespace) -> None:
         parts = urlsplit(origin)
         if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
             raise ValueError(f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *")
-    args.api_key = read_api_key(args)
 
 
 def read_api_key(args: argparse.Namespace) -> str | None:
-    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any of them."""
+    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any of them. ValueError
+    for a key that cannot work. A file is read once, as it may be a pipe."""
     source, key = "--api_key", args.api_key
     if key is not None and args.api_key_file is not None:
         raise ValueError("--api_key and --api_key_file: give one of them")

@@ -93,6 +93,10 @@ def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
         next(decode(model, [], max_new_tokens=1, **options))
     with pytest.raises(ValueError, match="over the limit of"):
         next(decode(model, [5], max_new_tokens=model.config.max_seq_length, **options))
+    with pytest.raises(ValueError, match="logit_bias holds token id 1000000"):
+        next(decode(model, [5], sampling=Sampling(0, logit_bias=((10**6, 5.0),)), max_new_tokens=1))
+    with pytest.raises(ValueError, match="logprobs = -1"):
+        Engine(model, 1, 40).add_request([5], max_new_tokens=1, prompt_logprobs=-1, **options)
     model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="position 3: the model's logits are not finite"):
         next(decode(model, PROMPTS[0], max_new_tokens=1, **options))

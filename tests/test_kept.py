@@ -34,7 +34,7 @@ from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED, common_prefix
 from decoding.timing import Timing
 from drafts.ngram import NgramDraft
-from generate import Engine
+from generate import Engine, decode
 from loading.checkpoint import fingerprints, load_model
 from loading.files import open_shards, sample, shards
 from model import Block
@@ -139,6 +139,23 @@ def test_a_few_shared_positions_are_not_copied():
         prompts = [[*COMMON[:n], number, *COMMON] for number in (1, 2, 1)]
         rows_of(engine.model, prompts, engine=engine, max_new_tokens=1, timing=timing)
         assert timing.cached == [0, reused, len(prompts[0]) - 1]
+
+
+def test_a_host_that_reads_late_ends_longropes_texts():
+    """As on a GPU. The original length is a multiple of the chunk, so the last token of the text that is computed anew
+    runs beside the other request."""
+    target, _ = longrope()
+    expected = [*decode(target, COMMON, sampling=Sampling(0), max_new_tokens=12)]
+    for budget in (8, 9, 12):
+        engine = Engine(target, 2, 96)
+        engine.readback.lag = 2
+        engine.chunk = 16
+        id = engine.add_request(COMMON, sampling=Sampling(0), max_new_tokens=budget)
+        engine.add_request([5, 6, 7], sampling=Sampling(0), max_new_tokens=80)
+        request = engine.requests[id]
+        for _ in range(200):
+            engine.step()
+        assert not engine.has_unfinished() and request.tokens == expected[:budget]
 
 
 def longrope() -> tuple:

@@ -719,6 +719,13 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
     assert limited == [7, 2**31, 2**31, 2**31]  # no limit but the context's
     unlimited = read_request({"prompt": "a", "top_k": -1}, False, "m", Sampling(0.5, top_k=4))
     assert unlimited.sampling == Sampling(0.5, top_k=0)  # not the server's default
+    penalized = Sampling(0, repetition_penalty=1.3)
+    unpenalized = read_request({"prompt": "a", "repeat_penalty": 1.0}, False, "m", penalized)
+    assert unpenalized.sampling == Sampling(0)  # not the server's default either
+    with pytest.raises(Refusal, match="repeat_last_n"):  # a window counts beside the server's own penalty
+        read_request({"prompt": "a", "repeat_last_n": 64}, False, "m", penalized)
+    limits = {"max_tokens": -1, "max_completion_tokens": 2}
+    assert read_request({"messages": messages, **limits}, True, "m", Sampling()).max_new_tokens == 2
     for key, value in (("min_tokens", 1), ("repeat_penalty", 1.1), ("mirostat", 2), ("ignore_eos", 1), ("top_k", -2),
                        ("max_tokens", -2), ("id_slot", 0), ("cache_prompt", False), ("min_tokens", False),
                        ("reasoning_effort", "low"), ("n_predict", "7"), ("best_of", 2),
@@ -876,6 +883,13 @@ def test_a_key_comes_from_a_flag_a_file_or_the_environment(monkeypatch, tmp_path
     monkeypatch.setenv("QUICKDRAFT_API_KEY", "from-environment")
     assert key() == "from-environment" and key("--api_key", "k") == "k"
     assert key("--api_key_file", str(file)) == "from-file"
+    reader, writer = os.pipe()  # as bash's <(…), which can be read once
+    os.write(writer, b"from-pipe")
+    os.close(writer)
+    args = serve.parse_args(["--api_key_file", f"/dev/fd/{reader}"])
+    serve_flags.check_server_flags(args)
+    assert serve_flags.read_api_key(args) == "from-pipe"
+    os.close(reader)
     for flags, message in (
         (("--api_key", ""), "--api_key: a key must be visible ASCII"), (("--api_key", "schlüssel"), "visible ASCII"),
         (("--api_key", "k", "--api_key_file", str(file)), "one of them"),
