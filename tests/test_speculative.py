@@ -15,7 +15,6 @@ from reference import naive_penalties
 from steps import prefill_all, start_all_alike
 from torch import Tensor
 
-import decoding.sampling as sampling_module
 import decoding.timing as clock
 import speculative
 from cli.report import RowStatistics
@@ -214,12 +213,12 @@ FILTERED_ROWS = 128  # at a time: a filter's histogram has 1,024 bins for each o
 LONG_PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]  # has n-grams to look up
 
 
-def sequences(model, drafter, sampling: Sampling, k, runs: int = 4) -> Tensor:
+def sequences(model, drafter, sampling: Sampling, k, runs: int = 4, logits_processor=None) -> Tensor:
     """Counts (V^TAIL,) of what ROWS x runs speculative generations gave, each row with a seed of its own."""
     V, counts = model.config.vocab_size, 0
     begin, end = len(LONG_PROMPT), len(LONG_PROMPT) + TAIL
     rows = ROWS if sampling.kind == "plain" else FILTERED_ROWS
-    engine = Engine(model, rows, end, drafter=drafter, speculate_k=k)
+    engine = Engine(model, rows, end, drafter=drafter, speculate_k=k, logits_processor=logits_processor)
     for seed in range(0, ROWS * runs, rows):
         start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(seed, seed + rows)))
         with torch.inference_mode():
@@ -270,12 +269,19 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
 
 
 @pytest.mark.attack
-def test_a_forks_distribution_at_temperature_0_keeps_its_law(monkeypatch):
-    """docs/fork.md: the function decides at temperature 0 too. Drafts are drawn from it, not its likeliest token."""
-    monkeypatch.setattr(sampling_module, "distribution", lambda logits, kind, values: (logits.float() / 2).softmax(-1))
+def test_drafting_keeps_the_law_of_a_logits_processor():
+    """Halved logits at temperature 1 are the law of temperature 2, and not that of 1."""
     model = tiny(3)
-    counts = sequences(model, drafter_of("model", model), Sampling(0), 3, runs=1)
-    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(0))) > 1e-6
+    counts = sequences(
+        model,
+        drafter_of("model", model),
+        Sampling(1),
+        3,
+        runs=1,
+        logits_processor=lambda logits, tokens, pos: logits / 2,
+    )
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(2))) > 1e-6
+    assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(1))) < 1e-12
 
 
 PENALTIES = Sampling(1, None, 0.9, None, 1.6, 0.5, 0.8, ((2, 1.0),))
