@@ -40,6 +40,7 @@ from cli.prompts import Request, encoded, requests, sampling_of
 from cli.report import decided, rate, speculative, summary
 from cli.session import Session
 from decoding.scheduler import common_prefix
+from decoding.settings import is_random, random_seed
 from decoding.timing import Timing
 from decoding.validation import check_lengths
 from generate import Engine
@@ -92,8 +93,18 @@ def side_args(name: str, flags: str, prompt_file: str | None = None) -> argparse
         if f"--{option}" in options or getattr(args, option) != getattr(defaults, option):
             raise ValueError(f"--{name}: --{option} has no meaning here; this program has its own --prompt and --json")
     check_options(argparse.Namespace(**vars(args) | {"prompt_file": prompt_file}))
-    choose_seed(args)
     return args
+
+
+def share_random_seeds(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Request]) -> list[Request]:
+    """Draw the seeds that nobody chose, one for both sides: their texts are compared. Returns the prompts with
+    theirs."""
+    choose_seed(a)
+    if a.has_random_seed and b.has_random_seed:
+        b.seed = a.seed
+    else:
+        choose_seed(b)
+    return [prompt._replace(seed=random_seed()) if is_random(prompt.seed) else prompt for prompt in prompts]
 
 
 def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Request]) -> tuple[Side, Side]:
@@ -205,6 +216,7 @@ def run(args: argparse.Namespace) -> dict:
     prompts, errors = requests(args)
     if errors:
         raise ValueError(errors[0])
+    prompts = share_random_seeds(flags_a, flags_b, prompts)
     if args.live:
         from scripts.live import Column, watch  # before anything is loaded: it needs rich
     a, b = load_sides(flags_a, flags_b, prompts)

@@ -227,6 +227,15 @@ def test_equal_weights_are_loaded_once_and_defaults_are_shared(tmp_path):
     assert b.decode(b.rows) == a.decode(a.rows) == ids
 
 
+def test_both_sides_have_the_seeds_that_nobody_chose():
+    a, b, chosen = (script.side_args("a", f"--seed {seed}") for seed in (-1, -1, 7))
+    first, second = script.share_random_seeds(a, b, [Request("x", seed=-1), Request("y", seed=3)])
+    assert a.seed == b.seed >= 0 and first.seed >= 0 and second.seed == 3
+    a = script.side_args("a", "--seed -1")
+    script.share_random_seeds(a, chosen, [])
+    assert a.seed >= 0 and chosen.seed == 7
+
+
 def test_flags_of_one_word_reach_their_side():
     args = parse_args(["--a", "--compile", "--b", "", "--rounds", "3"])
     assert args.a == "--compile" and args.b == "" and args.rounds == 3
