@@ -551,7 +551,7 @@ def test_what_is_wrong_is_one_line(tasks, monkeypatch, capsys, arguments, messag
 def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     for name in ("lm_eval", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(sys, "argv", ["eval_lm", "--help"])
+    monkeypatch.setattr(sys, "argv", ["eval_lm", "--checkpoint", "x", "--tasks", "y"])
     with pytest.raises(SystemExit) as exit, pytest.warns(RuntimeWarning, match="scripts.eval_lm"):
         runpy.run_module("scripts.eval_lm", run_name="__main__")
     out, err = capsys.readouterr()

@@ -120,7 +120,7 @@ def test_without_the_diff_it_is_refused():
 
 
 # Locally typical sampling (arXiv:2202.00666): one function and one field.
-TYPICAL = """def typical_filter(p, mass):
+FILTER = """def typical_filter(p, mass):
     surprise = -p.log()
     distance = (surprise - torch.special.entr(p).sum(-1, keepdim=True)).abs()
     order = distance.argsort(dim=-1)
@@ -128,12 +128,25 @@ TYPICAL = """def typical_filter(p, mass):
     return torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, sorted_p.cumsum(-1) - sorted_p < mass)
 
 
-@dataclass(frozen=True)
-class Sampling:"""
-FIELD = """    typical_p: float | None = setting(
-        None, "keep typical tokens", "lie in (0, 1]", lambda x: 0 < x <= 1, 1.0, filter=typical_filter
-    )
-    logit_bias: tuple"""
+# ------------------------------------------------------------------------------------------- penalties
+"""
+CHANGES = {  # file -> pairs of old and new text, each old one there once
+    "decoding/sampling.py": [
+        (
+            "# -------------------------------------------------------------------------------------------- penalties\n",
+            FILTER,
+        ),
+        ('"min_p": min_p_filter}', '"min_p": min_p_filter, "typical_p": typical_filter}'),
+        ("    logit_bias: tuple", '    typical_p: float | None = SETTINGS["typical_p"].default\n    logit_bias: tuple'),
+    ],
+    "decoding/settings.py": [
+        (
+            '    "repetition_penalty": Setting(',
+            '    "typical_p": Setting("keep typical tokens", "lie in (0, 1]", lambda x: 0 < x <= 1, None, 1.0),\n'
+            '    "repetition_penalty": Setting(',
+        )
+    ],
+}
 TYPICAL_CODE = """
 import contextlib, io, json, sys
 import pytest, torch
@@ -168,14 +181,15 @@ assert len({tuple(p.tolist()) for p in together}) == len(samplings)
 
 
 @pytest.mark.readme
-def test_a_filter_is_one_function_and_one_field(tmp_path):
+def test_a_filter_is_a_function_two_rows_and_a_field(tmp_path):
     """A fork's filter has a flag, a key of JSONL and one of requests; rows without it keep their bits."""
     folder = copied(tmp_path / "quickdraft")
-    text = (folder / "decoding/sampling.py").read_text()
-    for old, new in (("@dataclass(frozen=True)\nclass Sampling:", TYPICAL), ("    logit_bias: tuple", FIELD)):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (folder / "decoding/sampling.py").write_text(text)
+    for file, pairs in CHANGES.items():
+        text = (folder / file).read_text()
+        for old, new in pairs:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (folder / file).write_text(text)
     command = [sys.executable, "-c", TYPICAL_CODE, str(ROOT / "checkpoints" / "demo")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -276,9 +276,16 @@ def test_a_file_on_a_full_disk_is_as_it_was(tmp_path):
 # ----------------------------------------------------------------------------- the start, and the launcher
 
 
+STARTS = (  # with flags that are right as far as one can tell without torch
+    ["generate.py"],
+    ["quantize.py", "--checkpoint", "x", "--scheme", "int8", "--output", "y"],
+    ["-m", "scripts.perplexity", "--checkpoint", "x", "--text", "y"],
+)
+
+
 @pytest.mark.attack
 @pytest.mark.skipif(sys.platform != "linux", reason="reads from /proc how far a start is")
-@pytest.mark.parametrize("program", [["generate.py"], ["quantize.py"], ["-m", "scripts.perplexity"]])
+@pytest.mark.parametrize("program", STARTS)
 def test_ctrl_c_while_torch_is_imported_says_nothing(program):
     """By itself, Python prints a traceback of what was being imported, or an import swallows the exception."""
     for seconds in (0, 0.1):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of, tiny
 
-import decoding.sampling
 import decoding.timing as clock
 import drafts.suffix as suffix
 from cli.flags import parse_args
@@ -189,26 +188,22 @@ def test_the_host_waits_for_nothing(model):
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("same_noise, temperature", [(False, 1), (False, 0), (True, 1)])
-def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise, temperature):
+@pytest.mark.parametrize("same_noise", [False, True])
+def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
     """The same prompt with the same seed twice: the second answer must have the target's law over all seeds too. A
-    draft from the first one, which came from the same noise, would break it: the negative control. At temperature 0 a
-    fork's distribution draws."""
+    draft from the first one, which came from the same noise, would break it: the negative control."""
     if same_noise:
         monkeypatch.setattr(suffix, "noise_seed", lambda request: None)
-    if temperature == 0:
-        fork = lambda logits, kind, values: (logits.float() / 2).softmax(-1)  # noqa: E731
-        monkeypatch.setattr(decoding.sampling, "distribution", fork)
     model = tiny(3)
     V, prompt, n = model.config.vocab_size, [1, 2, 3], 3
     engine, counts = Engine(model, 1, 12, drafter=SuffixDraft(), speculate_k=2), torch.zeros(V**n)
-    options = {"engine": engine, "sampling": Sampling(temperature), "max_new_tokens": n}
+    options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n}
     for seed in range(800):
         engine.drafter.pool = [Text(), Text()]
         for _ in range(2):
             tokens = [id for _, id in generate(model, [prompt], seed=seed, **options)]
         counts[sum(id * V**i for i, id in enumerate(reversed(tokens)))] += 1
-    p = p_value(counts, joint_law(model, prompt, n, Sampling(temperature)))
+    p = p_value(counts, joint_law(model, prompt, n, Sampling(1)))
     assert p < 1e-12 if same_noise else p > 1e-6
 
 
