@@ -120,7 +120,9 @@ def test_without_the_diff_it_is_refused():
 
 
 # Locally typical sampling (arXiv:2202.00666): one function and one field.
-FILTER = """def typical_filter(p, mass):
+PENALTIES_HEADING = "# " + "-" * 92 + " penalties\n"
+FILTER = (
+    """def typical_filter(p, mass):
     surprise = -p.log()
     distance = (surprise - torch.special.entr(p).sum(-1, keepdim=True)).abs()
     order = distance.argsort(dim=-1)
@@ -128,12 +130,13 @@ FILTER = """def typical_filter(p, mass):
     return torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, sorted_p.cumsum(-1) - sorted_p < mass)
 
 
-# ------------------------------------------------------------------------------------------- penalties
 """
+    + PENALTIES_HEADING
+)
 CHANGES = {  # file -> pairs of old and new text, each old one there once
     "decoding/sampling.py": [
         (
-            "# -------------------------------------------------------------------------------------------- penalties\n",
+            PENALTIES_HEADING,
             FILTER,
         ),
         ('"min_p": min_p_filter}', '"min_p": min_p_filter, "typical_p": typical_filter}'),
