@@ -332,6 +332,7 @@ def test_packing_twice_and_hooks(folder_of):
 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("kind", ["ngram", "layers", pytest.param("quantized", marks=pytest.mark.attack)])
+@pytest.mark.attack
 def test_drafts_of_sparse_models_keep_the_text(family, kind, folder_of):
     """Greedily, bit for bit where the engine says so: a round over K + 1 rows routes and adds up as K + 1 steps do."""
     model = load_model(folder_of(family), dtype=torch.float32, pack=False)

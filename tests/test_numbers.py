@@ -264,6 +264,7 @@ def clear_decisions(model: Transformer, tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("where", ENDS)
+@pytest.mark.attack
 def test_models_at_the_ends_decide_as_the_twin_does(where, dtype):
     model = tiny(dtype, **ENDS[where][HALVES.index(dtype)])
     found, clear = streams(model), functools.cache(lambda ids: clear_decisions(model, list(ids)))

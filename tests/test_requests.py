@@ -658,6 +658,7 @@ def mixed_prompts(n: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.attack
 def test_a_mixed_batch_is_each_row_alone(draft, folder_of):
     """Greedy, plain, filtered and penalised rows; drafted greedy rows are also the plain ones."""
     model, prompts = load_model(folder_of("llama-3"), dtype=torch.float32), mixed_prompts(len(MIXED))

@@ -433,6 +433,7 @@ def same_held(one: Engine, other: Engine, length: int) -> bool:
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
 @pytest.mark.parametrize("k", [0, 5])
+@pytest.mark.attack
 def test_a_kept_conversation_is_a_fresh_one(k, quantize):
     """What was decoded token by token, or drafted, stands in the caches as a prompt of the same ids would write it."""
     model, (prompt, more, _) = demo(quantize), prompt_ids()
@@ -453,6 +454,7 @@ def test_a_kept_conversation_is_a_fresh_one(k, quantize):
 
 @pytest.mark.parametrize("length", [110, 330])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4-g32"])
+@pytest.mark.attack
 def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch):
     """Products of any number of rows round alike, so pieces of a prompt may be of any length."""
     model = demo(quantize)

@@ -83,6 +83,7 @@ CASES = [(weights, kind, k) for weights in WEIGHTS for kind in ("model", "int8")
 
 
 @pytest.mark.parametrize("weights, kind, k", CASES)
+@pytest.mark.attack
 def test_a_row_is_what_it_is_alone(weights, kind, k):
     """Greedily, in two batches: the widest mixture of lengths for two rows, and eight rows."""
     for numbers in MIXED:

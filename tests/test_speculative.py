@@ -590,6 +590,7 @@ def test_a_sampled_row_equals_its_prompt_alone(margins, kind):
     assert rows_of(target, PROMPTS, **options | {"seed": 6}) != alone
 
 
+@pytest.mark.attack
 def test_a_late_host_reads_the_same(margins, monkeypatch):
     """What a GPU does: rounds run ahead of the reading."""
     target, draft, want = margins

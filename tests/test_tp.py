@@ -141,6 +141,7 @@ def test_parts_join_to_every_tensor(family, world, folder_of):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.attack
 def test_parts_join_to_every_tensor_of_every_format(scheme, world, wide, tmp_path):
     """The head quantized too, which cuts packed codes and their scales by an uneven vocabulary."""
     hf = json.loads((wide["untied"] / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": scheme}}
@@ -499,6 +500,7 @@ GPT_FAST = {
 
 
 @pytest.mark.parametrize("shape, world, scheme", GPT_FAST)
+@pytest.mark.attack
 def test_plan_agrees_with_published_bytes(shape, world, scheme):
     """gpt-fast divides the blocks as we do; head and embedding stand whole on every rank, and its Llama-2 runs on
     several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B also counts the cache."""
