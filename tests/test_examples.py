@@ -119,7 +119,7 @@ def test_without_the_diff_it_is_refused():
         config_from_hf({"model_type": "gemma3_text"})
 
 
-# Locally typical sampling (arXiv:2202.00666): one function and one field.
+# Locally typical sampling (arXiv:2202.00666): a function, a row of FILTERS, a row of SETTINGS and a field.
 PENALTIES_HEADING = "# " + "-" * 92 + " penalties\n"
 FILTER = (
     """def typical_filter(p, mass):
