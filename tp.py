@@ -1,22 +1,25 @@
-"""Tensor parallelism: every matrix is sharded over N ranks, so that N devices read a token's weights at once.
+"""Tensor parallelism: every matrix is sharded over N ranks, so that N devices read a token's
+weights at once.
 
     PLAN, ShardSpec     the design as data: dimension and units of each matrix's shards
     shard, fill_shard   a rank's shard of a stored tensor; pure functions
     check_divisible     refuses sizes that do not divide, by name and number
     shrink_to_shard     a meta model -> the shapes of one rank
-    Ranks               this process among the others, and the collectives: sum, max, gather, broadcast
+    Ranks               this process among the others, and the collectives: sum, max, gather,
+                        broadcast
     connect             hooks the collectives behind a sharded model's matrices
     join, leave         the process group that torchrun prepared
 
-The plan is Megatron's (Shoeybi et al., arXiv:1909.08053, section 3): q, k, v, gate and up by their outputs, out and
-down by their inputs, so that a block needs two sums; embedding and head by the vocabulary. The collectives are
-torch.distributed's functional ones, which compile into the graph. model.py reads local head counts from the shapes of
-its matrices.
+The plan is Megatron's (Shoeybi et al., arXiv:1909.08053, section 3): q, k, v, gate and up by their
+outputs, out and down by their inputs, so that a block needs two sums; embedding and head by the
+vocabulary. The collectives are torch.distributed's functional ones, which compile into the graph.
+model.py reads local head counts from the shapes of its matrices.
 """
 
 import datetime
 import gc
 import importlib
+import math
 import os
 import re
 from collections.abc import Callable
@@ -30,16 +33,18 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from decoding.launcher import launched
 
-# ------------------------------------------------------------------------------------------------ plan
+# -------------------------------------------------------------------------------------------- plan
 
-SUM, GATHER = "sum", "gather"
+SUM = "sum"
+GATHER = "gather"
 
 
 class ShardSpec(NamedTuple):
     """How a matrix (out, in) is sharded."""
 
     dim: int  # 0: outputs, 1: inputs
-    units: tuple[str, ...]  # for each source stacked in the matrix (q, k, v), the Config field that counts its units
+    # For each source stacked in the matrix (q, k, v), the Config field that counts its units.
+    units: tuple[str, ...]
     after: str | None = None  # the collective applied to the output: all-reduce, all-gather or none
 
 
@@ -59,9 +64,12 @@ PLAN = {  # every rank has the full norms, which are not listed
 }
 
 HF_NAMES = {
-    "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
-    "expert_dim": "the experts' intermediate_size", "shared_dim": "shared_expert_intermediate_size",
-}  # fmt: skip
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "expert_dim": "the experts' intermediate_size",
+    "shared_dim": "shared_expert_intermediate_size",
+}
 
 
 def shard_spec(module: str) -> ShardSpec | None:
@@ -71,132 +79,173 @@ def shard_spec(module: str) -> ShardSpec | None:
 
 
 class ShardRange(NamedTuple):
-    """Units [begin, end) of a stored tensor, in memory for `size` units. A unit, such as a head, is never divided."""
+    """Units [begin, end) of a stored tensor, in memory for `size` units. A unit, such as a head, is
+    never divided."""
 
     begin: int
     end: int
     size: int
 
 
-def shard_range(config, units: str, rank: int, world: int) -> ShardRange:
+def shard_range(
+    config,
+    units: str,
+    rank: int,
+    world: int,
+) -> ShardRange:
     """The units of rank `rank` of `world`. ValueError names the key that does not divide.
 
-    The vocabulary's last shards may be padded. If there are fewer KV heads than ranks, neighbouring ranks hold the same
-    head, in the order of its query heads.
+    The vocabulary's last shards may be padded. If there are fewer KV heads than ranks, neighbouring
+    ranks hold the same head, in the order of its query heads.
     """
     n = getattr(config, units)
     if units == "vocab_size":
-        size = -(-n // world)
-        return ShardRange(min(rank * size, n), min((rank + 1) * size, n), size)
+        size = math.ceil(n / world)
+        begin = min(rank * size, n)
+        return ShardRange(begin, min(begin + size, n), size)
     if units == "n_kv_heads" and n < world and world % n == 0:
-        return ShardRange(rank * n // world, rank * n // world + 1, 1)
+        head = rank * n // world
+        return ShardRange(head, head + 1, 1)
     if n % world:
-        raise ValueError(f"{HF_NAMES[units]} = {n} cannot be divided over {world} ranks; it must be a multiple of them")
-    return ShardRange(rank * n // world, (rank + 1) * n // world, n // world)
+        raise ValueError(
+            f"{HF_NAMES[units]} = {n} cannot be divided over {world} ranks; it must be a multiple"
+            f" of them",
+        )
+    size = n // world
+    return ShardRange(rank * size, rank * size + size, size)
 
 
 def check_divisible(config, world: int, group: int = 0) -> None:
-    """ValueError, with both numbers, for sizes that do not divide into `world` shards. `group`: neighbouring inputs
-    that share a scale; 0 if the full row does."""
+    """ValueError, with both numbers, for sizes that do not divide into `world` shards. `group`:
+    neighbouring inputs that share a scale; 0 if the full row does."""
     if world == 1:
         return
     if config.qk_norm == "full":
-        raise ValueError(f"queries are normed over all heads at once and cannot be divided over {world} ranks; use one")
+        raise ValueError(
+            f"queries are normed over all heads at once and cannot be divided over {world} ranks;"
+            f" use one",
+        )
     unused = "ffn_dim" if config.sparse and all(config.sparse) else None
     for name, spec in PLAN.items():
         if unused in spec.units:
             continue
         for units in spec.units:
-            shard_range(config, units, 0, world)
-        if spec.dim == 1 and spec.units:
-            units = spec.units[0]
-            inputs = getattr(config, units) * (config.head_dim if units == "n_heads" else 1)
-            if inputs // world % (group or 1):
+            local = shard_range(config, units, 0, world)
+            num_inputs = local.size * (config.head_dim if units == "n_heads" else 1)
+            if spec.dim == 1 and group and num_inputs % group:
                 raise ValueError(
-                    f"{name}: {inputs} inputs over {world} ranks are {inputs // world} each, which splits a group of"
-                    f" {group} that share a scale; use fewer ranks, or a scheme with smaller groups"
+                    f"{name}: {num_inputs * world} inputs over {world} ranks are {num_inputs} each,"
+                    f" which splits a group of {group} that share a scale; use fewer ranks, or a"
+                    f" scheme with smaller groups"
                 )
 
 
 def shard(
-    stored: Tensor, spec: ShardSpec | None, source: int, config, ranks: "Ranks", is_stacked: bool = False
+    stored: Tensor,
+    spec: ShardSpec | None,
+    source: int,
+    config,
+    ranks: "Ranks",
+    is_stacked: bool = False,
 ) -> Tensor:
-    """This rank's shard, a view, of a stored tensor: the weight, bias or quantized part of source number `source`
-    of a matrix. A tensor without an input dimension is not sharded by inputs.
+    """This rank's shard, a view, of a stored tensor: the weight, bias or quantized part of source
+    number `source` of a matrix. A tensor without an input dimension is not sharded by inputs.
 
-    `is_stacked`: all sources are stored as one tensor (Phi-3's q, k and v). Each is sharded by itself; the result is a
-    copy.
+    `is_stacked`: all sources are stored as one tensor (Phi-3's q, k and v). Each is sharded by
+    itself; the result is a copy.
     """
     if spec is None or spec.dim >= stored.dim():
         return stored
     if is_stacked and len(spec.units) > 1:
         sources = stored.split(source_rows(spec, len(stored), config, ALONE))
-        return torch.cat([shard(part, spec, number, config, ranks) for number, part in enumerate(sources)])
-    units = getattr(config, spec.units[source])
-    local = shard_range(config, spec.units[source], ranks.rank, ranks.world)
-    size = stored.size(spec.dim)  # one unit of packed codes may be a fraction of a byte; a rank's units fill bytes
-    begin, end = local.begin * size // units, local.end * size // units
+        shards = [shard(part, spec, i, config, ranks) for i, part in enumerate(sources)]
+        return torch.cat(shards)
+    units = spec.units[source]
+    num_units = getattr(config, units)
+    local = shard_range(config, units, ranks.rank, ranks.world)
+    # One unit of packed codes may be a fraction of a byte; a rank's units fill bytes.
+    size = stored.size(spec.dim)
+    begin = local.begin * size // num_units
+    end = local.end * size // num_units
     return stored.narrow(spec.dim, begin, end - begin)
 
 
 def fill_shard(
-    part: Tensor, stored: Tensor, spec: ShardSpec | None, source: int, config, ranks: "Ranks", is_stacked: bool
+    part: Tensor,
+    stored: Tensor,
+    spec: ShardSpec | None,
+    source: int,
+    config,
+    ranks: "Ranks",
+    is_stacked: bool,
 ) -> None:
-    """Copy this rank's shard of a stored tensor into `part`. A tensor of the same size for any number of inputs, such
-    as a codebook, is not sharded by inputs."""
-    is_sharded = spec is not None and (spec.dim == 0 or stored.shape[1:] != part.shape[1:])
-    stored = shard(stored, spec if is_sharded else None, source, config, ranks, is_stacked)
+    """Copy this rank's shard of a stored tensor into `part`. A tensor of the same size for any
+    number of inputs, such as a codebook, is not sharded by inputs."""
+    if spec is not None and spec.dim == 1 and stored.shape[1:] == part.shape[1:]:
+        spec = None
+    stored = shard(stored, spec, source, config, ranks, is_stacked)
     part[: len(stored)].copy_(stored)  # casts and moves without a copy between
     part[len(stored) :].zero_()  # a vocabulary's padding
 
 
-def source_rows(spec: ShardSpec | None, rows: int, config, ranks: "Ranks") -> list[int]:
+def source_rows(
+    spec: ShardSpec | None,
+    rows: int,
+    config,
+    ranks: "Ranks",
+) -> list[int]:
     """The numbers of rows that the sources of a local matrix of `rows` rows fill, in order."""
     if spec is None or len(spec.units) == 1:
         return [rows]
-    sizes = [shard_range(config, units, ranks.rank, ranks.world).size for units in spec.units]
+    sizes = local_units(spec, config, ranks)
     return [rows // sum(sizes) * size for size in sizes]
 
 
+def local_units(spec: ShardSpec, config, ranks: "Ranks") -> list[int]:
+    """The number of units of each source that this rank has memory for."""
+    return [shard_range(config, units, ranks.rank, ranks.world).size for units in spec.units]
+
+
 def shrink_to_shard(model: nn.Module, ranks: "Ranks") -> None:
-    """Give the matrices of a meta model, in place, the shapes of this rank's shards. A bias of a matrix that is sharded
-    by inputs stays on rank 0 alone, so that it is added once."""
+    """Give the parameters of a meta model, in place, the shapes of this rank's shards. A bias of a
+    matrix that is sharded by inputs stays on rank 0 alone, so that it is added once."""
+    if ranks.world == 1:
+        return
     config = model.config
-    for name, module in list(model.named_modules()):
+    for name, module in model.named_modules():
         spec = shard_spec(name)
-        if spec is None or ranks.world == 1 or not spec.units:
+        if spec is None or not spec.units:
             continue
-        if isinstance(getattr(module, "sinks", None), nn.Parameter):
-            module.sinks = nn.Parameter(module.sinks.new_empty(len(module.sinks) // ranks.world), False)
-        if not hasattr(module, "weight"):
-            continue
-        units = sum(getattr(config, key) for key in spec.units)
-        local_units = sum(shard_range(config, key, ranks.rank, ranks.world).size for key in spec.units)
-        shape = list(module.weight.shape)
-        shape[spec.dim] = shape[spec.dim] // units * local_units
-        module.weight = nn.Parameter(module.weight.new_empty(shape), False)
-        if isinstance(module, nn.Embedding):
-            module.num_embeddings = shape[0]
-            continue
-        module.out_features, module.in_features = shape
-        if module.bias is not None:
-            has_bias = spec.dim == 0 or ranks.rank == 0
-            module.bias = nn.Parameter(module.bias.new_empty(shape[0]), False) if has_bias else None
+        num_units = sum(getattr(config, units) for units in spec.units)
+        num_local_units = sum(local_units(spec, config, ranks))
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            shape = list(parameter.shape)
+            is_sharded = spec.dim < len(shape)
+            if is_sharded:
+                shape[spec.dim] = shape[spec.dim] // num_units * num_local_units
+            local = None
+            if is_sharded or ranks.rank == 0:
+                local = nn.Parameter(parameter.new_empty(shape), False)
+            module.register_parameter(key, local)
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
     if config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
 
 
-# ----------------------------------------------------------------------------------------------- ranks
+# ------------------------------------------------------------------------------------------ ranks
 
-HOST_TIMEOUT = datetime.timedelta(days=7)  # of collectives that wait for a person to type, or for a file's other lines
+# Some collectives wait for a person to type, or for other lines of a file.
+HOST_TIMEOUT = datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process as rank `rank` of `world`, with the collectives. `group` is torch's name of the process group; None
-    for a plan without processes.
+    """This process as rank `rank` of `world`, with the collectives. `group` is torch's name of the
+    process group; None for a plan without processes.
 
-    All ranks must call every collective in the same order with the same shapes. In a world of 1 each is the identity.
+    All ranks must call every collective in the same order with the same shapes. In a world of 1
+    each is the identity.
     """
 
     rank: int = 0
@@ -206,36 +255,53 @@ class Ranks:
     timeout_s: float | None = None
 
     def replica(self, size: int) -> "Ranks":
-        """This rank among the `size` neighbours that hold one model together. All ranks must call it, and `size` must
-        divide their number."""
+        """This rank among the `size` neighbours that hold one model together. All ranks must call
+        it, and `size` must divide their number."""
+        if size == self.world:
+            return self
+        if size == 1:
+            return ALONE
         replica = self
-        for begin in range(0, self.world if 1 < size < self.world else 0, size):
-            members = range(begin, begin + size)
-            options = {"ranks": list(members), "timeout": datetime.timedelta(seconds=self.timeout_s)}
-            groups = dist.new_group(**options), dist.new_group(**options | {"backend": "gloo", "timeout": HOST_TIMEOUT})
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        for begin in range(0, self.world, size):
+            members = list(range(begin, begin + size))
+            group = dist.new_group(members, timeout)
+            host = dist.new_group(members, HOST_TIMEOUT, "gloo")
             if self.rank in members:
-                replica = Ranks(self.rank - begin, size, *(group.group_name for group in groups), self.timeout_s)
-        return ALONE if size == 1 else replica
+                names = (group.group_name, host.group_name)
+                replica = Ranks(self.rank - begin, size, *names, self.timeout_s)
+        return replica
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x."""
-        return x if self.world == 1 else self._wait(torch.ops._c10d_functional.all_reduce(x, "sum", self.group))
+        return self._reduce(x, "sum")
 
     def max(self, x: Tensor) -> Tensor:
         """The elementwise maximum of all ranks' x."""
-        return x if self.world == 1 else self._wait(torch.ops._c10d_functional.all_reduce(x, "max", self.group))
+        return self._reduce(x, "max")
+
+    def _reduce(self, x: Tensor, operation: str) -> Tensor:
+        if self.world == 1:
+            return x
+        return self._wait(torch.ops._c10d_functional.all_reduce(x, operation, self.group))
 
     def gather(self, x: Tensor) -> Tensor:
         """x (..., n) of every rank -> (..., world * n), in rank order."""
         if self.world == 1:
             return x
         flat = x.reshape(1, -1)  # (1, ... * n)
-        gathered = self._wait(torch.ops._c10d_functional.all_gather_into_tensor(flat, self.world, self.group))
-        return gathered.view(self.world, *x.shape).movedim(0, -2).flatten(-2)  # (world, ..., n) -> (..., world * n)
+        gathered = self._wait(
+            torch.ops._c10d_functional.all_gather_into_tensor(flat, self.world, self.group),
+        )
+        gathered = gathered.view(self.world, *x.shape)
+        return gathered.movedim(0, -2).flatten(-2)  # (world, ..., n) -> (..., world * n)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x. Kernels of different ranks may differ in the last bit, so rank 0 alone takes decisions."""
-        return x if self.world == 1 else self._wait(torch.ops._c10d_functional.broadcast(x, 0, self.group))
+        """Rank 0's x. Kernels of different ranks may differ in the last bit, so rank 0 alone takes
+        decisions."""
+        if self.world == 1:
+            return x
+        return self._wait(torch.ops._c10d_functional.broadcast(x, 0, self.group))
 
     @staticmethod
     def _wait(x: Tensor) -> Tensor:
@@ -250,16 +316,23 @@ class Ranks:
         return payload[0]
 
     def check_same(self, get_values: Callable[[], dict[str, object]]) -> None:
-        """ValueError, on every rank, that names a value that differs from rank 0's. A single process does not call
-        `get_values`."""
+        """ValueError, on every rank, that names a value that differs from rank 0's. A
+        single process does not call `get_values`."""
         if self.world == 1:
             return
         values_by_rank: list[dict] = [{}] * self.world
-        dist.all_gather_object(values_by_rank, get_values(), group=_resolve_process_group(self.group))
+        dist.all_gather_object(
+            values_by_rank,
+            get_values(),
+            group=_resolve_process_group(self.group),
+        )
         for rank, values in enumerate(values_by_rank):
             for name, value in values_by_rank[0].items():
                 if values.get(name) != value:
-                    raise ValueError(f"rank {rank} differs from rank 0 in {name}: every rank must be given the same")
+                    raise ValueError(
+                        f"rank {rank} differs from rank 0 in {name}: every rank must be given the"
+                        f" same",
+                    )
 
 
 ALONE = Ranks()
@@ -271,16 +344,23 @@ def ranks_of(model: nn.Module) -> Ranks:
     return next((hook.ranks for hook in hooks if isinstance(hook, Gather)), ALONE)
 
 
-# ----------------------------------------------------------------------------------------------- hooks
+# ------------------------------------------------------------------------------------------ hooks
 
 
 class Gather:
-    """The hook behind a head sharded by the vocabulary: local logits (..., V / N) -> (..., V), without padding."""
+    """The hook behind a head sharded by the vocabulary: local logits (..., V / N) -> (..., V),
+    without padding."""
 
     def __init__(self, config, ranks: Ranks):
-        self.ranks, self.vocab_size = ranks, config.vocab_size
+        self.ranks = ranks
+        self.vocab_size = config.vocab_size
 
-    def __call__(self, module: nn.Module, args, local: Tensor) -> Tensor:
+    def __call__(
+        self,
+        module: nn.Module,
+        args,
+        local: Tensor,
+    ) -> Tensor:
         return self.ranks.gather(local)[..., : self.vocab_size]
 
 
@@ -290,21 +370,29 @@ class Sum:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
-    def __call__(self, module: nn.Module, args, part: Tensor) -> Tensor:
+    def __call__(
+        self,
+        module: nn.Module,
+        args,
+        part: Tensor,
+    ) -> Tensor:
         return self.ranks.sum(part)
 
 
 class EmbeddingPart(nn.Module):
-    """This rank's rows [begin, end) of the embedding: tokens (...) -> (..., D), zeros for other tokens."""
+    """This rank's rows [begin, end) of the embedding: tokens (...) -> (..., D), zeros for other
+    tokens."""
 
-    def __init__(self, part: nn.Module, begin: int, end: int):
+    def __init__(
+        self,
+        part: nn.Module,
+        begin: int,
+        end: int,
+    ):
         super().__init__()
-        self.part, self.begin, self.end = part, begin, end
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The local rows; None if they are a quantized head's."""
-        return getattr(self.part, "weight", None)
+        self.part = part
+        self.begin = begin
+        self.end = end
 
     def forward(self, tokens: Tensor) -> Tensor:
         inside = (tokens >= self.begin) & (tokens < self.end)
@@ -313,8 +401,8 @@ class EmbeddingPart(nn.Module):
 
 
 def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Hook PLAN's collectives behind the matrices of a model that holds this rank's shards. Call this last: a module
-    that replaces a hooked one must take over its hooks."""
+    """Hook PLAN's collectives behind the matrices of a model that holds this rank's shards. Call
+    this last: a module that replaces a hooked one must take over its hooks."""
     if ranks.world == 1:
         return model
     begin, end, _ = shard_range(model.config, "vocab_size", ranks.rank, ranks.world)
@@ -322,42 +410,56 @@ def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
     for name, module in model.named_modules():
         spec = shard_spec(name)
         if spec is not None and spec.after is not None:
-            module.register_forward_hook(Sum(ranks) if spec.after == SUM else Gather(model.config, ranks))
+            module.register_forward_hook(
+                Sum(ranks) if spec.after == SUM else Gather(model.config, ranks),
+            )
     return model
 
 
-# ---------------------------------------------------------------------------------------------- launch
+# ----------------------------------------------------------------------------------------- launch
 
 
 def local_device(requested: str | None) -> str | None:
-    """The device of this rank. Under torchrun that is GPU number LOCAL_RANK of its machine, unless --device is cpu or
-    there is no GPU. ValueError for more ranks on a machine than GPUs."""
-    if not launched() or requested not in (None, "cuda"):
-        if launched() and requested != "cpu":
-            raise ValueError(f"--device {requested}: with several ranks use cpu or cuda; each rank takes its own GPU")
+    """The device of this rank. Under torchrun that is GPU number LOCAL_RANK of its machine, unless
+    --device is cpu or there is no GPU. ValueError for more ranks on a machine than GPUs."""
+    if not launched() or requested == "cpu":
         return requested
+    if requested not in (None, "cuda"):
+        raise ValueError(
+            f"--device {requested}: with several ranks use cpu or cuda; each rank takes its own GPU"
+        )
     # Slurm does not set LOCAL_WORLD_SIZE. Then at least the GPUs up to this rank's must be there.
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ["LOCAL_RANK"]) + 1))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     num_gpus = torch.cuda.device_count()
     if requested is None and num_gpus == 0:
         return None
     if num_local > num_gpus:
-        raise ValueError(f"--nproc_per_node {num_local}: this machine has {num_gpus} GPUs; start no more ranks on it")
-    return f"cuda:{os.environ['LOCAL_RANK']}"
+        raise ValueError(
+            f"--nproc_per_node {num_local}: this machine has {num_gpus} GPUs; start no more ranks"
+            f" on it",
+        )
+    return f"cuda:{local_rank}"
 
 
 def join(device: torch.device, timeout_s: float) -> Ranks:
-    """The ranks that torchrun started, with NCCL between GPUs and gloo between CPUs; ALONE without torchrun. A rank
-    that waits longer than `timeout_s` for another one raises RuntimeError, or NCCL's watchdog ends it."""
+    """The ranks that torchrun started, with NCCL between GPUs and gloo between CPUs; ALONE without
+    torchrun. A rank that waits longer than `timeout_s` for another one raises RuntimeError, or
+    NCCL's watchdog ends it."""
     if not launched():
         return ALONE
-    # The compiler's imports store the current group as a default argument. Imported after the group exists, they keep
-    # gloo's threads alive beyond `leave`, and the process can abort at exit (torch 2.13).
+    # The compiler's imports store the current group as a default argument. Imported after the group
+    # exists, they keep gloo's threads alive beyond `leave`, and the process can abort at exit
+    # (torch 2.13).
     importlib.import_module("torch._dynamo")
     on_gpu = device.type == "cuda"
     options = {"device_id": device} if on_gpu else {}
     # Rank and world size are torchrun's global ones; LOCAL_RANK only chooses the GPU.
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_s), **options)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=datetime.timedelta(seconds=timeout_s),
+        **options,
+    )
     # Store names: a reference to a group would keep its threads alive after `leave`.
     name = dist.group.WORLD.group_name
     host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT).group_name
@@ -365,7 +467,8 @@ def join(device: torch.device, timeout_s: float) -> Ranks:
 
 
 def leave() -> None:
-    """End the group of `join`. NCCL waits for CUDA graphs with collectives, so the graphs are freed first."""
+    """End the group of `join`. NCCL waits for CUDA graphs with collectives, so the graphs are freed
+    first."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":

@@ -1,10 +1,11 @@
 """The cost of compiling beside decoding: `python -m benchmarks.background`.
 
-    pauses      gaps between the tokens of an eager engine while a thread compiles the same steps, with
-                empty caches and with full ones
+    pauses      gaps between the tokens of an eager engine while a thread compiles the same steps,
+                with empty caches and with full ones
     texts       greedy answers that an eager and a compiled engine give alike
 
-It answers why a CPU decodes eagerly until --compile: benchmarks/NOTES.md, "Compiling in the background".
+It answers why a CPU decodes eagerly until --compile: benchmarks/NOTES.md, "Compiling in the
+background".
 """
 
 import argparse
@@ -22,9 +23,10 @@ from pathlib import Path
 from benchmarks.pipes import ROOT
 from benchmarks.real import PROMPTS
 from cli.flags import Parser
+from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.warmup import warm_up
-from generate import Engine, generate
+from generate import generate
 from loading import load_model, load_tokenizer
 from weights.walker import pack_model
 
@@ -48,9 +50,11 @@ def gaps_until(engine: Engine, is_over) -> list[float]:
 
 def summary(gaps: list[float]) -> dict:
     return {
-        "tok_s": round(len(gaps) / sum(gaps), 1), "median_ms": round(1e3 * statistics.median(gaps), 1),
-        "longest_ms": round(1e3 * max(gaps)), "over_50_ms": sum(gap > 0.05 for gap in gaps),
-    }  # fmt: skip
+        "tok_s": round(len(gaps) / sum(gaps), 1),
+        "median_ms": round(1e3 * statistics.median(gaps), 1),
+        "longest_ms": round(1e3 * max(gaps)),
+        "over_50_ms": sum(gap > 0.05 for gap in gaps),
+    }
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -63,21 +67,37 @@ def measure(args: argparse.Namespace) -> dict:
     thread = threading.Thread(target=warm_up, args=(compiled, GREEDY.kind))
     thread.start()
     beside = gaps_until(eager, lambda num_gaps: not thread.is_alive())
-    result = {"seconds": round(time.perf_counter() - start, 1), "alone": summary(alone), "beside": summary(beside)}
+    result = {
+        "seconds": round(time.perf_counter() - start, 1),
+        "alone": summary(alone),
+        "beside": summary(beside),
+    }
     if args.texts:
         tokenizer = load_tokenizer(args.checkpoint)
         prompts = [tokenizer.encode(question) for question in PROMPTS["questions"][: args.texts]]
         options = {"sampling": GREEDY, "max_new_tokens": 128, "stop_ids": tokenizer.stop_ids}
-        answers = [sorted(generate(model, prompts, engine=engine, **options)) for engine in (eager, compiled)]
-        rows = [[list(group) for _, group in itertools.groupby(answer, key=lambda pair: pair[0])] for answer in answers]
-        result["equal_texts"] = f"{sum(a == b for a, b in zip(*rows, strict=True))} of {len(prompts)}"
+        answers = [
+            sorted(generate(model, prompts, engine=engine, **options))
+            for engine in (eager, compiled)
+        ]
+        rows = [
+            [list(group) for _, group in itertools.groupby(answer, key=lambda pair: pair[0])]
+            for answer in answers
+        ]
+        result["equal_texts"] = (
+            f"{sum(a == b for a, b in zip(*rows, strict=True))} of {len(prompts)}"
+        )
     return result
 
 
 def main() -> None:
     parser = Parser(description="Measure decoding beside compiling.")
-    parser.add_argument("--checkpoint", type=Path, default="checkpoints/demo", help="default: %(default)s")
-    parser.add_argument("--texts", type=int, default=12, help="questions answered by both; default: %(default)s")
+    parser.add_argument(
+        "--checkpoint", type=Path, default="checkpoints/demo", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--texts", type=int, default=12, help="questions answered by both; default: %(default)s"
+    )
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
@@ -85,11 +105,21 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         for part, texts in (("empty caches", 0), ("full caches", args.texts)):
-            command = [sys.executable, "-m", "benchmarks.background", "--part", "--checkpoint", str(args.checkpoint)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.background",
+                "--part",
+                "--checkpoint",
+                str(args.checkpoint),
+            ]
             run = subprocess.run(
-                [*command, "--texts", str(texts)], cwd=ROOT, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder},
-                stdout=subprocess.PIPE, check=True,
-            )  # fmt: skip
+                [*command, "--texts", str(texts)],
+                cwd=ROOT,
+                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder},
+                stdout=subprocess.PIPE,
+                check=True,
+            )
             print(part, run.stdout.decode().strip())
 
 

@@ -1,29 +1,38 @@
-"""Measure quickdraft on a CPU: `python -m benchmarks.bench decode --peers --write benchmarks/cpu.json`.
+"""Measure quickdraft on a CPU: `python -m benchmarks.bench decode --peers --write
+benchmarks/cpu.json`.
 
-    decode        tokens/s and bytes/s of the 1.1B shape by format, eager and compiled; with --peers against
-                  llama.cpp, gpt-fast and transformers
+    decode        tokens/s and bytes/s of the 1.1B shape by format, eager and compiled; with --peers
+                  against llama.cpp, gpt-fast and transformers
     verify        a pass over 6 rows against a step of one, by format
     prefill       prompts of 32, 128 and 512 tokens; with --peers against transformers
-    cache         one step in caches of 256 and of 32,768 positions, 100 filled; with 100 to 16,000 filled, with a
-                  sliding window and without
+    cache         one step in caches of 256 and of 32,768 positions, 100 filled; with 100 to 16,000
+                  filled, with a sliding window and without
     compile       seconds to compile 22 layers, with an empty and with a filled cache on disk
-    speculation   a memory-bound pair whose acceptance is set by construction: speed-up, and measured over predicted
+    speculation   a memory-bound pair whose acceptance is set by construction: speed-up, and
+                  measured over predicted
     both          such a pair in int8 over the plain target in bf16
     drafts        the same for the demo pair and for prompt lookup
-    quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself in bf16, on --text
-    load          peak of anonymous memory while a 1.1B model loads, over the size of its weights (memory.py)
-    tp            the 1.1B shape over two gloo ranks: bytes and memory of each rank, time per step (memory.py)
+    quality       the demo model by scheme, in perplexity, KL divergence and agreement with itself
+                  in bf16, on --text
+    load          peak of anonymous memory while a 1.1B model loads, over the size of its weights
+                  (memory.py)
+    tp            the 1.1B shape over two gloo ranks: bytes and memory of each rank, time per step
+                  (memory.py)
     moe           decode and verify of a sparse 1B shape (moe-1b.json: 4 of 32 experts)
-    8b            the 8B shape in int8 and int4-g32, compiled; with --peers against llama.cpp on as many bytes; 20 GB
-    load8b        memory while 16 GB of weights load and are quantized (memory.py); 18 GB of temporary files
-    context       steps with up to 16,000 tokens filled, in 16-bit caches and in 8-bit ones (context.py)
+    8b            the 8B shape in int8 and int4-g32, compiled; with --peers against llama.cpp on as
+                  many bytes; 20 GB
+    load8b        memory while 16 GB of weights load and are quantized (memory.py); 18 GB of
+                  temporary files
+    context       steps with up to 16,000 tokens filled, in 16-bit caches and in 8-bit ones
+                  (context.py)
     prefill8k     a prompt of 8,192 tokens beside transformers and llama.cpp (context.py)
     identical     the price of bit-identical drafting for plain steps (context.py)
     first_token   start of `python generate.py` on the demo until its first byte of text
 
-`--write` merges the rows into a results file after each measurement; `--plot` alone measures nothing and draws the
-pictures and tables of all results files. Compared programs run in turn, A B A B …, each in a process of its own, with
-the read bandwidth measured in every round. Ratios are taken within a round.
+`--write` merges the rows into a results file after each measurement; `--plot` alone measures
+nothing and draws the pictures and tables of all results files. Compared programs run in turn, A B A
+B …, each in a process of its own, with the read bandwidth measured in every round. Ratios are taken
+within a round.
 """
 
 import argparse
@@ -47,28 +56,33 @@ from benchmarks.tables import PAGES, fill
 from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
-from quantize import SCHEMES
+from weights.schemes import SCHEMES
 
-LLAMACPP_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}  # format -> the GGUF type beside it
+# format -> the GGUF type beside it
+LLAMACPP_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}
 FILLED = 100  # default number of filled positions
 
 
 def peers(args, method: str, format: str = "bf16") -> dict[str, Worker]:
-    """Name -> worker of every other program that can run this method in this format: installed ones (llama_cpp,
-    transformers) and gpt-fast with --gptfast. Empty without --peers."""
+    """Name -> worker of every other program that can run this method in this format: installed ones
+    (llama_cpp, transformers) and gpt-fast with --gptfast. Empty without --peers."""
     shape, workers = json.dumps(TINYLLAMA), {}
     if not args.peers:
         return workers
     if importlib.util.find_spec("transformers") and format == "bf16":
         workers["transformers"] = Worker("benchmarks.peers", "transformers", shape)
         if method == "decode":
-            workers["transformers.compiled"] = Worker("benchmarks.peers", "transformers_compiled", shape)
+            workers["transformers.compiled"] = Worker(
+                "benchmarks.peers", "transformers_compiled", shape
+            )
     if method == "decode" and importlib.util.find_spec("llama_cpp"):
         workers["llamacpp"] = Worker("benchmarks.peers", "llamacpp", shape, LLAMACPP_TYPES[format])
         if format == "int4-g32":  # as many bytes
             workers["llamacpp.q4_1"] = Worker("benchmarks.peers", "llamacpp", shape, "Q4_1")
     if method == "decode" and args.gptfast and format != "int4-g32":
-        workers["gptfast"] = Worker("benchmarks.peers", "gptfast", shape, str(args.gptfast.resolve()), format)
+        workers["gptfast"] = Worker(
+            "benchmarks.peers", "gptfast", shape, str(args.gptfast.resolve()), format
+        )
     return workers
 
 
@@ -77,42 +91,79 @@ def fastest(seconds: dict[str, list[float]]) -> str:
     return min(seconds, key=lambda name: statistics.median(seconds[name]))
 
 
-# ----------------------------------------------------------------------------------------- steps, prompts
+# --------------------------------------------------------------------------------- steps, prompts
 
 
 def measure_decode(args) -> list[dict]:
     """Each format eager and compiled, beside the peers that have such a format."""
     rows = []
     for format in LLAMACPP_TYPES:
-        rows += compare_decode(args, both_modes(TINYLLAMA, format), peers(args, "decode", format), format)
+        rows += compare_decode(
+            args, both_modes(TINYLLAMA, format), peers(args, "decode", format), format
+        )
     return rows
 
 
 def both_modes(hf: dict, format: str) -> dict[str, Worker]:
     """{FORMAT: eager, FORMAT.compiled: compiled} workers."""
-    return {f"{format}{'.compiled' * c}": quickdraft(hf=hf, format=format, compile=c) for c in (False, True)}
+    return {
+        f"{format}{'.compiled' * c}": quickdraft(hf=hf, format=format, compile=c)
+        for c in (False, True)
+    }
 
 
 def compare_decode(
-    args, workers: dict[str, Worker], peer_workers: dict[str, Worker], format: str, shape: str = "1b"
+    args,
+    workers: dict[str, Worker],
+    peer_workers: dict[str, Worker],
+    format: str,
+    shape: str = "1b",
 ) -> list[dict]:
-    """Rates of quickdraft's workers and their shares of the read bandwidth; ratios of the fastest one to every peer."""
+    """Rates of quickdraft's workers and their shares of the read bandwidth; ratios of the fastest
+    one to every peer."""
     request = {"method": "decode", "steps": args.steps, "filled": FILLED}
     answers, bandwidths = interleave(workers | peer_workers, args.rounds, request)
     close(workers | peer_workers)
     seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
     note = f"read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s in the same run"
-    rows = [row(f"{shape}.{format}.run.read_bandwidth_gb_s", [value / 1e9 for value in bandwidths], "GB/s", READ_NOTE)]
+    rows = [
+        row(
+            f"{shape}.{format}.run.read_bandwidth_gb_s",
+            [value / 1e9 for value in bandwidths],
+            "GB/s",
+            READ_NOTE,
+        )
+    ]
     for name, values in seconds.items():
         id = name if name in workers else f"{format}.{name}"
         rows.append(row(f"{shape}.{id}.tok_s", [1 / s for s in values], "tok/s", note))
     best_name = fastest({name: seconds[name] for name in workers})
     shares = {name: shares_of(answers[name], bandwidths) for name in workers}
-    rows += [row(f"{shape}.{name}.of_read_bandwidth", values, "ratio", note) for name, values in shares.items()]
-    rows.append(row(f"{shape}.{format}.of_read_bandwidth", shares[best_name], "ratio", f"{best_name}; {note}"))
+    rows += [
+        row(f"{shape}.{name}.of_read_bandwidth", values, "ratio", note)
+        for name, values in shares.items()
+    ]
+    rows.append(
+        row(
+            f"{shape}.{format}.of_read_bandwidth",
+            shares[best_name],
+            "ratio",
+            f"{best_name}; {note}",
+        )
+    )
     for peer in peer_workers:
-        ratio, settings = ratios(seconds[peer], seconds[best_name]), answers[peer][0].get("settings", peer)
-        rows.append(row(f"{shape}.{format}.vs_{peer}", ratio, "ratio", f"{best_name} against {settings}; {note}"))
+        ratio, settings = (
+            ratios(seconds[peer], seconds[best_name]),
+            answers[peer][0].get("settings", peer),
+        )
+        rows.append(
+            row(
+                f"{shape}.{format}.vs_{peer}",
+                ratio,
+                "ratio",
+                f"{best_name} against {settings}; {note}",
+            )
+        )
     return list({r["id"]: r for r in rows}.values())
 
 
@@ -127,16 +178,30 @@ def measure_verify(args) -> list[dict]:
 
 
 def compare_verify(args, hf: dict, format: str, shape: str) -> list[dict]:
-    """Rows of the eager and the compiled worker, and the faster one's as SHAPE.FORMAT.verify6_over_1."""
+    """Rows of the eager and the compiled worker, and the faster one's as
+    SHAPE.FORMAT.verify6_over_1."""
     workers = both_modes(hf, format)
     answers, bandwidths = interleave(workers, args.rounds, {"method": "verify", "filled": FILLED})
     close(workers)
-    note = f"6 rows over 1, {FILLED} filled; read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s"
-    ratio = {name: [a["seconds"] / a["plain"] for a in worker_answers] for name, worker_answers in answers.items()}
-    rows = [row(f"{shape}.{name}.verify6_over_1", values, "ratio", note) for name, values in ratio.items()]
-    best_name = fastest({name: seconds_of(worker_answers) for name, worker_answers in answers.items()})
+    note = (
+        f"6 rows over 1, {FILLED} filled; read bandwidth"
+        f" {statistics.median(bandwidths) / 1e9:.1f} GB/s"
+    )
+    ratio = {
+        name: [a["seconds"] / a["plain"] for a in worker_answers]
+        for name, worker_answers in answers.items()
+    }
+    rows = [
+        row(f"{shape}.{name}.verify6_over_1", values, "ratio", note)
+        for name, values in ratio.items()
+    ]
+    best_name = fastest(
+        {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
+    )
     mode = "eager" if best_name == format else "compiled"
-    rows.append(row(f"{shape}.{format}.verify6_over_1", ratio[best_name], "ratio", f"{mode}: {note}"))
+    rows.append(
+        row(f"{shape}.{format}.verify6_over_1", ratio[best_name], "ratio", f"{mode}: {note}")
+    )
     return list({r["id"]: r for r in rows}.values())
 
 
@@ -154,11 +219,14 @@ def measure_moe(args) -> list[dict]:
 
 
 def measure_8b(args) -> list[dict]:
-    """The 8B shape, a format at a time: two models of 8 GB and the buffer of the read bandwidth fill 20 GB."""
+    """The 8B shape, a format at a time: two models of 8 GB and the buffer of the read bandwidth
+    fill 20 GB."""
     shape, rows = config_json("llama-3.1-8b"), []
     for format, kind in {"int8": "Q8_0", "int4-g32": "Q4_1"}.items():
         peer_workers = (
-            {"llamacpp": Worker("benchmarks.peers", "llamacpp", json.dumps(shape), kind)} if args.peers else {}
+            {"llamacpp": Worker("benchmarks.peers", "llamacpp", json.dumps(shape), kind)}
+            if args.peers
+            else {}
         )
         workers = {f"{format}.compiled": quickdraft(hf=shape, format=format, compile=True)}
         rows += compare_decode(args, workers, peer_workers, format, "8b")
@@ -167,13 +235,21 @@ def measure_8b(args) -> list[dict]:
 
 def measure_prefill(args) -> list[dict]:
     """Prompts of three lengths in bf16; the ratio against transformers at 512."""
-    prefixes = {"bf16": "1b.bf16", "bf16.compiled": "1b.bf16.compiled", "transformers": "1b.transformers"}
+    prefixes = {
+        "bf16": "1b.bf16",
+        "bf16.compiled": "1b.bf16.compiled",
+        "transformers": "1b.transformers",
+    }
     workers, rows = {**both_modes(TINYLLAMA, "bf16"), **peers(args, "prefill")}, []
     for length in (32, 128, 512):
         answers, _ = interleave(workers, args.rounds, {"method": "prefill", "length": length})
         seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
         for name, values in seconds.items():
-            rows.append(row(f"{prefixes[name]}.prefill{length}.tok_s", [length / s for s in values], "tok/s"))
+            rows.append(
+                row(
+                    f"{prefixes[name]}.prefill{length}.tok_s", [length / s for s in values], "tok/s"
+                )
+            )
     if "transformers" in workers:
         best_name = fastest({name: seconds[name] for name in ("bf16", "bf16.compiled")})
         ratio = ratios(seconds["transformers"], seconds[best_name])
@@ -189,10 +265,19 @@ def measure_cache(args) -> list[dict]:
     window_shape = {**full_shape, "model_type": "mistral", "sliding_window": 1024}
     request, rows = {"method": "decode", "steps": args.steps}, []
     for infix, compile in (("", False), (".compiled", True)):
-        workers = {size: quickdraft(hf=full_shape, cache=size, compile=compile) for size in (256, 32_768)}
+        workers = {
+            size: quickdraft(hf=full_shape, cache=size, compile=compile) for size in (256, 32_768)
+        }
         answers, _ = interleave(workers, args.rounds, request | {"filled": FILLED})
         ratio = ratios(seconds_of(answers[32_768]), seconds_of(answers[256]))
-        rows.append(row(f"1b.bf16{infix}.cache32k_over_256", ratio, "ratio", f"one step, {FILLED} tokens filled"))
+        rows.append(
+            row(
+                f"1b.bf16{infix}.cache32k_over_256",
+                ratio,
+                "ratio",
+                f"one step, {FILLED} tokens filled",
+            )
+        )
         workers["window"] = quickdraft(hf=window_shape, cache=32_768, compile=compile)
         workers.pop(256).close()
         for filled in (100, 1000, 4000, 16_000):
@@ -201,7 +286,9 @@ def measure_cache(args) -> list[dict]:
                 id, gb = f"1b.bf16{infix}.{name}.filled{filled}", answers[worker][0]["bytes"] / 1e9
                 share = statistics.median(shares_of(answers[worker], bandwidths))
                 note = f"{gb:.3f} GB read a step, {share:.2f} of read bandwidth"
-                rows.append(row(f"{id}.ms", [1e3 * s for s in seconds_of(answers[worker])], "ms", note))
+                rows.append(
+                    row(f"{id}.ms", [1e3 * s for s in seconds_of(answers[worker])], "ms", note)
+                )
                 rows.append(row(f"{id}.gb", [gb], "GB", "a step"))
         close(workers)
     return rows
@@ -218,21 +305,33 @@ def measure_compile(args) -> list[dict]:
                 values.append(worker.call(method="decode", steps=1, filled=10)["compile_s"])
                 worker.close()
     note = "the greedy step of the 1.1B shape, batch 1, prepared as by generate.py, with warm-up"
-    return [row(f"compile.22layers.{name}_s", values, "s", note) for name, values in seconds.items()]
+    return [
+        row(f"compile.22layers.{name}_s", values, "s", note) for name, values in seconds.items()
+    ]
 
 
 def measure_first_token(args) -> list[dict]:
     """Complete processes: interpreter, imports, load, prompt, first byte on stdout."""
-    seconds = first_byte_s([sys.executable, "generate.py", "--max_new_tokens", "1", "--device", "cpu"], args.rounds)
-    return [row("demo.first_token_s", seconds, "s", "python generate.py to its first byte of text, CPU")]
+    seconds = first_byte_s(
+        [sys.executable, "generate.py", "--max_new_tokens", "1", "--device", "cpu"], args.rounds
+    )
+    return [
+        row("demo.first_token_s", seconds, "s", "python generate.py to its first byte of text, CPU")
+    ]
 
 
-# ----------------------------------------------------------------------------------------------- drafting
+# --------------------------------------------------------------------------------------- drafting
 
 OPENINGS = (
-    "Once upon a time", "One day, a little girl named Lily", "Tom had a red ball", "The big dog was sad because",
-    "There was a bird who", "Ben and Mia went to the park", "It was a cold day and", "Mom said",
-)  # fmt: skip
+    "Once upon a time",
+    "One day, a little girl named Lily",
+    "Tom had a red ball",
+    "The big dog was sad because",
+    "There was a bird who",
+    "Ben and Mia went to the park",
+    "It was a cold day and",
+    "Mom said",
+)
 
 
 def measure_speculation(args) -> list[dict]:
@@ -243,21 +342,39 @@ def measure_speculation(args) -> list[dict]:
         id = f"spec.1b.alpha{round(100 * alpha)}{'.compiled' * compile}"
         rows += measure_pair(id, prompts, 64, note, pair="counting", alpha=alpha, compile=compile)
     values = [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
-    rows.append(row("spec.measured_over_predicted", values, "ratio", "over the four medians of the 1.1B pair"))
+    rows.append(
+        row(
+            "spec.measured_over_predicted",
+            values,
+            "ratio",
+            "over the four medians of the 1.1B pair",
+        )
+    )
     note = "1.1B and 0.1B random bf16 weights, greedy, acceptance 0.8 by construction, eager"
     for k in (1, 2, 3, 5, 8):
-        rows += measure_pair(f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k)
+        rows += measure_pair(
+            f"spec.1b.alpha80.k{k}", prompts, 64, note, pair="counting", alpha=0.8, k=k
+        )
     return rows
 
 
 def measure_both(args) -> list[dict]:
-    """Drafted and quantized, over plain decoding of the same shape in bf16: two pairs, asked in turn, all compiled."""
+    """Drafted and quantized, over plain decoding of the same shape in bf16: two pairs, asked in
+    turn, all compiled."""
     formats = {"bf16": None, "int8": "int8"}
-    workers = {name: quickdraft(pair="counting", compile=True, quantize=format) for name, format in formats.items()}
-    requests = [{"method": "race", "prompt": [1000 * (n + 1)], "new": 64, "seed": n} for n in range(args.rounds)]
+    workers = {
+        name: quickdraft(pair="counting", compile=True, quantize=format)
+        for name, format in formats.items()
+    }
+    requests = [
+        {"method": "race", "prompt": [1000 * (n + 1)], "new": 64, "seed": n}
+        for n in range(args.rounds)
+    ]
     answers, _ = interleave(workers, args.rounds, *requests)
     close(workers)
-    note = "1.1B and 0.1B random int8 weights, K = 5, greedy, acceptance 0.8 by construction, compiled"
+    note = (
+        "1.1B and 0.1B random int8 weights, K = 5, greedy, acceptance 0.8 by construction, compiled"
+    )
     rows = race_rows("spec.1b_int8.alpha80", answers["int8"], note)
     for key, name in (("drafted", ""), ("plain", ".undrafted")):
         speedups = [a["plain"] / b[key] for a, b in zip(answers["bf16"], answers["int8"])]
@@ -272,50 +389,82 @@ def measure_drafts(args) -> list[dict]:
         note = "demo pair, bf16, 200 tokens from each of eight openings"
         for k, compile in itertools.product((2, 5, "auto"), (False, True)):
             id = f"spec.demo.{name}.k{k}{'.compiled' * compile}"
-            rows += measure_pair(id, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile)
+            rows += measure_pair(
+                id, OPENINGS, 200, note, pair="demo", temperature=temperature, k=k, compile=compile
+            )
     note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, ngram:3, K = 5"
-    rows += measure_pair("spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle")
+    rows += measure_pair(
+        "spec.ngram.copy", [list(range(100))] * args.rounds, 64, note, pair="cycle"
+    )
     note = "1.1B random bf16 weights whose output never repeats, ngram:3: nothing matches"
     rows += measure_pair("spec.ngram.nothing", [[1000]] * args.rounds, 48, note, pair="count")
     auto = {"draft": "suffix", "k": "auto", "compile": True}
     note = "1.1B random bf16 weights that repeat a prompt of 100 tokens, suffix, K = auto, compiled"
-    rows += measure_pair("spec.suffix.copy", [list(range(100))] * args.rounds, 200, note, pair="cycle", **auto)
-    note = "1.1B random bf16 weights whose output never repeats, suffix, K = auto, compiled: nothing matches"
-    return rows + measure_pair("spec.suffix.nothing", [[1000]] * args.rounds, 48, note, pair="count", **auto)
+    rows += measure_pair(
+        "spec.suffix.copy", [list(range(100))] * args.rounds, 200, note, pair="cycle", **auto
+    )
+    note = (
+        "1.1B random bf16 weights whose output never repeats, suffix, K = auto, compiled:"
+        " nothing matches"
+    )
+    return rows + measure_pair(
+        "spec.suffix.nothing", [[1000]] * args.rounds, 48, note, pair="count", **auto
+    )
 
 
 def measure_pair(id: str, prompts, new: int, note: str, **pair) -> list[dict]:
     """A race for every prompt, with the next seed each, on one engine."""
     worker = quickdraft(**pair)
-    races = [worker.call(method="race", prompt=prompt, new=new, seed=n) for n, prompt in enumerate(prompts)]
+    races = [
+        worker.call(method="race", prompt=prompt, new=new, seed=n)
+        for n, prompt in enumerate(prompts)
+    ]
     worker.close()
     return race_rows(id, races, note)
 
 
-# ------------------------------------------------------------------------------------------------ quality
+# ---------------------------------------------------------------------------------------- quality
 
 
 def measure_quality(args) -> list[dict]:
-    """The demo model in every scheme, int4-g128 by every method (GPTQ reads --calibration), and with an int8 head."""
+    """The demo model in every scheme, int4-g128 by every method (GPTQ reads --calibration), and
+    with an int8 head."""
     if args.text is None or args.calibration is None:
         raise ValueError("quality needs --text FILE and --calibration FILE")
     demo, rows = str(ROOT / "checkpoints" / "demo"), []
     flags = {"bf16": ["--checkpoint", demo]}
-    flags |= {name: ["--checkpoint", demo, "--quantize", name, "--quantize_head", "none"] for name in SCHEMES}
+    flags |= {
+        name: ["--checkpoint", demo, "--quantize", name, "--quantize_head", "none"]
+        for name in SCHEMES
+    }
     for scheme in ("int8", "int4-g128"):
         flags[f"{scheme}.head-int8"] = [*flags[scheme][:-1], "int8"]
     with tempfile.TemporaryDirectory() as folder:
         for method in ("search", "gptq"):
             output = f"{folder}/{method}"
-            calibration = ["--calibration", str(args.calibration.resolve())] if method == "gptq" else []
-            command = ["quantize.py", "--checkpoint", demo, "--scheme", "int4-g128", "--method", method, *calibration]
+            calibration = (
+                ["--calibration", str(args.calibration.resolve())] if method == "gptq" else []
+            )
+            command = [
+                "quantize.py",
+                "--checkpoint",
+                demo,
+                "--scheme",
+                "int4-g128",
+                "--method",
+                method,
+                *calibration,
+            ]
             run_python(*command, "--output", output)
             flags[f"int4-g128.{method}"] = ["--checkpoint", output]
         for name, options in flags.items():
             common = ["--text", str(args.text.resolve()), "--reference", demo, "--json"]
             result = json.loads(run_python("-m", "scripts.perplexity", *common, *options))
             note = f"{result['tokens']} tokens, windows of {result['context']}"
-            ppl, ppl_error = result["perplexity"], result["nll_standard_error"] * result["perplexity"]
+            ppl, ppl_error = (
+                result["perplexity"],
+                result["nll_standard_error"] * result["perplexity"],
+            )
             for key, unit, value, error in (
                 ("ppl", "ppl", ppl, ppl_error),
                 ("kl", "nats", result["kl"], result["kl_standard_error"]),
@@ -328,10 +477,12 @@ def measure_quality(args) -> list[dict]:
 
 def run_python(*arguments: str) -> bytes:
     """A program's stdout."""
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True
+    ).stdout
 
 
-# ------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "decode": measure_decode,
@@ -362,7 +513,11 @@ def write_pages(root: Path) -> None:
         results = json.loads(file.read_text())
         if "rows" not in results:  # written by record()
             continue
-        draw(results["rows"], file.with_suffix(".png"), f"{results['hardware']}, torch {results['torch']}")
+        draw(
+            results["rows"],
+            file.with_suffix(".png"),
+            f"{results['hardware']}, torch {results['torch']}",
+        )
         rows += results["rows"]
     for file in (root / page for page in PAGES):
         file.write_text(fill(file.read_text(), rows))
@@ -372,24 +527,48 @@ def main() -> None:
     parser, names = Parser(description="Measure quickdraft."), ", ".join(MEASUREMENTS)
     add, measurement = parser.add_argument, one_of("measurement", MEASUREMENTS)
     default = "default: all but quality, 8b and load8b, or none with --plot"
-    add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"any of {names}; {default}")
-    add("--rounds", type=positive, default=5, help="measurements of every program; default: %(default)s")
+    add(
+        "measurements",
+        nargs="*",
+        type=measurement,
+        metavar="MEASUREMENT",
+        help=f"any of {names}; {default}",
+    )
+    add(
+        "--rounds",
+        type=positive,
+        default=5,
+        help="measurements of every program; default: %(default)s",
+    )
     add("--steps", type=positive, default=16, help="decode steps a round; default: %(default)s")
     add("--peers", action="store_true", help="also run the other programs that are installed")
     add("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for --peers")
     add("--text", type=Path, metavar="FILE", help="held-out text, for quality")
     add("--calibration", type=Path, metavar="FILE", help="other text, for quality")
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    add("--plot", action="store_true", help="draw the pictures and fill the tables of all results files")
+    add(
+        "--plot",
+        action="store_true",
+        help="draw the pictures and fill the tables of all results files",
+    )
     args = parser.parse_args()
     with ending_plainly():
         run(args)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print, write. Each measurement is written when it ends: an interrupted run keeps its rows."""
-    default = [] if args.plot else [name for name in MEASUREMENTS if name not in ("quality", "8b", "load8b")]
-    rows = [r for name in args.measurements or default for r in publish(MEASUREMENTS[name](args), args.write)]
+    """Measure, print, write. Each measurement is written when it ends: an interrupted run keeps its
+    rows."""
+    default = (
+        []
+        if args.plot
+        else [name for name in MEASUREMENTS if name not in ("quality", "8b", "load8b")]
+    )
+    rows = [
+        r
+        for name in args.measurements or default
+        for r in publish(MEASUREMENTS[name](args), args.write)
+    ]
     if args.plot:
         write_pages(ROOT)
     if rows:

@@ -1,13 +1,15 @@
-"""Measure quickdraft on one GPU: `python -m benchmarks.bench_gpu decode --write benchmarks/h200.json`.
+"""Measure quickdraft on one GPU: `python -m benchmarks.bench_gpu decode --write
+benchmarks/h200.json`.
 
-    decode        one compiled step by format, 100 tokens filled: rate, share of the read bandwidth, ratio to bf16; six
-                  rows over one; seconds to compile
-    speculation   8B and 1B in int4, acceptance set by construction: speed-up, and measured over predicted
+    decode        one compiled step by format, 100 tokens filled: rate, share of the read bandwidth,
+                  ratio to bf16; six rows over one; seconds to compile
+    speculation   8B and 1B in int4, acceptance set by construction: speed-up, and measured over
+                  predicted
     peers         gpt-fast (--gptfast) and transformers, compiled, in turn with this project's step
 
-Weights are random. Rows are written after every item, and a run ends when the next item might not fit in --minutes. A
-failure, or a step whose logits are wrong (gpu_step.py), is the row "….correct" with value 0 and the reason as its note;
-the other items still run.
+Weights are random. Rows are written after every item, and a run ends when the next item might not
+fit in --minutes. A failure, or a step whose logits are wrong (gpu_step.py), is the row "….correct"
+with value 0 and the reason as its note; the other items still run.
 """
 
 import argparse
@@ -32,10 +34,10 @@ from benchmarks.shapes import GPU_SHAPES, K, counting_model, mislead
 from benchmarks.workers import race, race_rows
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
-from cli.load import pick_device
+from decoding.engine import Engine
+from decoding.readback import step_times, synchronize
 from decoding.sampling import GREEDY, Sampling
-from decoding.timing import step_times, synchronize
-from generate import Engine
+from loading.target import pick_device
 from speculative import Costs, ModelDraft
 from weights.formats import SCHEMES
 from weights.walker import pack_model
@@ -44,9 +46,11 @@ Rows = list[dict]
 CORRECT_NOTE = "within the allowed error of float32"
 
 
-def rounds_of(args: argparse.Namespace, contenders: dict[str, Contender], k: int = 0) -> tuple[dict, list[float]]:
-    """Every contender in turn, behind a measurement of the read bandwidth: (name -> median seconds of a step by round,
-    read bandwidth by round)."""
+def rounds_of(
+    args: argparse.Namespace, contenders: dict[str, Contender], k: int = 0
+) -> tuple[dict, list[float]]:
+    """Every contender in turn, behind a measurement of the read bandwidth: (name -> median seconds
+    of a step by round, read bandwidth by round)."""
     seconds, reads = {name: [] for name in contenders}, []
     for _ in range(args.rounds):
         reads.append(gpu_step.read_bandwidth(args))
@@ -56,7 +60,8 @@ def rounds_of(args: argparse.Namespace, contenders: dict[str, Contender], k: int
 
 
 def attempt(id: str, measure: Callable[[], Rows], note: str = CORRECT_NOTE) -> Rows:
-    """The rows of `measure` and ID.correct = 1, or ID.correct = 0 alone with the error as its note."""
+    """The rows of `measure` and ID.correct = 1, or ID.correct = 0 alone with the error as its
+    note."""
     try:
         return [*measure(), row(f"{id}.correct", [1.0], "", note)]
     except Exception as error:
@@ -64,7 +69,9 @@ def attempt(id: str, measure: Callable[[], Rows], note: str = CORRECT_NOTE) -> R
 
 
 def failure(id: str, error: Exception) -> dict:
-    return row(f"{id}.correct", [0.0], "", " ".join(f"{type(error).__name__}: {error}".split())[:400])
+    return row(
+        f"{id}.correct", [0.0], "", " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    )
 
 
 def free_memory() -> None:
@@ -73,7 +80,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# ------------------------------------------------------------------------------------------------- steps
+# ------------------------------------------------------------------------------------------ steps
 
 
 def measure_decode(args: argparse.Namespace) -> Iterator[Rows]:
@@ -84,7 +91,9 @@ def measure_decode(args: argparse.Namespace) -> Iterator[Rows]:
             with contextlib.suppress(Exception):  # bf16's own rows have the error
                 bf16 = Contender(Subject(args, name, "bf16"))
         for format in args.formats:
-            yield attempt(f"{name}.{format}", functools.partial(decode_rows, args, name, format, bf16))
+            yield attempt(
+                f"{name}.{format}", functools.partial(decode_rows, args, name, format, bf16)
+            )
             free_memory()
 
 
@@ -101,25 +110,50 @@ def decode_rows(args: argparse.Namespace, name: str, format: str, bf16: Contende
     return [
         row(f"{id}.tok_s", [1 / s for s in step_s], "tok/s", note),
         row(f"{id}.step_ms", [1e3 * s for s in step_s], "ms", error),
-        row(f"{id}.of_read_bandwidth", ratios([num_bytes / s for s in step_s], bandwidths), "ratio", note),
-        row(f"{id}.verify6_over_1", ratios(verify_s[format], step_s), "ratio", "6 rows over 1, as --one_width pays"),
-        row(f"{id}.compile_s", [contender.compile_s], "s", "a decode step and a verification, with tuning"),
+        row(
+            f"{id}.of_read_bandwidth",
+            ratios([num_bytes / s for s in step_s], bandwidths),
+            "ratio",
+            note,
+        ),
+        row(
+            f"{id}.verify6_over_1",
+            ratios(verify_s[format], step_s),
+            "ratio",
+            "6 rows over 1, as --one_width pays",
+        ),
+        row(
+            f"{id}.compile_s",
+            [contender.compile_s],
+            "s",
+            "a decode step and a verification, with tuning",
+        ),
         *([row(f"{id}.vs_bf16", ratios(seconds["bf16"], step_s), "ratio", note)] if bf16 else []),
     ]
 
 
-# -------------------------------------------------------------------------------------------- speculation
+# ------------------------------------------------------------------------------------ speculation
 
 
 def measure_speculation(args: argparse.Namespace) -> Iterator[Rows]:
-    """Both models in int4. A counting model cannot tie its head, whose rows are the embedding's in another order."""
+    """Both models in int4. A counting model cannot tie its head, whose rows are the embedding's in
+    another order."""
     note, values = "random int4 weights, K = 5, greedy, acceptance set by construction", []
     options = {"device": args.device, "quantize": "int4-g32"}
     with gpu_step.larger_chunks(args.device):
-        shapes = [shape_config(args, name) | {"tie_word_embeddings": False} for name in ("8b", "1b")]
+        shapes = [
+            shape_config(args, name) | {"tie_word_embeddings": False} for name in ("8b", "1b")
+        ]
         target, draft = (pack_model(counting_model(hf, 0.0, **options)) for hf in shapes)
     weight = draft.embed.weight.clone()
-    engine = Engine(target, 1, gpu_step.POSITIONS, compile=not args.eager, drafter=ModelDraft(draft), speculate_k=K)
+    engine = Engine(
+        target,
+        1,
+        gpu_step.POSITIONS,
+        compile=not args.eager,
+        drafter=ModelDraft(draft),
+        speculate_k=K,
+    )
     if not args.eager:
         engine.warm_up(GREEDY)
     for alpha in (0.8, 0.5, 0.95):
@@ -127,16 +161,24 @@ def measure_speculation(args: argparse.Namespace) -> Iterator[Rows]:
         mislead(draft, 1 - alpha)
         id = f"spec.8b_int4_1b_int4.alpha{round(100 * alpha)}"
         rows = attempt(
-            id, functools.partial(speculation_rows, args, engine, id, note), "rounds decide like plain steps"
+            id,
+            functools.partial(speculation_rows, args, engine, id, note),
+            "rounds decide like plain steps",
         )
         values += [r["value"] for r in rows if r["id"].endswith("measured_over_predicted")]
-        yield rows + ([row("spec.measured_over_predicted", values, "ratio", note)] if values else [])
+        yield rows + (
+            [row("spec.measured_over_predicted", values, "ratio", note)] if values else []
+        )
 
 
 def speculation_rows(args: argparse.Namespace, engine: Engine, id: str, note: str) -> Rows:
-    """A race for each of --rounds prompts. Only the loop's own reading of events may wait for the device. ValueError if
-    rounds decide other tokens than plain steps."""
-    engine.costs, races, vocab_size = measure_costs(args, engine), [], engine.model.config.vocab_size
+    """A race for each of --rounds prompts. Only the loop's own reading of events may wait for the
+    device. ValueError if rounds decide other tokens than plain steps."""
+    engine.costs, races, vocab_size = (
+        measure_costs(args, engine),
+        [],
+        engine.model.config.vocab_size,
+    )
     options = {"sampling": Sampling(0), "max_new_tokens": 24 if args.tiny else 256}
     forbid = functools.partial(forbid_sync_and_recompile, engine.device)
     for prompt in ([997 * (n + 1) % vocab_size] for n in range(args.rounds)):
@@ -153,8 +195,8 @@ def speculation_rows(args: argparse.Namespace, engine: Engine, id: str, note: st
 
 @torch.inference_mode()
 def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
-    """As Engine.calibrate, but with steps back to back. After a pause a GPU waits for the host to launch the step, so
-    that a small draft's step seems to take longer than it does."""
+    """As Engine.calibrate, but with steps back to back. After a pause a GPU waits for the host to
+    launch the step, so that a small draft's step seems to take longer than it does."""
     rows, times = engine.rows(0, 1), {}
     rows.state.pos.fill_(args.filled - 1)
     rows.state.done.fill_(True)
@@ -164,13 +206,14 @@ def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
             steps.append(engine.run(rows, args.filled, k))
             engine.draft_lag = 0
         synchronize(engine.device)
-        times[k] = [step_times(step) for step in steps[gpu_step.UNCOUNTED :]]  # (draft, verify) seconds
+        # (draft, verify) seconds
+        times[k] = [step_times(step) for step in steps[gpu_step.UNCOUNTED :]]
     draft_s = statistics.median(draft_s for draft_s, _ in times[K])
     plain_s, verify_s = (statistics.median(verify_s for _, verify_s in times[k]) for k in (0, K))
     return Costs(plain_s, {K: draft_s}, {K: verify_s})
 
 
-# ------------------------------------------------------------------------------------------------- peers
+# ------------------------------------------------------------------------------------------ peers
 
 
 def measure_peers(args: argparse.Namespace) -> Iterator[Rows]:
@@ -203,9 +246,13 @@ def peer_rows(args: argparse.Namespace, name: str, format: str, peer: str, comma
     ]
 
 
-# ------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 
-MEASUREMENTS = {"decode": measure_decode, "speculation": measure_speculation, "peers": measure_peers}
+MEASUREMENTS = {
+    "decode": measure_decode,
+    "speculation": measure_speculation,
+    "peers": measure_peers,
+}
 
 
 def with_failure(name: str, items: Iterator[Rows]) -> Iterator[Rows]:
@@ -217,7 +264,8 @@ def with_failure(name: str, items: Iterator[Rows]) -> Iterator[Rows]:
 
 
 def until_deadline(items: Iterator[Rows], deadline: float) -> Iterator[Rows]:
-    """The items, up to the first after which another one of the longest duration so far would miss the deadline."""
+    """The items, up to the first after which another one of the longest duration so far would miss
+    the deadline."""
     max_s, start = 0.0, time.monotonic()
     for rows in items:
         yield rows
@@ -245,19 +293,54 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("measurements", nargs="*", type=measurement, metavar="MEASUREMENT", help=f"any of {names}")
     commas = "with commas between; default: %(default)s"
     default = "bf16,int8,int4-g32,fp8,mxfp6"
-    add("--formats", type=list_of("format", formats), default=default, help=f"bf16 and schemes, {commas}")
-    add("--shapes", type=list_of("shape", GPU_SHAPES), default="8b", help=f"any of {', '.join(GPU_SHAPES)}, {commas}")
-    add("--minutes", type=float, default=1e9, metavar="M", help="start no item that may end after M minutes")
+    add(
+        "--formats",
+        type=list_of("format", formats),
+        default=default,
+        help=f"bf16 and schemes, {commas}",
+    )
+    add(
+        "--shapes",
+        type=list_of("shape", GPU_SHAPES),
+        default="8b",
+        help=f"any of {', '.join(GPU_SHAPES)}, {commas}",
+    )
+    add(
+        "--minutes",
+        type=float,
+        default=1e9,
+        metavar="M",
+        help="start no item that may end after M minutes",
+    )
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
-    add("--rounds", type=positive, default=5, help="measurements of every step; default: %(default)s")
-    add("--steps", type=positive, default=32, help="steps of every program a round; default: %(default)s")
-    add("--filled", type=positive, default=100, help="positions that a step attends to; default: %(default)s")
+    add(
+        "--rounds",
+        type=positive,
+        default=5,
+        help="measurements of every step; default: %(default)s",
+    )
+    add(
+        "--steps",
+        type=positive,
+        default=32,
+        help="steps of every program a round; default: %(default)s",
+    )
+    add(
+        "--filled",
+        type=positive,
+        default=100,
+        help="positions that a step attends to; default: %(default)s",
+    )
     add("--gptfast", type=Path, metavar="DIR", help="a gpt-fast checkout, for peers")
     add("--commit", metavar="TEXT", help="the commit, for a checkout without git")
     add("--device", type=pick_device, default=None, help="default: cuda; cpu needs --tiny")
     add("--tiny", action="store_true", help="tiny shapes, to try the program out")
     add("--eager", action="store_true", help="without compiling")
-    add("--lenient", action="store_true", help="also measure steps that torch does not make a CUDA graph of")
+    add(
+        "--lenient",
+        action="store_true",
+        help="also measure steps that torch does not make a CUDA graph of",
+    )
     args = parser.parse_args(argv)
     args.device = args.device or pick_device(None)
     if args.device.type != "cuda" and not args.tiny:

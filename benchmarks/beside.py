@@ -4,9 +4,10 @@
     lines               48 prompts on eight slots; every eighth wants 200 tokens, the others 20
     equal               96 equal prompts of 100 tokens on 32 slots, 20 tokens each
 
-Each model runs in one process a checkout, which loads, compiles with empty caches if the case compiles, and then waits.
-They run in turn, A B B A, and ratios are taken within a round. A case is a line of JSON: tokens a second as median
-(min–max), `single` after its prompt, the others with their prompts; seconds to compile; peak of resident memory.
+Each model runs in one process a checkout, which loads, compiles with empty caches if the case
+compiles, and then waits. They run in turn, A B B A, and ratios are taken within a round. A case is
+a line of JSON: tokens a second as median (min–max), `single` after its prompt, the others with
+their prompts; seconds to compile; peak of resident memory.
 """
 
 import argparse
@@ -31,7 +32,8 @@ JOBS = {
 
 
 class Checkout:
-    """One model in one checkout's code, inside a worker. An older checkout has no queue: it runs a batch at a time."""
+    """One model in one checkout's code, inside a worker. An older checkout has no queue: it runs a
+    batch at a time."""
 
     def __init__(self, root: str, name: str, compile: bool):
         sys.path[0] = root
@@ -42,8 +44,9 @@ class Checkout:
                 from cli.process import prepare
 
                 prepare()
-            from loading.checkpoint import load_model, random_model
+            from loading.checkpoint import load_model
             from loading.config import config_from_hf
+            from loading.models import random_model
             from weights.walker import pack_model
         else:  # before the files moved to rooms
             import program  # noqa: F401
@@ -56,29 +59,45 @@ class Checkout:
         from benchmarks.bench import TINYLLAMA
         from benchmarks.real import packaged
 
-        self.compile, self.is_small, self.engines, self.compile_s = compile, name.startswith("demo"), {}, 0.0
+        self.compile, self.is_small, self.engines, self.compile_s = (
+            compile,
+            name.startswith("demo"),
+            {},
+            0.0,
+        )
         folder, self.draft = f"{root}/checkpoints", None
         if name.startswith("1b"):
-            self.model = pack_model(random_model(config_from_hf(TINYLLAMA), quantize=name[3:] or None))
+            self.model = pack_model(
+                random_model(config_from_hf(TINYLLAMA), quantize=name[3:] or None)
+            )
         else:
-            self.model = pack_model(load_model(packaged() if name == "smollm2" else f"{folder}/demo"))
+            self.model = pack_model(
+                load_model(packaged() if name == "smollm2" else f"{folder}/demo")
+            )
         if name == "demo-draft":
             self.draft = pack_model(load_model(f"{folder}/demo-draft"))
 
     def engine(self, slots: int):
-        from generate import Engine
+        from decoding.engine import Engine
         from speculative import ModelDraft
 
         if slots not in self.engines:
             drafter = ModelDraft(self.draft) if self.draft else None
-            options = {"compile": self.compile, "compile_prompts": False, "drafter": drafter, "speculate_k": 3}
+            options = {
+                "compile": self.compile,
+                "compile_prompts": False,
+                "drafter": drafter,
+                "speculate_k": 3,
+            }
             engine = self.engines[slots] = Engine(self.model, slots, 384, **options)
             self.compile_s += engine.warm_up("greedy") if self.compile else 0.0
         return self.engines[slots]
 
     def run(self, job: str, number: int) -> dict:
-        """Tokens a second of a job. Prompts differ between rounds: an engine may hold those of the last one."""
-        from generate import Sampling, Timing, generate
+        """Tokens a second of a job. Prompts differ between rounds: an engine may hold those of the
+        last one."""
+        from decoding.statistics import Timing
+        from generate import Sampling, generate
 
         slots = {"single1": 1, "single8": 8, "lines": 8, "equal": 32}[job]
         engine, timing = self.engine(slots), Timing()
@@ -127,10 +146,19 @@ def measure(name: str, compile: bool, roots: dict[str, Path], rounds: int) -> No
     with contextlib.ExitStack() as stack:
         workers = {}
         for root, folder in roots.items():
-            env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": stack.enter_context(tempfile.TemporaryDirectory())}
+            env = os.environ | {
+                "TORCHINDUCTOR_CACHE_DIR": stack.enter_context(tempfile.TemporaryDirectory())
+            }
             command = [sys.executable, __file__, "--work", str(folder), name, json.dumps(compile)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-            workers[root] = stack.enter_context(subprocess.Popen(command, cwd=folder, env=env, **pipes))
+            pipes = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.DEVNULL,
+                "text": True,
+            }
+            workers[root] = stack.enter_context(
+                subprocess.Popen(command, cwd=folder, env=env, **pipes)
+            )
         for number in range(rounds + 1):  # the first round does not count
             for job in answers:
                 for root, worker in sorted(workers.items(), reverse=number % 2 == 1):
@@ -142,13 +170,17 @@ def measure(name: str, compile: bool, roots: dict[str, Path], rounds: int) -> No
     for job, by_root in answers.items():
         result = {"case": f"{job}.{name}{'.compiled' * compile}"}
         for root in roots:
-            result |= {f"{root}.{key}": spread(a[key] for a in by_root[root]) for key in by_root[root][0]}
+            result |= {
+                f"{root}.{key}": spread(a[key] for a in by_root[root]) for key in by_root[root][0]
+            }
         result["after_over_before"] = spread(
             a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], by_root["before"])
         )
         if job == "single8":
             alone = answers["single1"]["after"]
-            result["after.8_slots_over_1"] = spread(a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], alone))
+            result["after.8_slots_over_1"] = spread(
+                a["tok_s"] / b["tok_s"] for a, b in zip(by_root["after"], alone)
+            )
         print(json.dumps(result, ensure_ascii=False), flush=True)
 
 

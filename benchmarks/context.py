@@ -1,10 +1,13 @@
-"""Steps and prompts of the 1.1B shape, for `python -m benchmarks.bench context prefill8k identical`.
+"""Steps and prompts of the 1.1B shape, for `python -m benchmarks.bench context prefill8k
+identical`.
 
-    measure_context     a step with 1,000 to 16,000 tokens filled, in 16-bit caches and in 8-bit ones
+    measure_context     a step with 1,000 to 16,000 tokens filled, in 16-bit caches and in 8-bit
+                        ones
     measure_prefill8k   a prompt of 8,192 tokens, beside transformers and llama.cpp
     measure_identical   the price of bit-identical drafting for plain steps
 
-Compared engines share the packed weights of this process and run in turn. Prompts run in worker processes.
+Compared engines share the packed weights of this process and run in turn. Prompts run in worker
+processes.
 """
 
 import contextlib
@@ -18,13 +21,14 @@ from benchmarks.record import ratios, row
 from benchmarks.shapes import TINYLLAMA, K, scheme_of
 from benchmarks.workers import interleave, median_step, quickdraft, seconds_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
+from decoding.engine import Engine
 from decoding.kv_8bit import KINDS
 from decoding.runner import ModelRunner
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import Engine
-from loading.checkpoint import random_model
+from exact.products import FAST_ROWS, RowSplit
 from loading.config import config_from_hf
+from loading.models import random_model
 from model import Transformer
 from weights import cpu
 from weights.walker import pack_model
@@ -40,14 +44,17 @@ def long_model(format: str, length: int) -> Transformer:
 
 
 def measure_context(args) -> list[dict]:
-    """Steps of one query and of six, with bf16 weights, then with int8 ones, where a cache is more of the bytes."""
+    """Steps of one query and of six, with bf16 weights, then with int8 ones, where a cache is more
+    of the bytes."""
     rows = []
     for format, shape in (("bf16", "1b"), ("int8", "1b.int8")):
         model, options = long_model(format, 16_200), {"speculate_k": K}
         engines = {
-            kind: Engine(model, 1, 16_100, drafter=NgramDraft(), kind=KINDS[kind], **options) for kind in CACHE_NAMES
+            kind: Engine(model, 1, 16_100, drafter=NgramDraft(), cache_type=KINDS[kind], **options)
+            for kind in CACHE_NAMES
         }
-        seconds = {(kind, filled): ([], []) for kind in engines for filled in LENGTHS}  # of one query and of six
+        # of one query and of six
+        seconds = {(kind, filled): ([], []) for kind in engines for filled in LENGTHS}
         for number in range(args.rounds + 1):
             for (kind, filled), (decode_s, verify_s) in seconds.items():
                 costs = engines[kind].calibrate(Sampling(0), filled, rounds=5)
@@ -60,17 +67,37 @@ def measure_context(args) -> list[dict]:
 
 
 def context_rows(model: Transformer, seconds: dict, shape: str, filled: int) -> list[dict]:
-    """Rows of one number of filled positions; seconds: (kind of cache, filled) -> (of one query, of six), by round."""
+    """Rows of one number of filled positions; seconds: (kind of cache, filled) -> (of one query, of
+    six), by round."""
     rows, context = [], f"ctx{filled // 1000}k"
     for kind, name in CACHE_NAMES.items():
         (decode_s, verify_s), (base_s, _) = seconds[kind, filled], seconds[kind, LENGTHS[0]]
         kv_bytes = position_bytes(model, KINDS[kind])
-        num_bytes, base_bytes = (weight_bytes(model) + attended_bytes(kv_bytes, n) for n in (filled, LENGTHS[0]))
+        num_bytes, base_bytes = (
+            weight_bytes(model) + attended_bytes(kv_bytes, n) for n in (filled, LENGTHS[0])
+        )
         medians = [f"{statistics.median(values) * 1e3:.1f}" for values in (decode_s, verify_s)]
-        note = f"{filled} tokens filled; medians {medians[0]} and {medians[1]} ms for one query and six"
+        note = (
+            f"{filled} tokens filled; medians {medians[0]} and {medians[1]} ms for one query"
+            f" and six"
+        )
         price = [ratio * base_bytes / num_bytes for ratio in ratios(decode_s, base_s)]
-        rows.append(row(f"{shape}.{name}.{context}_over_bytes", price, "ratio", f"step over its bytes' time; {note}"))
-        rows.append(row(f"{shape}.{name}.{context}.verify6_over_1", ratios(verify_s, decode_s), "ratio", note))
+        rows.append(
+            row(
+                f"{shape}.{name}.{context}_over_bytes",
+                price,
+                "ratio",
+                f"step over its bytes' time; {note}",
+            )
+        )
+        rows.append(
+            row(
+                f"{shape}.{name}.{context}.verify6_over_1",
+                ratios(verify_s, decode_s),
+                "ratio",
+                note,
+            )
+        )
     speedup, verify_speedup = map(ratios, seconds["model", filled], seconds["int8", filled])
     id, note = f"{shape}.kv_int8.{context}", f"over a bf16 cache, {filled} filled"
     return [
@@ -91,20 +118,26 @@ def measure_prefill8k(args) -> list[dict]:
     answers, _ = interleave(workers, min(args.rounds, 3), {"method": "prefill", "length": PROMPT})
     close(workers)
     seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
-    rows = [row(f"1b.bf16.prefill8k.{name}_tok_s", [PROMPT / s for s in seconds[name]], "tok/s") for name in workers]
+    rows = [
+        row(f"1b.bf16.prefill8k.{name}_tok_s", [PROMPT / s for s in seconds[name]], "tok/s")
+        for name in workers
+    ]
     note = f"bf16, {PROMPT} tokens of the 1.1B shape, eager"
     for peer in ("transformers", "llamacpp"):
-        rows.append(row(f"prefill8k.vs_{peer}", ratios(seconds[peer], seconds["ours"]), "ratio", note))
+        rows.append(
+            row(f"prefill8k.vs_{peer}", ratios(seconds[peer], seconds["ours"]), "ratio", note)
+        )
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- identical
+# -------------------------------------------------------------------------------------- identical
 
 
 @contextlib.contextmanager
 def without_exactness(model: Transformer, engine: Engine) -> Iterator[None]:
-    """Inside, attention takes the exact length and number of query rows, and products take the exact number of rows;
-    large products stay padded, because that is faster. Results may depend on these numbers."""
+    """Inside, attention takes the exact length and number of query rows, and products take the
+    exact number of rows; large products stay padded, because that is faster. Results may depend on
+    these numbers."""
 
     def exact_length(self: ModelRunner, length: int) -> int:
         return min(length, self.S)
@@ -112,11 +145,13 @@ def without_exactness(model: Transformer, engine: Engine) -> Iterator[None]:
     target = engine.rows(0, 1).target
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(ModelRunner, "bucket_length", exact_length))
-        stack.enter_context(mock.patch.object(target, "caches", target.caches._replace(row_multiple=1)))
+        stack.enter_context(
+            mock.patch.object(target, "caches", target.caches._replace(row_multiple=1))
+        )
         for module in model.modules():
             if type(module) is cpu.PackedWeights:
-                for name, value in (("row_counts", (min(module.row_counts[0], cpu.FAST_ROWS),)), ("max_split", 0)):
-                    stack.enter_context(mock.patch.object(module, name, value))
+                row_split = RowSplit((min(module.row_split.row_counts[0], FAST_ROWS),))
+                stack.enter_context(mock.patch.object(module, "row_split", row_split))
         yield
 
 

@@ -1,4 +1,5 @@
-"""GGUF files for comparisons with llama.cpp: `write_gguf` of random weights, `write_bf16` of another file's weights.
+"""GGUF files for comparisons with llama.cpp: `write_gguf` of random weights, `write_bf16` of
+another file's weights.
 
 This file imports no torch: llama.cpp and torch in one process may crash.
 """
@@ -10,9 +11,15 @@ import numpy as np
 
 
 def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
-    """Random matrices of one type (BF16, Q8_0, Q4_0, Q4_1), float32 norms, and a vocabulary of numbered tokens. All
-    matrices of one width repeat the same rows: quantizing billions of numbers would take many minutes."""
-    D, F, V, L = hf["hidden_size"], hf["intermediate_size"], hf["vocab_size"], hf["num_hidden_layers"]
+    """Random matrices of one type (BF16, Q8_0, Q4_0, Q4_1), float32 norms, and a vocabulary of
+    numbered tokens. All matrices of one width repeat the same rows: quantizing billions of numbers
+    would take many minutes."""
+    D, F, V, L = (
+        hf["hidden_size"],
+        hf["intermediate_size"],
+        hf["vocab_size"],
+        hf["num_hidden_layers"],
+    )
     H, G = hf["num_attention_heads"], hf["num_key_value_heads"]
     kv = G * D // H
     writer, rng = gguf.GGUFWriter(file, "llama", use_temp_file=True), np.random.default_rng(0)
@@ -47,9 +54,16 @@ def write_gguf(hf: dict, file: Path, type_name: str = "BF16") -> None:
     for i in range(L):
         dense = [("ffn_gate", F, D), ("ffn_up", F, D), ("ffn_down", D, F)]
         for name, *shape in (
-            ("attn_q", D, D), ("attn_k", kv, D), ("attn_v", kv, D), ("attn_output", D, D),
-            *([(f"{name}_exps", num_experts, *shape) for name, *shape in dense] if num_experts else dense),
-        ):  # fmt: skip
+            ("attn_q", D, D),
+            ("attn_k", kv, D),
+            ("attn_v", kv, D),
+            ("attn_output", D, D),
+            *(
+                [(f"{name}_exps", num_experts, *shape) for name, *shape in dense]
+                if num_experts
+                else dense
+            ),
+        ):
             matrix(f"blk.{i}.{name}", *shape)
         if num_experts:
             router = rng.standard_normal((num_experts, D), dtype=np.float32) * np.float32(0.02)

@@ -4,9 +4,10 @@
     Subject                      random weights of a shape in a format, and their logits in float32
     Contender                    a subject's steps and verifications, as generate.py compiles them
 
-Steps run back to back with an event between them. While they are timed, waiting for the device and compiling anew are
-errors. A Contender compares its logits with those that the same stored weights give in float32, eagerly, before
-anything is timed. On a CPU the same code runs with a clock in place of events.
+Steps run back to back with an event between them. While they are timed, waiting for the device and
+compiling anew are errors. A Contender compares its logits with those that the same stored weights
+give in float32, eagerly, before anything is timed. On a CPU the same code runs with a clock in
+place of events.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 
 from benchmarks.shapes import GPU_SHAPES, TINY, K, config_json, scheme_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
+from decoding.engine import Engine
+from decoding.readback import mark, seconds_between, synchronize
 from decoding.sampling import Sampling
-from decoding.timing import mark, seconds_between, synchronize
-from generate import Engine
-from loading.checkpoint import random_model
 from loading.config import config_from_hf
+from loading.models import random_model
 from model import Block, Config, Transformer
 from speculative import Drafter
 from weights import formats
@@ -46,7 +47,7 @@ def shape_config(args: argparse.Namespace, name: str) -> dict:
     return hf | TINY if args.tiny else hf
 
 
-# ----------------------------------------------------------------------------------------------- timing
+# ----------------------------------------------------------------------------------------- timing
 
 
 def time_calls(device: torch.device, call: Callable[[], object], count: int) -> list[float]:
@@ -91,39 +92,52 @@ def forbid_sync_and_recompile(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-# ------------------------------------------------------------------------------------- expected logits
+# -------------------------------------------------------------------------------- expected logits
 
 
 class Subject:
-    """Random weights of a shape in a format, the head's too, with the logits that they give in float32."""
+    """Random weights of a shape in a format, the head's too, with the logits that they give in
+    float32."""
 
     def __init__(self, args: argparse.Namespace, name: str, format: str):
         self.args, self.name, self.format = args, name, format
         scheme, config = scheme_of(format), config_from_hf(shape_config(args, name))
         with larger_chunks(args.device):
-            self.model = random_model(config, device=args.device, quantize=scheme, head=scheme, pack=False)
+            self.model = random_model(
+                config, device=args.device, quantize=scheme, head=scheme, pack=False
+            )
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, config.vocab_size, (1, args.filled + K), generator=generator).to(args.device)
+        ids = torch.randint(0, config.vocab_size, (1, args.filled + K), generator=generator).to(
+            args.device
+        )
         self.prompt, self.drafted = ids.split((args.filled, K), dim=1)  # (1, filled), (1, K)
-        self.expected = float32_logits(self.model, ids, K + 1)  # (K + 1, V) from the prompt's last token on
+        # (K + 1, V) from the prompt's last token on
+        self.expected = float32_logits(self.model, ids, K + 1)
         for linear in quantized_linears(self.model) if args.device.type != "cpu" else ():
             linear.pack()
 
 
 def larger_chunks(device: torch.device):
     """Inside, a GPU quantizes more weights at a time; the default suits a CPU's caches."""
-    return mock.patch.object(formats, "CHUNK_WEIGHTS", formats.CHUNK_WEIGHTS if device.type == "cpu" else 2**26)
+    return mock.patch.object(
+        formats, "CHUNK_WEIGHTS", formats.CHUNK_WEIGHTS if device.type == "cpu" else 2**26
+    )
 
 
 @torch.inference_mode()
 def float32_logits(model: Transformer, tokens: Tensor, num_last: int) -> Tensor:
-    """Logits (num_last, V) of the last of tokens (1, T), without cache or kernel: the model's own blocks in float32,
-    with dequantized weights."""
+    """Logits (num_last, V) of the last of tokens (1, T), without cache or kernel: the model's own
+    blocks in float32, with dequantized weights."""
     pos = torch.arange(tokens.size(1), device=tokens.device)[None]  # (1, T)
-    x, rope, keys = model.embed(tokens).float(), model.rope(pos), model.visible_by_window(pos, None, torch.float32)
+    x, rope, keys = (
+        model.embed(tokens).float(),
+        model.rope(pos),
+        model.visible_by_window(pos, None, torch.float32),
+    )
     for layer, window in zip(model.layers, model.windows):
         x = float32_block(model.config, layer)(x, pos, rope, keys[window], None)
-    x = F.rms_norm(x[0, -num_last:], x.shape[-1:], model.norm.weight.float(), model.config.norm_eps)  # (num_last, D)
+    # (num_last, D)
+    x = F.rms_norm(x[0, -num_last:], x.shape[-1:], model.norm.weight.float(), model.config.norm_eps)
     return F.linear(x, float32_weight(model.lm_head))
 
 
@@ -147,17 +161,19 @@ def float32_weight(linear: nn.Module) -> Tensor:
 
 
 def allowed_error(n_layers: int) -> float:
-    """The largest ||logits - expected|| / ||expected|| of a right step. It assumes twelve roundings to bfloat16 a layer
-    and two behind the layers, independent, of 2^-9 at most, which do not grow. For comparison, a product without one
-    group of 32 of its 4096 inputs differs by 9 %."""
+    """The largest ||logits - expected|| / ||expected|| of a right step. It assumes twelve roundings
+    to bfloat16 a layer and two behind the layers, independent, of 2^-9 at most, which do not grow.
+    For comparison, a product without one group of 32 of its 4096 inputs differs by 9 %."""
     return 2**-9 * math.sqrt(12 * n_layers + 2)
 
 
 def relative_error(logits: Tensor, expected: Tensor) -> float:
-    return (torch.linalg.vector_norm(logits.float() - expected) / torch.linalg.vector_norm(expected)).item()
+    return (
+        torch.linalg.vector_norm(logits.float() - expected) / torch.linalg.vector_norm(expected)
+    ).item()
 
 
-# ------------------------------------------------------------------------------------------- contenders
+# ------------------------------------------------------------------------------------- contenders
 
 
 class FixedDraft(Drafter):
@@ -169,20 +185,27 @@ class FixedDraft(Drafter):
 
     def setup(self, state, k_max: int, target, maybe_compile: Callable) -> None:
         self.state, B, V = state, state.pos.size(0), target.model.config.vocab_size
-        self.register_buffer("tokens", self.proposed[:, :k_max].expand(B, -1).clone(), persistent=False)
-        self.register_buffer("probs", F.one_hot(self.tokens, V).float(), persistent=False)  # (B, K, V)
+        self.register_buffer(
+            "tokens", self.proposed[:, :k_max].expand(B, -1).clone(), persistent=False
+        )
+        # (B, K, V)
+        self.register_buffer("probs", F.one_hot(self.tokens, V).float(), persistent=False)
 
     def propose(self, state):
         return self.tokens[:, : state.k], self.probs[:, : state.k]
 
 
 class Contender:
-    """A subject's compiled steps at one position, where every step decides the same token. ValueError if its logits are
-    wrong."""
+    """A subject's compiled steps at one position, where every step decides the same token.
+    ValueError if its logits are wrong."""
 
     def __init__(self, subject: Subject):
         self.subject, self.args, self.device = subject, subject.args, subject.args.device
-        options = {"compile": not self.args.eager, "drafter": FixedDraft(subject.drafted), "speculate_k": K}
+        options = {
+            "compile": not self.args.eager,
+            "drafter": FixedDraft(subject.drafted),
+            "speculate_k": K,
+        }
         self.engine = Engine(subject.model, 1, max(POSITIONS, self.args.filled + 64), **options)
         self.rows = self.engine.rows(0, 1)
         # A step writes its logits here: V numbers more than usual.
@@ -206,8 +229,8 @@ class Contender:
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Fill the caches with the prompt, then compile, record and replay every step that will be timed, and
-        return the seconds of that."""
+        """Fill the caches with the prompt, then compile, record and replay every step that will be
+        timed, and return the seconds of that."""
         state, n, tokens = self.rows.state, self.args.filled, self.subject.prompt
         state.tokens[:, :n] = tokens
         state.pos.fill_(n - 1)
@@ -224,14 +247,17 @@ class Contender:
         return time.perf_counter() - start
 
     def check(self) -> float:
-        """The larger relative error of a step's and of a verification's logits. ValueError where they are wrong."""
+        """The larger relative error of a step's and of a verification's logits. ValueError where
+        they are wrong."""
         bound, errors = allowed_error(self.subject.model.config.n_layers), []
         for k in (0, K):
             self.run(1, k)
             logits = self.engine.state.logits[0, : k + 1]
             errors.append(relative_error(logits, self.subject.expected[: k + 1]))
             if not errors[-1] <= bound:
-                difference = f"logits are off by {errors[-1]:.3g} of their size, {bound:.3g} is allowed"
+                difference = (
+                    f"logits are off by {errors[-1]:.3g} of their size, {bound:.3g} is allowed"
+                )
                 raise ValueError(f"wrong: {difference} ({k + 1} rows)")
         return max(errors)
 
@@ -239,7 +265,9 @@ class Contender:
     def run(self, count: int, k: int = 0) -> list[float]:
         """Seconds of each of `count` steps, or verifications of k drafted tokens, back to back."""
         with self.active():
-            return time_calls(self.device, lambda: self.engine.run(self.rows, self.args.filled, k), count)
+            return time_calls(
+                self.device, lambda: self.engine.run(self.rows, self.args.filled, k), count
+            )
 
     def bytes(self) -> int:
         """Bytes that one step reads."""

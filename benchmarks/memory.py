@@ -1,11 +1,13 @@
-"""Memory and bytes of loading, in one process and over two ranks, for `python -m benchmarks.bench load tp`.
+"""Memory and bytes of loading, in one process and over two ranks, for `python -m benchmarks.bench
+load tp`.
 
     measure_load    peak of anonymous memory over the weights, and seconds
     measure_8b_load the same for 16 GB of weights, quantized while they load
     measure_tp      bytes and memory of each of two gloo ranks, time per step
     tp_rank         one rank of a launch
 
-Every run is a fresh process, so none inherits another's heap. Files lie in the page cache. Linux only.
+Every run is a fresh process, so none inherits another's heap. Files lie in the page cache. Linux
+only.
 """
 
 import json
@@ -29,15 +31,17 @@ from benchmarks.shapes import TINYLLAMA, config_json
 from benchmarks.workers import read_bandwidth
 from cli.errors import silent
 from cli.report import stored_bytes
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import Engine
-from loading.checkpoint import empty_model, expected_tensors, load_model, random_model, save_model
+from loading.checkpoint import load_model
 from loading.config import config_from_hf
+from loading.models import empty_model, expected_tensors, random_model
+from loading.saving import save_model
 
 
 class PeakMemory:
-    """Samples anonymous memory every millisecond while a block runs; `bytes` is the peak minus the start. Mapped pages
-    of files do not count."""
+    """Samples anonymous memory every millisecond while a block runs; `bytes` is the peak minus the
+    start. Mapped pages of files do not count."""
 
     def __enter__(self):
         self.start = self.peak = anonymous_bytes()
@@ -66,13 +70,24 @@ def anonymous_bytes() -> int:
 
 def run_here(call: str, num_ranks: int = 1) -> list:
     """The JSON lines that fresh processes print when they evaluate `call` of this module."""
-    ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", "--no-python", sys.executable]
-    command = [sys.executable, *(ranks if num_ranks > 1 else []), "-c", f"from benchmarks.memory import *; {call}"]
+    ranks = [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={num_ranks}",
+        "--no-python",
+        sys.executable,
+    ]
+    command = [
+        sys.executable,
+        *(ranks if num_ranks > 1 else []),
+        "-c",
+        f"from benchmarks.memory import *; {call}",
+    ]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# --------------------------------------------------------------------------------------------------- load
+# ------------------------------------------------------------------------------------------- load
 
 
 def load_once(folder: str, **options) -> None:
@@ -84,13 +99,16 @@ def load_once(folder: str, **options) -> None:
 
 
 def measure_load(args) -> list[dict]:
-    """A folder of the 1.1B shape in bfloat16: as it is, quantized while loading, and stored quantized."""
+    """A folder of the 1.1B shape in bfloat16: as it is, quantized while loading, and stored
+    quantized."""
     note, rows = "1.1B shape, files in the page cache", []
     with tempfile.TemporaryDirectory() as folder:
         original, quantized = f"{folder}/original", f"{folder}/quantized"
         save_model(random_model(config_from_hf(TINYLLAMA)), original, TINYLLAMA)
         with silent(True):
-            quantize_command.main(["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized])
+            quantize_command.main(
+                ["--checkpoint", original, "--scheme", "int4-g32", "--output", quantized]
+            )
         for name, call in (
             ("load", f"load_once({original!r})"),
             ("load.int8", f"load_once({original!r}, quantize='int8')"),
@@ -104,15 +122,17 @@ def measure_load(args) -> list[dict]:
 
 
 def write_random_folder(hf: dict, folder: Path) -> None:
-    """config.json and bfloat16 weights, a file for each layer: writing takes the memory of one. One block of random
-    numbers is repeated in all matrices."""
+    """config.json and bfloat16 weights, a file for each layer: writing takes the memory of one. One
+    block of random numbers is repeated in all matrices."""
     config = config_from_hf(hf)
     shapes = expected_tensors(config, empty_model(config, torch.bfloat16))
     numbers = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     names_by_file: dict[str, list[str]] = {}
     for name in shapes:
         layer = re.search(r"layers\.(\d+)\.", name)
-        names_by_file.setdefault(f"model-{layer[1] if layer else 'rest'}.safetensors", []).append(name)
+        names_by_file.setdefault(f"model-{layer[1] if layer else 'rest'}.safetensors", []).append(
+            name
+        )
     folder.mkdir()
     for file, names in names_by_file.items():
         tensors = {}
@@ -127,7 +147,8 @@ def write_random_folder(hf: dict, folder: Path) -> None:
 
 
 def measure_8b_load(args) -> list[dict]:
-    """A bfloat16 folder of the 8B shape, which is larger than the memory left beside it, in int8 and in int4-g32."""
+    """A bfloat16 folder of the 8B shape, which is larger than the memory left beside it, in int8
+    and in int4-g32."""
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
@@ -140,15 +161,20 @@ def measure_8b_load(args) -> list[dict]:
             rows.append(row(f"8b.load.{format}.peak_over_weights", peaks, "ratio", note))
             rows.append(row(f"8b.load.{format}.s", seconds, "s", note))
     largest = max((r for r in rows if r["unit"] == "ratio"), key=lambda r: r["value"])
-    return [*rows, largest | {"id": "8b.load.peak_over_weights", "note": f"{largest['id'].split('.')[2]}: {note}"}]
+    return [
+        *rows,
+        largest
+        | {"id": "8b.load.peak_over_weights", "note": f"{largest['id'].split('.')[2]}: {note}"},
+    ]
 
 
-# ---------------------------------------------------------------------------------------- tensor parallelism
+# ----------------------------------------------------------------------------- tensor parallelism
 
 
 def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
-    """One rank of a launch, or the only process: load its part, and run steps with 100 tokens filled. Rank 0 prints a
-    line of JSON for every rank, because lines of two processes could mix."""
+    """One rank of a launch, or the only process: load its part, and run steps with 100 tokens
+    filled. Rank 0 prints a line of JSON for every rank, because lines of two processes could
+    mix."""
     ranks, shards, shard = tp.join(torch.device("cpu"), 300), [], tp.shard
     torch.set_num_threads(threads)
 
@@ -174,27 +200,52 @@ def tp_rank(folder: str, steps: int, threads: int = 1) -> None:
 
 
 def measure_tp(args) -> list[dict]:
-    """1.1B in bfloat16 over 1 and 2 gloo ranks, eager. Two cores share one memory bus: two ranks have no more bandwidth
-    than one process with two threads, so one thread alone is measured too."""
+    """1.1B in bfloat16 over 1 and 2 gloo ranks, eager. Two cores share one memory bus: two ranks
+    have no more bandwidth than one process with two threads, so one thread alone is measured
+    too."""
     buffer, bandwidths, note = torch.ones(2**28), [], "1.1B shape in bf16, gloo, eager"
-    launches = {"1thread": (1, 1), "1rank": (1, 2), "2ranks": (2, 1)}  # name -> (ranks, threads of each)
+    # name -> (ranks, threads of each)
+    launches = {"1thread": (1, 1), "1rank": (1, 2), "2ranks": (2, 1)}
     results: dict[str, list[list[dict]]] = {name: [] for name in launches}  # by round, by rank
     with tempfile.TemporaryDirectory() as folder:
         save_model(random_model(config_from_hf(TINYLLAMA)), folder, TINYLLAMA)
         for _ in range(args.rounds):
             bandwidths.append(read_bandwidth(buffer) / 1e9)
             for name, (num_ranks, threads) in launches.items():
-                results[name].append(run_here(f"tp_rank({folder!r}, {args.steps}, {threads})", num_ranks))
-    rows = [row("tp.1b.read_bandwidth", bandwidths, "GB/s", "plain read, two threads, in the same rounds")]
+                results[name].append(
+                    run_here(f"tp_rank({folder!r}, {args.steps}, {threads})", num_ranks)
+                )
+    rows = [
+        row(
+            "tp.1b.read_bandwidth",
+            bandwidths,
+            "GB/s",
+            "plain read, two threads, in the same rounds",
+        )
+    ]
     num_bytes = results["1rank"][0][0]["weights"]
-    meanings = {"peak": "peak of anonymous memory while loading", "copied": "bytes taken from the files"}
-    step_s = {name: [ranks[0]["step_s"] for ranks in launch_results] for name, launch_results in results.items()}
+    meanings = {
+        "peak": "peak of anonymous memory while loading",
+        "copied": "bytes taken from the files",
+    }
+    step_s = {
+        name: [ranks[0]["step_s"] for ranks in launch_results]
+        for name, launch_results in results.items()
+    }
     for name, (n, _) in launches.items():
         rows.append(row(f"tp.1b.step_ms.{name}", [1e3 * s for s in step_s[name]], "ms", note))
         for key, meaning in meanings.items():
             shares = [rank[key] / (num_bytes / n) for ranks in results[name] for rank in ranks]
             rows.append(
-                row(f"tp.1b.{key}_over_share.{name}", shares, "ratio", f"{meaning}, over weights / {n}; {note}")
+                row(
+                    f"tp.1b.{key}_over_share.{name}",
+                    shares,
+                    "ratio",
+                    f"{meaning}, over weights / {n}; {note}",
+                )
             )
     note = "time per step: one process with two threads, over two ranks with one each"
-    return [*rows, row("tp.1b.2ranks_over_1", ratios(step_s["1rank"], step_s["2ranks"]), "ratio", note)]
+    return [
+        *rows,
+        row("tp.1b.2ranks_over_1", ratios(step_s["1rank"], step_s["2ranks"]), "ratio", note),
+    ]

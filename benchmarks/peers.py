@@ -1,15 +1,20 @@
-"""Other programs: `python -m benchmarks.peers NAME SHAPE_OR_FILE [OPTION …]`, a worker that answers lines of JSON.
+"""Other programs: `python -m benchmarks.peers NAME SHAPE_OR_FILE [OPTION …]`, a worker that answers
+lines of JSON.
 
     transformers [DEVICE]                   eager with a dynamic cache
     transformers_compiled [DEVICE]          compiled with a static one
-    llamacpp [KIND [CONTEXT]]               llama.cpp through its binding, on a GGUF file of the shape, random weights
+    llamacpp [KIND [CONTEXT]]               llama.cpp through its binding, on a GGUF file of the
+                                            shape, random weights
     llamacpp_file [LOOKUP [CONTEXT]]        llama.cpp on a file: `generate`
-    llamacpp_clients [SLOTS [CONTEXT]]      llama.cpp on a file, with several clients: `serve`, `join`
-    gptfast CHECKOUT [FORMAT [DEVICE]]      its decode_one_token, compiled as its own main() does; int4 on CUDA only
+    llamacpp_clients [SLOTS [CONTEXT]]      llama.cpp on a file, with several clients: `serve`,
+                                            `join`
+    gptfast CHECKOUT [FORMAT [DEVICE]]      its decode_one_token, compiled as its own main() does;
+                                            int4 on CUDA only
 
-Each name has a class that builds random weights and measures seconds with `decode(steps, filled)` and
-`prefill(length)`; the classes of a file answer the methods named above. torch is imported inside functions, because
-llama.cpp and torch in one process may crash.
+Each name has a class that builds random weights and measures seconds with `decode(steps, filled)`
+and
+`prefill(length)`; the classes of a file answer the methods named above. torch is imported inside
+functions, because llama.cpp and torch in one process may crash.
 """
 
 import dataclasses
@@ -59,7 +64,9 @@ def median_seconds(step: Callable[[], object], steps: int, device: str = "cpu") 
         step()
         event.record()
     torch.cuda.synchronize()
-    return {"seconds": statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))}
+    return {
+        "seconds": statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+    }
 
 
 class Transformers:
@@ -84,7 +91,9 @@ class Transformers:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
-        self.model(torch.full((1, filled), 7, device=self.device), past_key_values=cache, logits_to_keep=1)
+        self.model(
+            torch.full((1, filled), 7, device=self.device), past_key_values=cache, logits_to_keep=1
+        )
         return cache
 
     @inference
@@ -105,7 +114,9 @@ class Transformers:
         import torch
 
         tokens = torch.full((1, length), 7, device=self.device)
-        return median_seconds(lambda: self.model(tokens, use_cache=True, logits_to_keep=1), 1, self.device)
+        return median_seconds(
+            lambda: self.model(tokens, use_cache=True, logits_to_keep=1), 1, self.device
+        )
 
 
 class TransformersCompiled(Transformers):
@@ -122,14 +133,19 @@ class TransformersCompiled(Transformers):
         import torch
         from transformers import StaticCache
 
-        cache, positions = StaticCache(config=self.model.config, max_cache_len=1024), torch.arange(1024).to(self.device)
+        cache, positions = (
+            StaticCache(config=self.model.config, max_cache_len=1024),
+            torch.arange(1024).to(self.device),
+        )
         token, prompt = (torch.full((1, n), 7, device=self.device) for n in (1, filled - 1))
         pos = filled - 1
         self.model(prompt, past_key_values=cache, cache_position=positions[:pos], logits_to_keep=1)
 
         def step():
             nonlocal token, pos
-            logits = self.forward(token, past_key_values=cache, cache_position=positions[pos : pos + 1]).logits
+            logits = self.forward(
+                token, past_key_values=cache, cache_position=positions[pos : pos + 1]
+            ).logits
             token, pos = logits[:, -1].argmax(-1, keepdim=True).clone(), pos + 1
 
         for _ in range(3 if self.device != "cpu" else 0):  # compile, record, replay
@@ -137,29 +153,40 @@ class TransformersCompiled(Transformers):
         return median_seconds(step, steps, self.device)
 
 
-def load_llama(file: str | Path, repacks: bool | None = None, context: dict | None = None, **options) -> tuple:
-    """(llama_cpp.Llama of a file, `repacks`). repacks: copy weights into extra buffers for AMX. Some builds crash in
-    that code, so None tries it in another process first. context: fields of llama.cpp's context without an argument in
-    the binding."""
+def load_llama(
+    file: str | Path, repacks: bool | None = None, context: dict | None = None, **options
+) -> tuple:
+    """(llama_cpp.Llama of a file, `repacks`). repacks: copy weights into extra buffers for AMX.
+    Some builds crash in that code, so None tries it in another process first. context: fields of
+    llama.cpp's context without an argument in the binding."""
     import llama_cpp
 
     if repacks is None:
         probe = [sys.executable, "-m", "benchmarks.peers", "llamacpp_probe", json.dumps(str(file))]
-        repacks = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+        repacks = (
+            subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+        )
     fields = {"model": {"use_extra_bufts": repacks}, "context": context or {}}
     for kind, values in fields.items():
         name = f"llama_{kind}_default_params"
-        params_with_fields = functools.partial(changed_params, getattr(llama_cpp, name, None), values)
+        params_with_fields = functools.partial(
+            changed_params, getattr(llama_cpp, name, None), values
+        )
         for module in (llama_cpp, llama_cpp.llama_cpp) if values else ():
             setattr(module, name, params_with_fields)
     threads = len(os.sched_getaffinity(0))
-    options = {"n_batch": 512, "n_threads": threads, "n_threads_batch": threads, "verbose": False} | options
+    options = {
+        "n_batch": 512,
+        "n_threads": threads,
+        "n_threads_batch": threads,
+        "verbose": False,
+    } | options
     return llama_cpp.Llama(str(file), **options), repacks
 
 
 def load_fastest(file: str | Path, **options) -> tuple:
-    """(llama_cpp.Llama of a file with flash attention off or on, whichever decodes faster after 100 tokens; its build
-    and settings in words)."""
+    """(llama_cpp.Llama of a file with flash attention off or on, whichever decodes faster after 100
+    tokens; its build and settings in words)."""
     import llama_cpp
 
     seconds, repacks = {}, None
@@ -172,13 +199,19 @@ def load_fastest(file: str | Path, **options) -> tuple:
     llm, _ = load_llama(file, repacks, flash_attn=flash, **options)
     buffers = f"{'with' if repacks else 'without'} its extra buffers"
     features = llama_features(llama_cpp)
-    return llm, f"llama.cpp {buffers}, flash attention {'on' if flash else 'off'}, the faster one; {features}"
+    return (
+        llm,
+        f"llama.cpp {buffers}, flash attention {'on' if flash else 'off'}, the faster one;"
+        f" {features}",
+    )
 
 
 def llama_features(api) -> str:
     """Its version, and the instructions that its build uses here."""
     features = api.llama_print_system_info().decode().split("|")
-    names = [feature.split("=")[0].strip() for feature in features if feature.strip().endswith("= 1")]
+    names = [
+        feature.split("=")[0].strip() for feature in features if feature.strip().endswith("= 1")
+    ]
     return f"llama-cpp-python {api.__version__}: {' '.join(names).removeprefix('CPU : ')}"
 
 
@@ -198,7 +231,8 @@ def llama_probe(file: str) -> None:
 
 
 class LlamaCppFile:
-    """Greedy text of a file's model, with the binding's own prompt lookup of `lookup` tokens if that is not 0."""
+    """Greedy text of a file's model, with the binding's own prompt lookup of `lookup` tokens if
+    that is not 0."""
 
     def __init__(self, file: str, lookup: str = "0", context: str = "1024"):
         draft = None
@@ -219,16 +253,22 @@ class LlamaCppFile:
                 break
         seconds = marks[-1] - marks[0]
         rate = (len(tokens) - 1) / seconds if seconds else 0.0
-        return {"decode_tok_s": rate, "ttft_s": marks[0] - start, "tokens": tokens, "settings": self.settings}
+        return {
+            "decode_tok_s": rate,
+            "ttft_s": marks[0] - start,
+            "tokens": tokens,
+            "settings": self.settings,
+        }
 
 
 class Clients:
-    """Several clients of one program. A subclass has `add(prompt, new) -> id` for a request of `new` greedy tokens, and
+    """Several clients of one program. A subclass has `add(prompt, new) -> id` for a request of
+    `new` greedy tokens, and
     `step() -> [(id, token), …]`. All slots are free before and after `serve` and `join`."""
 
     def serve(self, prompts: list[list[list[int]]], new: int) -> dict:
-        """Seconds until all clients have their answers. Each client sends its next prompt as soon as its last answer is
-        complete."""
+        """Seconds until all clients have their answers. Each client sends its next prompt as soon
+        as its last answer is complete."""
         queues, client_by_id, num_remaining = [iter(client) for client in prompts], {}, {}
 
         def send(client: int) -> None:
@@ -246,7 +286,11 @@ class Clients:
                 if not num_remaining[id]:
                     del num_remaining[id]
                     send(client_by_id[id])
-        return {"seconds": time.perf_counter() - start, "tokens": new * sum(map(len, prompts)), **self.settings()}
+        return {
+            "seconds": time.perf_counter() - start,
+            "tokens": new * sum(map(len, prompts)),
+            **self.settings(),
+        }
 
     def clear(self) -> None:
         """Forget earlier prompts, whose beginnings might be reused."""
@@ -256,7 +300,8 @@ class Clients:
         return {}
 
     def join(self, prompts: list[list[int]], newcomer: list[int], new: int) -> dict:
-        """Seconds from the request of a newcomer to its first token, while answers to `prompts` are decoded."""
+        """Seconds from the request of a newcomer to its first token, while answers to `prompts` are
+        decoded."""
         self.clear()
         num_remaining = {self.add(prompt, new): new for prompt in prompts}
         while max(num_remaining.values()) > new - 8:
@@ -282,12 +327,15 @@ class LlamaSequence:
 
 
 class LlamaCppClients(Clients):
-    """Batched decoding as llama.cpp's server does it: a pass takes one token of each decoding sequence, and as many
-    tokens of prompts as fit. Flash attention and one cache for all sequences were the fastest settings."""
+    """Batched decoding as llama.cpp's server does it: a pass takes one token of each decoding
+    sequence, and as many tokens of prompts as fit. Flash attention and one cache for all sequences
+    were the fastest settings."""
 
     def __init__(self, file: str, slots: str = "8", context: str = "512"):
         fields = {"n_seq_max": int(slots), "kv_unified": True}
-        self.llm, self.repacks = load_llama(file, context=fields, n_ctx=int(slots) * int(context), flash_attn=True)
+        self.llm, self.repacks = load_llama(
+            file, context=fields, n_ctx=int(slots) * int(context), flash_attn=True
+        )
         import llama_cpp
         import llama_cpp.llama_cpp as api
 
@@ -305,7 +353,8 @@ class LlamaCppClients(Clients):
     def step(self) -> list[tuple[int, int]]:
         import numpy as np
 
-        batch, n, outputs = self.batch, 0, {}  # outputs: id -> row of the batch that decides its next token
+        # outputs: id -> row of the batch that decides its next token
+        batch, n, outputs = (self.batch, 0, {})
         for id, sequence in sorted(self.sequences.items(), key=lambda item: len(item[1].tokens)):
             num_tokens = min(len(sequence.tokens), self.limit - n)
             for token in sequence.tokens[:num_tokens]:
@@ -320,12 +369,16 @@ class LlamaCppClients(Clients):
             raise ValueError(f"llama.cpp could not decode a batch of {n} tokens")
         events = []
         for id, row in outputs.items():
-            logits = np.ctypeslib.as_array(self.api.llama_get_logits_ith(self.llm.ctx, row), (self.llm.n_vocab(),))
+            logits = np.ctypeslib.as_array(
+                self.api.llama_get_logits_ith(self.llm.ctx, row), (self.llm.n_vocab(),)
+            )
             token, sequence = int(logits.argmax()), self.sequences[id]
             sequence.tokens, sequence.num_new = [token], sequence.num_new - 1
             events.append((id, token))
             if not sequence.num_new:
-                self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.llm.ctx), sequence.slot, -1, -1)
+                self.api.llama_memory_seq_rm(
+                    self.api.llama_get_memory(self.llm.ctx), sequence.slot, -1, -1
+                )
                 self.free_slots.append(self.sequences.pop(id).slot)
         return events
 
@@ -364,10 +417,14 @@ class GptFast:
         from model import ModelArgs, Transformer
 
         args = ModelArgs(
-            block_size=hf["max_position_embeddings"], vocab_size=hf["vocab_size"], n_layer=hf["num_hidden_layers"],
-            n_head=hf["num_attention_heads"], n_local_heads=hf["num_key_value_heads"], dim=hf["hidden_size"],
+            block_size=hf["max_position_embeddings"],
+            vocab_size=hf["vocab_size"],
+            n_layer=hf["num_hidden_layers"],
+            n_head=hf["num_attention_heads"],
+            n_local_heads=hf["num_key_value_heads"],
+            dim=hf["hidden_size"],
             intermediate_size=hf["intermediate_size"],
-        )  # fmt: skip
+        )
         with torch.device("meta"):
             model = Transformer(args)
             model = model.to(torch.bfloat16)
@@ -378,7 +435,9 @@ class GptFast:
             elif format.startswith("int4-g"):
                 from quantize import WeightOnlyInt4QuantHandler
 
-                WeightOnlyInt4QuantHandler(model, int(format.removeprefix("int4-g"))).convert_for_runtime()
+                WeightOnlyInt4QuantHandler(
+                    model, int(format.removeprefix("int4-g"))
+                ).convert_for_runtime()
         self.model, self.device = model.to_empty(device=device).eval(), device
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
@@ -398,7 +457,9 @@ class GptFast:
 
         def step():
             nonlocal token
-            token = self.step(self.model, token, pos, self.mask, temperature=0.8, top_k=None)[0].clone()
+            token = self.step(self.model, token, pos, self.mask, temperature=0.8, top_k=None)[
+                0
+            ].clone()
             pos.add_(1)
 
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Programs in comparison: each is a process of its own that answers a line of JSON with another line.
+"""Programs in comparison: each is a process of its own that answers a line of JSON with another
+line.
 
     Worker          the process, which waits at its pipe while the others run
     answer_lines    the loop inside it: a line names a method of an object, and has its arguments
@@ -26,20 +27,27 @@ class Worker:
     def __init__(self, *command: str, env: dict[str, str] | None = None):
         self.command = command
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, env={**os.environ, **(env or {})},
-        )  # fmt: skip
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})},
+        )
 
     def call(self, **request) -> dict:
-        """The answer to one request. ValueError if the worker has ended. Its stderr is lost, so the message has the
-        command to run by hand."""
+        """The answer to one request. ValueError if the worker has ended. Its stderr is lost, so the
+        message has the command to run by hand."""
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             return json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
             command = shlex.join(["python", "-m", *self.command])
-            raise ValueError(f"a worker ended without an answer; this shows its error: {command}") from None
+            raise ValueError(
+                f"a worker ended without an answer; this shows its error: {command}"
+            ) from None
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -60,10 +68,13 @@ def close(workers: dict[str, Worker]) -> None:
 
 
 def in_turn(
-    workers: dict[str, Worker], rounds: int, requests: Sequence[dict], start_round: Callable[[], object] = lambda: None
+    workers: dict[str, Worker],
+    rounds: int,
+    requests: Sequence[dict],
+    start_round: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, list[dict]], list]:
-    """(name of a worker -> its answers, one a round; the result of `start_round` in each round). The requests take
-    turns. The first one also runs in an uncounted round before all others."""
+    """(name of a worker -> its answers, one a round; the result of `start_round` in each round).
+    The requests take turns. The first one also runs in an uncounted round before all others."""
     answers, results = {name: [] for name in workers}, []
     for number in range(-1, rounds):
         result = start_round()
@@ -78,14 +89,19 @@ def in_turn(
 
 
 def first_byte_s(command: list[str], rounds: int) -> list[float]:
-    """Seconds from the start of a program to its first byte on stdout, in processes that end there; one more run, which
-    does not count, comes first. ValueError if the program writes nothing."""
+    """Seconds from the start of a program to its first byte on stdout, in processes that end there;
+    one more run, which does not count, comes first. ValueError if the program writes nothing."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
             if not process.stdout.read(1):
-                raise ValueError(f"a program ended before its first token; this shows its error: {shlex.join(command)}")
+                raise ValueError(
+                    f"a program ended before its first token; this shows its error:"
+                    f" {shlex.join(command)}"
+                )
             seconds.append(time.perf_counter() - start)
             process.kill()
     return seconds[1:]

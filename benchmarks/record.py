@@ -37,39 +37,64 @@ def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[f
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def publish(rows: list[dict], file: Path | None, machine: str | None = None, commit: str | None = None) -> list[dict]:
+def publish(
+    rows: list[dict], file: Path | None, machine: str | None = None, commit: str | None = None
+) -> list[dict]:
     """Print rows on stderr, and merge them into `file` if there is one. Returns the rows."""
     for r in rows:
-        print(f"{r['id']:42} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}", file=sys.stderr)
+        print(
+            f"{r['id']:42} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}",
+            file=sys.stderr,
+        )
     if file is not None:
         write_results(file, rows, command_line(), machine, commit)
     return rows
 
 
 def write_results(
-    file: Path, rows: list[dict], command: str, machine: str | None = None, commit: str | None = None
+    file: Path,
+    rows: list[dict],
+    command: str,
+    machine: str | None = None,
+    commit: str | None = None,
 ) -> None:
-    """Merge rows into a results file by id. `machine` measured them, by default this CPU. `commit` is for a checkout
-    without git."""
-    machine, commit, date = machine or hardware(), commit or commit_of_checkout(), str(datetime.date.today())
+    """Merge rows into a results file by id. `machine` measured them, by default this CPU. `commit`
+    is for a checkout without git."""
+    machine, commit, date = (
+        machine or hardware(),
+        commit or commit_of_checkout(),
+        str(datetime.date.today()),
+    )
     previous = json.loads(file.read_text()) if file.exists() else {"rows": []}
-    # Rows of one file may come from several runs and machines. Old rows without a source have the file's.
+    # Rows of one file may come from several runs and machines. Old rows without a source have the
+    # file's.
     file_source = {"hardware": previous.get("hardware"), "date": previous.get("date")}
     source = {"commit": commit, "command": command, "hardware": machine, "date": date}
-    merged = {r["id"]: file_source | r for r in previous["rows"]} | {r["id"]: r | source for r in rows}
+    merged = {r["id"]: file_source | r for r in previous["rows"]} | {
+        r["id"]: r | source for r in rows
+    }
     result = {
-        "commit": commit, "date": date, "hardware": machine, "torch": torch.__version__, "command": command,
+        "commit": commit,
+        "date": date,
+        "hardware": machine,
+        "torch": torch.__version__,
+        "command": command,
         "rows": sorted(merged.values(), key=lambda r: r["id"]),
-    }  # fmt: skip
+    }
     write_json(file, result)
 
 
 def record(file: Path, results: dict) -> None:
-    """Write command, commit, date and torch's version, then `results`. If that fails, the file stays as it was."""
+    """Write command, commit, date and torch's version, then `results`. If that fails, the file
+    stays as it was."""
     source = {
-        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
-        "commit": commit_of_checkout(), "date": str(datetime.date.today()), "torch": torch.__version__,
-    }  # fmt: skip
+        "command": shlex.join(
+            ["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]
+        ),
+        "commit": commit_of_checkout(),
+        "date": str(datetime.date.today()),
+        "torch": torch.__version__,
+    }
     write_json(file, source | results)
 
 
@@ -88,11 +113,13 @@ def hardware() -> str:
 
 def commit_of_checkout() -> str:
     """The commit, with "-dirty" if files differ from it."""
-    describe = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    describe = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return describe.stdout.strip() or "unknown"
 
 
-# ------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 
 
 def command_line() -> str:
@@ -112,7 +139,9 @@ def one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"there is no {kind} {text}; take one of {', '.join(names)}")
+            raise argparse.ArgumentTypeError(
+                f"there is no {kind} {text}; take one of {', '.join(names)}"
+            )
         return text
 
     return check

@@ -2,8 +2,9 @@
 
     python -m benchmarks.self_prompts --checkpoint PATH --count 6000 --output prompts.txt
 
-The model continues its own chat template where a user's message would begin (Magpie, arXiv:2406.08464), at temperature
-1, question n with seed n. Questions of one line are written, one a line, and no question twice.
+The model continues its own chat template where a user's message would begin (Magpie,
+arXiv:2406.08464), at temperature 1, question n with seed n. Questions of one line are written, one
+a line, and no question twice.
 """
 
 from pathlib import Path
@@ -12,12 +13,12 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly, use_threads
 from cli.flags import Parser
-from cli.load import pick_device
-from cli.prompts import conversation_ids
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import Engine, generate
+from generate import generate
 from loading.checkpoint import load_model
-from loading.tokenizer import load_tokenizer
+from loading.target import pick_device
+from loading.tokenizer import conversation_ids, load_tokenizer
 
 SLOTS, BATCH, MAX_TOKENS = 64, 512, 80
 
@@ -25,8 +26,12 @@ SLOTS, BATCH, MAX_TOKENS = 64, 512, 80
 def questions(checkpoint: Path, count: int) -> list[str]:
     """`count` different questions. ValueError for a model without a chat template."""
     tokenizer = load_tokenizer(checkpoint)
-    chats = [conversation_ids(tokenizer, [{"role": "user", "content": text}]) for text in ("Why", "42", "(")]
-    length = next(i for i, ids in enumerate(zip(*chats)) if len(set(ids)) > 1)  # of the prefix that all chats share
+    chats = [
+        conversation_ids(tokenizer, [{"role": "user", "content": text}])
+        for text in ("Why", "42", "(")
+    ]
+    # of the prefix that all chats share
+    length = next(i for i, ids in enumerate(zip(*chats)) if len(set(ids)) > 1)
     prompt = chats[0][:length]
     model = load_model(checkpoint, device=pick_device(None))
     engine = Engine(model, SLOTS, len(prompt) + MAX_TOKENS)
@@ -35,9 +40,14 @@ def questions(checkpoint: Path, count: int) -> list[str]:
         while len(texts) < count:
             rows = [[] for _ in range(BATCH)]
             for row, id in generate(
-                model, [prompt] * BATCH, sampling=Sampling(1.0), max_new_tokens=MAX_TOKENS,
-                stop_ids=tokenizer.stop_ids, seed=range(seed, seed + BATCH), engine=engine,
-            ):  # fmt: skip
+                model,
+                [prompt] * BATCH,
+                sampling=Sampling(1.0),
+                max_new_tokens=MAX_TOKENS,
+                stop_ids=tokenizer.stop_ids,
+                seed=range(seed, seed + BATCH),
+                engine=engine,
+            ):
                 rows[row].append(id)
             ended = [ids[:-1] for ids in rows if ids[-1] in tokenizer.stop_ids]
             lines = (tokenizer.decode(ids).strip() for ids in ended)
@@ -49,9 +59,16 @@ def questions(checkpoint: Path, count: int) -> list[str]:
 
 def main() -> None:
     parser = Parser(description="Write questions that a chat model asks itself.")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder or a .gguf file with a chat template")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="a folder or a .gguf file with a chat template",
+    )
     parser.add_argument("--count", type=int, default=6000)
-    parser.add_argument("--output", type=Path, required=True, help="file to write, one question a line")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file to write, one question a line"
+    )
     args = parser.parse_args()
     use_threads(None)
     with ending_plainly():

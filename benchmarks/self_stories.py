@@ -1,15 +1,18 @@
-"""A real model learns how the demo's stories are told, and writes more of them for benchmarks.train_demo.
+"""A real model learns how the demo's stories are told, and writes more of them for
+benchmarks.train_demo.
 
-    python -m benchmarks.self_stories learn --checkpoint FILE --text stories.txt --heldout other.txt --output writer
-    python -m benchmarks.self_stories write --checkpoint writer --text stories.txt --compile --output more.txt
+    python -m benchmarks.self_stories learn --checkpoint FILE --text stories.txt --heldout other.txt
+    --output writer python -m benchmarks.self_stories write --checkpoint writer --text stories.txt
+    --compile --output more.txt
 
     restrict_vocabulary     the model of only those tokens that the given stories use
     learn                   trains the model's last layers on the stories; writes a folder
     write                   samples stories from it, and writes the plain ones
-    is_plain                ASCII alone, nearly all words known from the given stories, a last sentence that ends
+    is_plain                ASCII alone, nearly all words known from the given stories, a last
+                            sentence that ends
 
 Lines that hold only `<|endoftext|>` separate the stories, as in benchmarks.train_demo.
-"""  # fmt: skip
+"""
 
 import argparse
 import json
@@ -25,10 +28,11 @@ from tqdm import tqdm
 
 from cli.errors import ending_plainly, use_threads
 from cli.flags import Parser
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import Engine
-from loading.checkpoint import load_model, save_model
+from loading.checkpoint import load_model
 from loading.files import complete_folder, read_json
+from loading.saving import save_model
 from loading.tokenizer import Tokenizer, copy_files, load_tokenizer
 from model import Transformer
 from scripts.distill_draft import adamw, learning_rate, update
@@ -38,7 +42,8 @@ from weights.walker import pack_model
 CONTEXT, BATCH = 256, 8  # tokens of a row, rows of a training step
 SLOTS, MAX_TOKENS = 128, 420  # stories at a time, tokens of a story
 TEMPERATURE = 0.95
-MIN_WORDS, MAX_UNKNOWN = 50, 0.02  # words of a story; share of its words that the given stories lack
+# words of a story; share of its words that the given stories lack
+MIN_WORDS, MAX_UNKNOWN = (50, 0.02)
 IDS = "story_ids.json"  # in the writer's folder: the real model's id of each of its tokens
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
@@ -50,15 +55,18 @@ def story_documents(file: Path, tokenizer: Tokenizer) -> list[Tensor]:
 
 
 def restrict_vocabulary(model: Transformer, ids: Tensor) -> Transformer:
-    """The model whose token i is token ids[i] (V,) of `model`, with its embeddings and tied head. A tenth of the
-    vocabulary writes half as fast again: the head and the draws are much of a small model's step."""
-    model.embed.weight = model.lm_head.weight = torch.nn.Parameter(model.embed.weight[ids], requires_grad=False)
+    """The model whose token i is token ids[i] (V,) of `model`, with its embeddings and tied head. A
+    tenth of the vocabulary writes half as fast again: the head and the draws are much of a small
+    model's step."""
+    model.embed.weight = model.lm_head.weight = torch.nn.Parameter(
+        model.embed.weight[ids], requires_grad=False
+    )
     model.embed.num_embeddings = model.lm_head.out_features = len(ids)
     model.config = replace(model.config, vocab_size=len(ids))
     return model
 
 
-# --------------------------------------------------------------------------------------------------- learn
+# ------------------------------------------------------------------------------------------ learn
 
 
 def next_token_loss(model: Transformer, rows: Tensor) -> Tensor:
@@ -69,10 +77,14 @@ def next_token_loss(model: Transformer, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def nats_per_character(model: Transformer, windows: Windows, num_characters: int, num_tokens: int) -> float:
+def nats_per_character(
+    model: Transformer, windows: Windows, num_characters: int, num_tokens: int
+) -> float:
     """Held-out loss per character, which models with other vocabularies can be compared by."""
     rows = windows.consecutive()[:64]
-    loss = sum(next_token_loss(model, part).item() * len(part) for part in rows.split(BATCH)) / len(rows)
+    loss = sum(next_token_loss(model, part).item() * len(part) for part in rows.split(BATCH)) / len(
+        rows
+    )
     return loss * num_tokens / num_characters
 
 
@@ -82,7 +94,9 @@ def learn(args: argparse.Namespace) -> None:
     stories = [story_documents(file, tokenizer) for file in (args.text, args.heldout)]
     ids = torch.cat(stories[0] + stories[1]).unique()  # (V,) ascending
     windows, heldout = (
-        Windows([torch.searchsorted(ids, story).int() for story in documents], CONTEXT, None, str(file))
+        Windows(
+            [torch.searchsorted(ids, story).int() for story in documents], CONTEXT, None, str(file)
+        )
         for documents, file in zip(stories, (args.text, args.heldout))
     )
     model = restrict_vocabulary(load_model(args.checkpoint, dtype=torch.float32), ids)
@@ -95,7 +109,10 @@ def learn(args: argparse.Namespace) -> None:
     for step in tqdm(range(args.steps), unit="step", mininterval=5):
         if step % 50 == 0:
             score = nats_per_character(model, heldout, num_characters, len(heldout.ids))
-            log(f"step {step}: held-out {score:.4f} nats a character, {time.perf_counter() - begin:.0f} s")
+            log(
+                f"step {step}: held-out {score:.4f} nats a character,"
+                f" {time.perf_counter() - begin:.0f} s"
+            )
         loss = next_token_loss(model, windows.random(0, step, BATCH))
         loss.backward()
         update(trained, optimizer, learning_rate(step, args.steps, args.lr, warmup=20))
@@ -103,11 +120,15 @@ def learn(args: argparse.Namespace) -> None:
     log(f"step {args.steps}: held-out {score:.4f} nats a character")
     with complete_folder(args.output) as partial:
         copy_files(args.checkpoint, partial)
-        save_model(model.bfloat16(), partial, read_json(args.checkpoint / "config.json") | {"vocab_size": len(ids)})
+        save_model(
+            model.bfloat16(),
+            partial,
+            read_json(args.checkpoint / "config.json") | {"vocab_size": len(ids)},
+        )
         (partial / IDS).write_text(json.dumps(ids.tolist()))
 
 
-# --------------------------------------------------------------------------------------------------- write
+# ------------------------------------------------------------------------------------------ write
 
 
 def words_of(file: Path) -> set[str]:
@@ -115,7 +136,8 @@ def words_of(file: Path) -> set[str]:
 
 
 def is_plain(story: str, words: set[str]) -> bool:
-    """Is the story in printable ASCII, nearly all of it in these words, and does its last sentence end?"""
+    """Is the story in printable ASCII, nearly all of it in these words, and does its last sentence
+    end?"""
     story_words = WORD.findall(story.lower())
     return (
         len(story_words) >= MIN_WORDS
@@ -140,7 +162,11 @@ def write(args: argparse.Namespace) -> None:
             while num_tokens < args.tokens and len(rows) < 2 * SLOTS:
                 seed = args.seed + num_stories + len(rows)
                 id = engine.add_request(
-                    [end], sampling=Sampling(TEMPERATURE), max_new_tokens=MAX_TOKENS, stop_ids=[end], seed=seed
+                    [end],
+                    sampling=Sampling(TEMPERATURE),
+                    max_new_tokens=MAX_TOKENS,
+                    stop_ids=[end],
+                    seed=seed,
                 )
                 rows[id] = []
             for id, token in engine.step():
@@ -164,11 +190,19 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="a folder or a .gguf file")
     parser.add_argument("--text", type=Path, required=True, help="the given stories")
     parser.add_argument("--heldout", type=Path, help="other stories, for the figures of `learn`")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the writer, or file of its stories")
-    parser.add_argument("--steps", type=int, default=250, help=f"of {BATCH} windows of {CONTEXT} tokens")
-    parser.add_argument("--layers", type=int, default=12, help="the last layers that learn; default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the writer, or file of its stories"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=250, help=f"of {BATCH} windows of {CONTEXT} tokens"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=12, help="the last layers that learn; default: %(default)s"
+    )
     parser.add_argument("--lr", type=float, default=4e-4)
-    parser.add_argument("--tokens", type=int, default=3_000_000, help="to sample; default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, default=3_000_000, help="to sample; default: %(default)s"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the steps of `write`")
     parser.add_argument("--seed", type=int, default=0, help="of the first story")
     args = parser.parse_args()

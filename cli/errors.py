@@ -1,11 +1,14 @@
-"""Where a program meets the system: exit statuses, Ctrl-C, pipes, full disks, launchers, a container's quota.
+"""Where a program meets the system: exit statuses, Ctrl-C, pipes, launchers, a container's quota.
 
-`ending_plainly` stands around every program, and cli/exits.py prints its errors. This file knows nothing of models,
-flags or text.
+    ending_plainly          stands around every program; cli/exits.py prints its errors
+    defer_interrupts        Ctrl-C between two steps
+    use_threads, cpu_share  threads of a CPU
+    free_memory             bytes that may still be allocated
+
+This file knows nothing of models, flags or text.
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import signal
@@ -17,60 +20,69 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cli.exits import close_stdout, fail, print_error  # noqa: F401
+from cli.exits import close_stdout, fail
 from decoding.launcher import check_single_process, launched
 from tp import leave, lost_contact
 
 OLDEST_TORCH = [2, 11]
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @contextlib.contextmanager
-def ending_plainly(reader_may_leave: bool = False, joins_ranks: bool = False) -> Iterator[None]:
-    """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a bug keeps its traceback.
+def ending_plainly(joins_ranks: bool = False) -> Iterator[None]:
+    """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a closed
+    stdout, as in `program | head`, ends quietly; a bug keeps its traceback.
 
-    With `reader_may_leave` a closed stdout is no error: `program | head` ends quietly. SIGTERM ends a program at once;
-    an unfinished file then lies under NAME.partial. Without `joins_ranks` the program refuses to be one of several
-    processes of torchrun: each would do all of the work, and write to the same files.
+    SIGTERM ends a program at once; an unfinished file then lies under NAME.partial. Without
+    `joins_ranks` the program refuses to be one of several processes of torchrun: each would do all
+    of the work, and write to the same files.
     """
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # cli/process.py's; `nohup` stays
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
-            raise ValueError(f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.14")
+        check_torch()
         if not joins_ranks:
             check_single_process()
         yield
-        if sys.stdout is not None:
-            sys.stdout.flush()  # an error here can still be printed
+        sys.stdout.flush()  # an error here can still be printed
     except KeyboardInterrupt:
         sys.exit(130)
-    except RuntimeError as error:
-        if lost_contact(error):
-            fail(f"lost contact with another rank; if that rank printed an error, it is the cause ({error})")
-        if any(words in str(error) for words in ("file too short", "invalid ELF header")):
-            folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "of TORCHINDUCTOR_CACHE_DIR")
-            fail(f"torch's compile cache holds a damaged library: delete the folder {folder} and start again ({error})")
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # a CPU's words
-            raise
-        fail(error)
-    except (ValueError, OSError, MemoryError) as error:
-        if not (reader_may_leave and isinstance(error, BrokenPipeError)):
-            fail(error)
+    except BrokenPipeError:
         close_stdout()
         if launched():
             sys.exit(1)  # the other ranks must not wait for this one
+    except (ValueError, OSError, MemoryError) as error:
+        fail(error)
+    except RuntimeError as error:
+        if lost_contact(error):
+            fail(
+                f"lost contact with another rank; if that rank printed an error, it is the cause"
+                f" ({error})"
+            )
+        is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if is_out_of_memory or "allocate memory" in str(error):  # a CPU's words
+            fail(error)
+        raise
     finally:
         leave_ranks()
 
 
+def check_torch() -> None:
+    if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
+        raise ValueError(
+            f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.14"
+        )
+
+
 @contextlib.contextmanager
 def defer_interrupts() -> Iterator[list]:
-    """Append a first Ctrl-C to the list that is yielded, and raise it at the end. A second one acts at once.
+    """Append a first Ctrl-C to the list that is yielded, and raise it at the end. A second one acts
+    at once.
 
-    Inside a guard of compiled code the exception would be lost: torch takes it for a failed guard, and recompiles.
+    Inside a guard of compiled code the exception would be lost: torch takes it for a failed guard,
+    and recompiles.
     """
-    usual, interrupts = signal.getsignal(signal.SIGINT), []
+    usual = signal.getsignal(signal.SIGINT)
+    interrupts = []
 
     def remember(*signal_args) -> None:
         interrupts.append(signal_args)
@@ -87,48 +99,54 @@ def defer_interrupts() -> Iterator[list]:
             raise KeyboardInterrupt
 
 
-def end_with_launcher() -> None:
-    """Make this rank end with torchrun, also where torchrun is killed and cannot end its ranks."""
-    if launched() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
 @contextlib.contextmanager
 def silent(is_silent: bool) -> Iterator[None]:
     """If `is_silent`, the block prints nothing."""
-    with open(os.devnull, "w") as nowhere:
-        out, err = (nowhere, nowhere) if is_silent else (sys.stdout, sys.stderr)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield
+    if not is_silent:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
 
 
 def leave_ranks() -> None:
-    """End the process group. If an exception is ending the program, NCCL would wait for collectives that never end, so
-    the process exits at once."""
+    """End the process group. If an exception is ending the program, NCCL would wait for collectives
+    that never end, so the process exits at once."""
     error = sys.exc_info()[1]
     if error is not None and dist.is_initialized() and dist.get_backend() == "nccl":
-        if not isinstance(error, SystemExit):
+        status = 1
+        if isinstance(error, SystemExit):
+            status = error.code
+        else:
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        os._exit(status)
     leave()
 
 
 def use_threads(num_threads: int | None) -> int:
-    """Use --threads, by default torch's number, at most cpu_share(), which local ranks divide. Returns the number."""
-    share, usual = cpu_share(), torch.get_num_threads()
+    """Use --threads, by default torch's number, at most cpu_share(), which local ranks divide.
+    Returns the number."""
+    share = cpu_share()
+    usual = torch.get_num_threads()
     num_local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's; Slurm sets no such variable
     if num_local and launched() and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's default
-        share = usual = max(1, share // int(num_local))
+        share = max(1, share // int(num_local))
+        usual = share
     torch.set_num_threads(num_threads or min(usual, share))
     return torch.get_num_threads()
 
 
 def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
-    """Processors that this process may keep busy: its affinity, or a smaller quota of its container (Linux, cgroups
-    v2). More threads than the quota use it up early, and then all of them wait."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may keep busy: its affinity, or a smaller quota of its container
+    (Linux, cgroups v2). More threads than the quota use it up early, and then all of them wait."""
+    affinity = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        affinity = len(os.sched_getaffinity(0))
     try:
         quota, period = Path(file).read_text().split()
         return max(1, min(affinity, math.ceil(int(quota) / int(period))))
@@ -137,20 +155,23 @@ def cpu_share(file: str = "/sys/fs/cgroup/cpu.max") -> int:
 
 
 def free_memory(device: torch.device, folder: str = "/sys/fs/cgroup") -> float:
-    """Bytes that this process may still allocate on the device; infinity where the system does not say. On a CPU its
-    share of what the machine or a container's limit leaves, caches of files counted as free (Linux, cgroups v2)."""
+    """Bytes that this process may still allocate on the device; infinity where the system does not
+    say. On a CPU its share of what the machine or a container's limit leaves, caches of files
+    counted as free (Linux, cgroups v2)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = math.inf
     with contextlib.suppress(OSError, ValueError):
         free = 1024 * read_number("/proc/meminfo", "MemAvailable:")
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        used = read_number(f"{folder}/memory.current") - read_number(f"{folder}/memory.stat", "inactive_file")
+        used = read_number(f"{folder}/memory.current")
+        used -= read_number(f"{folder}/memory.stat", "inactive_file")
         free = min(free, read_number(f"{folder}/memory.max") - used)
-    return max(0, free) / (int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() else 1)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched() else 1
+    return max(0, free) / num_local
 
 
-def read_number(file: str, name: str = "") -> int:
+def read_number(file: str, name: str | None = None) -> int:
     """The number that follows a name in a file of the system; without a name, its first word."""
     words = Path(file).read_text().split()
-    return int(words[words.index(name) + 1 if name else 0])
+    return int(words[0] if name is None else words[words.index(name) + 1])

@@ -1,11 +1,10 @@
 """--prompt_cache FILE: the cached positions of a prompt, stored between runs as safetensors.
 
-The file has a slot's ids and their keys and values, under the names of runner.caches_by_name. Its metadata has the
-settings that computed them, and a checksum, which safetensors lacks. A damaged file, or one of another model, is
-refused.
+The tensors are those of decoding/stored_positions.py. The file's metadata has the settings that
+computed them, and a checksum, which safetensors lacks. A damaged file, or one of another model or
+other settings, is refused.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -19,34 +18,40 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decoding.runner import caches_by_name
-from decoding.scheduler import common_prefix
-from generate import Engine
+import decoding.stored_positions as positions
+from cli.options import Options
+from decoding.engine import Engine
 from loading.adapter import adapter_hash
-from loading.checkpoint import fingerprints, read_config
-from loading.files import open_shards, shards, write_atomically
-from loading.plain_files import plain_file
+from loading.checkpoint import Checkpoint
+from loading.files import open_safetensors, write_atomically
+from loading.target import target_config
 
-FORMAT = "a prompt cache of quickdraft, 2"  # 1 had rotated keys in fp8 too
-SCHEMES = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")  # flags that change keys and values
+FORMAT = "a prompt cache of quickdraft, 3"
+# Flags whose values change the cached keys and values.
+KEY_VALUE_FLAGS = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")
 
 
 class PromptCache:
-    """The file of --prompt_cache; without the flag nothing happens. ValueError for a file of other flags (before a
-    model is loaded) or of other models (after it)."""
+    """The file of --prompt_cache; without the flag nothing happens. ValueError for a file of other
+    flags (before a model is loaded) or of other models (after it)."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.file = None if args.prompt_cache is None else Path(args.prompt_cache)
-        self.metadata, self.tensors = {}, {}
-        self.stored_prefix = [], []  # ids; is_long of the slot
-        self.origin = {} if self.file is None else origin(args)
-        if self.file and self.file.exists():
+    def __init__(self, options: Options):
+        self.file = None
+        self.metadata = {}
+        self.tensors = {}  # of the file, until an engine has them
+        self.num_stored = 0
+        self.is_long = ()
+        if options.prompts.cache_file is None:
+            return
+        self.file = Path(options.prompts.cache_file)
+        self.origin = origin(options)
+        if self.file.exists():
             with self.refusing():
-                readers = open_shards([plain_file(self.file, sys.maxsize)])
-                reader = next((reader for _, reader in readers.values() if hasattr(reader, "metadata")), None)
-                self.metadata = (reader and reader.metadata()) or {}
+                reader = open_safetensors(self.file)
+                self.metadata = reader.metadata() or {}
                 self.check(self.origin)
-                self.tensors = {name: reader.get_tensor(name) for name in readers}  # mapped, not read
+                names = reader.keys()
+                self.tensors = {name: reader.get_tensor(name) for name in names}
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
@@ -54,15 +59,19 @@ class PromptCache:
             yield
         except (ValueError, OSError) as error:
             reason = str(error).removeprefix(f"{self.file}: ")
-            raise ValueError(f"--prompt_cache {self.file}: {reason}; delete it, or name another file") from None
+            raise ValueError(
+                f"--prompt_cache {self.file}: {reason}; delete it, or name another file"
+            ) from None
 
     def check(self, ours: dict[str, str]) -> None:
-        compare({name: self.metadata.get(name) for name in ours}, ours)
+        theirs = {name: self.metadata.get(name) for name in ours}
+        positions.check_same(theirs, ours)
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
-        """Fill a slot from the file. After the block, and at Ctrl-C, write a slot if it has more positions than the
-        file: those of the prompts' common beginning, or in a chat those of the conversation."""
+        """Fill a slot from the file. After the block, and at Ctrl-C, write a slot if it has more
+        positions than the file: those of the prompts' common beginning, or in a chat those of the
+        conversation."""
         if self.tensors:
             self.load(engine)
         try:
@@ -72,85 +81,76 @@ class PromptCache:
             raise
         self.save_longer(engine, prompts)
 
-    def save_longer(self, engine: Engine, prompts: list[list[int]]) -> None:
-        if self.file:
-            slot = max(engine.scheduler.slots, key=lambda slot: common_prefix(slot.ids, *prompts))
-            # A draft's own caches may lack the positions that a round or plain steps decided.
-            limit = slot.num_draft if len(engine.runners) > 1 else len(slot.ids)
-            n = min(common_prefix(slot.ids, *prompts), limit)
-            if n > len(self.stored_prefix[0]) or (n and list(slot.is_long) != self.stored_prefix[1]):
-                self.save(engine, slot.index, slot.ids[:n], slot.is_long)
-
     def load(self, engine: Engine) -> None:
-        """Fill slot 0 with the file's positions, as many as fit."""
-        start, empty = time.perf_counter(), contents(engine, 0, [], ())
+        """Fill a slot with the file's positions, as many as fit."""
+        start = time.perf_counter()
         with self.refusing():
             self.check(dtypes(engine))
-            N = self.tensors.get("ids", torch.empty(0)).numel()
-            shapes = {name: (x.dtype, [size or N for size in x.shape]) for name, x in empty.items()}  # 0: of positions
-            compare({name: (x.dtype, list(x.shape)) for name, x in self.tensors.items()}, shapes)
             self.check(checksum(self.tensors))
-        self.stored_prefix = self.tensors.pop("ids").tolist(), self.tensors.pop("long").tolist()
-        n = engine.max_seq_length
-        slot = engine.scheduler.slots[0]
-        slot.ids, slot.is_long, slot.num_draft = self.stored_prefix[0][:n], tuple(self.stored_prefix[1]), min(n, N)
-        rows = contents(engine, 0, slot.ids, slot.is_long)
-        for name, x in self.tensors.items():
-            rows[name].copy_(x.narrow(list(empty[name].shape).index(0), 0, min(n, N)))
+        beginning = positions.restore(engine, self.tensors)
+        self.num_stored = len(self.tensors["ids"])
+        self.is_long = beginning.is_long
         self.tensors = {}
-        print(f"{self.file}: {min(n, N)} tokens read in {time.perf_counter() - start:.2f} s", file=sys.stderr)
+        seconds = time.perf_counter() - start
+        print(f"{self.file}: {len(beginning.ids)} tokens read in {seconds:.2f} s", file=sys.stderr)
 
-    def save(self, engine: Engine, slot: int, ids: list[int], is_long: tuple[bool, ...]) -> None:
-        tensors = contents(engine, slot, ids, is_long)
-        tensors = {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    def save_longer(self, engine: Engine, prompts: list[list[int]]) -> None:
+        if self.file is None:
+            return
+        beginning = positions.longest_beginning(engine, prompts)
+        num_positions = len(beginning.ids)
+        is_longer = num_positions > self.num_stored
+        is_other = num_positions > 0 and beginning.is_long != self.is_long
+        if not (is_longer or is_other):
+            return
+        tensors = {}
+        for name, x in positions.tensors_of(engine, beginning).items():
+            tensors[name] = x.cpu().clone(memory_format=torch.contiguous_format)
         metadata = self.origin | dtypes(engine) | checksum(tensors)
         write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
-        print(f"{self.file}: {len(ids)} tokens written", file=sys.stderr)
+        print(f"{self.file}: {num_positions} tokens written", file=sys.stderr)
 
 
-def compare(theirs: dict, ours: dict) -> None:
-    """ValueError names the first entry that differs."""
-    for name in ours | theirs:
-        there, here = theirs.get(name), ours.get(name)
-        if there != here:
-            difference = f"{there} there, {here} here"
-            raise ValueError(f"{name}: {difference if len(difference) < 120 else 'another one there than here'}")
-
-
-def origin(args: argparse.Namespace) -> dict[str, str]:
+def origin(options: Options) -> dict[str, str]:
     """The flags and files that determine keys and values, without paths."""
-    read_config(Path(args.random_weights or Path(args.checkpoint, "config.json")))  # an error names a missing file
-    identity, target = {"format": FORMAT}, None if args.random_weights else args.checkpoint
-    for flag, path in (("--checkpoint", target), ("--draft_checkpoint", args.draft_checkpoint)):
-        identity[flag] = json.dumps(path and checkpoint_identity(Path(path)))
-    identity["--adapter"] = str(args.adapter and adapter_hash(args.adapter))
-    shape = args.random_weights and hashlib.sha256(Path(args.random_weights).read_bytes()).hexdigest()
-    identity["--random_weights"] = str(shape)
-    return identity | {f"--{flag}": str(getattr(args, flag, None)) for flag in SCHEMES}
+    chosen = options.model
+    target_config(chosen)  # an error names a missing file
+    target = chosen.checkpoint
+    shape = None
+    if chosen.random_weights:
+        target = None
+        shape = hashlib.sha256(chosen.config_file.read_bytes()).hexdigest()
+    identity = {
+        "format": FORMAT,
+        "--checkpoint": checkpoint_identity(target),
+        "--draft_checkpoint": checkpoint_identity(options.draft.checkpoint),
+        "--adapter": str(chosen.adapter and adapter_hash(chosen.adapter)),
+        "--random_weights": str(shape),
+    }
+    for flag in KEY_VALUE_FLAGS:
+        identity[f"--{flag}"] = str(options.flags.get(flag))
+    return identity
 
 
-def checkpoint_identity(folder: Path) -> dict[str, object]:
-    """Fingerprints, which read a sample of each tensor; sizes and dates of files, which change with all of it."""
-    files = shards(folder)
-    stats = [file.stat() for file in files]
-    return fingerprints(folder, open_shards(files)) | {"its files": [[s.st_size, s.st_mtime_ns] for s in stats]}
+def checkpoint_identity(path: str | None) -> str:
+    """JSON of fingerprints, which read a sample of each tensor, and of the sizes and dates of
+    files, which change with all of it."""
+    if path is None:
+        return json.dumps(None)
+    checkpoint = Checkpoint(path)
+    stats = [file.stat() for file in checkpoint.files]
+    files = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+    return json.dumps(checkpoint.fingerprints() | {"its files": files})
 
 
 def dtypes(engine: Engine) -> dict[str, str]:
     return {"--dtype": ", ".join(str(runner.model.norm.weight.dtype) for runner in engine.runners)}
 
 
-def contents(engine: Engine, slot: int, ids: list[int], is_long: tuple[bool, ...]) -> dict[str, Tensor]:
-    """The file's tensors of these ids: views of a slot."""
-    caches = caches_by_name(engine.runners)
-    views = {f"{name}.{x}": y for name, cache in caches.items() for x, y in cache.at(slot, 0, len(ids)).items()}
-    is_long = torch.tensor(is_long or [False] * len(engine.runners))
-    return views | {"ids": torch.tensor(ids, dtype=torch.int64), "long": is_long}
-
-
 def checksum(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """CRC-32 of the bytes: a twentieth of a second for 8,192 positions of 1.1B."""
+    """CRC-32 of names, shapes and bytes: a twentieth of a second for 8,192 positions of 1.1B."""
     crc = 0
-    for _, x in sorted(tensors.items()):
+    for name, x in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {x.dtype} {x.shape}".encode(), crc)
         crc = zlib.crc32(x.reshape(-1).view(torch.uint8).numpy(), crc)
     return {"checksum": str(crc)}

@@ -1,40 +1,57 @@
-"""`python quantize.py`: its flags, which are answered before torch is imported, then its work and its exit status."""
+"""`python quantize.py`: its flags, which are answered before torch is imported, then its work and
+its exit status."""
 
-import argparse
-
+from cli.flags import DTYPES, Parser, positive
+from cli.options import QuantizeOptions
 from cli.start import answer_flags
 from loading.hub import PATH_HELP, checkpoint_path
 from weights.schemes import SCHEMES
 
-METHODS = ("rtn", "search", "gptq")
 
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Quantize a Hugging Face folder, layer by layer; or make one of a GGUF file.")
+def parse_args(argv: list[str] | None = None) -> QuantizeOptions:
+    parser = Parser(
+        description="Quantize a Hugging Face folder, layer by layer; or make one of a GGUF file."
+    )
     add = parser.add_argument
-    add("--checkpoint", type=checkpoint_path, required=True, metavar="PATH", help=PATH_HELP)
-    add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged before quantizing")
-    add("--scheme", metavar="SCHEME", help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights")
+    add("--checkpoint", required=True, metavar="PATH", help=PATH_HELP)
+    add(
+        "--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged before quantizing"
+    )
+    add(
+        "--scheme",
+        metavar="SCHEME",
+        help=f"{', '.join(SCHEMES)}; default, of a .gguf file only: plain weights",
+    )
     add("--output", required=True, metavar="DIR", help="must not exist yet")
-    add("--method", choices=METHODS, default="rtn", help="nearest code; ranges searched; GPTQ (both int4 only)")
-    add("--head", metavar="SCHEME", help="of lm_head, and of an embedding tied to it; default: as it is")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="of plain weights; default: the checkpoint's")
+    add(
+        "--method",
+        choices=("rtn", "search", "gptq"),
+        default="rtn",
+        help="nearest code; ranges searched; GPTQ (both int4 only)",
+    )
+    add(
+        "--head",
+        metavar="SCHEME",
+        help="of lm_head, and of an embedding tied to it; default: as it is",
+    )
+    add("--dtype", choices=DTYPES, help="of plain weights; default: the checkpoint's")
     add("--calibration", metavar="FILE", help="text for gptq")
-    add("--samples", type=int, default=128, help="windows of the text, for gptq")
-    add("--context", type=int, help="tokens a window; default: 512, or one less than the model's context")
+    add("--samples", type=positive, default=128, help="windows of the text, for gptq")
+    add(
+        "--context",
+        type=positive,
+        help="tokens a window; default: 512, or one less than the model's context",
+    )
     add("--device", default="cpu")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.checkpoint = checkpoint_path(args.checkpoint)
+    return QuantizeOptions(**vars(args))
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = answer_flags(lambda: parse_args(argv))
+    options = answer_flags(lambda: parse_args(argv))
     from cli.errors import ending_plainly
-    from quantize import run
+    from cli.quantized_folder import run
 
     with ending_plainly():
-        run(args)
+        run(options)

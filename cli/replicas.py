@@ -1,7 +1,8 @@
 """Replicas: copies of a model, on different ranks, that share one file of prompts.
 
-A replica with a free slot takes the number of the next row from a counter in torchrun's store. The store also brings
-results to rank 0. With one replica nothing is sent. This file knows neither rows nor results.
+A replica with a free slot takes the number of the next row from a counter in torchrun's store. The
+store also brings results to rank 0. With one replica nothing is sent. This file knows neither rows
+nor results.
 """
 
 import json
@@ -11,12 +12,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tp import Ranks
 
-COUNTER, QUEUE = "quickdraft/row", "quickdraft/results"
+COUNTER = "quickdraft/row"
+QUEUE = "quickdraft/results"
 
 
 class Replicas:
+    """The replica of this rank, whose ranks are `ranks`, among `everyone`."""
+
     def __init__(self, everyone: Ranks, ranks: Ranks):
-        self.everyone, self.ranks, self.count = everyone, ranks, everyone.world // ranks.world
+        self.ranks = ranks
+        self.count = everyone.world // ranks.world
         self.is_root = everyone.rank == 0
         self.is_first = everyone.rank < ranks.world  # is it in the replica that shows results?
         self.store = _get_default_store() if self.count > 1 else None
@@ -31,7 +36,8 @@ class Replicas:
 
     def next_number(self) -> int:
         """The next row's number, the same on all ranks of this replica."""
-        return self.ranks.broadcast_object(self.ranks.rank == 0 and self.store.add(COUNTER, 1) - 1)
+        number = self.store.add(COUNTER, 1) - 1 if self.ranks.rank == 0 else None
+        return self.ranks.broadcast_object(number)
 
     def send(self, result: tuple) -> None:
         if self.ranks.rank == 0:

@@ -1,6 +1,7 @@
-"""Rates, bytes and the speed-up of speculation, computed from the records of decoding/timing.py.
+"""Rates, bytes and the speed-up of speculation, computed from the records of
+decoding/statistics.py.
 
-speculative.py has the formulas. This file decodes nothing.
+decoding/costs.py has the formulas. This file decodes nothing.
 """
 
 import functools
@@ -14,34 +15,42 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from decoding.costs import Costs, expected_tokens
+from decoding.engine import Engine
 from decoding.scheduler import Request
-from decoding.timing import Timing, TokenRecord
-from generate import Engine
-from model import Experts, KVCache, Transformer
-from speculative import Costs, expected_tokens
+from decoding.statistics import Timing, TokenRecord
+from model import KVCache, SparseMoE, Transformer
 from weights.walker import quantized_linears
 
-PLAIN_TOKEN, ACCEPTED, CORRECTED, BONUS = range(4)  # where a token came from
+# Where a token came from.
+PLAIN_TOKEN = "plain"
+ACCEPTED = "accepted"
+CORRECTED = "corrected"
+BONUS = "bonus"
 
 
 def weight_bytes(model: Transformer, rows: int = 1) -> int:
-    """Bytes of weights that a step of `rows` rows reads: all, except the embedding table (a tied head reads it) and the
-    experts that no row chose."""
-    weights = model.named_parameters(remove_duplicate=False)
-    stored = sum(weight.nbytes for name, weight in weights if not name.startswith("embed."))
-    unread_bytes = sum(unread_share(layer, rows) * stored_bytes(layer.experts) for layer in expert_layers(model))
-    return stored + expanded(model) - int(unread_bytes)
+    """Bytes of weights that a step of `rows` rows reads: all, except the embedding table (a tied
+    head reads it) and the experts that no row chose."""
+    read = expanded(model)
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if not name.startswith("embed."):
+            read += weight.nbytes
+    unread = 0.0
+    for layer in expert_layers(model):
+        unread += unread_share(layer, rows) * stored_bytes(layer.experts)
+    return read - int(unread)
 
 
-def expert_layers(model: Transformer) -> list[Experts]:
+def expert_layers(model: Transformer) -> list[SparseMoE]:
     """The feed-forwards that consist of experts."""
-    return [module for module in model.modules() if isinstance(module, Experts)]
+    return [module for module in model.modules() if isinstance(module, SparseMoE)]
 
 
-def unread_share(layer: Experts, rows: int) -> float:
-    """The share of a layer's experts that none of `rows` rows chooses. Exact for one row; for more, the expectation of
-    independent, uniform choices. Similar rows leave more unread."""
-    return (1 - layer.n_chosen / layer.n_experts) ** rows
+def unread_share(layer: SparseMoE, rows: int) -> float:
+    """The share of a layer's experts that none of `rows` rows chooses. Exact for one row; for more,
+    the expectation of independent, uniform choices. Similar rows leave more unread."""
+    return (1 - layer.top_k / layer.n_experts) ** rows
 
 
 def stored_bytes(module: torch.nn.Module) -> int:
@@ -54,52 +63,79 @@ def expanded(module: torch.nn.Module) -> int:
 
 
 def position_bytes(model: Transformer, kind: type[KVCache] = KVCache) -> Counter:
-    """{window or None: bytes of the keys and values of one position, summed over the layers with this window}."""
-    size = kind.position_bytes(model.layers[0].attention.heads()[1], model.config.head_dim, model.norm.weight.dtype)
-    return Counter({window: layers * size for window, layers in Counter(model.windows).items()})
+    """{window or None: bytes of the keys and values of one position, summed over the layers with
+    this window}."""
+    _, kv_heads = model.layers[0].attention.heads()
+    size = kind.position_bytes(kv_heads, model.config.head_dim, model.norm.weight.dtype)
+    layers_by_window = Counter(model.windows)
+    return Counter({window: layers * size for window, layers in layers_by_window.items()})
+
+
+def cached_bytes(models: Iterable[Transformer], kind: type[KVCache]) -> int:
+    """Bytes of one position in the caches of several models."""
+    return sum(position_bytes(model, kind).total() for model in models)
 
 
 def attended_bytes(per_position: Counter, length: int) -> int:
-    """Bytes of keys and values that a query reads with `length` positions filled; a window bounds its layers'."""
+    """Bytes of keys and values that a query reads with `length` positions filled; a window bounds
+    its layers'."""
     return sum(min(length, window or length) * size for window, size in per_position.items())
 
 
 def bytes_read(engine: Engine, timing: Timing) -> int:
-    """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and values attended."""
-    weights, read = functools.cache(weight_bytes), 0
-    (target, per), *draft = [(model, position_bytes(model, engine.runner.kind)) for model in engine.models]
+    """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and
+    values attended."""
+    weights = functools.cache(weight_bytes)
+    kind = engine.runner.kind
+    per_position = {model: position_bytes(model, kind) for model in engine.models}
+
+    def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
+        return sum(attended_bytes(per_position[model], n + ahead) for n in positions)
+
+    target, *drafts = engine.models
+    read = 0
     for step in timing.records:
         rows = len(step.positions)
-        read += weights(target, rows * (step.k + 1)) + sum(attended_bytes(per, n + step.k) for n in step.positions)
-        for draft_model, draft_per in draft:
+        read += weights(target, rows * (step.k + 1))
+        read += cached(target, step.positions, step.k)
+        for draft in drafts:
             for i in range(engine.drafter.passes(step.k)):
-                read += weights(draft_model, rows) + sum(attended_bytes(draft_per, n + i) for n in step.positions)
+                read += weights(draft, rows)
+                read += cached(draft, step.positions, i)
     return read
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak of the device's allocations, or of the process's resident memory on a CPU, in 1e9 bytes."""
+    """Peak of the device's allocations, or of the process's resident memory on a CPU, in 1e9
+    bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-def origin(token: TokenRecord) -> int:
-    if token.first or not token.k:
+def origin(token: TokenRecord | None) -> str:
+    """Where a token came from; None is a token of a run without a draft."""
+    if token is None or token.first or not token.k:
         return PLAIN_TOKEN
-    return ACCEPTED if token.index < token.accepted else CORRECTED if token.index < token.k else BONUS
+    if token.index < token.accepted:
+        return ACCEPTED
+    return CORRECTED if token.index < token.k else BONUS
 
 
 def step_numbers(request: Request) -> list[int]:
     """For each token the number of the step that decided it; 0 is the end of the prompt."""
     if request.token_records:
-        return list(itertools.accumulate(record.index == 0 and not record.first for record in request.token_records))
-    first = min(1, max(0, 1 + len(request.steps) - len(request.tokens)))  # a prompt's last token may run in a step
-    return list(range(first, first + len(request.tokens)))
+        begins = (record.index == 0 and not record.first for record in request.token_records)
+        return list(itertools.accumulate(begins))
+    num_tokens = len(request.tokens)
+    # A prompt's last token may run in a step.
+    first = min(1, max(0, 1 + len(request.steps) - num_tokens))
+    return list(range(first, first + num_tokens))
 
 
 def decided(requests: Iterable[Request]) -> int:
@@ -111,46 +147,57 @@ class RowStatistics:
     """Counts of speculation over the tokens of one row or of several."""
 
     def __init__(self, tokens: Iterable[TokenRecord]):
-        decided = [token for token in tokens if not token.first]
-        verified = [token for token in decided if token.index < token.k and math.isfinite(token.overlap)]
-        self.tokens = len(decided)
-        self.rounds = Counter(token.k for token in decided if token.index == 0)  # by K; K = 0 is a plain step
+        self.tokens = 0
+        self.rounds = Counter()  # by K; K = 0 is a plain step
+        self.reached = Counter()  # by position in the draft
+        self.accepted = Counter()
+        overlaps = []
+        for token in tokens:
+            if token.first:
+                continue
+            self.tokens += 1
+            if token.index == 0:
+                self.rounds[token.k] += 1
+            if token.index < token.k and math.isfinite(token.overlap):
+                overlaps.append(token.overlap)
+                self.reached[token.index] += 1
+                if token.index < token.accepted:
+                    self.accepted[token.index] += 1
         self.num_drafted = sum(k * n for k, n in self.rounds.items())
-        self.reached = Counter(token.index for token in verified)  # by position in the draft
-        self.accepted = Counter(token.index for token in verified if token.index < token.accepted)
         # Mean of sum min(p, q) over the positions reached: the acceptance rate (L corollary 3.6).
-        self.alpha = sum(token.overlap for token in verified) / len(verified) if verified else None
+        self.alpha = sum(overlaps) / len(overlaps) if overlaps else None
 
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
-    """Speculation in these batches, or of one row of a batch; None without a drafter. draft_s and verify_s are sums
-    over steps, which the rows share. All else is a mean over rows, as if each had its time to itself."""
+    """The "speculative" object of the JSON contract, of these batches or of one row of each; None
+    without a drafter. draft_s and verify_s are sums over steps, which the rows share. All else is a
+    mean over rows, as if each had its time to itself. Values that need costs, or a drafted token,
+    are None without."""
     if not engine.drafts:
         return None
-    rows = [(timing, i) for timing in timings for i in range(len(timing.tokens)) if row in (None, i)]
-    draft_s, verify_s = (sum((getattr(timing, name) for timing in timings), 0.0) for name in ("draft_s", "verify_s"))
-    target, *draft = [multiplications(model) for model in engine.models]
-    plain_steps = in_plain_steps([timing.requests[i] for timing, i in rows])
-    return {"greedy_text": greedy_text(engine)} | speculation(
-        RowStatistics(token for timing, i in rows for token in timing.tokens[i]),
-        Counter(step.k for timing, i in rows for step in timing.requests[i].steps),
-        engine.speculate_k, engine.costs, sum(timing.row_s[i] for timing, i in rows), draft_s, verify_s,
-        c_ops=draft[0] / target if draft else 0.0, in_plain_steps=plain_steps,
-    )  # fmt: skip
-
-
-def in_plain_steps(requests: Sequence[Request]) -> tuple[float, float] | None:
-    """(seconds that plain decoding would have taken for the tokens of these requests, the cost of their steps in units
-    of a plain step), by the costs for each step's rows and threads; None if a step was not calibrated."""
-    plain_s = num_plain = 0.0
-    for request in requests:
-        begins = (token.index == 0 for token in request.token_records if not token.first)
-        num_tokens = Counter(itertools.accumulate(begins))  # by the number of the step
-        for step, n in zip(request.steps, num_tokens.values()):
-            if step.costs is None or not {step.k} <= {0, *step.costs.verify_s}:
-                return None
-            plain_s, num_plain = plain_s + n * step.costs.decode_s, num_plain + step.costs.round(step.k)
-    return plain_s, num_plain
+    requests = []
+    for timing in timings:
+        requests += timing.requests if row is None else [timing.requests[row]]
+    records = [record for request in requests for record in request.token_records]
+    counts = RowStatistics(records)
+    rounds = counts.rounds.total()
+    positions = range(max(counts.rounds, default=0))
+    return {
+        "greedy_text": greedy_text(engine),
+        "k": engine.speculate_k,
+        "rounds": rounds,
+        "rounds_by_k": dict(sorted(counts.rounds.items())),
+        "drafted": counts.num_drafted,
+        "accepted": counts.accepted.total(),
+        "accepted_by_position": [counts.accepted[i] for i in positions],
+        "reached_by_position": [counts.reached[i] for i in positions],
+        "tokens_per_round": counts.tokens / rounds if rounds else None,
+        "alpha": counts.alpha,
+        **iid_model(counts, requests, engine.costs),
+        **speed_ups(counts, requests),
+        "draft_s": sum(timing.draft_s for timing in timings),
+        "verify_s": sum(timing.verify_s for timing in timings),
+    }
 
 
 def greedy_text(engine: Engine) -> str:
@@ -158,87 +205,128 @@ def greedy_text(engine: Engine) -> str:
     return "identical" if engine.identical else "up to rounding"
 
 
-def multiplications(model: Transformer) -> int:
-    """Multiplications of one token with the model's matrices, without the embedding and the experts not chosen."""
-
-    def size(module: torch.nn.Module) -> int:
-        linears = [part for part in module.modules() if hasattr(part, "in_features")]
-        return sum(linear.in_features * linear.out_features for linear in linears)
-
-    return size(model) - round(sum(unread_share(layer, 1) * size(layer.experts) for layer in expert_layers(model)))
-
-
-def speculation(
-    row: RowStatistics, steps: Counter, k: int | str, costs: Costs | None, seconds: float, draft_s: float,
-    verify_s: float, c_ops: float = 0.0, in_plain_steps: tuple[float, float] | None = None,
-) -> dict:  # fmt: skip
-    """The "speculative" object of the JSON contract. steps: the rows' steps by K, with those in which only another row
-    drafted; seconds: their time, of it draft_s and verify_s; c_ops: as in speculative.operations; in_plain_steps: the
-    pair of that function, by default from `costs`. Values that need costs, or a drafted token, are None without."""
-    rounds, alpha, longest = sum(row.rounds.values()), row.alpha, max(row.rounds, default=0)
-    usual = max((k for k in steps if k), key=steps.get, default=0)  # the K that most rounds had
-    has_costs = costs is not None and steps.keys() <= {0, *costs.verify_s}
-    modelled = has_costs and alpha is not None
-    drafted, paid = (1 - n[0] / rounds if rounds else 0 for n in (row.rounds, steps))  # shares, as in Costs.speedup
-    best_k, best_speedup = costs.best(alpha, drafted, paid) if modelled else (None, None)
-    plain_s, cost = in_plain_steps or (
-        (row.tokens * costs.decode_s, sum(n * costs.round(k) for k, n in steps.items())) if has_costs else (0, 0)
-    )
-    return {
-        "k": k, "rounds": rounds, "rounds_by_k": dict(sorted(row.rounds.items())),
-        "drafted": row.num_drafted,
-        "accepted": sum(row.accepted.values()),
-        "accepted_by_position": [row.accepted[i] for i in range(longest)],
-        "reached_by_position": [row.reached[i] for i in range(longest)],
-        "tokens_per_round": row.tokens / rounds if rounds else None,
-        "tokens_per_round_iid": None if alpha is None else 1 + drafted * (expected_tokens(alpha, usual) - 1),
-        "alpha": alpha, "d_lk": None if alpha is None else 1 - alpha,
-        "c": costs.c(usual) if modelled else None, "v": costs.v(usual) if modelled else None, "c_ops": c_ops,
-        "operations": sum(n * (k * c_ops + k + 1) for k, n in steps.items()) / row.tokens if rounds else None,
-        "measured_speedup": plain_s / seconds if plain_s and seconds > 0 and any(row.rounds) else None,
-        "predicted_speedup": row.tokens / cost if cost and any(steps) else None,
-        "predicted_speedup_iid": costs.speedup(usual, alpha, drafted, paid) if modelled else None,
-        "best_of": sorted({0, *costs.verify_s}) if modelled else [],
-        "best_k": best_k, "best_k_speedup": best_speedup, "draft_s": draft_s, "verify_s": verify_s,
-    }  # fmt: skip
+def iid_model(counts: RowStatistics, requests: Sequence[Request], costs: Costs | None) -> dict:
+    """What the papers' formulas say, with the acceptance alpha at each position."""
+    names = ("tokens_per_round_iid", "c", "v", "predicted_speedup_iid", "best_k", "best_k_speedup")
+    figures = dict.fromkeys(names)
+    alpha = counts.alpha
+    if alpha is None:
+        return figures
+    # With the steps in which only another row drafted.
+    steps = Counter(step.k for request in requests for step in request.steps)
+    usual = max(filter(None, steps), key=steps.get)  # the K that most rounds had
+    drafted = 1 - counts.rounds[0] / counts.rounds.total()  # shares, as in Costs.speedup
+    paid = 1 - steps[0] / counts.rounds.total()
+    figures["tokens_per_round_iid"] = 1 + drafted * (expected_tokens(alpha, usual) - 1)
+    if covers(costs, steps):
+        figures["c"] = costs.c(usual)
+        figures["v"] = costs.v(usual)
+        figures["predicted_speedup_iid"] = costs.speedup(usual, alpha, drafted, paid)
+        figures["best_k"], figures["best_k_speedup"] = costs.best(alpha, drafted, paid)
+    return figures
 
 
-def summary(facts: dict) -> list[str]:
+def covers(costs: Costs | None, ks: Iterable[int]) -> bool:
+    """Were steps that draft so many tokens calibrated?"""
+    return costs is not None and {*ks} <= {0, *costs.verify_s}
+
+
+def speed_ups(counts: RowStatistics, requests: Sequence[Request]) -> dict:
+    """The measured speed-up, and the one that the calibrated costs of each step promise."""
+    figures = {"measured_speedup": None, "predicted_speedup": None}
+    plain_s = 0.0  # that plain decoding would have taken for these tokens
+    cost = 0.0  # of the steps, in plain steps
+    has_rounds = False  # of this row, or of another one that shared them
+    for request in requests:
+        num_tokens = Counter(filter(None, step_numbers(request)))  # by the number of the step
+        for number, n in num_tokens.items():
+            step = request.steps[number - 1]
+            if not covers(step.costs, [step.k]):
+                return figures
+            plain_s += n * step.costs.decode_s
+            cost += step.costs.round(step.k)
+            has_rounds |= step.k > 0
+    seconds = sum(request.decode_s for request in requests)
+    if counts.num_drafted and seconds > 0:
+        figures["measured_speedup"] = plain_s / seconds
+    if has_rounds:
+        figures["predicted_speedup"] = counts.tokens / cost
+    return figures
+
+
+def text_of(value: object) -> str:
+    """A value of the "speculative" object for people."""
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+SUMMARY = (
+    "speculation, K = {k}: {rounds} rounds, {tokens_per_round} tokens a round"
+    " (i.i.d. {tokens_per_round_iid}), accepted {accepted} of {drafted} drafted,"
+    " by position {by_position}",
+    "  alpha {alpha}, c {c}, v {v}; drafting took {draft_s} s, verifying {verify_s} s",
+    "  speed-up {measured_speedup} measured, {predicted_speedup} predicted"
+    " (i.i.d. {predicted_speedup_iid}); K = {best_k} would be the best, with {best_k_speedup}",
+    "  greedy text as without drafting: {greedy_text}",
+)
+
+
+def summary(figures: dict) -> list[str]:
     """The "speculative" object as lines of text."""
-    pairs = zip(facts["accepted_by_position"], facts["reached_by_position"], strict=True)
-    by_position = " ".join(f"{accepted / reached:.2f}" for accepted, reached in pairs if reached) or "–"
-    formatted = {name: "–" if x is None else f"{x:.2f}" if isinstance(x, float) else x for name, x in facts.items()}
-    of = ", ".join(map(str, facts["best_of"])) or "–"
-    lines = (
-        "speculation, K = {k}: {rounds} rounds, {tokens_per_round} tokens a round (i.i.d. {tokens_per_round_iid}),"
-        " accepted {accepted} of {drafted} drafted, by position {by_position}",
-        "  alpha {alpha}, D_LK {d_lk}, c {c}, v {v}, operations x{operations}; drafting took {draft_s} s, verifying"
-        " {verify_s} s",
-        "  speed-up {measured_speedup} measured, {predicted_speedup} predicted (i.i.d. {predicted_speedup_iid}); best"
-        " of K = {of} would have been {best_k} with {best_k_speedup}",
-    )
-    return [line.format(**formatted, by_position=by_position, of=of) for line in lines]
+    pairs = zip(figures["accepted_by_position"], figures["reached_by_position"])
+    shares = [text_of(accepted / reached) for accepted, reached in pairs if reached]
+    values = {name: text_of(value) for name, value in figures.items()}
+    values["by_position"] = " ".join(shares) or "–"
+    return [line.format(**values) for line in SUMMARY]
+
+
+def spread(values: list[float]) -> str:
+    """The median, with min and max of several."""
+    text = f"{statistics.median(values):.1f}"
+    if len(values) == 1:
+        return text
+    return f"{text} ({min(values):.1f}–{max(values):.1f})"
+
+
+def prefill_line(timings: Sequence[Timing]) -> str:
+    ttft_ms = [1e3 * request.ttft_s for timing in timings for request in timing.requests]
+    ttft = spread(ttft_ms)
+    prefill_rates = [rate(timing.prompt_tokens, timing.prefill_s) for timing in timings]
+    prefill = spread(prefill_rates)
+    line = f"prefill {prefill} tok/s, first token after {ttft} ms"
+    num_reused = sum(sum(timing.cached) for timing in timings)
+    if num_reused:
+        num_prompt_tokens = num_reused + sum(timing.prompt_tokens for timing in timings)
+        line += f", {num_reused} of {num_prompt_tokens} tokens kept"
+    return line
+
+
+def decode_lines(timings: Sequence[Timing], engine: Engine) -> list[str]:
+    """Rates of the steps after the prompt, and speculation in them."""
+    decode_rates = [rate(decided(timing.requests), timing.decode_s) for timing in timings]
+    tokens = spread(decode_rates)
+    gigabytes = [bytes_read(engine, timing) / 1e9 for timing in timings]
+    seconds = [timing.decode_s for timing in timings]
+    rates = list(map(rate, gigabytes, seconds))
+    bandwidth = spread(rates)
+    per_rank = " by each rank" if engine.ranks.world > 1 else ""
+    lines = [f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}"]
+    if engine.drafts:
+        lines += summary(speculative(engine, timings))
+    if engine.has_outgrown_draft:
+        limit = engine.drafter.max_positions
+        lines.append(
+            f"  the draft's context ends at {limit} positions; texts decode plainly beyond it"
+        )
+    return lines
 
 
 def report(timings: Sequence[Timing], engine: Engine) -> None:
     """Print rates on stderr, medians over batches with min and max, then speculation."""
-
-    def spread(values: list[float]) -> str:
-        text = f"{statistics.median(values):.1f}"
-        return text if len(values) == 1 else f"{text} ({min(values):.1f}–{max(values):.1f})"
-
-    ttft = spread([1e3 * request.ttft_s for timing in timings for request in timing.requests])
-    prefill = spread([rate(timing.prompt_tokens, timing.prefill_s) for timing in timings])
-    num_reused = sum(sum(timing.cached) for timing in timings)
-    num_prompt_tokens = num_reused + sum(timing.prompt_tokens for timing in timings)
-    reused = f", {num_reused} of {num_prompt_tokens} tokens kept" if num_reused else ""
-    lines = [f"prefill {prefill} tok/s, first token after {ttft} ms{reused}"]
-    if stepped := [timing for timing in timings if timing.steps]:
-        tokens = spread([rate(decided(timing.requests), timing.decode_s) for timing in stepped])
-        bandwidth = spread([rate(bytes_read(engine, timing), timing.decode_s) / 1e9 for timing in stepped])
-        per_rank = " by each rank" if engine.ranks.world > 1 else ""
-        lines.append(f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}")
-        if engine.drafts:
-            lines += summary(speculative(engine, stepped))
-            lines.append(f"  greedy text as without drafting: {greedy_text(engine)}")
-    print(*lines, f"peak memory {peak_memory_gb(engine.device):.2f} GB", sep="\n", file=sys.stderr)
+    lines = [prefill_line(timings)]
+    stepped = [timing for timing in timings if timing.steps]
+    if stepped:
+        lines += decode_lines(stepped, engine)
+    lines.append(f"peak memory {peak_memory_gb(engine.device):.2f} GB")
+    print(*lines, sep="\n", file=sys.stderr)

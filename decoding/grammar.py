@@ -1,10 +1,13 @@
 """Grammars of answers as bit masks, so that a request decodes JSON that obeys a schema.
 
-    JsonGrammars    JSON schemas -> Grammar, for one tokenizer; the library llguidance reads the schemas
-    Grammar         the state of one answer; `masks` says which tokens may follow, also behind drafted ones
+    JsonGrammars    JSON schemas -> Grammar, for one tokenizer; the library llguidance reads the
+                    schemas
+    Grammar         the state of one answer; `masks` says which tokens may follow, also behind
+                    drafted ones
 
-A drafter may propose any token: the masks change the target's logits, and verification decides by these. The engine
-(add_request) takes any object with such a `masks`. This file knows the bytes of tokens, and no model.
+A drafter may propose any token: the masks change the target's logits, and verification decides by
+these. The engine (add_request) takes any object with such a `masks`. This file knows the bytes of
+tokens, and no model.
 """
 
 import json
@@ -13,13 +16,14 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-# A space, or a new line with its indent: models repeat whitespace to the end of their context where they may.
+# A space, or a new line with its indent: models repeat whitespace to the end of their context where
+# they may.
 OPTIONS = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,16}"}
 
 
 class JsonGrammars:
-    """Grammars for the answers of a loading.tokenizer.Tokenizer, which one of stop_ids ends. ValueError without
-    llguidance or without stop_ids."""
+    """Grammars for the answers of a loading.tokenizer.Tokenizer, which one of stop_ids ends.
+    ValueError without llguidance or without stop_ids."""
 
     def __init__(self, tokenizer, stop_ids: Collection[int]):
         try:
@@ -27,20 +31,31 @@ class JsonGrammars:
         except ImportError:
             raise ValueError("JSON answers need llguidance: pip install llguidance") from None
         if not stop_ids:
-            raise ValueError("JSON answers need an end token: the model has none, or --ignore_eos ignores it")
-        self.matcher_type, self.stop_ids, self.to_ids = llguidance.LLMatcher, sorted(stop_ids), tokenizer.to_ids
+            raise ValueError(
+                "JSON answers need an end token: the model has none, or --ignore_eos ignores it"
+            )
+        self.matcher_type = llguidance.LLMatcher
+        self.stop_ids = sorted(stop_ids)
+        self.runtime = tokenizer.runtime
         # Attributes that TokenizerWrapper reads.
-        self.tokens, self.special_token_ids = tokenizer.pieces(), sorted(tokenizer.specials.values())
-        self.bos_token_id, self.eos_token_id = None, self.stop_ids[0]
-        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=self.stop_ids)
+        self.tokens = tokenizer.pieces()
+        self.special_token_ids = sorted(tokenizer.specials.values())
+        self.bos_token_id = None
+        self.eos_token_id = self.stop_ids[0]
+        wrapper = llguidance.TokenizerWrapper(self)
+        self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.stop_ids)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of text inside an answer. The control character keeps sentencepiece from putting a space in front."""
-        text = text if isinstance(text, str) else text.decode(errors="replace")
-        return self.to_ids("\x02" + text)[len(self.to_ids("\x02")) :]
+        """Ids of text inside an answer. The control character keeps sentencepiece from putting a
+        space in front."""
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        num_control_ids = len(self.runtime.encode("\x02"))
+        return self.runtime.encode("\x02" + text)[num_control_ids:]
 
     def compile(self, schema: dict) -> "Grammar":
-        """ValueError for a schema that is broken, contradictory, too large, or has unsupported keys."""
+        """ValueError for a schema that is broken, contradictory, too large, or has unsupported
+        keys."""
         grammar = self.matcher_type.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
         matcher = self.matcher_type(self.tokenizer, grammar, log_level=0)
         if matcher.is_error():
@@ -52,17 +67,21 @@ class JsonGrammars:
 
 class Grammar:
     def __init__(self, matcher, stop_ids: Collection[int]):
-        self.matcher, self.stop_ids, self.num_consumed = matcher, stop_ids, 0
+        self.matcher = matcher
+        self.stop_ids = stop_ids
+        self.num_consumed = 0
 
     def copy(self) -> "Grammar":
         """The same grammar for another answer; call it before the first `masks`."""
         return Grammar(self.matcher.deep_copy(), self.stop_ids)
 
     def masks(self, tokens: Sequence[int], draft_tokens: Sequence[int] = ()) -> Tensor:
-        """int32 (n, W), n <= 1 + K: bit i of word w allows token 32 w + i after `tokens`, the answer so far, and then
-        after each of K draft_tokens, up to one that is not allowed or ends the answer. Zeros if the grammar failed."""
+        """int32 (n, W), n <= 1 + K: bit i of word w allows token 32 w + i after `tokens`, the
+        answer so far, and then after each of K draft_tokens, before the first that is forbidden or
+        ends the answer. Zeros if the grammar failed."""
         self.matcher.consume_tokens(tokens[self.num_consumed :])
-        self.num_consumed, rows = len(tokens), [self.mask()]
+        self.num_consumed = len(tokens)
+        rows = [self.mask()]
         for id in draft_tokens:
             if id in self.stop_ids or not self.matcher.try_consume_tokens([id]):
                 break

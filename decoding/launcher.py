@@ -1,4 +1,5 @@
-"""What torchrun tells the processes that it starts. This file needs no torch, whose import takes seconds."""
+"""What torchrun tells the processes that it starts. This file needs no torch, whose import takes
+seconds."""
 
 import os
 
@@ -11,4 +12,6 @@ def launched() -> bool:
 def check_single_process() -> None:
     """ValueError under torchrun, for programs that do not divide their work."""
     if launched():
-        raise ValueError("only generate.py divides its work over ranks: start this program without torchrun")
+        raise ValueError(
+            "only generate.py divides its work over ranks: start this program without torchrun"
+        )

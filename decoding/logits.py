@@ -5,10 +5,12 @@
     apply_masks     minus infinity for the tokens that a row's grammar forbids
     top_logprobs    log-probabilities of drawn tokens, and of the most likely ones
 
-Any function of logits, tokens and positions may process logits too (Engine's `logits_processor`). Its result for a
-position must not depend on how many positions a pass computes; drafting then stays lossless. This file knows no model
-and no text.
+Any function of logits, tokens and positions may process logits too (Engine's `logits_processor`).
+Its result for a position must not depend on how many positions a pass computes; drafting then stays
+lossless. This file knows no model and no text.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,53 +19,100 @@ from decoding.sampling import PENALIZED, PENALTIES, SETTINGS, Sampling, split_by
 
 
 def penalize(
-    logits: Tensor, tokens: Tensor, pos: Tensor, prompt_length: Tensor, values: Tensor, biases: Tensor
+    logits: Tensor,
+    tokens: Tensor,
+    pos: Tensor,
+    prompt_length: Tensor,
+    values: Tensor,
+    biases: Tensor,
 ) -> Tensor:
-    """logits (B, T, V) for the tokens after pos (B, T) -> penalized logits. tokens (B, S) are decided or drafted up to
-    pos; prompt_length (B,); values (B, n) and biases (B, 2, N) of the rows' Samplings. Neutral rows keep their bits."""
-    V, value_by_name = logits.size(-1), split_by_name(values, dims=3)
+    """logits (B, T, V) for the tokens after pos (B, T) -> penalized logits. tokens (B, S) are
+    decided or drafted up to pos; prompt_length (B,); values (B, n) and biases (B, 2, N) of the
+    rows' Samplings. Neutral rows keep their bits."""
+    V = logits.size(-1)
     index = torch.arange(tokens.size(1), device=tokens.device)  # (S,)
     is_prompt = index < prompt_length[:, None, None]  # (B, 1, S)
-    is_output = ~is_prompt & (index <= pos[..., None])  # (B, T, S)
-    counts = [sums_by_id(tokens[:, None].expand(mask.shape), mask.float(), V) for mask in (is_prompt, is_output)]
-    ids, bias = biases[:, None, 0].long(), biases[:, None, 1]  # (B, 1, N)
-    penalized = logits + sums_by_id(ids, bias, V)
+    is_decided = index <= pos[..., None]  # (B, T, S)
+    is_output = is_decided & ~is_prompt
+    prompt_counts = counts_by_id(tokens, is_prompt, V)  # (B, 1, V)
+    output_counts = counts_by_id(tokens, is_output, V)  # (B, T, V)
+    ids, bias = biases[:, None].unbind(2)  # (B, 1, N)
+    penalized = logits + sums_by_id(ids.long(), bias, V)
     is_penalized = (bias != 0).any(dim=-1, keepdim=True)  # (B, 1, 1)
-    for name in PENALTIES:
-        penalized = PENALTIES[name](penalized, value_by_name[name], *counts)
-        is_penalized = is_penalized | (value_by_name[name] != SETTINGS[name].neutral)
+    value_by_name = split_by_name(values, dims=3)
+    for name, penalty in PENALTIES.items():
+        value = value_by_name[name]
+        penalized = penalty(penalized, value, prompt_counts, output_counts)
+        is_penalized = is_penalized | (value != SETTINGS[name].neutral)
     return torch.where(is_penalized, penalized, logits)
 
 
-def penalize_text(logits: Tensor, text: Tensor, prompt_length: int, sampling: Sampling) -> Tensor:
-    """logits (1, V) for the token after `text` (1, S), whose first tokens are the prompt -> penalized logits (1, V)."""
+def penalize_text(
+    logits: Tensor,
+    text: Tensor,
+    prompt_length: int,
+    sampling: Sampling,
+) -> Tensor:
+    """logits (1, V) for the token after `text` (1, S), whose first tokens are the prompt ->
+    penalized logits (1, V)."""
     if sampling.kind != PENALIZED:
         return logits
     device = text.device
-    last = torch.tensor([[text.size(1) - 1]], device=device)  # (1, 1)
+    end = text.size(1) - 1
+    last = torch.tensor([[end]], device=device)  # (1, 1)
     lengths = torch.tensor([prompt_length], device=device)  # (1,)
     values = sampling.values[None].to(device)  # (1, n)
     biases = sampling.biases[None].to(device)  # (1, 2, N)
-    return penalize(logits[:, None], text, last, lengths, values, biases)[:, 0]
+    penalized = penalize(logits[:, None], text, last, lengths, values, biases)  # (1, 1, V)
+    return penalized[:, 0]
 
 
 def apply_masks(logits: Tensor, masks: Tensor) -> Tensor:
-    """logits (B, T, V), bits masks (B, T, W) int32 with 32 W >= V -> logits with minus infinity where a bit is 0."""
-    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1  # (B, T, W, 32)
-    return logits.masked_fill(bits.flatten(-2)[..., : logits.size(-1)] == 0, float("-inf"))
+    """logits (B, T, V), bits masks (B, T, W) int32 with 32 W >= V -> logits with minus infinity
+    where a bit is 0."""
+    shift = torch.arange(32, dtype=torch.int32, device=masks.device)
+    bits = masks[..., None] >> shift & 1  # (B, T, W, 32)
+    bits = bits.flatten(-2)  # (B, T, W * 32)
+    V = logits.size(-1)
+    is_forbidden = bits[..., :V] == 0
+    return logits.masked_fill(is_forbidden, -math.inf)
 
 
-def sums_by_id(ids: Tensor, weights: Tensor, V: int) -> Tensor:
-    """ids (B, T, N), weights (B, T, N) -> sums (B, T, V). Ids from V on, outside a draft's vocabulary, are ignored."""
-    sums = weights.new_zeros(*ids.shape[:-1], V + 1)
-    return sums.scatter_add(-1, ids.clamp(max=V), weights)[..., :V]
+def counts_by_id(
+    tokens: Tensor,
+    mask: Tensor,
+    V: int,
+) -> Tensor:
+    """tokens (B, S), mask (B, T, S) -> how often each id is among the marked ones (B, T, V)."""
+    ids = tokens[:, None].expand(mask.shape)
+    return sums_by_id(ids, mask.float(), V)
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> Tensor:
-    """logits (B, T, V) before penalties and filters, the drawn tokens (B, T) -> (B, T, 1 + n, 2) float32: id and
-    log-probability of the drawn token and of the n most likely. Ids below 2^24 are exact."""
+def sums_by_id(
+    ids: Tensor,
+    weights: Tensor,
+    V: int,
+) -> Tensor:
+    """ids (B, T, N), weights (B, T, N) -> sums (B, T, V). Ids from V on, outside a draft's
+    vocabulary, are ignored."""
+    B, T, _ = ids.shape
+    sums = weights.new_zeros(B, T, V + 1)
+    sums = sums.scatter_add(-1, ids.clamp(max=V), weights)
+    return sums[..., :V]
+
+
+def top_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    n: int,
+) -> Tensor:
+    """logits (B, T, V) before penalties and filters, the drawn tokens (B, T) -> (B, T, 1 + n, 2)
+    float32: id and log-probability of the drawn token and of the n most likely. Ids below 2^24 are
+    exact."""
     log_p = logits.float().log_softmax(dim=-1)
     top = log_p.topk(n, dim=-1)
-    ids = torch.cat((tokens[..., None], top.indices), dim=-1)  # (B, T, 1 + n)
-    values = torch.cat((log_p.gather(2, tokens[..., None].clamp(min=0)), top.values), dim=-1)
+    drawn = tokens[..., None]  # (B, T, 1)
+    drawn_log_p = log_p.gather(-1, drawn.clamp(min=0))
+    ids = torch.cat((drawn, top.indices), dim=-1)  # (B, T, 1 + n)
+    values = torch.cat((drawn_log_p, top.values), dim=-1)
     return torch.stack((ids.float(), values), dim=-1)

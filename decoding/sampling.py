@@ -7,8 +7,8 @@
     draw                probabilities and one uniform number a row -> token id
     uniform             the uniform numbers: a hash of (seed, position, purpose)
 
-Plain decoding, drafting and verification all go through these functions, so speculation is lossless. This file knows no
-models and no text. decoding/logits.py applies the penalties.
+Plain decoding, drafting and verification all go through these functions, so speculation is
+lossless. This file knows no models and no text. decoding/logits.py applies the penalties.
 """
 
 import math
@@ -22,15 +22,16 @@ from torch import Tensor
 from decoding.settings import SETTINGS, check_numbers
 
 # Each kind's code serves the rows of the kinds before it.
-GREEDY, PLAIN, FILTERED, PENALIZED = KINDS = "greedy", "plain", "filtered", "penalized"
+KINDS = ("greedy", "plain", "filtered", "penalized")
+GREEDY, PLAIN, FILTERED, PENALIZED = KINDS
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
 MAX_BIASES = 300  # ids of a logit_bias
 
 # Purposes of a uniform number: one position may need several independent ones.
 PLAIN_DRAW, DRAFT_DRAW, ACCEPT = range(3)
-
-
-# ---------------------------------------------------------------------------------------------- filters
+NUM_PURPOSES = 3
+MASK = 0xFFFFFFFF  # the low 32 bits
+# ---------------------------------------------------------------------------------------- filters
 
 
 def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
@@ -39,36 +40,54 @@ def top_k_filter(p: Tensor, top_k: Tensor) -> Tensor:
 
 
 def top_p_filter(p: Tensor, top_p: Tensor) -> Tensor:
-    bits, mass = _bits(p), (p * 2.0**40).long()  # integers: a GPU adds in any order
-    return bits >= _threshold(bits, mass, (top_p * mass.sum(dim=-1, keepdim=True)).ceil().long().clamp(min=1))
+    bits = _bits(p)
+    mass = (p * 2.0**40).long()  # integers: a GPU adds in any order
+    total = mass.sum(dim=-1, keepdim=True)
+    target = (top_p * total).ceil().long().clamp(min=1)
+    return bits >= _threshold(bits, mass, target)
 
 
 def min_p_filter(p: Tensor, min_p: Tensor) -> Tensor:
     return p >= min_p * p.amax(dim=-1, keepdim=True)
 
 
-# -------------------------------------------------------------------------------------------- penalties
+# -------------------------------------------------------------------------------------- penalties
 
 
-def repetition(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_counts: Tensor) -> Tensor:
+def repetition(
+    logits: Tensor,
+    penalty: Tensor,
+    prompt_counts: Tensor,
+    output_counts: Tensor,
+) -> Tensor:
     """Keskar et al., arXiv:1909.05858, section 4.1, with the sign that transformers gives it."""
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(prompt_counts + output_counts > 0, penalized, logits)
 
 
-def presence(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_counts: Tensor) -> Tensor:
+def presence(
+    logits: Tensor,
+    penalty: Tensor,
+    prompt_counts: Tensor,
+    output_counts: Tensor,
+) -> Tensor:
     return logits - penalty * (output_counts > 0)
 
 
-def frequency(logits: Tensor, penalty: Tensor, prompt_counts: Tensor, output_counts: Tensor) -> Tensor:
+def frequency(
+    logits: Tensor,
+    penalty: Tensor,
+    prompt_counts: Tensor,
+    output_counts: Tensor,
+) -> Tensor:
     return logits - penalty * output_counts
 
 
-# --------------------------------------------------------------------------------------------- settings
+# --------------------------------------------------------------------------------------- settings
 
-# (p (..., V), value) -> bool (..., V), True where a token stays
+# Each filter maps p (..., V) and its value to a bool mask (..., V), True where a token stays.
 FILTERS: dict[str, Callable] = {"top_k": top_k_filter, "top_p": top_p_filter, "min_p": min_p_filter}
-# (logits, value, counts in the prompt, counts in the output) -> logits
+# Each penalty maps logits, its value, and the counts in prompt and output to new logits.
 PENALTIES: dict[str, Callable] = {
     "repetition_penalty": repetition,
     "presence_penalty": presence,
@@ -78,10 +97,12 @@ PENALTIES: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Applied in this order: logit_bias, the penalties, temperature, then the filters in the order of their fields,
-    each on the result of the one before. None is neutral. ValueError for a number out of range.
+    """Applied in this order: logit_bias, the penalties, temperature, then the filters in the order
+    of their fields, each on the result of the one before. None is neutral. ValueError for a number
+    out of range.
 
-    The kind is a static choice of code; the values are a tensor, so that changing them compiles nothing.
+    The kind is a static choice of code; the values are a tensor, so that changing them compiles
+    nothing.
     """
 
     temperature: float = SETTINGS["temperature"].default
@@ -96,7 +117,10 @@ class Sampling:
     def __post_init__(self):
         check_numbers(vars(self))
         if len(self.logit_bias) > MAX_BIASES:
-            raise ValueError(f"logit_bias: {len(self.logit_bias)} tokens are more than the {MAX_BIASES} that fit")
+            raise ValueError(
+                f"logit_bias: {len(self.logit_bias)} tokens are more than the {MAX_BIASES} that"
+                f" fit",
+            )
         for id, bias in self.logit_bias:
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias: {bias} for token {id} must lie in [-100, 100]")
@@ -120,45 +144,60 @@ class Sampling:
     @cached_property
     def values(self) -> Tensor:
         """(n,) float32: one number for each of SETTINGS."""
-        values = {name: getattr(self, name) for name in SETTINGS}
-        return torch.tensor([float(SETTINGS[name].neutral if x is None else x) for name, x in values.items()])
+        values = []
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            values.append(float(setting.neutral if value is None else value))
+        return torch.tensor(values)
 
     @cached_property
     def biases(self) -> Tensor:
         """(2, MAX_BIASES) float32: ids, exact below 2^24, and their biases; zeros add nothing."""
-        pairs = [*self.logit_bias, *[(0, 0.0)] * (MAX_BIASES - len(self.logit_bias))]
-        return torch.tensor(pairs, dtype=torch.float32).T
+        biases = torch.zeros(2, MAX_BIASES)
+        if self.logit_bias:
+            biases[:, : len(self.logit_bias)] = torch.tensor(self.logit_bias, dtype=torch.float32).T
+        return biases
 
     def probs(self, logits: Tensor) -> Tensor:
         """logits (..., V), penalized already -> probabilities (..., V) float32."""
         return distribution(logits, self.kind, self.values.to(logits.device))
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """logits (..., V), noise (...) uniform in [0, 1) -> token ids (...) int64; INVALID for logits not finite."""
+        """logits (..., V), noise (...) uniform in [0, 1) -> token ids (...) int64; INVALID for
+        logits not finite."""
         return sample(logits, self.kind, self.values.to(logits.device), noise)
 
 
 def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
-    """values (n,) of a row, or (B, n) of rows -> value by setting: (), or (B, 1, ...) of `dims` dimensions."""
-    shape = values.shape[:-1] + (1,) * (dims - 1) if values.dim() > 1 else ()
+    """values (n,) of a row, or (B, n) of rows -> value by setting: (), or (B, 1, ...) of `dims`
+    dimensions."""
+    shape = ()
+    if values.dim() > 1:
+        shape = (values.size(0),) + (1,) * (dims - 1)
     return {name: value.view(shape) for name, value in zip(SETTINGS, values.unbind(-1))}
 
 
-# ------------------------------------------------------------------------------------------ distribution
+# ----------------------------------------------------------------------------------- distribution
 
 
 def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, which the one-hot marks."""
+    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, which the one-hot
+    marks."""
     if kind == GREEDY:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
     return draw(distribution(logits, kind, values), noise)
 
 
-def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
-    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (n,) as in Sampling, or (B, n) for
-    logits (B, ..., V). Rows of several kinds share the code of the last of these kinds (`common_kind`), and each row
-    gets the same bits from it as from its own kind's code. Penalties are in the logits already.
+def distribution(
+    logits: Tensor,
+    kind: str,
+    values: Tensor,
+) -> Tensor:
+    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (n,) as in
+    Sampling, or (B, n) for logits (B, ..., V). Rows of several kinds share the code of the last of
+    these kinds (`common_kind`), and each row gets the same bits from it as from its own kind's
+    code. Penalties are in the logits already.
 
     Greedy, which temperature 0 and top_k 1 ask for, is the one-hot of the argmax, the lowest id on
     ties. A larger top_k keeps all tokens that tie with its last one, as in transformers and vLLM. A
@@ -174,15 +213,20 @@ def distribution(logits: Tensor, kind: str, values: Tensor) -> Tensor:
     temperature = value_by_name["temperature"]
     is_greedy = (temperature == 0) | (value_by_name["top_k"] == 1)
     scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
-    p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))  # the largest is exp(0): no overflow
+    # The largest term is exp(0), so nothing overflows.
+    p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))
     if kind == PLAIN:
         return p
-    filtered, is_filtered = p, torch.zeros_like(is_greedy)
-    for name in FILTERS:
-        is_neutral = value_by_name[name] == SETTINGS[name].neutral
-        filtered = filtered * (is_neutral | FILTERS[name](filtered, value_by_name[name]))
+    filtered = p
+    is_filtered = torch.zeros_like(is_greedy)
+    for name, filter in FILTERS.items():
+        value = value_by_name[name]
+        is_neutral = value == SETTINGS[name].neutral
+        stays = is_neutral | filter(filtered, value)
+        filtered = filtered * stays
         is_filtered = is_filtered | ~is_neutral
-    return torch.where(is_filtered & ~is_greedy, filtered / filtered.sum(dim=-1, keepdim=True), p)
+    total = filtered.sum(dim=-1, keepdim=True)
+    return torch.where(is_filtered & ~is_greedy, filtered / total, p)
 
 
 def common_kind(owners: Iterable) -> str:
@@ -196,59 +240,90 @@ def _bits(p: Tensor) -> Tensor:
 
 
 def _threshold(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The largest threshold t (..., 1) such that the weight of {bits >= t} reaches `target`; 0 if none does. int64 all.
+    """The largest threshold t (..., 1) such that the entries >= t weigh at least `target`; 0 if
+    none does. int64 all.
 
-    A radix search: each digit follows from a histogram of the entries that share the higher digits. A large vocabulary
-    takes two digits of 15 bits, a small one three of ten: there histograms of 2^15 would cost more than another pass.
-    Sorting 128k entries would take 12 ms on a CPU. Equal entries stay or go together.
+    A radix search: each digit follows from a histogram of the entries that share the higher digits.
+    A large vocabulary takes two digits of 15 bits, a small one three of ten: there histograms of
+    2^15 would cost more than another pass. Sorting 128k entries would take 12 ms on a CPU. Equal
+    entries stay or go together.
     """
     num_bits = 15 if bits.size(-1) >= 2**15 else 10  # of a digit
+    base = 2**num_bits
     threshold = torch.zeros_like(bits[..., :1])
-    remaining = target.expand(threshold.shape).clone()  # weight that entries with the threshold's digits must reach
+    # The weight that entries with the threshold's digits must reach.
+    remaining = target.expand(threshold.shape).clone()
     for shift in range(30 - num_bits, -1, -num_bits):
-        digits = bits >> shift if shift else bits
-        digits = digits & (2**num_bits - 1) if shift < 30 - num_bits else digits
-        histogram = weight.new_zeros(*weight.shape[:-1], 2**num_bits).scatter_add(-1, digits, weight)
+        digits = bits >> shift & (base - 1)
+        histogram = weight.new_zeros(*weight.shape[:-1], base)
+        histogram = histogram.scatter_add(-1, digits, weight)
         reached = histogram.flip(-1).cumsum(-1).flip(-1)  # weight of this digit and all above
-        digit = ((reached >= remaining).sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # (..., 1)
-        remaining = remaining - (reached - histogram).gather(-1, digit)
+        num_reached = (reached >= remaining).sum(dim=-1, keepdim=True)  # (..., 1)
+        digit = (num_reached - 1).clamp(min=0)
+        above = (reached - histogram).gather(-1, digit)
+        remaining = remaining - above
         weight = weight * (digits == digit)
         threshold = threshold | (digit << shift)
     return threshold
 
 
-def draw(p: Tensor, noise: Tensor, kind: str = PLAIN) -> Tensor:
-    """Inverse-CDF draw: p (..., V), noise (...) uniform in [0, 1) -> ids (...) int64; INVALID where p is NaN.
+def draw(
+    p: Tensor,
+    noise: Tensor,
+    kind: str = PLAIN,
+) -> Tensor:
+    """Inverse-CDF draw: p (..., V), noise (...) uniform in [0, 1) -> ids (...) int64; INVALID where
+    p is NaN.
 
-    The first id whose cumulative mass exceeds noise times the total. Ids of probability 0 count neither there nor in
-    the total: a parallel scan may round equal sums differently, which must not draw an impossible token, or none.
-    A greedy distribution has one possible id, and takes no sum.
+    The first id whose cumulative mass exceeds noise times the total. Ids of probability 0 count
+    neither there nor in the total: a parallel scan may round equal sums differently, which must not
+    draw an impossible token, or none. A greedy distribution has one possible id, and takes no sum.
     """
     if kind == GREEDY:
         top, token = p.max(dim=-1)
         return torch.where(top > 0, token, INVALID)
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN
-    reached = cumulative > noise[..., None] * cumulative.amax(dim=-1, keepdim=True)  # (..., V)
-    return torch.where(reached.any(dim=-1), reached.byte().argmax(dim=-1), INVALID)
+    total = cumulative.amax(dim=-1, keepdim=True)  # (..., 1)
+    reached = cumulative > noise[..., None] * total  # (..., V)
+    token = reached.byte().argmax(dim=-1)
+    return torch.where(reached.any(dim=-1), token, INVALID)
 
 
-def uniform(seed: Tensor, pos: Tensor, purpose: int = PLAIN_DRAW) -> Tensor:
-    """Uniform float32 in [0, 1), one for each (seed, pos, purpose): seed and pos int64 of one shape.
+def uniform(
+    seed: Tensor,
+    pos: Tensor,
+    purpose: int | Tensor = PLAIN_DRAW,
+) -> Tensor:
+    """Uniform float32 in [0, 1), one for each (seed, pos, purpose): seed and pos int64 of one
+    shape.
 
-    A counter-based hash instead of a generator: it traces, needs no state, and gives a row the same numbers in any
-    batch. Each input goes through Wellons' 32-bit mixer (github.com/skeeto/hash-prospector, "lowbias32"), written in
-    int64 with a negative constant so that no product leaves 63 bits.
+    A counter-based hash instead of a generator: it traces, needs no state, and gives a row the same
+    numbers in any batch. Each input goes through Wellons' 32-bit mixer
+    (github.com/skeeto/hash-prospector, "lowbias32"), written in int64 with a negative constant so
+    that no product leaves 63 bits.
     """
-    state = _mix(seed & 0xFFFFFFFF) ^ ((seed >> 32) & 0xFFFFFFFF)
-    state = _mix(_mix(state) ^ (pos & 0xFFFFFFFF))
-    state = _mix(state ^ (0x9E3779B9 * (purpose + 1) & 0xFFFFFFFF))
+    low = seed & MASK
+    high = (seed >> 32) & MASK
+    state = _mix(low) ^ high
+    state = _mix(_mix(state) ^ (pos & MASK))
+    step = 0x9E3779B9 * (purpose + 1) & MASK
+    state = _mix(state ^ step)
     return (state >> 8).float() * 2.0**-24
 
 
+def round_uniform(seed: Tensor, start: Tensor, offset: Tensor, purpose: int) -> Tensor:
+    """`uniform` numbers of a round of drafting: one for the token at `start` + `offset`, where
+    `start` is the last token before the round. No other round has the same numbers."""
+    start = start.expand_as(seed)
+    purposes = purpose + NUM_PURPOSES * offset
+    return uniform(seed, start, purposes)
+
+
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of [0, 2^32) that flips each output bit with probability close to a half when an input bit flips."""
+    """A bijection of [0, 2^32) that flips each output bit with probability close to a half when an
+    input bit flips."""
     x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
-    x = (x * (0x846CA68B - 2**32)) & 0xFFFFFFFF
+    x = (x * (0x846CA68B - 2**32)) & MASK
     return x ^ (x >> 16)

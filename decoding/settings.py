@@ -19,7 +19,8 @@ RANDOM_SEED = -1  # stands for a seed that nobody chose, as in vLLM and llama.cp
 
 
 class Setting(NamedTuple):
-    """A numeric field of Sampling. A new one takes a row of SETTINGS, a field there, and a filter or a penalty."""
+    """A numeric field of Sampling. A new one takes a row of SETTINGS, a field there, and a filter
+    or a penalty."""
 
     help: str
     rule: str  # ends the sentence "NAME = VALUE must …"

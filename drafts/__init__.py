@@ -1,7 +1,9 @@
 """Drafters with a file each. Delete one, and the rest runs.
 
-    suffix.py           the continuation of the longest repeated suffix, from this request or earlier answers
-    ngram.py            prompt lookup: the continuation of the last N tokens' latest earlier occurrence
+    suffix.py           the continuation of the longest repeated suffix, from this request or
+                        earlier answers
+    ngram.py            prompt lookup: the continuation of the last N tokens' latest earlier
+                        occurrence
     pard.py             all K tokens from one pass over mask tokens
     eagle.py            EAGLE-3: one layer over the target's hidden states
     dflash.py           DFlash: a block of tokens from one pass over the target's hidden states

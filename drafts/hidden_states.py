@@ -1,68 +1,189 @@
-"""The target's hidden states at some layers, which EAGLE-3 and DFlash read.
+"""Drafts that read the target's hidden states at some layers: what EAGLE-3 and DFlash share.
 
-    AuxHiddenStates         the residual stream at one layer, by position
-    record_hidden_states    makes a target record some layers' inputs
-    AcceptanceWatch         warns once of a draft whose first tokens are accepted no more often than by chance
-
-This file knows no draft.
+AuxHiddenStates     the residual stream at one layer, by position
+HiddenStateModel    a draft model that reads them, and its tensors in a folder
+HiddenStateDraft    makes the target record them, and warns once of a draft whose first tokens
+                    are accepted no more often than by chance
+loader, fill_model  read a published folder
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from loading.checkpoint import Checkpoint
+from loading.config import Section
+from loading.files import check_headers
+from loading.models import DTYPES
+from loading.weight_names import pieces
+from model import Caches, Linear, Transformer
+from speculative import ModelDraft
+from weights.walker import quantized_copy
+
+MIN_ROUNDS = 48  # before a draft is judged by its acceptance
+# A head that reads a neighbouring layer's states has an acceptance of about 0.1, with the right
+# ones 0.45 (vllm-project/vllm#43671).
+CHANCE = 0.1
+
 
 class AuxHiddenStates(nn.Module):
-    """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches: the next pass
-    overwrites everything beyond the last decided token."""
+    """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches:
+    the next pass overwrites everything beyond the last decided token."""
 
-    def __init__(self, B: int, S: int, D: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        B: int,
+        S: int,
+        D: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__()
-        self.register_buffer("x", torch.zeros(B, S, D, dtype=dtype, device=device), persistent=False)
+        zeros = torch.zeros(B, S, D, dtype=dtype, device=device)
+        self.register_buffer("x", zeros, persistent=False)
 
     def update(self, x: Tensor, pos: Tensor) -> None:
         """Write x (B, T, D) at pos (B, T)."""
-        self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos] = x
+        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
+        self.x[row, pos] = x
 
     def read(self, pos: Tensor) -> Tensor:
         """(B, T, D) at pos (B, T). A parked row's pos may lie behind the target's cache."""
-        return self.x[torch.arange(pos.size(0), device=pos.device)[:, None], pos.clamp(max=self.x.size(1) - 1)]
+        row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
+        return self.x[row, pos.clamp(max=self.x.size(1) - 1)]
 
-    def at(self, rows: int | slice | list[int], begin: int, end: int) -> dict[str, Tensor]:
+    def at(
+        self,
+        rows: int | slice | list[int],
+        begin: int,
+        end: int,
+    ) -> dict[str, Tensor]:
         """As KVCache.at."""
         return {"x": self.x[rows, begin:end]}
 
 
-def record_hidden_states(layer_ids: Sequence[int], state: nn.Module, target) -> dict[int, AuxHiddenStates]:
-    """Make the target's ModelRunner record the inputs of these layers from now on. Returns the recordings."""
-    like = target.model.norm.weight
-    sizes = state.pos.size(0), target.S + target.slack, target.model.config.dim, like.dtype, like.device
-    with torch.inference_mode(False):  # plain tensors, which any later code may write to
-        streams = {i: AuxHiddenStates(*sizes) for i in layer_ids}
-    target.caches = target.caches._replace(aux_hidden_states=streams)
-    return streams
+class HiddenStateModel(Transformer):
+    """A draft model whose `fuse` makes one state of the target's streams that enter the layers
+    `aux_layer_ids`; the number of its layers stands for what leaves the last one. Embedding and
+    head are None where they are the target's."""
+
+    aux_layer_ids: tuple[int, ...]
+    layers_key: str  # of config.json, which names the layers
+    fc: Linear
+    OWN = ("fc", "hidden_norm", "input_norm")  # modules that a Transformer does not have
+
+    def target_states(self, caches: Caches, pos: Tensor) -> Tensor:
+        """The fused state (B, T, D) at each of the target's positions pos (B, T)."""
+        streams = [caches.aux_hidden_states[i].read(pos) for i in self.aux_layer_ids]
+        return self.fuse(*streams)
+
+    def stored_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """(a tensor's name in a folder, the part of a parameter that it fills)."""
+        for name, parameter in self.named_parameters():
+            if any(module in name for module in self.OWN):
+                yield name, parameter
+                continue
+            for source, part in pieces(self.config, name, parameter):
+                yield source.removeprefix("model."), part
 
 
-class AcceptanceWatch:
-    """The mean acceptance of a draft's first tokens. A head that reads other hidden states than it was trained on still
-    decodes losslessly, so that nothing but its acceptance shows it."""
+class HiddenStateDraft(ModelDraft):
+    """The drafter of a HiddenStateModel. One that reads other hidden states than it was trained on
+    still decodes losslessly, so nothing but the acceptance of its tokens shows it."""
 
-    MIN_ROUNDS = 48
-    CHANCE = 0.1  # vllm-project/vllm#43671: some 0.1 with states of a neighbouring layer, 0.45 with the right ones
-
-    def __init__(self, states: str):
-        """`states`: what the draft reads, and the key that would change it."""
-        self.states = states
-        self.total = 0.0
+    def setup(
+        self,
+        state: nn.Module,
+        k_max: int,
+        target,
+        maybe_compile: Callable,
+    ) -> None:
+        self.total_overlap = 0.0
         self.num_rounds = 0
+        self.model.embed = self.model.embed or target.model.embed
+        self.model.lm_head = self.model.lm_head or target.model.lm_head
+        streams = self.record_hidden_states(state.pos.size(0), target)
+        super().setup(state, k_max, target, maybe_compile)
+        self.runner.caches = self.runner.caches._replace(aux_hidden_states=streams)
+
+    def record_hidden_states(self, B: int, target) -> dict[int, AuxHiddenStates]:
+        """Make the target's ModelRunner record what the model reads, from now on."""
+        like = target.model.norm.weight
+        S = target.S + target.slack
+        streams = {}
+        with torch.inference_mode(False):  # plain tensors, which any later code may write to
+            for i in self.model.aux_layer_ids:
+                streams[i] = AuxHiddenStates(B, S, len(like), like.dtype, like.device)
+        target.caches = target.caches._replace(aux_hidden_states=streams)
+        return streams
 
     def observe(self, overlap: float) -> None:
-        """`overlap`: sum of min(p, q) at a row's first drafted token."""
-        self.total += overlap
+        self.total_overlap += overlap
         self.num_rounds += 1
-        mean = self.total / self.num_rounds
-        if self.num_rounds == self.MIN_ROUNDS and not mean >= self.CHANCE:
-            message = f"the first drafted token of {self.num_rounds} rounds was accepted with probability {mean:.2f}"
-            print(f"{message}, which is near chance. {self.states}", file=sys.stderr)
+        mean = self.total_overlap / self.num_rounds
+        if self.num_rounds == MIN_ROUNDS and not mean >= CHANCE:
+            print(
+                f"the first drafted token of {MIN_ROUNDS} rounds was accepted with probability"
+                f" {mean:.2f}, which is near chance. {states_note(self.model)}",
+                file=sys.stderr,
+            )
+
+
+def states_note(model: HiddenStateModel) -> str:
+    return (
+        f"The draft reads hidden states {list(model.aux_layer_ids)} of the target, where 0 is the"
+        f" embedding and i the output of the i-th layer; if it was trained on others, name them in"
+        f" its config.json as {model.layers_key}"
+    )
+
+
+def check_target(section: Section, sizes: dict[str, int]) -> None:
+    """ValueError for a draft whose sizes are of another target than the one of these sizes."""
+    for key, size in sizes.items():
+        if section.size(key, size) != size:
+            raise section.refused(key, f"is of another target: this one has {size}")
+
+
+def read_layer_ids(section: Section, key: str, highest: int) -> tuple[int, ...]:
+    ids = section.get(key)
+    is_list = isinstance(ids, list) and len(ids) > 0
+    if not is_list or not all(type(i) is int and 0 <= i <= highest for i in ids):
+        raise section.refused(key, f"must be layers of the target, 0 to {highest}")
+    return tuple(ids)
+
+
+@torch.no_grad()
+def fill_model(
+    model: HiddenStateModel,
+    checkpoint: Checkpoint,
+    parts: dict[str, Tensor],
+    maps: dict[str, tuple],
+) -> None:
+    """Copy a folder's tensors into the model's parts by name. ValueError lists those that do not
+    fit. `maps`: shape and types of the folder's further tensors."""
+    expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
+    check_headers(checkpoint.path, expected | maps, checkpoint.tensors, False)
+    for name, part in parts.items():
+        part.copy_(checkpoint.tensors[name][...])
+
+
+def loader(checkpoint: Checkpoint, load_model: Callable, draft_class: type) -> Callable:
+    """The loader of a folder, as of drafts.registry.folder_check: load_model(checkpoint, target) in
+    the target's dtype, not packed."""
+
+    def load(
+        target: Transformer, tokenizer, *, quantize: str | None, sharded: bool, **options
+    ) -> HiddenStateDraft:
+        if sharded:
+            raise ValueError(
+                f"--draft_tp sharded: {checkpoint.path} reads the target's hidden states, and every"
+                f" rank holds such a draft in full"
+            )
+        model = load_model(checkpoint, target)
+        if quantize:
+            model = quantized_copy(model, quantize)
+        return draft_class(model)
+
+    return load

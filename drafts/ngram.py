@@ -3,52 +3,55 @@
 This file knows token ids in the state's tensors. It knows no model, no text and no other request.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from model import Config, Transformer
 from speculative import Drafter
 
 
 class NgramDraft(Drafter):
-    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): propose the continuation of the most
-    recent earlier occurrence of the last N tokens. A continuation that reaches the text's end repeats."""
+    """Prompt lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding): propose the
+    continuation of the most recent earlier occurrence of the last `n` tokens. A continuation that
+    reaches the text's end repeats."""
 
     def __init__(self, n: int = 3):
         super().__init__()
-        if n < 1:
-            raise ValueError(f"ngram:{n} must match at least 1 token")
         self.n = n
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        return self.tokens[:, : state.k], self.probs[:, : state.k]  # as `update` wrote them
+        return self.proposal(state.k)  # as `update` wrote it
 
     def update(self, state: nn.Module) -> None:
-        self.maybe_compile(self.find, state)(state)
+        find = self.maybe_compile(self.find, state)
+        find(state)
 
     def find(self, state: nn.Module) -> None:
         """Find an earlier occurrence of the last N tokens, and write the next round's proposal."""
-        pos, tokens, N = state.pos[:, None], state.tokens, min(self.n, state.tokens.size(1))  # (B, 1), (B, S)
-        last = (pos + torch.arange(1 - N, 1, device=pos.device)).clamp(min=0)  # (B, N)
+        pos = state.pos[:, None]  # (B, 1)
+        tokens = state.tokens  # (B, S)
+        device = pos.device
+        S = tokens.size(1)
+        N = min(self.n, S)
+        last = pos + torch.arange(1 - N, 1, device=device)  # (B, N)
+        last = last.clamp(min=0)
+        last_gram = tokens.gather(1, last)
         grams = tokens.unfold(1, N, 1)  # (B, S - N + 1, N)
-        end = torch.arange(N - 1, tokens.size(1), device=pos.device)  # (S - N + 1,) where each n-gram ends
-        match = (grams == tokens.gather(1, last)[:, None]).all(dim=-1) & (end < pos) & ~state.done[:, None]
-        match_end = torch.where(match, end, -1).amax(dim=1, keepdim=True)  # (B, 1)
-        matched = match_end >= 0
-        state.can_draft.copy_(matched[:, 0])
-        period = torch.where(matched, pos - match_end, 1)
-        ahead = torch.arange(self.tokens.size(1), device=pos.device)
-        self.tokens.copy_(tokens.gather(1, pos - period + 1 + ahead % period))  # (B, K)
+        end = torch.arange(N - 1, S, device=device)  # (S - N + 1,) where each n-gram ends
+        is_same = grams == last_gram[:, None]  # (B, S - N + 1, N)
+        is_same = is_same.all(dim=-1)
+        is_earlier = end < pos
+        is_open = ~state.done[:, None]  # (B, 1)
+        positions = torch.where(is_same & is_earlier & is_open, end, -1)
+        match_end = positions.amax(dim=1, keepdim=True)  # (B, 1)
+        has_match = match_end >= 0
+        state.can_draft.copy_(has_match[:, 0])
+        period = torch.where(has_match, pos - match_end, 1)
+        begin = pos - period + 1
+        ahead = torch.arange(self.tokens.size(1), device=device) % period  # (B, K)
+        continuation = tokens.gather(1, begin + ahead)
+        self.tokens.copy_(continuation)
         # Without a match q is 0, and the row is decided as in plain decoding.
-        drawn = matched.float()[..., None].expand(-1, self.tokens.size(1), 1)  # (B, K, 1)
-        self.probs.zero_().scatter_(2, self.tokens[..., None], drawn)
-
-
-def from_spec(value: str, config: Config) -> Callable[[Transformer], NgramDraft]:
-    """`--draft ngram` or `ngram:N`. ValueError for an N that is no number of tokens."""
-    if value and not value.isdigit():
-        raise ValueError(f"{value!r} is no number of tokens to match")
-    drafter = NgramDraft(int(value)) if value else NgramDraft()
-    return lambda model: drafter
+        drafted = self.tokens[..., None]  # (B, K, 1)
+        q = has_match.float()[..., None]  # (B, 1, 1)
+        self.probs.zero_()
+        self.probs.scatter_(2, drafted, q.expand_as(drafted))

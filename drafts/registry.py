@@ -1,143 +1,175 @@
 """A draft folder or a spec of --draft -> Drafter, for a given target.
 
-    load_drafter      the public door;  check_draft  everything that can be refused before weights are read
-    FOLDERS, SPECS    kind -> the function that checks it and returns its loader: another kind is one file and one row
+    load_drafter    the public door
+    load_models     a target and its drafter, packed for their kernels
+    check_draft     everything that can be refused before weights are read
+    folder_check    the file of each kind of folder: another kind is one file and one case
+    spec_parser     the same for the specs
 
-This file does not know how a drafter drafts. Each row imports its drafter's file when it is used, so a fork may delete
-the files of drafters that it does not need.
+This file does not know how a drafter drafts. It imports a drafter's file when a draft of its kind
+is asked for, so a fork may delete the files of drafters that it does not need.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
-from loading.checkpoint import fingerprints, load_config
+import torch
+
+from loading.checkpoint import Checkpoint
 from loading.draft_kinds import kind_of
-from loading.files import open_shards, read_json, shards
+from loading.options import DraftOptions, ModelOptions
 from loading.plain_files import error_prefix
+from loading.target import load_target
 from loading.tokenizer import Tokenizer
 from model import Config, Transformer
-from tp import ranks_of
+from speculative import Drafter, layers_from_spec, quantized_from_spec
+from tp import ALONE, Ranks, ranks_of
 from weights.walker import pack_model
+
+SPECS = ("suffix", "ngram", "layers", "quantized")  # names of specs
 
 
 def load_drafter(
-    folder_or_spec: str | Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str | None = None,
-    quantize: str | None = None, sharded: bool = False, pack: bool = True, progress: bool = False,
-):  # fmt: skip
-    """The Drafter for this target. A Path is a folder of any kind in FOLDERS. Text is a spec,
-    suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME, or else the name of a folder.
+    folder_or_spec: str | Path | Checkpoint,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    sharded: bool = False,
+    pack: bool = True,
+    progress: bool = False,
+) -> Drafter:
+    """The Drafter for this target. A Path or Checkpoint is a folder of any kind in `folder_check`.
+    Text is a spec, suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME, or else the name of
+    a folder.
 
-    `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With `pack` the target and
-    the draft are packed for their kernels; a target that is packed already has no quantized draft. ValueError names
-    file, key and number of a draft that does not fit the target.
+    `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With
+    `pack` the target and the draft are packed for their kernels; a target that is packed already
+    has no quantized draft. ValueError names file, key and number of a draft that does not fit the
+    target.
     """
     if is_folder(folder_or_spec):
-        folder, ranks = Path(folder_or_spec), ranks_of(model)
-        load = parse_folder(folder, model.config)
-        ranks.check_same(lambda: fingerprints(folder, open_shards(shards(folder))))
-        drafter = load(model, tokenizer, dtype=dtype, quantize=quantize, sharded=sharded, progress=progress)
-    else:
-        with error_prefix(f"--draft {folder_or_spec}"):
-            drafter = parse_spec(folder_or_spec, model.config)(model)
+        folder_or_spec = Checkpoint.of(folder_or_spec)
+        ranks_of(model).check_same(folder_or_spec.fingerprints)
+    load = check_draft(folder_or_spec, model.config)
+    drafter = load(
+        model, tokenizer, dtype=dtype, quantize=quantize, sharded=sharded, progress=progress
+    )
     if pack:
-        pack_model(model, *([drafter.model] if drafter.model is not None else []))
+        pack_with(model, drafter)
     return drafter
 
 
-def check_draft(folder_or_spec: str | Path, config: Config) -> None:
-    """ValueError for a draft that cannot fit a target of this config. Reads no weights."""
-    if is_folder(folder_or_spec):
-        parse_folder(Path(folder_or_spec), config)
-    else:
-        with error_prefix(f"--draft {folder_or_spec}"):
-            parse_spec(folder_or_spec, config)
+def drafter_for(
+    options: DraftOptions,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    dtype: str | None,
+    progress: bool = False,
+):
+    """The Drafter of these options, not packed; None where they name no draft. The target may not
+    be packed either."""
+    if options.source is None:
+        return None
+    return load_drafter(
+        options.source,
+        model,
+        tokenizer,
+        dtype=dtype,
+        quantize=options.quantize,
+        sharded=options.sharded,
+        pack=False,
+        progress=progress,
+    )
 
 
-def is_folder(folder_or_spec: str | Path) -> bool:
-    """Is this a folder? The name of a spec is none, even beside a folder of that name."""
-    if isinstance(folder_or_spec, Path):
+def load_models(
+    options: ModelOptions,
+    draft: DraftOptions,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    progress: bool = False,
+) -> tuple[Transformer, Tokenizer, Drafter | None]:
+    """Target, tokenizer and drafter. Packs last: a draft made from its target needs unpacked
+    weights."""
+    model, tokenizer = load_target(options, device, ranks, progress)
+    drafter = drafter_for(draft, model, tokenizer, options.dtype, progress)
+    pack_with(model, drafter)
+    return model, tokenizer, drafter
+
+
+def pack_with(model: Transformer, *drafters: Drafter | None) -> None:
+    """Pack a target and its drafts for their kernels."""
+    drafts = [drafter.model for drafter in drafters if drafter is not None]
+    pack_model(model, *[draft for draft in drafts if draft is not None])
+
+
+def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
+    """Is this a folder? The name of a spec is not a folder, even next to a folder
+    of that name."""
+    if not isinstance(folder_or_spec, str):
         return True
-    return folder_or_spec.partition(":")[0] not in SPECS and Path(folder_or_spec).exists()
+    kind = folder_or_spec.partition(":")[0]
+    return kind not in SPECS and Path(folder_or_spec).exists()
 
 
-def parse_spec(spec: str, config: Config) -> Callable:
-    """make(target) -> Drafter of a spec. ValueError for anything else."""
-    kind, _, value = spec.partition(":")
-    if kind not in SPECS:
-        raise ValueError("expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME")
-    return SPECS[kind](value, config)
+def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Callable:
+    """Check a draft for a target of this config, and return load(target, tokenizer, **options of
+    load_drafter) -> Drafter. ValueError for one that cannot fit. Reads no weights."""
+    if is_folder(folder_or_spec):
+        checkpoint = Checkpoint.of(folder_or_spec)
+        with error_prefix(checkpoint.path / "config.json"):
+            kind = kind_of(checkpoint.hf)
+        return folder_check(kind)(checkpoint, config)
+    kind, _, value = folder_or_spec.partition(":")
+    with error_prefix(f"--draft {folder_or_spec}"):
+        return spec_parser(kind)(value, config)
 
 
-def parse_folder(folder: Path, config: Config) -> Callable:
-    """load(target, tokenizer, **options) -> Drafter of a folder. ValueError names the file and the key of a draft that
-    does not fit a target of this config."""
-    hf = read_json(folder / "config.json") if folder.exists() else {}  # load_config names a missing folder
-    with error_prefix(folder / "config.json"):
-        kind = kind_of(hf)
-    return FOLDERS[kind](folder, hf, config)
+def folder_check(kind: str) -> Callable:
+    """check(checkpoint, the target's Config) of a kind of folder, which raises ValueError or
+    returns load(target, tokenizer, **options of load_drafter) -> Drafter."""
+    match kind:
+        case "model":
+            from drafts.translated import check
+        case "pard":
+            from drafts.pard import check
+        case "eagle3":
+            from drafts.eagle import check
+        case "dflash":
+            from drafts.dflash import check
+    return check
 
 
-# --------------------------------------------------------------------------------------------- folders
+def spec_parser(kind: str) -> Callable:
+    """parse(value, the target's Config) of one of SPECS, which raises ValueError or returns
+    load(target, tokenizer, **options)."""
+    match kind:
+        case "suffix":
+            from drafts.suffix import SuffixDraft
+
+            return matcher(SuffixDraft)
+        case "ngram":
+            from drafts.ngram import NgramDraft
+
+            return matcher(NgramDraft)
+        case "layers":
+            return layers_from_spec
+        case "quantized":
+            return quantized_from_spec
+    raise ValueError(
+        "expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME"
+    )
 
 
-def check_model(folder: Path, hf: dict, config: Config) -> Callable:
-    """A smaller model as a draft."""
-    from drafts.translated import load_translated
-    from speculative import ModelDraft
+def matcher(draft_class: type[Drafter]) -> Callable:
+    """The parser of a number of tokens to match, "" for the class's own."""
 
-    load_config(folder)
-    return lambda *target, **options: ModelDraft(load_translated(folder, *target, **options))
+    def parse(value: str, config: Config) -> Callable[..., Drafter]:
+        if value and (not value.isdigit() or int(value) < 1):
+            raise ValueError(f"{value!r} is no number of tokens to match; it must be at least 1")
+        drafter = draft_class(int(value)) if value else draft_class()
+        return lambda target, tokenizer, **options: drafter
 
-
-def check_pard(folder: Path, hf: dict, config: Config) -> Callable:
-    from drafts.pard import check
-
-    return check(folder, hf, config)
-
-
-def check_eagle3(folder: Path, hf: dict, config: Config) -> Callable:
-    from drafts.eagle import check
-
-    return check(folder, hf, config)
-
-
-def check_dflash(folder: Path, hf: dict, config: Config) -> Callable:
-    from drafts.dflash import check
-
-    return check(folder, hf, config)
-
-
-# The kind of a folder -> check(folder, its config.json, the target's Config), which raises ValueError or returns
-# load(target, tokenizer, **options of load_drafter) -> Drafter.
-FOLDERS = {"model": check_model, "pard": check_pard, "eagle3": check_eagle3, "dflash": check_dflash}
-
-
-# ----------------------------------------------------------------------------------------------- specs
-
-
-def parse_suffix(value: str, config: Config) -> Callable:
-    from drafts.suffix import from_spec
-
-    return from_spec(value, config)
-
-
-def parse_ngram(value: str, config: Config) -> Callable:
-    from drafts.ngram import from_spec
-
-    return from_spec(value, config)
-
-
-def parse_layers(value: str, config: Config) -> Callable:
-    from speculative import layers_from_spec
-
-    return layers_from_spec(value, config)
-
-
-def parse_quantized(value: str, config: Config) -> Callable:
-    from speculative import quantized_from_spec
-
-    return quantized_from_spec(value, config)
-
-
-# The name of a spec -> parse(its value, the target's Config), which returns make(target) -> Drafter.
-SPECS = {"suffix": parse_suffix, "ngram": parse_ngram, "layers": parse_layers, "quantized": parse_quantized}
+    return parse

@@ -1,12 +1,14 @@
-"""Folders and files <-> models. A user's program imports these names from here; other files import from the file.
+"""Folders and files <-> models. A user's program imports these names from here; other files import
+from the file.
 
-checkpoint.py       a folder or GGUF file -> Transformer, and back
+checkpoint.py       a folder or GGUF file, opened once: Checkpoint -> Transformer
+models.py           Config -> Transformer, built, filled and quantized;  saving.py  Transformer ->
+                    folder
 config.py           config.json -> model.Config
-tokenizer.py        text <-> ids;  vocabularies.py  tokenizer files of three libraries
-chat_templates.py   templates, rendered in a process of their own;  chat_messages.py  messages in a template's form
-drafts.py           a draft folder or a spec -> Drafter
+tokenizer.py        text <-> ids;  tokenizers/  one class a tokenizer library
+chat_templates.py   templates in jinja's sandbox;  chat_messages.py  messages in a template's form
 plain_files.py      are files there, plain, of bounded size?
-files.py            JSON and safetensors, checked when they are read, written in full or not at all
+files.py            JSON and safetensors, written in full or not at all
 quantization.py     the schemes of a folder;  quantized/  other programs' formats
 gguf.py             llama.cpp's files;  gguf_metadata.py  their keys as the files of a folder
 weight_names.py     our parameters <-> the tensors of a checkpoint
@@ -17,22 +19,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drafts.registry import load_drafter
-    from loading.checkpoint import load_model, save_model
+    from loading.checkpoint import Checkpoint, load_model
     from loading.config import config_from_hf
+    from loading.saving import save_model
     from loading.tokenizer import load_tokenizer
 
 MODULES = {
+    "Checkpoint": "loading.checkpoint",
     "config_from_hf": "loading.config",
     "load_drafter": "drafts.registry",
     "load_model": "loading.checkpoint",
     "load_tokenizer": "loading.tokenizer",
-    "save_model": "loading.checkpoint",
+    "save_model": "loading.saving",
 }
-__all__ = ["config_from_hf", "load_drafter", "load_model", "load_tokenizer", "save_model"]
+__all__ = [
+    "Checkpoint",
+    "config_from_hf",
+    "load_drafter",
+    "load_model",
+    "load_tokenizer",
+    "save_model",
+]
 
 
 def __getattr__(name: str):
-    """A name of __all__ at its first use (PEP 562): loading/hub.py, which flags need, then imports no torch."""
+    """A name of __all__ at its first use (PEP 562): loading/hub.py, which flags need, then imports
+    no torch."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(MODULES[name]), name)

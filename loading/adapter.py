@@ -3,75 +3,122 @@
     merging_reader  a function that reads tensors -> one that reads merged tensors
     scale_of        alpha / r of a matrix, from adapter_config.json
 
-Merged is W + alpha / r * B A (arXiv:2106.09685), computed in float32 and rounded once, to the model's dtype or scheme.
+Merged is W + alpha / r * B A (arXiv:2106.09685), computed in float32 and rounded once, to the
+model's dtype or scheme.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from loading.files import open_shards, read_json
+from loading.files import open_tensors, read_json
+from loading.models import empty_model, expected_tensors
+from model import Config
 
-PREFIX = "base_model.model."
+EMBEDDING = "model.embed_tokens.weight"
 # Keys of adapter_config.json -> the values that a plain LoRA has.
 PLAIN = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
-    "use_qalora": (False,), "layer_replication": (), "trainable_token_indices": (), "target_parameters": (),
-    "alora_invocation_tokens": (), "kasa_config": (), "use_bdlora": (False,), "monteclora_config": (),
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "layer_replication": (),
+    "trainable_token_indices": (),
+    "target_parameters": (),
+    "alora_invocation_tokens": (),
+    "kasa_config": (),
+    "use_bdlora": (False,),
+    "monteclora_config": (),
     "arrow_config": (),
     # The others, such as "pissa" and "olora", also change the weights that the adapter is added to.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica"),
-}  # fmt: skip
+}
 
 
 def merging_reader(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, read: Callable[[str], Tensor]
+    folder: Path, config: Config, read: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
-    """`read` with the adapter merged. `shapes` has those of the model's tensors by Hugging Face name. ValueError names
-    the key or tensor that is no plain LoRA of this model."""
-    file = folder / "adapter_config.json"
-    settings, pairs, saved = read_json(file), {}, {}
-    for key, values in PLAIN.items():
-        if settings.get(key) not in (None, [], {}, *values):
-            supported = f"{' or '.join(map(repr, values))} would work" if values else "only adapters without it work"
-            raise ValueError(
-                f"{file}: {key} = {settings[key]!r:.99} is not supported: it adds something else than a plain LoRA's"
-                f" alpha / r * B A to the weights; {supported}"
-            )
-    for name, (_, reader) in open_shards([folder / "adapter_model.safetensors"]).items():
-        match = re.fullmatch(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?", name.removeprefix(PREFIX))
-        target = f"{match[1]}.weight" if match else name.removeprefix(PREFIX).replace(".base_layer.", ".")
-        if target not in shapes:
-            raise ValueError(f"{folder}: {name} fits no tensor of this model; use the model that it was trained on")
-        if is_tied and target in ("model.embed_tokens.weight", "lm_head.weight"):
-            raise ValueError(f"{folder}: {name} changes an embedding that is also the head, which would change both")
-        if match:
-            pairs.setdefault(target, {})[match[3]] = reader, name, bool(match[2])
+    """`read` with the adapter merged. ValueError names the key or tensor that is no plain LoRA of
+    this model."""
+    settings = read_settings(folder / "adapter_config.json")
+    pairs = {}  # a matrix's name -> its A and B
+    saved = {}  # the name of a tensor that the adapter replaces -> the new one
+    for name, stored in open_tensors([folder / "adapter_model.safetensors"]).items():
+        target, letter = target_of(name)
+        if letter is None:
+            saved[target] = stored
         else:
-            saved[target] = reader, name
-    for target, parts in pairs.items():
-        check_pair(folder, target, parts, shapes[target])
-    for target, (reader, name) in saved.items():
-        if tuple(reader.get_slice(name).get_shape()) != shapes[target]:
-            shape = reader.get_slice(name).get_shape()
-            raise ValueError(f"{folder}: {name} has shape {tuple(shape)}, the model's tensor {shapes[target]}")
+            pairs.setdefault(target, {})[letter] = stored
+    check_tensors(folder, config, pairs, saved)
 
     def read_merged(name: str) -> Tensor:
-        reader, stored_name = saved.get(name, (None, None))
-        weight = reader.get_tensor(stored_name) if reader else read(name)
+        weight = saved[name][...] if name in saved else read(name)
         if name not in pairs:
             return weight
-        a, b = (reader.get_tensor(stored_name).float() for reader, stored_name, _ in parts_of(pairs[name]))
-        delta = b @ a  # (out, r) (r, in) -> (out, in); an embedding's is stored as (D, r) (r, V)
-        delta = delta.T if pairs[name]["A"][2] else delta
-        return torch.add(weight.float(), delta, alpha=scale_of(file, settings, name.removesuffix(".weight"), len(a)))
+        a = pairs[name]["A"][...].float()  # (r, in)
+        b = pairs[name]["B"][...].float()  # (out, r)
+        delta = b @ a  # (out, in); an embedding's is (D, V)
+        if name == EMBEDDING:
+            delta = delta.T
+        scale = scale_of(settings, name.removesuffix(".weight"), len(a))
+        return torch.add(weight.float(), delta, alpha=scale)
 
     return read_merged
+
+
+def read_settings(file: Path) -> dict:
+    """ValueError for an adapter that is no plain LoRA."""
+    settings = read_json(file)
+    for key, values in PLAIN.items():
+        if settings.get(key) not in (None, [], {}, *values):
+            supported = " or ".join(map(repr, values)) or "an adapter without it"
+            raise ValueError(
+                f"{file}: {key} = {settings[key]!r:.99} is not supported: it adds something else"
+                f" than a plain LoRA's alpha / r * B A to the weights; supported: {supported}"
+            )
+    return settings
+
+
+def target_of(name: str) -> tuple[str, str | None]:
+    """(the model's tensor that one of the adapter's belongs to, whether it is A, B or a new tensor
+    itself)."""
+    name = name.removeprefix("base_model.model.")
+    match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
+    if match:
+        return f"{match[1]}.weight", match[2]
+    return name.replace(".base_layer.", "."), None
+
+
+def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> None:
+    """ValueError for tensors that do not fit those of the model."""
+    expected = expected_tensors(config, empty_model(config, torch.float32))
+    shapes = {target: stored.get_shape() for target, stored in saved.items()}
+    for target, parts in pairs.items():
+        if parts.keys() != {"A", "B"}:
+            raise ValueError(f"{folder}: {target} has lora_{''.join(parts)} alone")
+        rows, rank = parts["B"].get_shape()
+        rank_of_a, columns = parts["A"].get_shape()
+        if rank != rank_of_a:
+            raise ValueError(f"{folder}: {target} has an A of rank {rank_of_a} and a B of {rank}")
+        shapes[target] = [columns, rows] if target == EMBEDDING else [rows, columns]
+    for target, shape in shapes.items():
+        if target not in expected:
+            raise ValueError(f"{folder}: {target} fits no tensor of this model")
+        if config.tie_embeddings and target in (EMBEDDING, "lm_head.weight"):
+            raise ValueError(f"{folder}: {target} is an embedding that is also the head")
+        expected_shape = list(expected[target][0])
+        if shape != expected_shape:
+            raise ValueError(
+                f"{folder}: {target} has the shape {shape}, the model's {expected_shape}; use the"
+                " model that it was trained on"
+            )
 
 
 def adapter_hash(folder: str | Path) -> str:
@@ -80,25 +127,14 @@ def adapter_hash(folder: str | Path) -> str:
     return hashlib.sha256(b"".join(Path(folder, name).read_bytes() for name in names)).hexdigest()
 
 
-def parts_of(pair: dict) -> tuple:
-    return pair["A"], pair["B"]
-
-
-def check_pair(folder: Path, target: str, parts: dict, shape: tuple[int, ...]) -> None:
-    """ValueError where A or B is missing, or their product has another shape than the matrix."""
-    if parts.keys() != {"A", "B"}:
-        raise ValueError(f"{folder}: {target} has lora_{next(iter(parts))} alone; an adapter has A and B")
-    a, b = (tuple(reader.get_slice(name).get_shape()) for reader, name, _ in parts_of(parts))
-    product = (a[1], b[0]) if parts["A"][2] else (b[0], a[1])
-    if a[0] != b[1] or product != shape:
-        raise ValueError(f"{folder}: lora_A {a} and lora_B {b} of {target} make no matrix of shape {shape}")
-
-
-def scale_of(file: Path, settings: dict, module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) with use_rslora; alpha_pattern has modules with an alpha of their own."""
-    patterns = settings.get("alpha_pattern") or {}
-    key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
-    alpha = patterns[key] if key else settings.get("lora_alpha", 8)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"{file}: lora_alpha of {module} is {alpha!r:.99}, and must be a number")
+def scale_of(settings: dict, module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) with use_rslora; alpha_pattern has modules with an alpha of
+    their own."""
+    alpha = settings.get("lora_alpha", 8)
+    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    if type(alpha) not in (int, float):
+        raise ValueError(f"adapter_config.json: alpha = {alpha!r:.99} must be a number")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

@@ -10,15 +10,12 @@ No function here knows a tokenizer or an instance of a template: `render` is a f
 
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from loading.chat_templates import TemplateLimit
-
 CONTENT = "content"
-MARK_PREFIX = "71839265"  # no text holds it; digits survive upper, tojson and the other filters of templates
-MARKS = re.compile(rf"{MARK_PREFIX}\d{{6}}")
+# No text holds it, and digits survive upper, tojson and the other filters of templates.
+MARK_PREFIX = "71839265"
 
 
 class ContentError(ValueError):
@@ -29,10 +26,15 @@ def join_parts(content: object) -> object:
     """A message's content as one text, for templates. ContentError for a part that is not text."""
     if not isinstance(content, list):
         return content
+    texts = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ContentError(f'content holds {part!r:.99}; {{"type": "text", "text": …}} can be read')
-    return "".join(part["text"] for part in content)
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                expected = '{"type": "text", "text": …} can be read'
+                raise ContentError(f"content holds {part!r:.99}; {expected}")
+    return "".join(texts)
 
 
 def split_parts(content: object) -> object:
@@ -45,8 +47,8 @@ def unchanged(value: object) -> object:
 
 
 def parse_arguments(arguments: object) -> object:
-    """A tool call's arguments as an object: nothing and "" are {}, and OpenAI's clients send JSON in a string. Any
-    other string stays as it is."""
+    """A tool call's arguments as an object: nothing and "" are {}, and OpenAI's clients send JSON
+    in a string. Any other string stays as it is."""
     if arguments in (None, ""):
         return {}
     if not isinstance(arguments, str):
@@ -66,28 +68,29 @@ def write_arguments(arguments: object) -> str:
 
 
 def map_calls(message: dict, change: Callable[[dict], dict]) -> dict:
-    """The message with every function of its tool_calls changed. A call holds one, or is one itself."""
+    """The message with every function of its tool_calls changed. A call holds one, or is one
+    itself."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return message
     changed = []
     for call in calls:
-        function = call.get("function")
-        if isinstance(function, dict):
-            changed.append(call | {"function": change(function)})
-        else:
-            changed.append(change(call))
+        has_function = isinstance(call.get("function"), dict)
+        changed.append(
+            call | {"function": change(call["function"])} if has_function else change(call)
+        )
     return message | {"tool_calls": changed}
 
 
 class MessageForm(NamedTuple):
-    """How a template wants messages: functions of a content and of a call's arguments, the role of a developer, and the
-    content of a message that has tool calls and no text. `absent`: its key is left out, as transformers does."""
+    """How a template wants messages."""
 
-    content: Callable[[object], object]
-    arguments: Callable[[object], object]
-    developer: str
+    developer: str  # the role of a developer
+    content: Callable[[object], object]  # content -> content
+    # The content of a message that has tool calls and no text. "absent": its key is left out, as
+    # transformers does.
     empty_content: str | None
+    arguments: Callable[[object], object]  # of a call -> of a call
 
     def write(self, message: dict) -> dict:
         written = {key: value for key, value in message.items() if value is not None}
@@ -95,38 +98,38 @@ class MessageForm(NamedTuple):
             written["role"] = self.developer
         if "content" in written:
             written["content"] = self.content(written["content"])
-        if written.get("tool_calls"):
-            written = map_calls(written, self.with_arguments)
-            if self.empty_content != "absent" and not written.get("content"):
-                written["content"] = self.empty_content
-        return written
+        has_calls = bool(written.get("tool_calls"))
+        if has_calls and not written.get("content") and self.empty_content != "absent":
+            written["content"] = self.empty_content
+        return map_calls(written, self.write_call)
 
-    def with_arguments(self, function: dict) -> dict:
+    def write_call(self, function: dict) -> dict:
         return function | {"arguments": self.arguments(function.get("arguments"))}
 
 
-def message_forms(messages: list[dict], reads_parts: bool, has_developer: bool) -> Iterator[list[dict]]:
-    """The conversation in every form that a template may expect, the commonest first; none comes twice.
+def message_forms(
+    messages: list[dict], reads_parts: bool, has_developer: bool
+) -> Iterator[list[dict]]:
+    """The conversation in every form that a template may expect, the commonest first; none comes
+    twice.
 
-    DeepSeek's templates join a call's arguments as text, others write them by tojson; some read a null content beside
-    tool calls and refuse a missing one. A template without the role developer gets it as system, as in llama.cpp.
+    DeepSeek's templates join a call's arguments as text, others write them by tojson; some read a
+    null content beside tool calls and refuse a missing one. A template without the role developer
+    gets it as system, as in llama.cpp.
     """
-    contents = [unchanged, join_parts, split_parts] if reads_parts else [join_parts]
-    developers = ["developer"] if has_developer else []
-    developers.append("system")
-    options = itertools.product(developers, contents, ("absent", None, ""), (parse_arguments, write_arguments))
+    contents = [unchanged, split_parts] if reads_parts else [join_parts]
+    developers = ["developer", "system"] if has_developer else ["system"]
     earlier = []
-    for developer, content, empty_content, arguments in options:
-        form = MessageForm(content, arguments, developer, empty_content)
-        try:
-            written = [form.write(message) for message in messages]
-        except ContentError:  # an image, which some templates read as a part
-            if not earlier:
-                raise
-            continue
+    for options in itertools.product(
+        developers, contents, ("absent", None, ""), (parse_arguments, write_arguments)
+    ):
+        written = [MessageForm(*options).write(message) for message in messages]
         if written not in earlier:
             earlier.append(written)
             yield written
+
+
+# --------------------------------------------------------------------- what a template leaves out
 
 
 class Mark(NamedTuple):
@@ -138,8 +141,8 @@ class Mark(NamedTuple):
 
 
 class Marker:
-    """Puts a number of its own behind every text of a content, and in the name and the arguments of every tool call.
-    Thoughts have none: templates drop those of earlier turns by design."""
+    """Puts a number of its own after every text of a content, and after the name of every tool
+    call. Thoughts have none: templates drop those of earlier turns by design."""
 
     def __init__(self):
         self.marks: list[Mark] = []
@@ -153,104 +156,79 @@ class Marker:
     def mark_message(self, index: int, message: dict) -> dict:
         self.index = index
         marked = map_calls(message, self.mark_call)
-        content = message.get("content")
-        if isinstance(content, str):
-            marked = marked | {"content": self.mark_text(content)}
-        elif isinstance(content, list):
-            marked = marked | {"content": [self.mark_part(part) for part in content]}
+        if "content" in message:
+            marked = marked | {"content": self.mark_content(message["content"])}
         return marked
 
-    def mark_text(self, text: str) -> str:
-        return text + self.new_mark(CONTENT) if text.strip() else text
-
-    def mark_part(self, part: object) -> object:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return part | {"text": self.mark_text(part["text"])}
-        return part
+    def mark_content(self, content: object) -> object:
+        match content:
+            case list():
+                return [self.mark_content(part) for part in content]
+            case {"text": text}:
+                return content | {"text": self.mark_content(text)}
+            case str() if content.strip():
+                return content + self.new_mark(CONTENT)
+        return content
 
     def mark_call(self, function: dict) -> dict:
-        mark = self.new_mark("tool_calls")
-        name = function.get("name")
-        named = function | {"name": name + mark} if isinstance(name, str) else function
-        return named | {"arguments": marked_arguments(function.get("arguments"), mark)}
+        return function | {"name": f"{function.get('name', '')}{self.new_mark('tool_calls')}"}
 
 
-def marked_arguments(arguments: object, mark: str) -> object:
-    """The arguments with one more, in the same form."""
-    fields = parse_arguments(arguments)
-    if not isinstance(fields, dict):
-        return f"{arguments}{mark}"
-    fields = fields | {mark: mark}
-    return json.dumps(fields, ensure_ascii=False) if isinstance(arguments, str) else fields
-
-
-def render_complete(render: Callable[[list[dict]], str], forms: Iterable[list[dict]], roles: Sequence[str] = ()) -> str:
-    """The text of the first form that the template renders and of which it leaves nothing out. Without one, the
-    ValueError of the form that gets furthest. `roles`: those that the template mentions, for the message."""
-    furthest_error = None
-    furthest_index = -1
+def render_complete(
+    render: Callable[[list[dict]], str], forms: Iterable[list[dict]], roles: Sequence[str] = ()
+) -> str:
+    """The text of the first form that the template renders and of which it leaves nothing out.
+    Without one, the ValueError of the last form. `roles`: those that the template mentions,
+    for the message."""
     for messages in forms:
-        index = -1
         try:
             text = render(messages)
-            mark = first_lost(render, messages)
-            if mark is None:
-                return text
-            index = mark.index
-            error = ValueError(describe_loss(mark, messages[index], roles))
-        except TemplateLimit:
-            raise
-        except ValueError as refusal:
-            error = refusal
-        if furthest_error is None or index > furthest_index:
-            furthest_error = error
-            furthest_index = index
-    raise furthest_error
+            check_complete(render, messages, roles)
+            return text
+        except ValueError as error:
+            last_error = error
+    raise last_error
 
 
-def first_lost(render: Callable[[list[dict]], str], messages: list[dict]) -> Mark | None:
-    """The first part of the conversation that the template leaves out; None too for a template that refuses the marks.
-    Content that it leaves out of earlier answers, but not of a last one, is a thought by its design: gpt-oss's template
-    does so with the content beside tool calls."""
+def check_complete(
+    render: Callable[[list[dict]], str], messages: list[dict], roles: Sequence[str]
+) -> None:
+    """ValueError for the first part of the conversation that the template leaves out; none for a
+    template that refuses the marks. If it drops content from an earlier answer and keeps it in a
+    last one, the content is taken for a thought: gpt-oss's template does so with the content beside
+    tool calls."""
+
+    def render_or_none(messages: list[dict]) -> str | None:
+        try:
+            return render(messages)
+        except ValueError:
+            return None
+
     marker = Marker()
-    marked_messages = [marker.mark_message(index, message) for index, message in enumerate(messages)]
-    if not marker.marks:
-        return None
-    text = render_or_none(render, marked_messages)
+    marked = [marker.mark_message(index, message) for index, message in enumerate(messages)]
+    text = render_or_none(marked)
     if text is None:
-        return None
-    present = set(MARKS.findall(text))
+        return
     are_thoughts: dict[bool, bool] = {}  # by whether the answers have tool calls
     for mark in marker.marks:
-        if mark.text in present:
+        if mark.text in text:
             continue
         message = messages[mark.index]
-        is_last = mark.index == len(messages) - 1
-        if mark.part != CONTENT or message.get("role") != "assistant" or is_last:
-            return mark
         has_calls = bool(message.get("tool_calls"))
         if has_calls not in are_thoughts:
-            text = render_or_none(render, marked_messages[: mark.index + 1])
-            are_thoughts[has_calls] = text is not None and mark.text in text
-        if not are_thoughts[has_calls]:
-            return mark
-    return None
-
-
-def render_or_none(render: Callable[[list[dict]], str], messages: list[dict]) -> str | None:
-    """The text; None if the template refuses the messages."""
-    try:
-        return render(messages)
-    except TemplateLimit:
-        raise
-    except ValueError:
-        return None
+            last_text = render_or_none(marked[: mark.index + 1]) or ""
+            are_thoughts[has_calls] = mark.text in last_text
+        is_answer = mark.part == CONTENT and message.get("role") == "assistant"
+        if not is_answer or not are_thoughts[has_calls]:
+            raise ValueError(describe_loss(mark, message, roles))
 
 
 def describe_loss(mark: Mark, message: dict, roles: Sequence[str]) -> str:
     """What the template leaves out, and why as far as one can tell."""
     role = message.get("role")
-    text = f"messages[{mark.index}], role {role!r:.99}: the chat template leaves out its {mark.part}"
+    text = (
+        f"messages[{mark.index}], role {role!r:.99}: the chat template leaves out its {mark.part}"
+    )
     if mark.part != CONTENT:
         return text
     if message.get("tool_calls"):

@@ -1,18 +1,19 @@
-"""The families of models that can be loaded: one record for every model_type, which holds its differences from Llama.
+"""The families of models that can be loaded: one record for every model_type, which holds its
+differences from Llama.
 
     Family      the fields that may differ, with Llama's values as defaults
     Gguf        the same for the family's GGUF files
     SLIDING     the layers with a sliding window
     FAMILIES    model_type -> Family;  family_of  the record of a config.json
 
-A new family is one record here, and arithmetic in model.py where it needs any. Sources: transformers, models/*/
-configuration_*.py and modeling_*.py; llama.cpp, conversion/ and src/models/.
+A new family is one record here, and arithmetic in model.py where it needs any. Sources:
+transformers, models/*/ configuration_*.py and modeling_*.py; llama.cpp, conversion/ and
+src/models/.
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -25,51 +26,54 @@ class ExpertDefaults(NamedTuple):
     shared_dim: int = 0  # 0: there is no shared expert
 
 
-@dataclass(frozen=True)
-class Gguf:
+class Gguf(NamedTuple):
     """llama.cpp's files of a family."""
 
     architecture: str
     key: str = ""  # among families of one architecture, the key that only this family's files hold
     permutes_heads: bool = False  # are the rows of q and k stored with RoPE's pairs as neighbours?
-    names: Mapping[str, list[str]] = field(default_factory=dict)  # in place of gguf.INNER
+    names: Mapping[str, list[str]] = {}  # in place of gguf.INNER
     norm_topk_prob: bool = True  # llama.cpp fixes this per architecture
-    hf_keys: Callable = lambda get, hf: {}  # (reader of the file's keys, config.json so far) -> its missing keys
+    # Returns the keys that the file lacks, from a reader of its keys and the config.json so far.
+    hf_keys: Callable = lambda get, hf: {}
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model_type's differences from Llama. `hf` in the functions is config.json, a config.Section."""
+class Family(NamedTuple):
+    """A model_type's differences from Llama. `hf` in the functions is config.json, a
+    config.Section."""
 
-    # config.json
-    defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' values of keys that a file leaves out
+    # What config.json leaves out, or may say:
+    defaults: Mapping[str, object] = {}  # transformers' values of keys that a file leaves out
     max_length: int = 2048  # transformers' max_position_embeddings where a file leaves it out
     norm_eps: float = 1e-6  # and its rms_norm_eps
-    own_keys: tuple[str, ...] = ()  # keys of config.NEUTRAL and of RoPE's object that this family computes with
-    supported: Mapping[str, tuple] = field(default_factory=dict)  # key -> its supported values, beside null
-    fields: Mapping[str, object] = field(default_factory=dict)  # fields of model.Config that all files share
-    own_fields: Callable = lambda hf, head_dim: {}  # fields of model.Config that only this family has
-    text_models: tuple[str, ...] = ()  # of a wrapper: the model_types that its "text_config" may have
+    # Keys of config.NEUTRAL and of RoPE's object that this family computes with.
+    own_keys: tuple[str, ...] = ()
+    supported: Mapping[str, tuple] = {}  # key -> its supported values, beside null
+    fields: Mapping[str, object] = {}  # of model.Config, the same for all its models
+    # Fields of model.Config that this family alone derives from the file.
+    own_fields: Callable = lambda hf, head_dim: {}
+    text_models: tuple[str, ...] = ()  # of a wrapper: the model_types of its "text_config"
     # The key that turns a bias on, or whether there always is one.
     qkv_bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
     ffn_bias: str | bool = "mlp_bias"
-    # Windows. use_sliding_window is "unread", or "decides" whether layers slide, or "agrees" with sliding_window.
+    # Windows. use_sliding_window "decides" whether layers slide, or must agree with sliding_window.
     sliding: str | None = None  # the layers that slide, a key of SLIDING; None: no layer ever does
-    use_sliding_window: str = "unread"
+    use_sliding_window: str = "agrees"
     # RoPE. The types are Config.rope_types'.
     rope_theta: float = 10000.0
     full_rope_type: int | None = 0  # of layers that attend to all tokens
     sliding_rope_type: int | None = 0  # of layers with a window
-    default_rope: Mapping[str, object] = field(default_factory=dict)  # of a config.json without RoPE's object
-    requires_rope: bool = False  # is a config.json without RoPE's object refused?
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # older names of rope types
+    # RoPE's object where config.json has none; None refuses such a file.
+    default_rope: Mapping[str, object] | None = {}
+    rope_aliases: Mapping[str, str] = {}  # older names of rope types
     experts: ExpertDefaults | None = None
-    # Tensors
-    names: Mapping[str, list[str]] = field(default_factory=dict)  # in place of weight_names.INNER
-    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names in the file -> of names in a text model
+    # Its tensors:
+    names: Mapping[str, list[str]] = {}  # in place of weight_names.INNER
+    prefixes: Mapping[str, str] = {}  # of names in the file -> of names in a text model
     unused: tuple[str, ...] = ()  # prefixes of tensors that are not the text model's
-    merges_experts: bool = False  # does one tensor hold all experts of a layer? merged_experts.py takes it apart
+    # Whether one tensor holds all experts of a layer, which merged_experts.py then splits.
+    merges_experts: bool = False
     gguf: Gguf | None = None
 
 
@@ -104,128 +108,223 @@ def granite_fields(hf, head_dim: int) -> dict:
 
 
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-QWEN2 = {"max_length": 32768, "qkv_bias": True, "out_bias": False, "sliding": "later", "use_sliding_window": "decides"}
+QWEN2 = {
+    "max_length": 32768,
+    "qkv_bias": True,
+    "out_bias": False,
+    "sliding": "later",
+    "use_sliding_window": "decides",
+}
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
 ALWAYS_SPARSE = {
-    "decoder_sparse_step": (1,), "norm_topk_prob": (True,), "moe_intermediate_size": (), "mlp_only_layers": ([],),
-}  # fmt: skip
-NORMS_AFTER = {"attention_norm": ["post_attention_layernorm"], "ffn_norm": ["post_feedforward_layernorm"]}
+    "decoder_sparse_step": (1,),
+    "norm_topk_prob": (True,),
+    "moe_intermediate_size": (),
+    "mlp_only_layers": ([],),
+}
+NORMS_AFTER = {
+    "attention_norm": ["post_attention_layernorm"],
+    "ffn_norm": ["post_feedforward_layernorm"],
+}
 
 FAMILIES = {
     "llama": Family(gguf=Gguf("llama", permutes_heads=True)),
     "mistral": Family(
-        {"num_key_value_heads": 8, "sliding_window": 4096}, max_length=131072,
-        supported={"attention_bias": OFF}, sliding="every", use_sliding_window="agrees",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        max_length=131072,
+        supported={"attention_bias": OFF},
+        sliding="every",
         gguf=Gguf("llama", "attention.sliding_window", permutes_heads=True),
     ),
     "qwen2": Family(QWEN, **QWEN2, gguf=Gguf("qwen2")),
     "qwen3": Family(
-        {**QWEN, "head_dim": 128}, max_length=32768, fields={"qk_norm": "heads"}, sliding="later",
-        use_sliding_window="decides", gguf=Gguf("qwen3"),
+        {**QWEN, "head_dim": 128},
+        max_length=32768,
+        fields={"qk_norm": "heads"},
+        sliding="later",
+        use_sliding_window="decides",
+        gguf=Gguf("qwen3"),
     ),
     "mixtral": Family(
-        {"num_key_value_heads": 8}, max_length=131072, norm_eps=1e-5, own_keys=("num_local_experts",),
+        {"num_key_value_heads": 8},
+        max_length=131072,
+        norm_eps=1e-5,
+        own_keys=("num_local_experts",),
         supported={"attention_bias": OFF, **ALWAYS_SPARSE},
-        fields={"router_norm": True}, sliding="every", use_sliding_window="agrees", rope_theta=1e6,
+        fields={"router_norm": True},
+        sliding="every",
+        rope_theta=1e6,
         experts=ExpertDefaults(8, 2),
         names={
             "ffn.router": ["block_sparse_moe.gate"],
-            "ffn.experts.gate_up": ["block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"],
+            "ffn.experts.gate_up": [
+                "block_sparse_moe.experts.{}.w1",
+                "block_sparse_moe.experts.{}.w3",
+            ],
             "ffn.experts.down": ["block_sparse_moe.experts.{}.w2"],
         },
         gguf=Gguf("llama", "expert_count", permutes_heads=True),
     ),
     "qwen2_moe": Family(
-        {**QWEN, "num_key_value_heads": 16, "qkv_bias": True}, max_length=32768,
+        {**QWEN, "num_key_value_heads": 16, "qkv_bias": True},
+        max_length=32768,
         own_keys=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
-        supported={"attention_bias": OFF}, qkv_bias="qkv_bias", out_bias=False, sliding="early even",
-        use_sliding_window="decides", experts=ExpertDefaults(60, 4, 1408, 5632),
-        names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]}, gguf=Gguf("qwen2moe", norm_topk_prob=False),
+        supported={"attention_bias": OFF},
+        qkv_bias="qkv_bias",
+        out_bias=False,
+        sliding="early even",
+        use_sliding_window="decides",
+        experts=ExpertDefaults(60, 4, 1408, 5632),
+        names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]},
+        gguf=Gguf("qwen2moe", norm_topk_prob=False),
     ),
     "qwen3_moe": Family(
-        {"num_key_value_heads": 4, "sliding_window": 4096}, max_length=32768,
+        {"num_key_value_heads": 4, "sliding_window": 4096},
+        max_length=32768,
         own_keys=("num_experts", "num_local_experts"),
-        fields={"qk_norm": "heads"}, sliding="every", use_sliding_window="decides",
-        experts=ExpertDefaults(128, 8, 768), gguf=Gguf("qwen3moe"),
+        fields={"qk_norm": "heads"},
+        sliding="every",
+        use_sliding_window="decides",
+        experts=ExpertDefaults(128, 8, 768),
+        gguf=Gguf("qwen3moe"),
     ),
     "gpt_oss": Family(
         {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
-        max_length=131072, norm_eps=1e-5,
-        own_keys=("num_local_experts", "swiglu_limit"), supported=ALWAYS_SPARSE,
+        max_length=131072,
+        norm_eps=1e-5,
+        own_keys=("num_local_experts", "swiglu_limit"),
+        supported=ALWAYS_SPARSE,
         own_fields=lambda hf, head_dim: {
-            "gate_limit": hf.number("swiglu_limit", 7.0), "gate_alpha": hf.number("swiglu_alpha", 1.702),
+            "gate_limit": hf.number("swiglu_limit", 7.0),
+            "gate_alpha": hf.number("swiglu_alpha", 1.702),
         },
         fields={"sinks": True, "expert_bias": True, "router_bias": True, "router_norm": True},
-        sliding="even", use_sliding_window="agrees", rope_theta=150000.0, requires_rope=True,
-        experts=ExpertDefaults(128, 4), names={"ffn.router": ["mlp.router"]}, merges_experts=True,
+        sliding="even",
+        rope_theta=150000.0,
+        default_rope=None,
+        experts=ExpertDefaults(128, 4),
+        names={"ffn.router": ["mlp.router"]},
+        merges_experts=True,
         gguf=Gguf(
-            "gpt-oss", names={"ffn_norm": ["post_attention_norm"]},
-            hf_keys=lambda get, hf: {"rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False}},
+            "gpt-oss",
+            names={"ffn_norm": ["post_attention_norm"]},
+            hf_keys=lambda get, hf: {
+                "rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False}
+            },
         ),
     ),
     "smollm3": Family(
         {"num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
-        max_length=32768, own_keys=("no_rope_layer_interval", "no_rope_layers"), rope_theta=2e6,
+        max_length=32768,
+        own_keys=("no_rope_layer_interval", "no_rope_layers"),
+        rope_theta=2e6,
     ),
     "phi3": Family(
-        max_length=4096, norm_eps=1e-5, own_keys=("partial_rotary_factor",), supported=NO_BIAS, sliding="every",
+        max_length=4096,
+        norm_eps=1e-5,
+        own_keys=("partial_rotary_factor",),
+        supported=NO_BIAS,
+        sliding="every",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
     ),
     "granite": Family(
-        own_keys=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+        own_keys=(
+            "attention_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "residual_multiplier",
+        ),
         own_fields=granite_fields,
     ),
     "olmo2": Family(
-        norm_eps=1e-5, supported=NO_MLP_BIAS, fields={"qk_norm": "full", "norms_after": True}, names=NORMS_AFTER,
+        norm_eps=1e-5,
+        supported=NO_MLP_BIAS,
+        fields={"qk_norm": "full", "norms_after": True},
+        names=NORMS_AFTER,
     ),
     "olmo3": Family(
-        {"sliding_window": 4096, "sliding_window_pattern": 4}, norm_eps=1e-5,
-        supported={**NO_MLP_BIAS, "sliding_window_pattern": (4,)},  # transformers reads no other from the file
-        fields={"qk_norm": "full", "norms_after": True}, sliding="by period", rope_theta=5e5, sliding_rope_type=1,
+        {"sliding_window": 4096, "sliding_window_pattern": 4},
+        norm_eps=1e-5,
+        # transformers reads no other value from the file.
+        supported={**NO_MLP_BIAS, "sliding_window_pattern": (4,)},
+        fields={"qk_norm": "full", "norms_after": True},
+        sliding="by period",
+        rope_theta=5e5,
+        sliding_rope_type=1,
         names=NORMS_AFTER,
     ),
     "seed_oss": Family(
-        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}, max_length=524288,
-        own_keys=("attention_out_bias",), out_bias="attention_out_bias",
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        max_length=524288,
+        own_keys=("attention_out_bias",),
+        out_bias="attention_out_bias",
     ),
     "ernie4_5": Family(
         {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
-        max_length=131072, norm_eps=1e-5, supported=NO_BIAS, fields={"rope_interleaved": True},
-        qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias",
+        max_length=131072,
+        norm_eps=1e-5,
+        supported=NO_BIAS,
+        fields={"rope_interleaved": True},
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        ffn_bias="use_bias",
         rope_theta=5e5,
     ),
     "hunyuan_v1_dense": Family(
-        norm_eps=1e-5, own_keys=("alpha",), supported={"use_qk_norm": (True,)}, fields={"qk_norm": "rotated"},
+        norm_eps=1e-5,
+        own_keys=("alpha",),
+        supported={"use_qk_norm": (True,)},
+        fields={"qk_norm": "rotated"},
         names={
-            "attention.q_norm": ["self_attn.query_layernorm"], "attention.k_norm": ["self_attn.key_layernorm"],
+            "attention.q_norm": ["self_attn.query_layernorm"],
+            "attention.k_norm": ["self_attn.key_layernorm"],
         },
     ),
     "exaone4": Family(
         {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
-        norm_eps=1e-5, supported=NO_BIAS, fields={"qk_norm": "heads", "norms_after": True},
-        sliding="by period", full_rope_type=None, names=NORMS_AFTER,
+        norm_eps=1e-5,
+        supported=NO_BIAS,
+        fields={"qk_norm": "heads", "norms_after": True},
+        sliding="by period",
+        full_rope_type=None,
+        names=NORMS_AFTER,
     ),
     "ministral3": Family(
-        {"num_key_value_heads": 8, "head_dim": 128}, max_length=262144, norm_eps=1e-5,
+        {"num_key_value_heads": 8, "head_dim": 128},
+        max_length=262144,
+        norm_eps=1e-5,
         own_keys=("llama_4_scaling_beta", "max_position_embeddings"),
-        supported=NO_BIAS, sliding="every",
+        supported=NO_BIAS,
+        sliding="every",
         default_rope={
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
         },
     ),
     "mimo": Family(QWEN, **QWEN2, unused=("model.mtp_layers.",)),
     "mistral3": Family(
         text_models=("mistral", "ministral3"),
         prefixes={
-            "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+            "model.language_model.": "model.",
         },
-        unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+        unused=(
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def family_of(hf: Mapping) -> Family | None:

@@ -3,7 +3,8 @@
     OUTER, INNER    our module -> the modules whose rows, one after the other, make its matrix
     sources         the tensors behind one parameter;  pieces  and the rows of it that each fills
 
-A Family's `names` replace entries of INNER. This file does not know files; tp.py knows the rows of a rank.
+A Family's `names` replace entries of INNER. This file does not know files; tp.py knows the rows of
+a rank.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ INNER = {
     "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "ffn.down": ["mlp.down_proj"],
     "ffn.router": ["mlp.gate"],
-    "ffn.experts.gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],  # {}: the expert's number
+    # {}: the expert's number
+    "ffn.experts.gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
     "ffn.experts.down": ["mlp.experts.{}.down_proj"],
     "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
     "ffn.shared.down": ["mlp.shared_expert.down_proj"],
@@ -33,7 +35,8 @@ INNER = {
 
 
 def sources(family: str, name: str) -> list[str]:
-    """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and up's."""
+    """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and
+    up's."""
     module, kind = name.rsplit(".", 1)
     if module in OUTER:
         return [f"{source}.{kind}" for source in OUTER[module]]
@@ -46,9 +49,11 @@ def sources(family: str, name: str) -> list[str]:
     return [f"model.layers.{layer}.{source.format(expert)}.{kind}" for source in names]
 
 
-def pieces(config, name: str, parameter: Tensor, ranks: Ranks = ALONE) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory. `parameter` holds
-    the share of one of the ranks."""
+def pieces(
+    config, name: str, parameter: Tensor, ranks: Ranks = ALONE
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory.
+    `parameter` holds the share of one of the ranks."""
     module, names, parts = name.rsplit(".", 1)[0], sources(config.family, name), [parameter]
     if len(names) > 1:
         sizes = source_rows(shard_spec(module), len(parameter), config, ranks)

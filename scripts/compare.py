@@ -1,14 +1,19 @@
-"""Compare two configurations of generate.py on the same prompts: their tokens, and their rates.
+r"""Compare two configurations of generate.py on the same prompts: their tokens, and their rates.
 
-    python -m scripts.compare --a "--temperature 0" --b "--temperature 0 --draft ngram" --prompt_file prompts.txt
+    python -m scripts.compare --a "--temperature 0" --b "--temperature 0 --draft ngram" \
+        --prompt_file prompts.txt
 
-    side_args, load_sides, Side    two strings of flags as two engines; equal weights are loaded once
-    compare                        every prompt by a, b, b, a: a steady drift of the machine's speed cancels
-    describe, top_gap              the first token that differs, and how close a's two largest logits are there
-    run, print_report              the results as one JSON object, or as text
+    side_options, load_sides, Side    two strings of flags as two engines; equal weights are loaded
+                                      once
+    compare                           every prompt by a, b, b, a: a steady drift of the machine's
+                                      speed cancels
+    describe, top_gap                 the first token that differs, and how close a's two largest
+                                      logits are there
+    run, print_report                 the results as one JSON object, or as text
 
-Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because a drafter promises only their
-distribution. With `--live` both sides first decode the first prompt on the screen (live.py); that run does not count.
+Exit status 1 says that greedy tokens differ. Sampled tokens may differ, because a drafter promises
+only their distribution. With `--live` both sides first decode the first prompt on the screen
+(live.py); that run does not count.
 """
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
@@ -17,8 +22,6 @@ if __name__ == "__main__":  # before torch is imported: --help and wrong flags a
 
     answer_flags(compare_args)
 
-import argparse
-import functools
 import json
 import math
 import shlex
@@ -26,140 +29,190 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
-from cli.answers import Answer
+from cli.answers import RowAnswer
 from cli.errors import cpu_share, ending_plainly
-from cli.flags import check_options, choose_seed, speculate_k
-from cli.flags import parse_args as generate_args
-from cli.load import cache_type, compiles, drafter_of, load_target, pick_device, warm_up
-from cli.main import kinds_of
-from cli.prompts import Request, encoded, requests, sampling_of
+from cli.flags import options_of, parser, with_chosen_seed
+from cli.opening import check_draft_source, context_limit, kinds_of
+from cli.options import Options
+from cli.prompts import Encoder, Prompt, read_prompts
 from cli.report import decided, rate, speculative, summary
-from cli.session import Session
+from cli.running import run_interruptibly, warm_up
+from decoding.engine import Engine
 from decoding.scheduler import common_prefix
-from decoding.settings import is_random, random_seed
-from decoding.timing import Timing
-from decoding.validation import check_lengths
-from generate import Engine
-from loading.tokenizer import Tokenizer, check_same_tokens
+from decoding.statistics import Timing
+from drafts.registry import drafter_for, pack_with
+from generate import LLM
+from loading.options import ModelOptions
+from loading.target import load_target, pick_device
+from loading.tokenizer import Tokenizer
+from model import Transformer
+from scripts.flags import CompareOptions
 from scripts.flags import compare_args as parse_args
-from tp import ALONE
-from weights.walker import pack_model
+from scripts.perplexity import check_same_tokens
+from speculative import Drafter
 
 # Flags that have no meaning in --a and --b.
-REFUSED = ("interactive", "system", "output", "ordered", "json", "prompt", "prompt_file", "num_samples", "profile",
-           "show_drafts", "prompt_cache", "report")  # fmt: skip
-TARGET_FLAGS = ("checkpoint", "adapter", "random_weights", "quantize", "quantize_head", "dtype", "device")
+REFUSED = (
+    "interactive",
+    "system",
+    "output",
+    "ordered",
+    "json",
+    "prompt",
+    "prompt_file",
+    "num_samples",
+    "profile",
+    "show_drafts",
+    "prompt_cache",
+    "report",
+)
 WARM_UP_TOKENS = 8  # new tokens a prompt in each side's first batch, which does not count
-CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many behind it
+CONTEXT_TOKENS = 8  # tokens printed before a difference, and half as many after it
 
 
 @dataclass
 class Side:
     """One configuration with its rows: the encoded prompts and their settings."""
 
-    args: argparse.Namespace
-    session: Session
+    options: Options
+    llm: LLM
     num_threads: int
-    rows: list[Request]
+    rows: list[Prompt]
     timings: list[Timing] = field(default_factory=list)  # one for every `decode`
 
-    def decode(self, rows: Sequence[Request]) -> list[list[int]]:
-        """New ids of each row, decoded from an empty cache, as many rows at a time as the engine has slots."""
+    @property
+    def batch_size(self) -> int:
+        return self.options.run.batch_size
+
+    def answer(self, row: Prompt) -> RowAnswer:
+        return RowAnswer(self.llm, row)
+
+    def decode(self, rows: Sequence[Prompt]) -> list[list[int]]:
+        """New ids of each row, decoded from an empty cache, as many rows at a time as the engine
+        has slots."""
         torch.set_num_threads(self.num_threads)
-        self.session.engine.clear()
-        answers = [Answer(row, self.session.printer(row.stop)) for row in rows]
-        for answer in self.session.decode(answers):
+        self.llm.engine.clear()
+        answers = [self.answer(row) for row in rows]
+        for answer in run_interruptibly(self.llm, answers):
             if answer.request.error is not None:
                 raise ValueError(answer.request.error)
         self.timings.append(Timing([answer.request for answer in answers]))
-        return [answer.printer.ids for answer in answers]
+        return [answer.ids for answer in answers]
 
 
-def side_args(name: str, flags: str, prompt_file: str | None = None) -> argparse.Namespace:
-    """generate.py's flags from a string, for these prompts. ValueError for flags that mean nothing here."""
+def side_options(name: str, flags: str, prompt_file: str | None = None) -> Options:
+    """generate.py's options from a string, for these prompts. ValueError for flags that mean
+    nothing here."""
     try:
         words = shlex.split(flags)
     except ValueError as error:
         raise ValueError(f"--{name} {flags}: {error}") from None
-    options = {word.partition("=")[0] for word in words}
-    if options & {"-h", "--help"}:
-        raise ValueError(f"--{name}: --help stands alone; run python generate.py --help for the flags")
-    args, defaults = generate_args(words), generate_args([])
-    for option in REFUSED:
-        if f"--{option}" in options or getattr(args, option) != getattr(defaults, option):
-            raise ValueError(f"--{name}: --{option} has no meaning here; this program has its own --prompt and --json")
-    check_options(argparse.Namespace(**vars(args) | {"prompt_file": prompt_file}))
-    return args
+    written = {word.partition("=")[0] for word in words}
+    if written & {"-h", "--help"}:
+        raise ValueError(
+            f"--{name}: --help stands alone; run python generate.py --help for the flags"
+        )
+    args = parser().parse_args(words)
+    defaults = parser().parse_args([])
+    for flag in REFUSED:
+        if f"--{flag}" in written or getattr(args, flag) != getattr(defaults, flag):
+            raise ValueError(
+                f"--{name}: --{flag} has no meaning here; this program has its own --prompt and"
+                " --json"
+            )
+    args.prompt_file = prompt_file
+    args.batch_size = args.batch_size or 1
+    return options_of(args)
 
 
-def share_random_seeds(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Request]) -> list[Request]:
-    """Draw the seeds that nobody chose, one for both sides: their texts are compared. Returns the prompts with
-    theirs."""
-    choose_seed(a)
-    if a.has_random_seed and b.has_random_seed:
-        b.seed = a.seed
+def share_random_seeds(a: Options, b: Options) -> tuple[Options, Options]:
+    """Draw the seeds that no flag chose, one for both sides: their texts are compared."""
+    are_both_random = a.requests.has_random_seed and b.requests.has_random_seed
+    a = with_chosen_seed(a)
+    if are_both_random:
+        b = replace(b, requests=replace(b.requests, seed=a.requests.seed))
     else:
-        choose_seed(b)
-    return [prompt._replace(seed=random_seed()) if is_random(prompt.seed) else prompt for prompt in prompts]
+        b = with_chosen_seed(b)
+    return a, b
 
 
-def load_sides(a: argparse.Namespace, b: argparse.Namespace, prompts: list[Request]) -> tuple[Side, Side]:
-    """Both sides, warmed up. Where no flag limits new tokens, both sides get as many as the shorter context holds.
-    ValueError for different tokenizers, and for prompts that do not fit."""
-    targets, parts, contexts = {}, [], []  # parts: (model, tokenizer, drafter) of a side
-    for args in (a, b):
-        key = tuple(getattr(args, flag) for flag in TARGET_FLAGS)
-        targets[key] = targets.get(key) or load_target(args, pick_device(args.device), ALONE)
-        model, tokenizer = targets[key]
-        drafter = drafter_of(args, model, tokenizer)
-        parts.append((model, tokenizer, drafter))
-        max_length, limit = model.config.max_seq_length, args.max_seq_length
-        if limit is not None and not 2 <= limit <= max_length:
-            raise ValueError(f"--max_seq_length {limit} must lie between 2 and the model's {max_length}")
-        contexts.append(limit or max_length)
-    check_same_tokens(parts[0][1], parts[1][1], b.random_weights or b.checkpoint)
-    for target, _ in targets.values():  # after the drafters: packed weights cannot be copied into a draft
-        drafts = [drafter.model for model, _, drafter in parts if model is target and drafter is not None]
-        pack_model(target, *[draft for draft in drafts if draft is not None])
+class Parts(NamedTuple):
+    """What a side is made of."""
+
+    options: Options
+    model: Transformer
+    tokenizer: Tokenizer
+    drafter: Drafter | None
+
+
+def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Side]:
+    """Both sides, warmed up. Where no flag limits new tokens, both sides get as many as the shorter
+    context holds. ValueError for different tokenizers, and for prompts that do not fit."""
+    targets: dict[ModelOptions, tuple[Transformer, Tokenizer]] = {}
+    sides = []
+    for options in (a, b):
+        check_draft_source(options)
+        if options.model not in targets:  # a model with the same options is loaded once
+            device = pick_device(options.model.device)
+            targets[options.model] = load_target(options.model, device, progress=True)
+        model, tokenizer = targets[options.model]
+        drafter = drafter_for(options.draft, model, tokenizer, options.model.dtype, progress=True)
+        sides.append(Parts(options, model, tokenizer, drafter))
+    first, second = sides
+    check_same_tokens(first.tokenizer, second.tokenizer, b.model.source)
+    # Pack only after both drafters are made: packed weights cannot be copied into a draft.
+    for model, _ in targets.values():
+        pack_with(model, *[parts.drafter for parts in sides if parts.model is model])
+    limit = min(context_limit(parts.options, parts.model.config) for parts in sides)
     num_threads = min(torch.get_num_threads(), cpu_share())
-    side_a, side_b = (load_side(args, *part, prompts, min(contexts), num_threads) for args, part in zip((a, b), parts))
-    return side_a, side_b
+    return (
+        load_side(first, prompts, limit, num_threads),
+        load_side(second, prompts, limit, num_threads),
+    )
 
 
-def load_side(args, model, tokenizer, drafter, prompts: list[Request], limit: int, num_threads: int) -> Side:
-    """A warmed-up engine, as generate.py makes it for these prompts, in a context of `limit` positions."""
-    max_length = args.max_seq_length or model.config.max_seq_length
-    check = functools.partial(check_lengths, model, limit=max_length)
-    rows, errors = encoded(prompts, args, tokenizer, limit, check)
+def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int) -> Side:
+    """A warmed-up engine, as generate.py makes it for these prompts, in a context of `limit`
+    positions."""
+    options, model, tokenizer, drafter = parts
+    max_length = options.run.max_seq_length
+    rows, errors = Encoder(options, tokenizer, model, limit).encode_all(prompts)
     if errors:
         raise ValueError(errors[0])
     length = max(len(row.ids) + row.max_new_tokens for row in rows)
-    engine = Engine(
-        model, min(args.batch_size, len(rows)), args.max_seq_length or length, drafter=drafter,
-        compile=compiles(args.compile, pick_device(args.device)), speculate_k=speculate_k(args),
-        one_width=args.one_width, kind=cache_type(args),
-    )  # fmt: skip
-    torch.set_num_threads(args.threads or num_threads)
+    batch_size = min(options.run.batch_size, len(rows))
+    engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
+    num_threads = options.run.threads or num_threads
+    torch.set_num_threads(num_threads)
     warm_up(engine, rows[0].sampling, length // 2, kinds_of(rows))
-    stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
-    side = Side(args, Session(engine, tokenizer, sampling_of(args), stop_ids), args.threads or num_threads, rows)
+    stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
+    side = Side(options, LLM.over(engine, tokenizer, stop_ids), num_threads, rows)
     batch = rows[: engine.batch_size]
-    side.decode([row._replace(max_new_tokens=min(row.max_new_tokens, WARM_UP_TOKENS)) for row in batch])
+    side.decode(
+        [row._replace(max_new_tokens=min(row.max_new_tokens, WARM_UP_TOKENS)) for row in batch]
+    )
     side.timings.clear()
     return side
 
 
-def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], list[list[tuple[str, list[int]]]]]:
-    """Decode all rows by a, b, b, a, as many at a time as fill both sides' batches. Returns (tok/s of a, tok/s of b) of
-    every group and round, and for every row its runs as (name of the side, new ids)."""
-    rates, runs, group_size = [], [[] for _ in a.rows], math.lcm(a.args.batch_size, b.args.batch_size)
+def compare(
+    a: Side, b: Side, rounds: int
+) -> tuple[list[tuple[float, float]], list[list[tuple[str, list[int]]]]]:
+    """Decode all rows by a, b, b, a, as many at a time as fill both sides' batches. Returns (tok/s
+    of a, tok/s of b) of every group and round, and for every row its runs as (name of the side, new
+    ids)."""
+    rates = []
+    runs = [[] for _ in a.rows]
+    group_size = math.lcm(a.batch_size, b.batch_size)
     for begin in range(0, len(a.rows), group_size):
         for _ in range(rounds):
-            num_tokens, seconds = Counter(), Counter()
+            num_tokens = Counter()
+            seconds = Counter()
             for name in "abba":
                 side = a if name == "a" else b
                 group = side.decode(side.rows[begin : begin + group_size])
@@ -167,30 +220,47 @@ def compare(a: Side, b: Side, rounds: int) -> tuple[list[tuple[float, float]], l
                 seconds[name] += side.timings[-1].decode_s
                 for row, ids in enumerate(group, begin):
                     runs[row].append((name, ids))
-            rates.append((rate(num_tokens["a"], seconds["a"]), rate(num_tokens["b"], seconds["b"])))
+            a_rate = rate(num_tokens["a"], seconds["a"])
+            b_rate = rate(num_tokens["b"], seconds["b"])
+            rates.append((a_rate, b_rate))
     return rates, runs
 
 
-def describe(number: int, text: str, runs: list[tuple[str, list[int]]], a: Side, greedy: bool) -> dict:
-    """One prompt of the report: equal, or the first token at which another run differs from a's first run. A run of b
-    that differs is preferred to a later one of a."""
+def describe(
+    number: int, text: str, runs: list[tuple[str, list[int]]], a: Side, greedy: bool
+) -> dict:
+    """One prompt of the report: equal, or the first token at which another run differs from a's
+    first run. A run of b that differs is preferred to a later one of a."""
     (_, first_ids), *later_runs = runs
     name, ids = min(later_runs, key=lambda run: (run[1] == first_ids, run[0] == "a"))
-    report = {"row": number, "prompt": text, "tokens": len(first_ids), "equal": ids == first_ids, "difference": None}
-    if ids == first_ids:
-        return report
-    position, tokenizer = common_prefix(first_ids, ids), a.session.tokenizer
-    context = slice(max(0, position - CONTEXT_TOKENS), position + CONTEXT_TOKENS // 2)
-    report["difference"] = {
-        "against": name, "position": position,
-        "top_gap": top_gap(a, a.rows[number].ids + first_ids[:position]) if greedy else None,
-    }  # fmt: skip
-    for side, side_ids in (("a", first_ids), ("b", ids)):
-        id = side_ids[position] if position < len(side_ids) else None  # None: the text has ended
-        id_text = None if id is None else continuation(tokenizer, [id])
-        texts = {f"{side}_text": id_text, f"{side}_around": continuation(tokenizer, side_ids[context])}
-        report["difference"] |= {side: id, **texts}
-    return report
+    difference = None
+    if ids != first_ids:
+        position = common_prefix(first_ids, ids)
+        difference = {"against": name, "position": position, "top_gap": None}
+        if greedy:
+            difference["top_gap"] = top_gap(a, a.rows[number].ids + first_ids[:position])
+        difference |= describe_side("a", first_ids, position, a.llm.tokenizer)
+        difference |= describe_side("b", ids, position, a.llm.tokenizer)
+    return {
+        "row": number,
+        "prompt": text,
+        "tokens": len(first_ids),
+        "equal": difference is None,
+        "difference": difference,
+    }
+
+
+def describe_side(side: str, ids: list[int], position: int, tokenizer: Tokenizer) -> dict:
+    """The token of a side at a difference (None: its text has ended before), and the text
+    around."""
+    id = None
+    text = None
+    if position < len(ids):
+        id = ids[position]
+        text = continuation(tokenizer, [id])
+    begin = max(0, position - CONTEXT_TOKENS)
+    around = continuation(tokenizer, ids[begin : position + CONTEXT_TOKENS // 2])
+    return {side: id, f"{side}_text": text, f"{side}_around": around}
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -201,25 +271,28 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 @torch.inference_mode()
 def top_gap(side: Side, ids: list[int]) -> float:
-    """The largest logit after `ids` minus the second largest, from one pass over `ids`. If the gap is as small as
-    rounding, kernels that sum in another order may decide differently. If it is larger, one of the sides is wrong."""
-    model = side.session.engine.model
+    """The largest logit after `ids` minus the second largest, from one pass over `ids`. If the gap
+    is as small as rounding, kernels that sum in another order may decide differently. If it is
+    larger, one of the sides is wrong."""
+    model = side.llm.engine.model
     device = model.norm.weight.device
-    h = model.hidden(torch.tensor([ids], device=device), torch.arange(len(ids), device=device))  # (1, T, D)
-    top = model.head(h[:, -1])[0].topk(2).values  # (2,)
-    return (top[0] - top[1]).item()
+    tokens = torch.tensor([ids], device=device)  # (1, T)
+    h = model.hidden(tokens, torch.arange(len(ids), device=device))  # (1, T, D)
+    largest, second = model.head(h[:, -1])[0].topk(2).values.tolist()
+    return largest - second
 
 
-def run(args: argparse.Namespace) -> dict:
+def run(args: CompareOptions) -> dict:
     """Load, decode, compare: the object that --json prints."""
-    flags_a, flags_b = (side_args(*side, args.prompt_file) for side in (("a", args.a), ("b", args.b)))
-    prompts, errors = requests(args)
+    options_a = side_options("a", args.a, args.prompts.file)
+    options_b = side_options("b", args.b, args.prompts.file)
+    prompts, errors = read_prompts(args.prompts)
     if errors:
         raise ValueError(errors[0])
-    prompts = share_random_seeds(flags_a, flags_b, prompts)
+    options_a, options_b = share_random_seeds(options_a, options_b)
     if args.live:
         from scripts.live import Column, watch  # before anything is loaded: it needs rich
-    a, b = load_sides(flags_a, flags_b, prompts)
+    a, b = load_sides(options_a, options_b, prompts)
     if args.live:
         watch([Column(f"a: {args.a}", a), Column(f"b: {args.b}", b)])
     greedy = all(row.sampling.is_greedy for row in a.rows + b.rows)
@@ -227,26 +300,42 @@ def run(args: argparse.Namespace) -> dict:
     reports = [describe(n, prompt.text, runs[n], a, greedy) for n, prompt in enumerate(prompts)]
     num_equal = sum(report["equal"] for report in reports)
     return {
-        "a": args.a, "b": args.b, "dtype": str(a.session.engine.model.norm.weight.dtype).removeprefix("torch."),
-        "judged": greedy, "equal": num_equal, "different": len(prompts) - num_equal, "prompts": reports,
-        **totals(rates), "speculative": [speculative(side.session.engine, side.timings) for side in (a, b)],
-    }  # fmt: skip
+        "a": args.a,
+        "b": args.b,
+        "dtype": str(a.llm.engine.model.norm.weight.dtype).removeprefix("torch."),
+        "judged": greedy,
+        "equal": num_equal,
+        "different": len(prompts) - num_equal,
+        "prompts": reports,
+        **totals(rates),
+        "speculative": [speculative(side.llm.engine, side.timings) for side in (a, b)],
+    }
 
 
 def totals(rates: list[tuple[float, float]]) -> dict:
-    """Median, min and max of the rates and of b over a. Pairs in which a side decoded no second token do not count."""
-    rates = [(a, b) for a, b in rates if a and b]
-    values = {"a_tok_s": [a for a, _ in rates], "b_tok_s": [b for _, b in rates], "ratio": [b / a for a, b in rates]}
-    summaries = {
-        key: {"median": statistics.median(x), "min": min(x), "max": max(x)} if x else None for key, x in values.items()
+    """Median, min and max of the rates and of b over a. Pairs in which a side decoded no second
+    token do not count."""
+    pairs = [(a, b) for a, b in rates if a and b]
+    return {
+        "pairs": len(pairs),
+        "a_tok_s": summary_of([a for a, _ in pairs]),
+        "b_tok_s": summary_of([b for _, b in pairs]),
+        "ratio": summary_of([b / a for a, b in pairs]),
     }
-    return {"pairs": len(rates), **summaries}
+
+
+def summary_of(values: list[float]) -> dict | None:
+    if not values:
+        return None
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def print_report(result: dict) -> None:
     print(f"a: {result['a'] or 'no flags'}\nb: {result['b'] or 'no flags'}")
     for prompt in result["prompts"]:
-        text = prompt["prompt"] if len(prompt["prompt"]) <= 40 else prompt["prompt"][:39] + "…"
+        text = prompt["prompt"]
+        if len(text) > 40:
+            text = text[:39] + "…"
         print(f"prompt {prompt['row']} {text!r}: {outcome(prompt, result['dtype'])}")
     sampled = "" if result["judged"] else "; sampled: differences are shown, not judged"
     print(f"{result['equal']} of {len(result['prompts'])} equal{sampled}")
@@ -254,29 +343,47 @@ def print_report(result: dict) -> None:
         if speculation is not None:
             print(f"{side}:", *summary(speculation), sep="\n  ")
     if result["ratio"]:
-        a, b, ratio = (
-            f"{result[key]['median']:{digits}} ({result[key]['min']:{digits}}–{result[key]['max']:{digits}})"
-            for key, digits in (("a_tok_s", ".1f"), ("b_tok_s", ".1f"), ("ratio", ".2f"))
-        )
-        print(f"a {a} tok/s, b {b} tok/s, b/a {ratio} over {result['pairs']} pair{'s' * (result['pairs'] > 1)}")
+        a = range_text(result["a_tok_s"], ".1f")
+        b = range_text(result["b_tok_s"], ".1f")
+        ratio = range_text(result["ratio"], ".2f")
+        plural = "s" if result["pairs"] > 1 else ""
+        print(f"a {a} tok/s, b {b} tok/s, b/a {ratio} over {result['pairs']} pair{plural}")
+
+
+def range_text(values: dict, digits: str) -> str:
+    return f"{values['median']:{digits}} ({values['min']:{digits}}–{values['max']:{digits}})"
 
 
 def outcome(prompt: dict, dtype: str) -> str:
-    diff = prompt["difference"]
-    if diff is None:
+    """One prompt's part of the report, after its text."""
+    difference = prompt["difference"]
+    if difference is None:
         return f"equal, {prompt['tokens']} tokens"
-    a, b = ("ends" if diff[side] is None else f"{diff[side]} {diff[f'{side}_text']!r}" for side in "ab")
-    name = "b" if diff["against"] == "b" else "a in another run"
-    gap = "" if diff["top_gap"] is None else f"; a's two best logits lie {diff['top_gap']:.2g} apart ({dtype})"
-    texts = "".join(f"\n  {side} …{diff[f'{side}_around']!r}" for side in "ab")
-    return f"token {diff['position']} differs: a {a}, {name} {b}{gap}{texts}"
+    name = "b" if difference["against"] == "b" else "a in another run"
+    a = token_text(difference, "a")
+    b = token_text(difference, "b")
+    line = f"token {difference['position']} differs: a {a}, {name} {b}"
+    if difference["top_gap"] is not None:
+        line += f"; a's two best logits lie {difference['top_gap']:.2g} apart ({dtype})"
+    for side in "ab":
+        line += f"\n  {side} …{difference[f'{side}_around']!r}"
+    return line
+
+
+def token_text(difference: dict, side: str) -> str:
+    if difference[side] is None:
+        return "ends"
+    return f"{difference[side]} {difference[f'{side}_text']!r}"
 
 
 def main() -> None:
-    args = parse_args()
     with ending_plainly():
+        args = parse_args()
         result = run(args)
-        print(json.dumps(result)) if args.json else print_report(result)
+        if args.json:
+            print(json.dumps(result))
+        else:
+            print_report(result)
     sys.exit(1 if result["judged"] and result["different"] else 0)
 
 

@@ -1,16 +1,13 @@
 """The config.json and the first weights of a draft that scripts.distill_draft trains.
 
-    check_sizes             checks the flags of sizes against each other and the target
-    draft_config            config.json: sizes from the flags, or some of the target's layers
-    init_weights            random weights
-    weights_of_layers       the weights of some of the target's layers
-    project_embedding       the target's embedding in fewer columns
-
-This file knows no text and no training.
+check_sizes             checks the flags of sizes against each other and the target
+draft_config            config.json: sizes from the flags, or some of the target's layers
+init_weights            random weights
+weights_of_layers       the weights of some of the target's layers
+project_embedding       the target's embedding in fewer columns
 """
 
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -23,75 +20,138 @@ from weights.linears import QuantizedLinear, check_unpacked
 
 # Keys of config.json that a draft must share with its target.
 SHARED = (
-    "vocab_size", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta",
-    "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")  # a Llama's config.json cannot express them
+    "vocab_size",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+# Model types whose RoPE a Llama's config.json cannot express.
+OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")
 
 
-def check_sizes(args: Namespace, config: Config) -> None:
-    """Check sizes against --kind and --from_layers, and set args.layers and args.dim. ValueError for wrong flags."""
+def check_sizes(args, config: Config) -> None:
+    """Check sizes against --kind and --from_layers, and set args.layers and args.dim. ValueError
+    for wrong flags."""
     if args.draft_vocab and args.kind != "eagle3":
-        raise ValueError(f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all tokens")
+        raise ValueError(
+            f"--draft_vocab {args.draft_vocab} is for --kind eagle3; --kind {args.kind} has all"
+            " tokens"
+        )
     if args.kind in ("eagle3", "dflash"):
-        is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
-        if is_deeper or args.dim not in (None, config.dim) or args.project:
-            layers = "1 layer" if args.kind == "eagle3" else "layers"
-            raise ValueError(f"--kind {args.kind} has {layers} of the target's --dim {config.dim}, and no --project")
-        args.layers, args.dim = args.layers or 1, config.dim
-        if args.from_layers or not 1 <= (args.draft_vocab or 1) <= config.vocab_size:
-            raise ValueError(f"--kind {args.kind} takes no --from_layers, and --draft_vocab up to {config.vocab_size}")
+        set_sizes_of_target(args, config)
     if args.from_layers:
-        if any(config.sparse):
-            raise ValueError("--from_layers: layers of experts make no quick draft; give --layers and --dim")
-        args.from_layers = parse_layers(args.from_layers)
-        if any((args.layers, args.dim, args.heads, args.kv_heads, args.ffn, args.project)):
-            raise ValueError("--from_layers takes sizes and embedding from the target: give no sizes, and no --project")
-        args.layers, args.dim = len(args.from_layers), config.dim
+        set_sizes_of_layers(args, config)
     if args.layers is None or args.dim is None:
         raise ValueError(f"--kind {args.kind} needs --layers and --dim")
     if args.project and args.dim > config.dim:
         raise ValueError(f"--project: --dim {args.dim} is more than the target's {config.dim}")
 
 
-def draft_config(hf: dict, args: Namespace) -> dict:
-    """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta. ValueError for sizes that
-    do not divide."""
+def set_sizes_of_target(args, config: Config) -> None:
+    """EAGLE-3 and DFlash read the target's states, so they have its dimension."""
+    has_other_dim = args.dim not in (None, config.dim)
+    is_deeper = args.kind == "eagle3" and args.layers not in (None, 1)
+    if is_deeper or has_other_dim or args.project:
+        layers = "1 layer" if args.kind == "eagle3" else "layers"
+        raise ValueError(
+            f"--kind {args.kind} has {layers} of the target's --dim {config.dim}, and no --project"
+        )
+    if args.from_layers or (args.draft_vocab or 1) > config.vocab_size:
+        raise ValueError(
+            f"--kind {args.kind} takes no --from_layers, and --draft_vocab up to"
+            f" {config.vocab_size}"
+        )
+    args.layers = args.layers or 1
+    args.dim = config.dim
+
+
+def set_sizes_of_layers(args, config: Config) -> None:
+    if any(config.sparse):
+        raise ValueError(
+            "--from_layers: layers of experts make no quick draft; give --layers and --dim"
+        )
+    args.from_layers = parse_layers(args.from_layers)
+    sizes = (args.layers, args.dim, args.heads, args.kv_heads, args.ffn)
+    if any(sizes) or args.project:
+        raise ValueError(
+            "--from_layers takes sizes and embedding from the target: give no sizes, and no"
+            " --project"
+        )
+    args.layers = len(args.from_layers)
+    args.dim = config.dim
+
+
+def draft_config(hf: dict, args) -> dict:
+    """config.json of a Llama with the target's RoPE; targets in OWN_ROPES pass on only theta.
+    ValueError for sizes that do not divide."""
     if args.from_layers:
         return layers_config(hf, args.from_layers)
-    D, hf = args.dim, text_part(hf)
+    hf = text_part(hf)
     if hf.get("model_type") in OWN_ROPES:
         theta = config_from_hf({**hf, "quantization_config": None}).rope_theta
         ropes = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
         hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}
+    D = args.dim
     if D % 2:
         raise ValueError(f"--dim {D} is odd, and RoPE rotates pairs: {D + 1} would work")
-    heads = args.heads or D // max(E for E in range(2, 65, 2) if D % E == 0)
+    heads = args.heads or default_heads(D)
     kv_heads = args.kv_heads or heads
-    for is_wrong, message, fitting in (
-        (D % (2 * heads), f"--dim {D} does not divide into --heads {heads} of an even size; heads",
-         [H for H in range(1, D // 2 + 1) if D % (2 * H) == 0]),
-        (heads % kv_heads, f"--heads {heads} is not a multiple of --kv_heads {kv_heads}; kv_heads",
-         [G for G in range(1, heads + 1) if heads % G == 0]),
-    ):  # fmt: skip
-        if is_wrong:
-            raise ValueError(f"{message} that would work: {', '.join(map(str, fitting))}")
+    check_heads(D, heads, kv_heads)
+    shared = {key: hf[key] for key in SHARED if hf.get(key) is not None}
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": D,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": D,
         # 8/3 D as in Llama, rounded up to a multiple of 32 for group-wise quantization
-        "intermediate_size": args.ffn or math.ceil(8 * D / 3 / 32) * 32, "num_hidden_layers": args.layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": D // heads,
-        "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16",
-        **{key: hf[key] for key in SHARED if hf.get(key) is not None},
-    }  # fmt: skip
+        "intermediate_size": args.ffn or math.ceil(8 * D / 3 / 32) * 32,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": D // heads,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "bfloat16",
+        **shared,
+    }
     config_from_hf(config)
     return config
 
 
+def default_heads(D: int) -> int:
+    """Heads of 64, or of the largest even size below that divides D."""
+    head_dims = [E for E in range(2, 65, 2) if D % E == 0]
+    return D // max(head_dims)
+
+
+def check_heads(D: int, heads: int, kv_heads: int) -> None:
+    """ValueError that names the numbers that would divide."""
+    if D % (2 * heads):
+        divisors = [H for H in range(1, D // 2 + 1) if D % (2 * H) == 0]
+        raise ValueError(
+            f"--dim {D} does not divide into --heads {heads} of an even size; heads that would"
+            f" work: {', '.join(map(str, divisors))}"
+        )
+    if heads % kv_heads:
+        divisors = [G for G in range(1, heads + 1) if heads % G == 0]
+        raise ValueError(
+            f"--heads {heads} is not a multiple of --kv_heads {kv_heads}; kv_heads that would"
+            f" work: {', '.join(map(str, divisors))}"
+        )
+
+
 def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
     """config.json of a model that consists of some of the target's layers."""
-    if not 0 <= min(layer_ids) <= max(layer_ids) < hf["num_hidden_layers"]:
-        raise ValueError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {hf['num_hidden_layers'] - 1}")
+    max_layer = hf["num_hidden_layers"] - 1
+    if not 0 <= min(layer_ids) <= max(layer_ids) <= max_layer:
+        raise ValueError(f"--from_layers {list(layer_ids)}: the target has layers 0 to {max_layer}")
     config = {key: value for key, value in hf.items() if key != "quantization_config"}
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][i] for i in layer_ids]
@@ -102,7 +162,8 @@ def layers_config(hf: dict, layer_ids: Sequence[int]) -> dict:
 
 
 def init_weights(model: Transformer, seed: int) -> None:
-    """GPT-2's scheme: normal(0, 0.02); the two matrices that write to the residual stream are scaled by depth."""
+    """GPT-2's scheme: normal(0, 0.02); the two matrices that write to the residual stream are
+    scaled by depth."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
@@ -112,34 +173,53 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 
 @torch.no_grad()
-def weights_of_layers(draft: Transformer, target: Transformer, layer_ids: Sequence[int]) -> dict[str, Tensor]:
-    """First weights of a draft, in float32: some of the target's layers, its norm and its embedding. The mask's row of
-    the embedding is the mean of the others. ValueError for a packed target."""
+def weights_of_layers(
+    draft: Transformer, target: Transformer, layer_ids: Sequence[int]
+) -> dict[str, Tensor]:
+    """First weights of a draft, in float32: some of the target's layers, its norm and its
+    embedding. The mask's row of the embedding is the mean of the others. ValueError for a packed
+    target."""
     check_unpacked(target, "copied")
     subset = layer_subset(target, layer_ids)
     if (subset.windows, subset.rope_types) != (draft.windows, draft.rope_types):
-        raise ValueError(f"--from_layers {list(layer_ids)}: config.json cannot express the windows and RoPE of these")
-    source, weights = dict(subset.named_modules()), {}
+        raise ValueError(
+            f"--from_layers {list(layer_ids)}: config.json cannot express the windows and RoPE of"
+            " these"
+        )
+    source = dict(subset.named_modules())
+    weights = {}
     for name, parameter in draft.named_parameters():
         module, _, part = name.rpartition(".")
         if module == "embed":
-            stored = source[module](torch.arange(target.config.vocab_size, device=target.norm.weight.device))
-        elif isinstance(source[module], QuantizedLinear) and part == "weight":
-            stored = source[module].dequantized(torch.float32)
+            stored = embedding_of(target)
         else:
-            stored = getattr(source[module], part)
-        stored = stored.float()
-        extra = stored.mean(0, keepdim=True).expand(len(parameter) - len(stored), *stored.shape[1:])
+            stored = plain_weight(source[module], part)
+        num_extra = len(parameter) - len(stored)
+        extra = stored.mean(0, keepdim=True).expand(num_extra, *stored.shape[1:])
         weights[name] = torch.cat((stored, extra))
     return weights
 
 
+def plain_weight(module: torch.nn.Module, part: str) -> Tensor:
+    """A module's parameter in floating point, where the module may be quantized."""
+    if isinstance(module, QuantizedLinear) and part == "weight":
+        return module.dequantized(torch.float32)
+    return getattr(module, part).float()
+
+
+def embedding_of(target: Transformer) -> Tensor:
+    """The target's embedding (V, D) in float32. Its rows are looked up, quantized or not."""
+    ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
+    return target.embed(ids).float()
+
+
 @torch.no_grad()
 def project_embedding(draft: Transformer, target: Transformer) -> None:
-    """Set the draft's embedding to the target's, E, projected on its D leading directions. No other table of D columns
-    has inner products of rows nearer to E's. It is scaled to the standard deviation of `init_weights`."""
-    ids = torch.arange(target.config.vocab_size, device=target.norm.weight.device)
-    E = target.embed(ids).float()  # (V, D of the target), quantized or not
+    """Set the draft's embedding to the target's, E, projected on its D leading directions. No other
+    table of D columns has inner products of rows nearer to E's. It is scaled to the standard
+    deviation of `init_weights`."""
+    E = embedding_of(target)  # (V, D of the target)
     _, directions = torch.linalg.eigh(E.T @ E)  # in ascending order
     projected = E @ directions[:, -draft.config.dim :].flip(1)  # (V, D)
-    draft.embed.weight[: len(projected)].copy_(projected * (0.02 / projected.std()))  # not the mask's row
+    # A mask's row, if there is one, comes last and keeps its random weights.
+    draft.embed.weight[: len(projected)].copy_(projected * (0.02 / projected.std()))

@@ -1,22 +1,22 @@
 """Both sides of scripts.compare decoding one prompt, drawn side by side with rich.
 
-    watch      decodes both sides in turn; draws them while they run, or prints them once if there is no terminal
+    watch      decodes both sides in turn; draws them while they run, or prints them once if there
+               is no terminal
     Column     one side's answer, and the seconds that it has taken
     picture    the columns as a table
 
-The column that has taken fewer seconds decodes the next step, so both columns show the same second of decoding. Each
-side's steps push the other's weights out of the processor's caches, so rates may be lower than those of one side alone.
+The column that has taken fewer seconds decodes the next step, so both columns show the same second
+of decoding. Each side's steps push the other's weights out of the processor's caches, so rates may
+be lower than those of one side alone.
 """
 
-import itertools
 import time
 
 import torch
 
-from cli.answers import Answer
 from cli.errors import defer_interrupts
 from cli.report import ACCEPTED, CORRECTED, RowStatistics, origin, rate
-from decoding.timing import synchronize
+from decoding.readback import synchronize
 
 try:
     from rich import box
@@ -29,78 +29,98 @@ except ImportError:
 
 FRAME_S = 1 / 12
 STYLES = {ACCEPTED: "blue", CORRECTED: "red"}  # cli.answers.COLOURS, in rich's words
-CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if code != ord("\n")}  # would move the cursor
+# Control characters, which would move the cursor, become spaces.
+CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if code != ord("\n")}
 
 
 class Column:
     """One side of scripts.compare on its way through its first row."""
 
     def __init__(self, name: str, side):
-        self.name, self.side, self.session = name, side, side.session
-        self.seconds = self.first_token_s = 0.0  # of this side's steps alone
-        self.is_finished = False
-        self.session.engine.clear()
-        self.answer = Answer(side.rows[0], self.session.printer(side.rows[0].stop))
-        self.id = self.session.start(self.answer)
+        self.name = name
+        self.side = side
+        self.llm = side.llm
+        self.seconds = 0.0  # of this side's steps alone
+        self.first_token_s = 0.0
+        self.llm.engine.clear()
+        self.answer = side.answer(side.rows[0])
+        self.llm.start(self.answer)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.answer.is_finished
 
     def step(self) -> None:
         """Decode one step, and wait until a GPU has finished it."""
         torch.set_num_threads(self.side.num_threads)
         started = time.perf_counter()
-        self.session.engine.step()
-        synchronize(self.session.engine.device)
+        self.llm.step()
+        synchronize(self.llm.engine.device)
         self.seconds += time.perf_counter() - started
-        self.is_finished = self.answer.feed()
-        if self.answer.printer.ids:
-            self.first_token_s = self.first_token_s or self.seconds
-        if self.is_finished:
-            self.session.engine.abort(self.id)  # a stop string ends a text before its request
-            self.answer.printer.close()
+        if self.answer.ids and self.first_token_s == 0:
+            self.first_token_s = self.seconds
 
     def text(self) -> Text:
         """The prompt, dim, and the new text in the colours of --show_drafts."""
         text = Text()
         text.append(self.answer.row.text.translate(CONTROLS), "dim")
-        origins = map(origin, self.answer.request.token_records)
-        for piece, source in itertools.zip_longest(self.answer.printer.pieces, origins, fillvalue=None):
-            text.append((piece or "").translate(CONTROLS), STYLES.get(source))
+        records = self.answer.request.token_records  # none without a drafter
+        for number, piece in enumerate(self.answer.pieces):
+            style = None
+            if number < len(records):
+                style = STYLES.get(origin(records[number]))
+            text.append(piece.translate(CONTROLS), style)
         return text
 
     def rates(self) -> str:
         drafts = RowStatistics(self.answer.request.token_records)
-        num_verified, num_accepted = sum(drafts.reached.values()), sum(drafts.accepted.values())
-        tok_s = rate(len(self.answer.printer.ids) - 1, self.seconds - self.first_token_s)
-        acceptance = f"{num_accepted / num_verified:.0%} of drafts accepted" if num_verified else "nothing drafted"
+        num_verified = drafts.reached.total()
+        acceptance = "nothing drafted"
+        if num_verified:
+            acceptance = f"{drafts.accepted.total() / num_verified:.0%} of drafts accepted"
+        tok_s = rate(len(self.answer.ids) - 1, self.seconds - self.first_token_s)
         return f"{tok_s:.1f} tok/s after {self.seconds:.2f} s\n{acceptance}"
 
 
 def picture(console: Console, columns: list[Column], height: int | None) -> Table:
     """Both columns with the last `height` lines (None: all) of their texts."""
     width = max(1, (console.width - 1) // len(columns) - 3)
-    table = Table(box=box.ROUNDED, caption="blue: drafted and accepted, red: in a rejected token's place")
+    table = Table(
+        box=box.ROUNDED, caption="blue: drafted and accepted, red: in a rejected token's place"
+    )
     for column in columns:
         table.add_column(Text(column.name, overflow="fold"), width=width)
-    texts = [list(column.text().wrap(console, width)) for column in columns]
-    num_lines = height or max(map(len, texts))
-    for lines in texts:
-        lines[:] = lines[-num_lines:] + [Text()] * (num_lines - len(lines))
-    table.add_row(*[Text("\n").join(lines) for lines in texts])
+    lines_by_column = [list(column.text().wrap(console, width)) for column in columns]
+    num_lines = height or max(map(len, lines_by_column))
+    texts = []
+    for lines in lines_by_column:
+        padding = [Text()] * (num_lines - len(lines))
+        texts.append(Text("\n").join(lines[-num_lines:] + padding))
+    table.add_row(*texts)
     table.add_section()
     table.add_row(*[column.rates() for column in columns])
     return table
 
 
 def watch(columns: list[Column]) -> None:
-    """Decode both columns to their ends, drawn on stderr. KeyboardInterrupt leaves the last picture."""
-    console, frame_at = Console(stderr=True), 0.0
-    num_lines = len(console.render_lines(picture(console, columns, 1)))  # and one for the ^C that a terminal echoes
-    height = max(3, console.height - num_lines) if console.is_terminal else None
+    """Decode both columns to their ends, drawn on stderr. KeyboardInterrupt leaves the last
+    picture."""
+    console = Console(stderr=True)
+    height = None
+    if console.is_terminal:
+        # Lines other than the text: the frame, and one for the ^C that a terminal echoes.
+        num_other_lines = len(console.render_lines(picture(console, columns, 1)))
+        height = max(3, console.height - num_other_lines)
+    next_frame_s = 0.0
     with Live(console=console, auto_refresh=False) as live, defer_interrupts() as interrupts:
-        while not interrupts and (unfinished_columns := [column for column in columns if not column.is_finished]):
-            min(unfinished_columns, key=lambda column: column.seconds).step()
-            if console.is_terminal and time.perf_counter() > frame_at + FRAME_S:
+        while not interrupts:
+            unfinished = [column for column in columns if not column.is_finished]
+            if not unfinished:
+                break
+            min(unfinished, key=lambda column: column.seconds).step()
+            if console.is_terminal and time.perf_counter() > next_frame_s:
                 live.update(picture(console, columns, height), refresh=True)
-                frame_at = time.perf_counter()
+                next_frame_s = time.perf_counter() + FRAME_S
         live.update(picture(console, columns, height), refresh=True)
     if not console.is_terminal:
         console.line()

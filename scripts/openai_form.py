@@ -1,15 +1,18 @@
-"""OpenAI's protocol as data: a request's JSON body -> `TextRequest`; decided tokens -> the objects of an answer.
+"""OpenAI's protocol as data: a request's JSON body -> `TextRequest`; decided tokens -> the objects
+of an answer.
 
     Refusal             an error as OpenAI's clients expect it, with its HTTP status
-    TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add their own
+    TextRequest         the keys of a request, with every field of Sampling; Completion and Chat add
+                        their own
     read_request        a checked request; a key that this server cannot honour is refused by name,
                         unless scripts/other_servers.py knows that its value changes nothing
     Event               the tokens that one step decided for one answer
-    Answer              the objects of one request's answers: chunks of a stream, or complete choices
+    Answer              the objects of one request's answers: chunks of a stream, or complete
+                        choices
 
-This project adds the keys top_k, min_p, chat_template_kwargs, parse_special, `draft` (false: decode without the draft)
-and `tokens` (true: list each token's text, origin, round, p, q and second), and has ignore_eos and stop_token_ids from
-vLLM. This file knows no HTTP and no model.
+This project adds the keys top_k, min_p, chat_template_kwargs, parse_special, `draft` (false: decode
+without the draft) and `tokens` (true: list each token's text, origin, round, p, q and second), and
+has ignore_eos and stop_token_ids from vLLM.
 """
 
 import time
@@ -18,24 +21,36 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
 
+from cli.options import check_template_kwargs
 from cli.page import Token
-from cli.prompts import check_template_kwargs
 from decoding.sampling import Sampling
 from loading.chat_messages import ContentError, join_parts, parse_arguments
 from loading.chat_templates import THOUGHTS
 from scripts.other_servers import translated
 
-MAX_STOPS, MAX_TOP_LOGPROBS = 16, 20
-MESSAGE_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id", *THOUGHTS}  # as templates read them
-MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # int64, as in OpenAI's schema
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+# The keys of a message that templates read.
+MESSAGE_KEYS = {"role", "name", "content", "tool_calls", "tool_call_id", *THOUGHTS}
+# Seeds are int64, as in OpenAI's schema.
+MIN_SEED = -(2**63)
+MAX_SEED = 2**63 - 1
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """An error with a status; `body` is the JSON that the client reads. `logged` is its line for the
-    server's log: the message, or in its place one without what the request said."""
+    """An error with a status; `body` is the JSON that the client reads. `logged` is its line for
+    the server's log: the message, or in its place one without what the request said."""
 
     def __init__(
         self,
@@ -46,12 +61,16 @@ class Refusal(Exception):
         logged: str | None = None,
     ):
         super().__init__(message)
-        kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        default_type = "server_error" if status >= 500 else "invalid_request_error"
+        error_type = ERROR_TYPES.get(status, default_type)
+        self.status = status
+        self.body = {
+            "error": {"message": message, "type": error_type, "param": param, "code": code}
+        }
         self.logged = message if logged is None else logged
 
 
-# --------------------------------------------------------------------------------------------- requests
+# --------------------------------------------------------------------------------------- requests
 
 
 def as_list(x: object) -> object:
@@ -66,12 +85,17 @@ def without_empty(x: object) -> object:
     return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
 
+def id_pairs(number_by_id: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """Numbers by token id, as Sampling has them. Of "1" and "01" the last one counts."""
+    return tuple({int(id): number for id, number in number_by_id.items()}.items())
+
+
 def setting_type(hint: object) -> object:
     """The type of a Sampling field in a request, where (token id, number) pairs are an object."""
     if get_origin(hint) is not tuple:
         return hint | None
-    ids = Annotated[str, Field(pattern="^[0-9]{1,8}$")]
-    return Annotated[dict[ids, float], AfterValidator(lambda x: tuple({int(id): x[id] for id in x}.items()))] | None
+    token_id = Annotated[str, Field(pattern="^[0-9]{1,8}$")]
+    return Annotated[dict[token_id, float], AfterValidator(id_pairs)] | None
 
 
 def answer_schema(x: object) -> dict:
@@ -81,7 +105,9 @@ def answer_schema(x: object) -> dict:
             return {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return schema
-    raise ValueError('give {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {…}}}')
+    raise ValueError(
+        'give {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {…}}}'
+    )
 
 
 HINTS = get_type_hints(Sampling)
@@ -121,24 +147,31 @@ class TextRequest(create_model("Settings", __base__=SharedKeys, **SETTINGS)):
     def model_post_init(self, context: object) -> None:
         try:
             _ = self.sampling
-        except ValueError as error:  # it names the field first
+        except ValueError as error:  # whose first word is the field
             raise Refusal(str(error), str(error).split()[0].rstrip(":")) from None
         if any(self.stream_options.values()) and not self.stream:
             raise Refusal("stream_options needs stream = true", "stream_options")
         if self.max_completion_tokens not in (None, self.max_new_tokens):
-            raise Refusal("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+            raise Refusal(
+                "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
+            )
         if self.max_new_tokens == 0 and not self.echo:
-            raise Refusal("max_tokens = 0 must be at least 1: only an echo needs no token", "max_tokens")
+            raise Refusal(
+                "max_tokens = 0 must be at least 1: only an echo needs no token", "max_tokens"
+            )
         if self.chat and self.top_logprobs and not self.logprobs:
-            raise Refusal(f"top_logprobs = {self.top_logprobs} needs logprobs = true", "top_logprobs")
+            raise Refusal(
+                f"top_logprobs = {self.top_logprobs} needs logprobs = true", "top_logprobs"
+            )
 
 
 class Completion(TextRequest):
     chat: ClassVar = False
-    prompts: Annotated[list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty] = Field(
-        alias="prompt"
-    )
-    num_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, alias="logprobs")  # besides the token's own
+    prompts: Annotated[
+        list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty
+    ] = Field(alias="prompt")
+    # The number of top tokens to list besides the chosen one.
+    num_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, alias="logprobs")
     echo: bool = False
     parse_special: bool | None = None  # as the server's --parse_special
 
@@ -175,16 +208,24 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None  # an answer of OpenAI's has it in place of content
-    reasoning_content: str | None = None  # the thoughts under three names, of which templates read one or two
+    # Clients send thoughts under three names; templates read one or two of them.
+    reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
 
     def model_post_init(self, context: object) -> None:
-        self.content = self.refusal if self.content is None else self.content
+        if self.content is None:
+            self.content = self.refusal
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing")
-        if keys := [key for key, value in self.model_extra.items() if value]:
-            raise ValueError(f"{keys[0]:.99} is not supported")
+        for key, value in self.model_extra.items():
+            if value:
+                raise ValueError(f"{key:.99} is not supported")
+
+
+def check_template_keys(kwargs: dict) -> dict:
+    check_template_kwargs(kwargs)
+    return kwargs
 
 
 class Chat(TextRequest):
@@ -194,11 +235,15 @@ class Chat(TextRequest):
     tools: list[dict] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: Annotated[dict, AfterValidator(lambda x: check_template_kwargs(x) or x)] = Field({})
+    chat_template_kwargs: Annotated[dict, AfterValidator(check_template_keys)] = Field({})
 
     @property
     def prompts(self) -> list[list[dict]]:
-        return [[message.model_dump(include=MESSAGE_KEYS, exclude_none=True) for message in self.messages]]
+        """One prompt: the messages, with the keys that templates read."""
+        messages = [
+            message.model_dump(include=MESSAGE_KEYS, exclude_none=True) for message in self.messages
+        ]
+        return [messages]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -206,30 +251,47 @@ class Chat(TextRequest):
 
 
 def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> TextRequest:
-    """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of its settings."""
+    """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of
+    its settings."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
-    defaults = {f.name: value for f in fields(sampling) if (value := getattr(sampling, f.name)) != f.default}
+    defaults = {}
+    for field in fields(sampling):
+        value = getattr(sampling, field.name)
+        if value != field.default:
+            defaults[field.name] = value
     body = defaults | translated(body, chat, defaults)
-    if (name := body.pop("model", model)) != model:
-        raise Refusal(f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found")
+    name = body.pop("model", model)
+    if name != model:
+        raise Refusal(
+            f"no model {name!r:.99}: this server has {model!r}", "model", 404, "model_not_found"
+        )
     try:
         return (Chat if chat else Completion).model_validate(body)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key, *indices = problem["loc"] or ("body",)
-        path = f"messages[{indices[0]}]" if key == "messages" and indices else key[:99]
-        if problem["type"] == "extra_forbidden":
-            raise Refusal(f"{path!r} is not supported by this server", path, 400, "unknown_parameter") from None
-        if problem["type"] == "missing":
-            raise Refusal(f"{'.'.join(map(str, problem['loc']))} is missing", path) from None
-        message = f"{path} = {problem['input']!r:.99}: {problem['msg']}"
-        quotes_content = isinstance(problem.get("ctx", {}).get("error"), ContentError)
-        reason = "a part that is not text" if quotes_content else problem["msg"]
-        raise Refusal(message, path, logged=f"{path}: {reason}") from None
+        raise refusal_of(error.errors()[0]) from None
 
 
-# ---------------------------------------------------------------------------------------------- answers
+def refusal_of(problem: dict) -> Refusal:
+    """What a client reads of the first problem that pydantic names in a body."""
+    location = problem["loc"] or ("body",)
+    key = location[0]
+    path = key[:99]
+    if key == "messages" and len(location) > 1:
+        path = f"messages[{location[1]}]"
+    if problem["type"] == "extra_forbidden":
+        message = f"{path!r} is not supported by this server"
+        return Refusal(message, path, 400, "unknown_parameter")
+    if problem["type"] == "missing":
+        return Refusal(f"{'.'.join(map(str, location))} is missing", path)
+    message = f"{path} = {problem['input']!r:.99}: {problem['msg']}"
+    reason = problem["msg"]
+    if isinstance(problem.get("ctx", {}).get("error"), ContentError):
+        reason = "a part that is not text"  # the message quotes the content
+    return Refusal(message, path, logged=f"{path}: {reason}")
+
+
+# ---------------------------------------------------------------------------------------- answers
 
 
 class Event(NamedTuple):
@@ -252,19 +314,29 @@ class Answer:
     """The objects of one request's answers. `pieces`: the bytes of every token id."""
 
     def __init__(self, request: TextRequest, model: str, pieces: Sequence[bytes]):
-        self.request, self.pieces = request, pieces
-        kind = "chat.completion" if request.chat else "text_completion"
+        self.request = request
+        self.pieces = pieces
+        id_prefix = "chatcmpl" if request.chat else "cmpl"
+        object_type = "text_completion"
+        if request.chat:
+            object_type = "chat.completion.chunk" if request.stream else "chat.completion"
         self.head = {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind + ".chunk" * (request.chat and request.stream), "created": int(time.time()), "model": model,
-        }  # fmt: skip
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": object_type,
+            "created": int(time.time()),
+            "model": model,
+        }
         self.num_characters: dict[int, int] = {}  # of each answer so far, for text_offset
 
     def usage(self, prompt_tokens: int, events: Sequence[Event]) -> dict:
         """A prompt counts once, however many answers it has."""
         timings = {event.index: event.ending["timings"] for event in events if event.ending}
         decoded = sum(timing["tokens"] for timing in timings.values())
-        cached = sum(timing["cached_tokens"] for index, timing in timings.items() if index % self.request.n == 0)
+        cached = sum(
+            timing["cached_tokens"]
+            for index, timing in timings.items()
+            if index % self.request.n == 0
+        )
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return token_counts(prompt_tokens, decoded) | details
 
@@ -275,46 +347,89 @@ class Answer:
         return self.chunk(choice, usage=usage)
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        has_usage = usage is not None or self.request.stream_options.get("include_usage")
-        return {**self.head, "choices": list(choices)} | ({"usage": usage} if has_usage else {})
+        chunk = {**self.head, "choices": list(choices)}
+        if usage is not None or self.request.stream_options.get("include_usage"):
+            chunk["usage"] = usage
+        return chunk
 
     def choice(self, event: Event) -> dict:
         """One choice, of a chunk or of a complete answer."""
-        request, ending, text = self.request, event.ending or {}, "".join(token.text for token in event.tokens)
-        content = {"text": text}
-        if request.chat and request.stream:
-            content = {"delta": {"content": text} if text else {}}
-        elif request.chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        logprobs = None
-        if request.num_logprobs is not None and event.tokens:
-            logprobs = self.chat_logprobs(event.tokens) if request.chat else self.completion_logprobs(event)
-        choice = {"index": event.index, **content, "logprobs": logprobs, "finish_reason": ending.get("finish_reason")}
+        request = self.request
+        ending = event.ending or {}
+        choice = {
+            "index": event.index,
+            **self.content("".join(token.text for token in event.tokens)),
+            "logprobs": self.logprobs(event),
+            "finish_reason": ending.get("finish_reason"),
+        }
         if request.tokens and event.tokens:
             choice["tokens"] = [token.as_json() for token in event.tokens]
-        return choice | ({"timings": ending["timings"]} if ending else {})
+        if ending:
+            choice["timings"] = ending["timings"]
+        return choice
+
+    def content(self, text: str) -> dict:
+        """The key of a choice that has its text."""
+        if not self.request.chat:
+            return {"text": text}
+        if self.request.stream:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, event: Event) -> dict | None:
+        if self.request.num_logprobs is None or not event.tokens:
+            return None
+        if self.request.chat:
+            return self.chat_logprobs(event.tokens)
+        return self.completion_logprobs(event)
+
+    def token_text(self, id: int) -> str:
+        return self.pieces[id].decode(errors="replace")
 
     def chat_logprobs(self, tokens: list[Token]) -> dict:
-        entries = [[
-            {"token": self.pieces[id].decode(errors="replace"), "logprob": logprob, "bytes": list(self.pieces[id])}
-            for id, logprob in token.top_logprobs
-        ] for token in tokens]  # fmt: skip
-        return {"content": [chosen | {"top_logprobs": others} for chosen, *others in entries], "refusal": None}
+        content = []
+        for token in tokens:
+            chosen, *others = (
+                {
+                    "token": self.token_text(id),
+                    "logprob": logprob,
+                    "bytes": list(self.pieces[id]),
+                }
+                for id, logprob in token.top_logprobs
+            )
+            content.append(chosen | {"top_logprobs": others})
+        return {"content": content, "refusal": None}
 
     def completion_logprobs(self, event: Event) -> dict:
-        """Four lists of an entry a token. `tokens` has the characters that a token adds to the text, none for BOS or
-        part of a character; text_offset is their place. Of top tokens with the same text only the first is listed."""
-        texts, offsets, offset = [token.text for token in event.tokens], [], self.num_characters.get(event.index, 0)
-        for text in texts:
+        """Four lists of an entry a token. `tokens` has the characters that a token adds to the
+        text, none for BOS or part of a character; text_offset is their place. Of top tokens with
+        the same text only the first is listed."""
+        texts = []
+        offsets = []
+        logprobs = []
+        tops = []
+        offset = self.num_characters.get(event.index, 0)
+        for token in event.tokens:
+            texts.append(token.text)
             offsets.append(offset)
-            offset += len(text)
+            offset += len(token.text)
+            pairs = token.top_logprobs
+            logprobs.append(pairs[0][1] if pairs else None)
+            tops.append(self.top_by_text(token) if pairs else None)
         self.num_characters[event.index] = offset
-        pairs = [token.top_logprobs for token in event.tokens]
-        top = [
-            p and {text if id == p[0][0] else self.pieces[id].decode(errors="replace"): x for id, x in reversed(p[1:])}
-            for text, p in zip(texts, pairs)
-        ]  # a chosen token has the text that `tokens` has
         return {
-            "tokens": texts, "token_logprobs": [p[0][1] if p else None for p in pairs],
-            "top_logprobs": top if self.request.num_logprobs else None, "text_offset": offsets,
-        }  # fmt: skip
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops if self.request.num_logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def top_by_text(self, token: Token) -> dict[str, float]:
+        """The log-probabilities of a token's top tokens. The chosen one among them has the text
+        that it added."""
+        (chosen, _), *others = token.top_logprobs
+        logprob_by_text = {}
+        for id, logprob in others:
+            text = token.text if id == chosen else self.token_text(id)
+            logprob_by_text.setdefault(text, logprob)
+        return logprob_by_text

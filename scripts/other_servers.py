@@ -17,7 +17,6 @@ from decoding.sampling import PENALTIES, SETTINGS
 
 UNLIMITED = 2**31  # max_tokens beyond any context
 
-
 ANY = ("any value",)
 OFF = (False, 0, "", [], {})
 
@@ -144,26 +143,44 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 def translated(body: dict, is_chat: bool, defaults: dict) -> dict:
     """The body without null and neutral values, and with this server's keys and values in place of
     equal ones. `defaults`: the server's own settings, which the body's replace."""
+    body = dict(body)
     if is_among(body.get("repeat_penalty"), (1.0,)) and body.get("repetition_penalty") is None:
-        body = body | {"repetition_penalty": 1.0}  # none, also where the server has one by default
+        body["repetition_penalty"] = 1.0  # none, also where the server has one by default
+    if body.get("tool_choice") == "none":
+        body["tools"] = None  # a prompt without tools asks for no call
+    for name, own_name in RENAMED.items():
+        if name in body and own_name not in body:
+            body[own_name] = body.pop(name)
+    drop_unlimited(body)
+    neutral = neutral_values(body, is_chat, defaults)
+    result = {}
+    for name, value in body.items():
+        is_neutral = name not in SETTINGS and is_among(value, neutral.get(name, ()))
+        if value is not None and not is_neutral:
+            result[name] = equivalent(value, EQUIVALENT.get(name, ()))
+    return result
+
+
+def drop_unlimited(body: dict) -> None:
+    """Where a request has two different limits, remove one of -1, which is none."""
+    limits = [body.get(name) for name in LIMITS]
+    if None in limits or limits[0] == limits[1]:
+        return
+    for name in LIMITS:
+        if body[name] == -1:
+            del body[name]
+
+
+def neutral_values(body: dict, is_chat: bool, defaults: dict) -> dict:
+    """NEUTRAL, and the keys whose neutral values depend on the rest of the request."""
     settings = defaults | {name: value for name, value in body.items() if value is not None}
-    is_penalized = any(settings.get(name, SETTINGS[name].neutral) != SETTINGS[name].neutral for name in PENALTIES)
-    neutral = NEUTRAL | {
+    is_penalized = any(
+        settings.get(name, SETTINGS[name].neutral) != SETTINGS[name].neutral for name in PENALTIES
+    )
+    return NEUTRAL | {
         "best_of": (body.get("n") or 1,),
         "add_special_tokens": (not is_chat,),  # what a server adds by itself
         "repeat_last_n": (-1,) if is_penalized else ANY,
-    }
-    if body.get("tool_choice") == "none":
-        body = body | {"tools": None}  # a prompt without tools asks for no call
-    names = {name: other for name, other in RENAMED.items() if other not in body}
-    body = {names.get(name, name): value for name, value in body.items()}
-    limits = [body.get(name) for name in LIMITS]
-    if limits[0] != limits[1]:  # no limit beside a limit is the limit
-        body = {name: value for name, value in body.items() if name not in LIMITS or value != -1 or None in limits}
-    return {
-        name: equivalent(value, EQUIVALENT.get(name, ()))
-        for name, value in body.items()
-        if value is not None and (name in SETTINGS or not is_among(value, neutral.get(name, ())))
     }
 
 
@@ -171,9 +188,13 @@ def is_among(value: object, others: Iterable) -> bool:
     """Is it one of the others? False is no 0, and 1.0 is 1: clients write numbers either way."""
     if others is ANY:
         return True
-    same_kind = [x for x in others if isinstance(x, bool) == isinstance(value, bool)]
-    return any(value == x for x in same_kind)
+    is_bool = isinstance(value, bool)
+    return any(value == other for other in others if isinstance(other, bool) == is_bool)
 
 
 def equivalent(value: object, pairs: Iterable[tuple]) -> object:
-    return next((other for known, other in pairs if is_among(value, [known])), value)
+    """The value that this server reads in place of `value`."""
+    for other, own_value in pairs:
+        if is_among(value, [other]):
+            return own_value
+    return value

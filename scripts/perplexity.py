@@ -1,11 +1,13 @@
-"""Perplexity of a model on a text, and its distance to a reference model.
+r"""Perplexity of a model on a text, and its distance to a reference model.
 
-    python -m scripts.perplexity --checkpoint DIR --text FILE [--quantize int4-g32] [--reference DIR]
+    python -m scripts.perplexity --checkpoint DIR --text FILE [--quantize int4-g32] \
+        [--reference DIR]
 
-The text is encoded once, without BOS, and cut into consecutive windows of --context tokens; a shorter last one is
-dropped. If encoding a text adds BOS, BOS leads each window and all its tokens are scored; otherwise all but the first.
-The standard error is that of the mean over windows. --reference, a model with the same tokens, adds the mean
-KL(reference || model) in nats a token, and the share of positions where both have the same most likely token.
+The text is encoded once, without BOS, and cut into consecutive windows of --context tokens; a
+shorter last one is dropped. If encoding a text adds BOS, BOS leads each window and all its tokens
+are scored; otherwise all but the first. The standard error is that of the mean over windows.
+--reference, a model with the same tokens, adds the mean KL(reference || model) in nats a token, and
+the share of positions where both have the same most likely token.
 """
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong flags are answered at once
@@ -14,7 +16,7 @@ if __name__ == "__main__":  # before torch is imported: --help and wrong flags a
 
     answer_flags(perplexity_args)
 
-import argparse
+import itertools
 import json
 import math
 import statistics
@@ -27,38 +29,64 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import ending_plainly
-from cli.load import pick_device
-from loading.checkpoint import load_config, load_model, pick_dtype
-from loading.tokenizer import check_same_tokens, load_tokenizer
+from loading.checkpoint import load_config, load_model
+from loading.models import pick_dtype
+from loading.target import pick_device
+from loading.tokenizer import Tokenizer, load_tokenizer
 from model import Transformer
-from scripts.flags import MAX_POSITIONS
+from scripts.flags import MAX_POSITIONS, PerplexityOptions
 from scripts.flags import perplexity_args as parse_args
 
 CHUNK = 512  # positions of a pass; longer windows run in chunks, on caches
-MAX_LOGITS = 2**25  # computed at once: 128 MB, and as much for every intermediate tensor of a divergence
-MAX_NLL = math.log(sys.float_info.max)  # beyond it the perplexity overflows: None
+# Logits that are computed at once: 128 MB, and as much for each intermediate tensor of a divergence
+MAX_LOGITS = 2**25
+MAX_NLL = math.log(sys.float_info.max)  # the perplexity of a larger one overflows
+
+
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, folder: str) -> None:
+    """ValueError unless both read every id as the same string. Models may still have padded
+    vocabularies."""
+    for id, pieces in enumerate(itertools.zip_longest(tokenizer.pieces(), other.pieces())):
+        if pieces[0] != pieces[1]:
+            first, second = (
+                "no token" if p is None else repr(p.decode(errors="replace")) for p in pieces
+            )
+            raise ValueError(
+                f"{folder}: its tokenizer differs from the first's: token {id} is {second}, there"
+                f" {first}"
+            )
 
 
 def windows(ids: list[int], context: int, bos: int | None) -> Tensor:
-    """Consecutive windows (n, context), or (n, context + 1) led by BOS. ValueError if the text has no full window."""
+    """Consecutive windows (n, context), or (n, context + 1) led by BOS. ValueError if the text has
+    no full window."""
     n = len(ids) // context
     if n == 0:
-        raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of --context {context}")
+        raise ValueError(
+            f"the text has {len(ids)} tokens, fewer than one window of --context {context}"
+        )
     rows = torch.tensor(ids[: n * context]).view(n, context)
-    return rows if bos is None else torch.cat((torch.full((n, 1), bos), rows), dim=1)
+    if bos is None:
+        return rows
+    return torch.cat((torch.full((n, 1), bos), rows), dim=1)
 
 
 @torch.inference_mode()
-def score(model: Transformer, rows: Tensor, reference: Transformer | None) -> tuple[Tensor, Tensor, Tensor]:
-    """For all tokens of `rows` (n, T + 1) but the first: negative log-likelihood, KL divergence to the reference, and 1
-    where both models have the same most likely token. Three tensors (n, T)."""
+def score(
+    model: Transformer, rows: Tensor, reference: Transformer | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For all tokens of `rows` (n, T + 1) but the first: negative log-likelihood, KL divergence to
+    the reference, and 1 where both models have the same most likely token. Three tensors (n, T)."""
     rows = rows.to(model.norm.weight.device)
-    models = [model] if reference is None else [model, reference]
+    inputs = rows[:, :-1]
     targets = rows[:, 1:].split(CHUNK, dim=1)  # (n, t) each
+    hidden = hidden_states(model, inputs)
+    reference_hidden = itertools.repeat(None)
+    if reference is not None:
+        reference_hidden = hidden_states(reference, inputs)
     parts = []
-    for ids, *hidden in zip(targets, *(hidden_states(m, rows[:, :-1]) for m in models)):
-        scores = score_chunk(model, hidden[0], ids, reference, hidden[-1])
-        parts.append(scores)
+    for ids, h, reference_h in zip(targets, hidden, reference_hidden):
+        parts.append(score_chunk(model, h, ids, reference, reference_h))
     return tuple(torch.cat(values, dim=1) for values in zip(*parts))
 
 
@@ -74,20 +102,26 @@ def hidden_states(model: Transformer, tokens: Tensor) -> Iterator[Tensor]:
 
 
 def score_chunk(
-    model: Transformer, h: Tensor, ids: Tensor, reference: Transformer | None, reference_h: Tensor
+    model: Transformer,
+    h: Tensor,
+    ids: Tensor,
+    reference: Transformer | None,
+    reference_h: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`score` of the tokens ids (n, t) that follow the hidden states h (n, t, D) of both models."""
     size = max(1, MAX_LOGITS // model.config.vocab_size)
+    h = h.flatten(0, 1)  # (n * t, D)
+    flat_ids = ids.flatten()
     parts = []
-    hidden = h.flatten(0, 1).split(size)  # (size, D) each
-    reference_hidden = reference_h.flatten(0, 1).split(size)
-    for part, reference_part, part_ids in zip(hidden, reference_hidden, ids.flatten().split(size)):
-        log_p = model.head(part).log_softmax(-1)  # (size, V)
-        nll = -log_p.gather(1, part_ids[:, None])[:, 0]
+    for start in range(0, len(flat_ids), size):
+        rows = slice(start, start + size)
+        log_p = model.head(h[rows]).log_softmax(-1)  # (size, V)
+        nll = -log_p.gather(1, flat_ids[rows, None])[:, 0]
         kl = torch.zeros_like(nll)
         agrees = torch.ones_like(nll)
         if reference is not None:
-            log_r = reference.head(reference_part).log_softmax(-1)
+            reference_rows = reference_h.flatten(0, 1)[rows]
+            log_r = reference.head(reference_rows).log_softmax(-1)
             kl = (log_r.exp() * (log_r - log_p)).sum(-1)
             agrees = (log_r.argmax(-1) == log_p.argmax(-1)).float()
         parts.append((nll, kl, agrees))
@@ -95,72 +129,109 @@ def score_chunk(
 
 
 def measure(
-    model: Transformer, rows: Tensor, batch_size: int, reference: Transformer | None = None, bos: bool = True
+    model: Transformer,
+    rows: Tensor,
+    batch_size: int,
+    reference: Transformer | None = None,
+    bos: bool = True,
 ) -> dict:
-    """The object that --json prints, for rows of `windows`. ValueError for logits that are not finite."""
-    nlls, kls, agreements = means = ([], [], [])  # one mean a window; all windows have the same length
+    """The object that --json prints, for rows of `windows`. ValueError for logits that are not
+    finite."""
+    # One mean per window; all windows have the same length.
+    nlls: list[float] = []
+    kls: list[float] = []
+    agreements: list[float] = []
     batch_size = max(1, min(batch_size, MAX_POSITIONS // rows.size(1)))
     for batch in tqdm(rows.split(batch_size), desc="score", leave=False):
-        for values, scores in zip(means, score(model, batch, reference)):
-            values += scores.double().mean(1).tolist()
-    for name, values in (("the model", nlls), ("the reference", kls)):
-        if num_windows := sum(not math.isfinite(value) for value in values):
-            raise ValueError(f"the logits of {name} are not finite in {num_windows} of {len(rows)} windows")
-
-    def standard_error(values: list[float]) -> float | None:
-        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
+        scores = score(model, batch, reference)
+        for means, values in zip((nlls, kls, agreements), scores):
+            means.extend(values.double().mean(1).tolist())
+    check_finite(nlls, "the model")
+    check_finite(kls, "the reference")
     nll = statistics.fmean(nlls)
     result = {
-        "perplexity": math.exp(nll) if nll < MAX_NLL else None, "nll": nll, "nll_standard_error": standard_error(nlls),
-        "tokens": rows.size(0) * (rows.size(1) - 1), "context": rows.size(1) - bos, "bos": bos,
-    }  # fmt: skip
+        "perplexity": math.exp(nll) if nll < MAX_NLL else None,
+        "nll": nll,
+        "nll_standard_error": standard_error(nlls),
+        "tokens": rows.size(0) * (rows.size(1) - 1),
+        "context": rows.size(1) - bos,
+        "bos": bos,
+    }
     if reference is not None:
         result |= {
-            "kl": statistics.fmean(kls), "kl_standard_error": standard_error(kls), "top1": statistics.fmean(agreements),
-        }  # fmt: skip
+            "kl": statistics.fmean(kls),
+            "kl_standard_error": standard_error(kls),
+            "top1": statistics.fmean(agreements),
+        }
     return result
 
 
-def run(args: argparse.Namespace) -> dict:
-    device = pick_device(args.device)
-    tokenizer = load_tokenizer(args.checkpoint)
-    limit = load_config(args.checkpoint).max_seq_length
+def check_finite(means: list[float], name: str) -> None:
+    num_windows = sum(not math.isfinite(mean) for mean in means)
+    if num_windows:
+        raise ValueError(
+            f"the logits of {name} are not finite in {num_windows} of {len(means)} windows"
+        )
+
+
+def standard_error(values: list[float]) -> float | None:
+    """Of their mean."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def run(args: PerplexityOptions) -> dict:
+    options = args.model
+    device = pick_device(options.device)
+    tokenizer = load_tokenizer(options.checkpoint)
+    limit = load_config(options.checkpoint).max_seq_length
     if args.context > limit:
         raise ValueError(f"--context {args.context} is over the model's {limit} positions")
     if args.reference:
-        sizes = [load_config(folder).vocab_size for folder in (args.reference, args.checkpoint)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"{args.reference}: vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared")
-        check_same_tokens(tokenizer, load_tokenizer(args.reference), args.reference)
+        check_reference(args.reference, options.checkpoint, tokenizer)
     try:
         text = Path(args.text).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{args.text}: not UTF-8 text: {error}") from None
-    bos = next(iter(tokenizer.encode("")), None)  # encoding a text adds it
+    bos = next(iter(tokenizer.encode("")), None)  # where encoding a text adds it
     if args.context == 1 and bos is None:
-        raise ValueError("--context 1 leaves nothing to score, as no BOS leads its windows: take 2 or more")
+        raise ValueError(
+            "--context 1 leaves nothing to score, as no BOS leads its windows: take 2 or more"
+        )
     rows = windows(tokenizer.encode(text, bos=False), args.context, bos)
 
-    def load(folder: str, **options) -> Transformer:
-        dtype = pick_dtype(args.dtype, load_config(folder).dtype, device)
-        return load_model(folder, device=device, dtype=dtype, progress=True, **options)
+    def load(folder: str, **schemes) -> Transformer:
+        dtype = pick_dtype(options.dtype, load_config(folder).dtype, device)
+        return load_model(folder, device=device, dtype=dtype, progress=True, **schemes)
 
-    model = load(args.checkpoint, quantize=args.quantize, head=args.quantize_head)
+    model = load(options.checkpoint, quantize=options.quantize, head=options.quantize_head)
     reference = load(args.reference) if args.reference else None
     return measure(model, rows, args.batch_size, reference, bos=bos is not None)
 
 
+def check_reference(reference: str, checkpoint: str, tokenizer: Tokenizer) -> None:
+    """ValueError for a reference with other tokens."""
+    size = load_config(reference).vocab_size
+    model_size = load_config(checkpoint).vocab_size
+    if size != model_size:
+        raise ValueError(
+            f"{reference}: vocabularies of {size} and {model_size} tokens cannot be compared"
+        )
+    check_same_tokens(tokenizer, load_tokenizer(reference), reference)
+
+
 def main() -> None:
-    args = parse_args()
     with ending_plainly():
+        args = parse_args()
         result = run(args)
-        width = max(map(len, result))
         if args.json:
             print(json.dumps(result))
             return
+        width = max(map(len, result))
         for name, value in result.items():
-            print(f"{name:{width}}  {value:.5g}" if isinstance(value, float) else f"{name:{width}}  {value}")
+            text = f"{value:.5g}" if isinstance(value, float) else value
+            print(f"{name:{width}}  {text}")
 
 
 if __name__ == "__main__":

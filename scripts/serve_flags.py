@@ -1,77 +1,147 @@
-"""The flags of scripts.serve, and their refusals. This file needs no torch, whose import takes seconds."""
+"""The flags of scripts.serve, and their refusals. This file needs no torch, whose import takes
+seconds."""
 
-import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.exits import fail
-from cli.flags import Parser, check_options, positive
-from cli.flags import parse_args as generate_flags
+from cli.flags import Parser, options_of, positive
+from cli.flags import parser as generate_parser
+from cli.options import Options
 
 NUM_SLOTS = 4  # default of --batch_size
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Of generate.py, and without meaning here. --output implies --json.
-REQUEST_FLAGS = ("prompt", "prompt_file", "interactive", "system", "num_samples", "output", "ordered", "json",
-                 "profile", "show_drafts", "logprobs", "tools", "prefill", "chat_template_kwargs", "prompt_cache",
-                 "report")  # fmt: skip
+# Flags of generate.py that have no meaning here. --output implies --json.
+REQUEST_FLAGS = (
+    "prompt",
+    "prompt_file",
+    "interactive",
+    "system",
+    "num_samples",
+    "output",
+    "ordered",
+    "json",
+    "profile",
+    "show_drafts",
+    "logprobs",
+    "tools",
+    "prefill",
+    "chat_template_kwargs",
+    "prompt_cache",
+    "report",
+)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+@dataclass(frozen=True)
+class ServerOptions:
+    """The server's own flags, and generate.py's for its model. ValueError for one that cannot
+    work."""
+
+    host: str
+    port: int
+    api_key: str | None
+    api_key_file: str | None
+    cors: list[str] | None
+    model_alias: str | None
+    queue: int
+    log_level: str
+    answer_s: float
+    options: Options
+
+    def __post_init__(self):
+        if not 0 < self.answer_s < 1e6:
+            raise ValueError(f"--answer_s {self.answer_s} must be a positive number of seconds")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port {self.port} must lie between 0 and 65535")
+        for origin in self.cors or ():
+            parts = urlsplit(origin)
+            if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
+                raise ValueError(
+                    f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *"
+                )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
     parser = Parser(
-        description="An OpenAI-compatible server, and a page that shows drafting as it happens.", allow_abbrev=False,
-        epilog="All other flags are generate.py's; they are the defaults of requests. --batch_size answers (default"
-        f" {NUM_SLOTS}) are decoded at a time, others wait for a free slot.",
-    )  # fmt: skip
+        description="An OpenAI-compatible server, and a page that shows drafting as it happens.",
+        allow_abbrev=False,
+        epilog="All other flags are generate.py's; they are the defaults of requests. --batch_size"
+        f" answers (default {NUM_SLOTS}) are decoded at a time, others wait for a free slot.",
+    )
     add = parser.add_argument
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="listen here; default: this machine alone, %(default)s")
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one; default: %(default)s")
-    add("--api_key", metavar="KEY", help="key of every request but those for the page and /health; `ps` shows it, so"
-        " prefer --api_key_file or the variable QUICKDRAFT_API_KEY")  # fmt: skip
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="listen here; default: this machine alone, %(default)s",
+    )
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0: any free one; default: %(default)s",
+    )
+    add(
+        "--api_key",
+        metavar="KEY",
+        help="key of every request but those for the page and /health; `ps` shows it, so prefer"
+        " --api_key_file or the variable QUICKDRAFT_API_KEY",
+    )
     add("--api_key_file", metavar="FILE", help="a file that holds the key")
-    add("--cors", action="append", metavar="ORIGIN", help="let pages of this origin use the server, such as"
-        " http://localhost:3000; *: of any; may be repeated")  # fmt: skip
-    add("--served_model_name", "--model_alias", dest="model_alias", metavar="NAME",
-        help="the model's name in requests; default: the checkpoint's")  # fmt: skip
-    add("--queue", type=positive, default=256, metavar="N", help="answers that may wait; default: %(default)s")
+    add(
+        "--cors",
+        action="append",
+        metavar="ORIGIN",
+        help="let pages of this origin use the server, such as http://localhost:3000; *: of any;"
+        " may be repeated",
+    )
+    add(
+        "--served_model_name",
+        "--model_alias",
+        dest="model_alias",
+        metavar="NAME",
+        help="the model's name in requests; default: the checkpoint's",
+    )
+    add(
+        "--queue",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="answers that may wait; default: %(default)s",
+    )
     level_help = (
         "of lines on stderr: info has one for every request, warning those that are refused; debug"
         " quotes what was refused; default: %(default)s"
     )
     add("--log_level", choices=LOG_LEVELS, default="info", help=level_help)
-    add("--answer_s", type=float, default=600, metavar="S", help="seconds for one request; default: %(default)s")
-    server_args, words = parser.parse_known_args(argv)
-    args, defaults = generate_flags([f"--batch_size={NUM_SLOTS}", *words]), generate_flags([])
-    if refused_flags := [name for name in REQUEST_FLAGS if getattr(args, name) != getattr(defaults, name)]:
-        fail(f"--{refused_flags[0]} is about generate.py's own prompts and output; a request to the server brings them")
-    return argparse.Namespace(**vars(args), **vars(server_args))
+    add(
+        "--answer_s",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds for one request; default: %(default)s",
+    )
+    server, words = parser.parse_known_args(argv)
+    args = generate_parser().parse_args([f"--batch_size={NUM_SLOTS}", *words])
+    defaults = generate_parser().parse_args([])
+    for name in REQUEST_FLAGS:
+        if getattr(args, name) != getattr(defaults, name):
+            fail(
+                f"--{name} is about generate.py's own prompts and output; a request to the server"
+                " brings them"
+            )
+    return ServerOptions(**vars(server), options=options_of(args))
 
 
-def checked_args() -> argparse.Namespace:
-    """The flags of the command line. ValueError for those that cannot work."""
-    args = parse_args()
-    check_options(args)
-    check_server_flags(args)
-    return args
-
-
-def check_server_flags(args: argparse.Namespace) -> None:
-    """ValueError for a number or an origin that cannot work."""
-    if not 0 < args.answer_s < 1e6:
-        raise ValueError(f"--answer_s {args.answer_s} must be a positive number of seconds")
-    if not 0 <= args.port < 2**16:
-        raise ValueError(f"--port {args.port} must lie between 0 and 65535")
-    for origin in args.cors or ():
-        parts = urlsplit(origin)
-        if origin not in ("*", f"{parts.scheme}://{parts.netloc}") or origin == "://":
-            raise ValueError(f"--cors {origin}: an origin is SCHEME://HOST[:PORT] without a path, or *")
-
-
-def read_api_key(args: argparse.Namespace) -> str | None:
-    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any of them. ValueError
-    for a key that cannot work. A file is read once, as it may be a pipe."""
-    source, key = "--api_key", args.api_key
+def read_api_key(args: ServerOptions) -> str | None:
+    """The key of --api_key, --api_key_file or QUICKDRAFT_API_KEY, in this order; None without any
+    of them. ValueError for a key that cannot work. A file is read once, as it may be a pipe."""
+    source = "--api_key"
+    key = args.api_key
     if key is not None and args.api_key_file is not None:
         raise ValueError("--api_key and --api_key_file: give one of them")
     if args.api_key_file is not None:
@@ -81,7 +151,11 @@ def read_api_key(args: argparse.Namespace) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{source}: {error}") from None
     elif key is None:
-        source, key = "QUICKDRAFT_API_KEY", os.environ.get("QUICKDRAFT_API_KEY")
-    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
-        raise ValueError(f"{source}: a key must be visible ASCII characters without blanks, at least one")
+        source = "QUICKDRAFT_API_KEY"
+        key = os.environ.get(source)
+    is_visible = bool(key) and all("!" <= character <= "~" for character in key)
+    if key is not None and not is_visible:
+        raise ValueError(
+            f"{source}: a key must be visible ASCII characters without blanks, at least one"
+        )
     return key

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# One thread a process, before torch starts its own: tiny models gain nothing by more, and processes that spin at each
-# other's side take ten times as long.
+# One thread a process, before torch starts its own: tiny models gain nothing by more, and processes
+# that spin at each other's side take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 import decoding.warmup
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with SIGINT ignored
+# a job in the background is started with SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 STEADY_S = decoding.warmup.STEADY_S
@@ -34,10 +35,19 @@ def short_calibrations(monkeypatch):
 
 
 BASE = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 160, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 160,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
 
 
 def rope(theta: float, kind: str = "default", **others) -> dict:
@@ -45,110 +55,228 @@ def rope(theta: float, kind: str = "default", **others) -> dict:
 
 
 LLAMA3_ROPE = rope(
-    500000.0, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
+    500000.0,
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=24,
 )
 
-# What distinguishes each family, at a size that shows it: contexts before stretching and windows are short enough
-# for the tests' 40 to 80 tokens to leave them.
+# What distinguishes each family, at a size that shows it: contexts before stretching and windows
+# are short enough for the tests' 40 to 80 tokens to leave them.
 FAMILIES = {
     "llama-2": {"model_type": "llama", "num_key_value_heads": 4, **rope(10000.0)},
     "llama-3": {"model_type": "llama", **rope(500000.0)},
     "llama-3.1": {"model_type": "llama", **LLAMA3_ROPE},
     "llama-3.2": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 8, **LLAMA3_ROPE},
     "codellama": {"model_type": "llama", "num_key_value_heads": 4, **rope(1000000.0)},
-    "tinyllama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 1, **rope(10000.0)},
+    "tinyllama": {
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        **rope(10000.0),
+    },
     "yi": {"model_type": "llama", **rope(5000000.0)},
     "smollm2": {
-        "model_type": "llama", "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "tie_word_embeddings": True, **rope(100000.0),
+        "model_type": "llama",
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        **rope(100000.0),
     },
     "llama-linear": {"model_type": "llama", **rope(10000.0, "linear", factor=4.0)},
-    "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, **rope(10000.0)},
+    "llama-biased": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        **rope(10000.0),
+    },
     "mistral-v0.1": {"model_type": "mistral", "sliding_window": 9, **rope(10000.0)},
     "mistral-v0.2": {"model_type": "mistral", "sliding_window": None, **rope(1000000.0)},
-    "mistral-nemo": {"model_type": "mistral", "sliding_window": None, "head_dim": 32, **rope(1000000.0)},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 9, **rope(1000000.0)},
+    "mistral-nemo": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "head_dim": 32,
+        **rope(1000000.0),
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "sliding_window": 9,
+        **rope(1000000.0),
+    },
     "qwen2.5-sliding": {
-        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
         **rope(1000000.0),
     },
     "qwen2.5-yarn": {
-        "model_type": "qwen2", **rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=40),
+        "model_type": "qwen2",
+        **rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=40),
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6, **rope(1000000.0)},
-    "qwen3-biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, **rope(1000000.0)},
+    "qwen3-biased": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "attention_bias": True,
+        **rope(1000000.0),
+    },
     "r1-distill-llama": {"model_type": "llama", "num_attention_heads": 8, **LLAMA3_ROPE},
     "r1-distill-qwen": {"model_type": "qwen2", **rope(10000.0)},
     "mixtral": {
-        "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None,
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
         **rope(1000000.0),
     },
     "qwen2-moe": {
-        "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64, **rope(1000000.0),
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        **rope(1000000.0),
     },
     "qwen3-moe": {
-        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32, "norm_topk_prob": True, **rope(1000000.0),
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        **rope(1000000.0),
     },
     "qwen3-moe-mixed": {  # a dense layer among sparse ones, and weights that do not sum to 1
-        "model_type": "qwen3_moe", "head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "norm_topk_prob": False, "mlp_only_layers": [1], **rope(10000.0),
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+        **rope(10000.0),
     },
     "smollm3": {
-        "model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0, **rope(2e6),
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layer_interval": 2,
+        "pad_token_id": 0,
+        **rope(2e6),
     },
     "phi-4": {"model_type": "phi3", "pad_token_id": 0, **rope(250000.0)},
-    "phi-3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 9, "num_key_value_heads": 4, **rope(10000.0)},
+    "phi-3": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "sliding_window": 9,
+        "num_key_value_heads": 4,
+        **rope(10000.0),
+    },
     "phi-4-mini": {  # texts here are longer than the original context
-        "model_type": "phi3", "pad_token_id": 0, "tie_word_embeddings": True, "original_max_position_embeddings": 40,
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "original_max_position_embeddings": 40,
         "partial_rotary_factor": 0.75,
-        **rope(10000.0, "longrope", short_factor=[1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
-               long_factor=[1.0, 1.5, 3.0, 7.0, 12.0, 30.0], original_max_position_embeddings=40,
-               partial_rotary_factor=0.75),
+        **rope(
+            10000.0,
+            "longrope",
+            short_factor=[1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+            long_factor=[1.0, 1.5, 3.0, 7.0, 12.0, 30.0],
+            original_max_position_embeddings=40,
+            partial_rotary_factor=0.75,
+        ),
     },
     "granite": {
-        "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5,
-        "attention_multiplier": 0.1, **rope(10000.0),
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+        "attention_multiplier": 0.1,
+        **rope(10000.0),
     },
     "olmo2": {"model_type": "olmo2", **rope(500000.0)},
     "olmo3": {
-        "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 5,
+        "model_type": "olmo3",
+        "sliding_window": 9,
+        "num_hidden_layers": 5,
         "rope_parameters": {
-            "full_attention": rope(500000.0, "yarn", factor=4.0, original_max_position_embeddings=40)[
-                "rope_parameters"],
+            "full_attention": rope(
+                500000.0, "yarn", factor=4.0, original_max_position_embeddings=40
+            )["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
     "seed-oss": {"model_type": "seed_oss", "head_dim": 32, **rope(1e7)},
     "ernie-4.5": {
-        "model_type": "ernie4_5", "head_dim": 32, "use_bias": True, "tie_word_embeddings": False, **rope(5e5),
+        "model_type": "ernie4_5",
+        "head_dim": 32,
+        "use_bias": True,
+        "tie_word_embeddings": False,
+        **rope(5e5),
     },
-    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 32, **rope(10000.0, "dynamic", alpha=50.0, factor=1.0)},
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 32,
+        **rope(10000.0, "dynamic", alpha=50.0, factor=1.0),
+    },
     "exaone-4": {
-        "model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 4,
+        "model_type": "exaone4",
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "sliding_window_pattern": 4,
         **LLAMA3_ROPE,
     },
     "exaone-4-small": {
-        "model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3, **LLAMA3_ROPE,
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        **LLAMA3_ROPE,
     },
     "ministral-3": {
-        "model_type": "ministral3", "head_dim": 32,
-        **rope(1e6, "yarn", factor=4.0, original_max_position_embeddings=16, max_position_embeddings=160,
-               beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+        "model_type": "ministral3",
+        "head_dim": 32,
+        **rope(
+            1e6,
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            max_position_embeddings=160,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
     },
     "gpt-oss": {
-        "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9,
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
         "intermediate_size": 64,
-        **rope(150000.0, "yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
-               original_max_position_embeddings=40),
+        **rope(
+            150000.0,
+            "yarn",
+            factor=4.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=40,
+        ),
     },
-}  # fmt: skip
+}
 
 
 @functools.cache
 def oracle(family: str):
-    """transformers' model of a family with every parameter random: its own init leaves biases 0 and norms 1."""
+    """transformers' model of a family with every parameter random: its own init leaves biases 0 and
+    norms 1."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**{**BASE, **FAMILIES[family]})
@@ -177,8 +305,9 @@ def folder_of(tmp_path_factory):
 
 
 def forked(run: Callable[[], object], stderr: Path | int) -> int:
-    """The exit status, negative for a signal, of a copy of this process that runs this alone, its stderr in a file or a
-    pipe: what signals and rights do to a program, without the seconds that a new process takes to import torch."""
+    """The exit status, negative for a signal, of a copy of this process that runs this alone, its
+    stderr in a file or a pipe: what signals and rights do to a program, without the seconds that a
+    new process takes to import torch."""
     return status_of(started(run, stderr))
 
 
@@ -192,13 +321,18 @@ def started(run: Callable[[], object], stderr: Path | int) -> int:
     if pid == 0:
         status = 1
         try:
-            file = stderr if isinstance(stderr, int) else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            file = (
+                stderr
+                if isinstance(stderr, int)
+                else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            )
             os.dup2(file, 2)
             sys.stdout = sys.__stdout__ = open(os.devnull, "w")  # noqa: SIM115
             sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             signal.signal(signal.SIGINT, signal.default_int_handler)
             torch.set_num_threads(1)  # a pool's threads are not copied
-            tqdm.set_lock(threading.RLock())  # its own is one with this process's, and may be held by a child that died
+            # its own is one with this process's, and may be held by a child that died
+            tqdm.set_lock(threading.RLock())
             run()
             status = 0
         except SystemExit as exit:
@@ -216,21 +350,47 @@ def config_json(folder: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def story_tokenizer(tmp_path_factory) -> Path:
-    """A sentencepiece model like Llama-2's (BPE, byte fallback), trained on a page of text in a moment."""
+    """A sentencepiece model like Llama-2's (BPE, byte fallback), trained on a page of text in a
+    moment."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("tokenizer")
     words = [
-        "the", "little", "cat", "and", "a", "big", "dog", "went", "to", "play", "in", "the", "park", "with", "their",
-        "red", "ball;", "it", "was", "fun.",
-    ]  # fmt: skip
+        "the",
+        "little",
+        "cat",
+        "and",
+        "a",
+        "big",
+        "dog",
+        "went",
+        "to",
+        "play",
+        "in",
+        "the",
+        "park",
+        "with",
+        "their",
+        "red",
+        "ball;",
+        "it",
+        "was",
+        "fun.",
+    ]
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 80)]
     (folder / "text.txt").write_text("\n".join(lines))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=330, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
-        hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     return folder / "tokenizer.model"
 
 
@@ -251,5 +411,62 @@ def text_folder(tmp_path_factory, story_tokenizer) -> Path:
             torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(folder)
     shutil.copy(story_tokenizer, folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "eos_token": "</s>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": True, "eos_token": "</s>"})
+    )
     return folder
+
+
+@pytest.fixture(scope="module")
+def sp_folder(story_tokenizer, tmp_path_factory) -> Path:
+    """A folder with that tokenizer alone."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("sp")
+    shutil.copy(story_tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def json_folder(tmp_path_factory):
+    """A byte-level BPE as Llama 3 and Qwen have it: NFC, specials, a post-processor that puts BOS
+    in front."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    folder = tmp_path_factory.mktemp("json")
+    model = tokenizers.Tokenizer(models.BPE())
+    model.normalizer = normalizers.NFC()
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|begin|>", "<|end_of_text|>", "<|eot_id|>"],
+    )
+    model.train_from_iterator(["the little cat and the big dog went to the park"] * 9, trainer)
+    model.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    model.save(str(folder / "tokenizer.json"))
+    settings = {
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end_of_text|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [1]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiktoken_folder(tmp_path_factory):
+    """Llama 3's file format: 256 bytes, some merges, ranks in order."""
+    import base64
+
+    folder = tmp_path_factory.mktemp("tiktoken")
+    merges = (b"th", b"the", b" t", b" th", b" the", b"ca", b"cat", b" cat", b"12", b"  ")
+    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
+    return folder, tokens

@@ -1,7 +1,8 @@
 """The naive twin: one Llama-family forward pass in float64, straight from the papers.
 
-No cache, no fused matrices, no shared code with model.py: it reads Hugging Face's config keys and tensor names
-itself and loops over heads and positions. Slow on purpose; it is the thing one checks by reading.
+No cache, no fused matrices, no shared code with model.py: it reads Hugging Face's config keys and
+tensor names itself and loops over heads and positions. Slow on purpose; it is the thing one checks
+by reading.
 """
 
 import math
@@ -24,7 +25,9 @@ def angles(hf: dict, E: int, n: int, window: int | None = None) -> tuple[torch.T
         if kind == "longrope":
             original = hf["original_max_position_embeddings"]
             frequency /= rope["long_factor" if n > original else "short_factor"][pair]
-            scale = math.sqrt(1 + math.log(hf["max_position_embeddings"] / original) / math.log(original))
+            scale = math.sqrt(
+                1 + math.log(hf["max_position_embeddings"] / original) / math.log(original)
+            )
         if kind == "linear":
             frequency /= factor
         if kind == "llama3":
@@ -47,9 +50,15 @@ def angles(hf: dict, E: int, n: int, window: int | None = None) -> tuple[torch.T
             low, high = max(dims[0], 0), min(dims[1], E - 1)
             ramp = min(1.0, max(0.0, (pair - low) / max(high - low, 0.001)))
             frequency = ramp * frequency / factor + (1 - ramp) * frequency
-            scale = 1.0 if rope.get("mscale_all_dim") else rope.get("attention_factor") or 0.1 * math.log(factor) + 1
+            scale = (
+                1.0
+                if rope.get("mscale_all_dim")
+                else rope.get("attention_factor") or 0.1 * math.log(factor) + 1
+            )
         frequencies.append(frequency)
-    return torch.arange(n, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64), scale
+    return torch.arange(n, dtype=torch.float64)[:, None] * torch.tensor(
+        frequencies, dtype=torch.float64
+    ), scale
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -59,14 +68,17 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate(x: torch.Tensor, angle: torch.Tensor, scale: float) -> torch.Tensor:
     """x (n, E) as complex pairs (x[i], x[i + E/2]) turned by angle (n, E/2)."""
     half = x.size(-1) // 2
-    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.full_like(angle, scale), angle)
+    turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(
+        torch.full_like(angle, scale), angle
+    )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def rotate_pairs(hf: dict, x: torch.Tensor, angle: torch.Tensor, scale: float) -> torch.Tensor:
     """`rotate` of the leading dimensions that have an angle; ERNIE's pairs are neighbours."""
     if hf["model_type"] == "ernie4_5":
-        x = torch.cat((x[:, ::2], x[:, 1::2]), dim=-1)  # a rotation of both q and k that their product does not see
+        # a rotation of both q and k that their product does not see
+        x = torch.cat((x[:, ::2], x[:, 1::2]), dim=-1)
     n = 2 * angle.size(1)
     return torch.cat((rotate(x[:, :n], angle, scale), x[:, n:]), dim=-1)
 
@@ -74,7 +86,11 @@ def rotate_pairs(hf: dict, x: torch.Tensor, angle: torch.Tensor, scale: float) -
 def rotates(hf: dict, layer: int) -> bool:
     if hf["model_type"] == "smollm3":
         return bool(hf["no_rope_layers"][layer])
-    return hf["model_type"] != "exaone4" or not hf["sliding_window"] or window_of(hf, layer) is not None
+    return (
+        hf["model_type"] != "exaone4"
+        or not hf["sliding_window"]
+        or window_of(hf, layer) is not None
+    )
 
 
 def window_of(hf: dict, layer: int) -> int | None:
@@ -87,7 +103,11 @@ def window_of(hf: dict, layer: int) -> int | None:
         return hf["sliding_window"] if layer % 2 == 0 else None
     if hf["model_type"] == "qwen3_moe" and not hf.get("use_sliding_window"):
         return None
-    return hf.get("sliding_window") if hf["model_type"] in ("mistral", "mixtral", "qwen3_moe", "phi3") else None
+    return (
+        hf.get("sliding_window")
+        if hf["model_type"] in ("mistral", "mixtral", "qwen3_moe", "phi3")
+        else None
+    )
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -103,15 +123,22 @@ def gpt_oss_expert(w: dict, p: str, number: int, h: torch.Tensor) -> torch.Tenso
 
 
 def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
-    """What the sparse feed-forward of the layer with names p makes of h (n, D), token by token; None: it is dense."""
-    routers = {f"{p}block_sparse_moe.gate": "mixtral", f"{p}mlp.router": "gpt_oss", f"{p}mlp.gate": "qwen"}
+    """What the sparse feed-forward of the layer with names p makes of h (n, D), token by token;
+    None: it is dense."""
+    routers = {
+        f"{p}block_sparse_moe.gate": "mixtral",
+        f"{p}mlp.router": "gpt_oss",
+        f"{p}mlp.gate": "qwen",
+    }
     name = next((name for name in routers if f"{name}.weight" in w), None)
     if name is None:
         return None
     kind, rows = routers[name], []
     for x in h:
         scores = w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
-        order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[: hf["num_experts_per_tok"]]
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[
+            : hf["num_experts_per_tok"]
+        ]
         shares = scores.softmax(0)
         if kind != "qwen" or hf["norm_topk_prob"]:
             shares = shares / shares[order].sum()
@@ -120,13 +147,21 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
             if kind == "gpt_oss":
                 y += shares[number] * gpt_oss_expert(w, f"{p}mlp.", number, x)
                 continue
-            names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+            names = (
+                ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+            )
             room = f"{p}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}.experts.{number}"
             gate, up, down = (w[f"{room}.{matrix}.weight"] for matrix in names)
             y += shares[number] * (down @ swiglu(gate @ x, up @ x))
         if f"{p}mlp.shared_expert_gate.weight" in w:
-            gate, up, down = (w[f"{p}mlp.shared_expert.{matrix}_proj.weight"] for matrix in ("gate", "up", "down"))
-            y += down @ swiglu(gate @ x, up @ x) / (1 + (-w[f"{p}mlp.shared_expert_gate.weight"] @ x).exp())
+            gate, up, down = (
+                w[f"{p}mlp.shared_expert.{matrix}_proj.weight"] for matrix in ("gate", "up", "down")
+            )
+            y += (
+                down
+                @ swiglu(gate @ x, up @ x)
+                / (1 + (-w[f"{p}mlp.shared_expert_gate.weight"] @ x).exp())
+            )
         rows.append(y)
     return torch.stack(rows)
 
@@ -137,17 +172,28 @@ def named(w: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:
     E = hf.get("head_dim") or hf["hidden_size"] // H
     sizes = [H * E, *[(hf.get("num_key_value_heads") or H) * E] * 2]
     for name, x in w.items():
-        for fused, parts in (("qkv_proj", x.split(sizes) if "qkv_proj" in name else ()), ("gate_up_proj", x.chunk(2))):
+        for fused, parts in (
+            ("qkv_proj", x.split(sizes) if "qkv_proj" in name else ()),
+            ("gate_up_proj", x.chunk(2)),
+        ):
             if fused in name and hf["model_type"] == "phi3":
-                names = ("q_proj", "k_proj", "v_proj") if fused == "qkv_proj" else ("gate_proj", "up_proj")
-                found |= {name.replace(fused, own): part for own, part in zip(names, parts, strict=True)}
+                names = (
+                    ("q_proj", "k_proj", "v_proj")
+                    if fused == "qkv_proj"
+                    else ("gate_proj", "up_proj")
+                )
+                found |= {
+                    name.replace(fused, own): part for own, part in zip(names, parts, strict=True)
+                }
         found[name.replace("query_layernorm", "q_norm").replace("key_layernorm", "k_norm")] = x
     return found
 
 
-def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], entering: list | None = None) -> torch.Tensor:
-    """Logits (n, V) in float64 for one sequence. What enters each layer, and what leaves the last one, both (n, D), is
-    put on the list `entering`."""
+def logits(
+    hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], entering: list | None = None
+) -> torch.Tensor:
+    """Logits (n, V) in float64 for one sequence. What enters each layer, and what leaves the last
+    one, both (n, D), is put on the list `entering`."""
     w = named({name: tensor.double() for name, tensor in weights.items()}, hf)
     granite, rope = hf["model_type"] == "granite", hf.get("rope_parameters") or {}
     residual = hf["residual_multiplier"] if granite else 1
@@ -171,7 +217,9 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
         angle, scale = angles(hf, E, n, window)
         normed = p + "self_attn.q_norm.weight" in w
         if hf["model_type"].startswith("olmo"):
-            q, k = (norm(x, w[f"{p}self_attn.{c}_norm.weight"], eps) for x, c in ((q, "q"), (k, "k")))
+            q, k = (
+                norm(x, w[f"{p}self_attn.{c}_norm.weight"], eps) for x, c in ((q, "q"), (k, "k"))
+            )
         for head in range(H):
             group = head // (H // G)
             qh, kh, vh = q[:, head * E :][:, :E], k[:, group * E :][:, :E], v[:, group * E :][:, :E]
@@ -190,7 +238,8 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
             for i in range(n):
                 first = 0 if window is None else max(0, i - window + 1)
                 scores = kh[first : i + 1] @ qh[i] * root
-                sinks = w.get(p + "self_attn.sinks", torch.empty(0))  # a score more, which brings no value
+                # a score more, which brings no value
+                sinks = w.get(p + "self_attn.sinks", torch.empty(0))
                 shares = torch.cat((scores, sinks[head : head + 1])).softmax(0)[: len(scores)]
                 rows.append(shares @ vh[first : i + 1])
             heads.append(torch.stack(rows))
@@ -199,16 +248,24 @@ def logits(hf: dict, weights: dict[str, torch.Tensor], tokens: list[int], enteri
         h = x if after else norm(x, w[p + "post_attention_layernorm.weight"], eps)
         y = experts(hf, w, p, h)
         if y is None:
-            y = linear(swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")), f"{p}mlp.down_proj")
-        x = x + (norm(y, w[p + "post_feedforward_layernorm.weight"], eps) if after else y * residual)
+            y = linear(
+                swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")),
+                f"{p}mlp.down_proj",
+            )
+        x = x + (
+            norm(y, w[p + "post_feedforward_layernorm.weight"], eps) if after else y * residual
+        )
     entering is None or entering.append(x)
     x = norm(x, w["model.norm.weight"], eps)
     head = w["model.embed_tokens.weight"] if hf.get("tie_word_embeddings") else w["lm_head.weight"]
     return x @ head.T / (hf["logits_scaling"] if granite else 1)
 
 
-def naive_penalties(logits: torch.Tensor, text: list[int], num_prompt: int, sampling) -> torch.Tensor:
-    """logits (V,) after `text`, by definition: bias, then the three penalties in float32, token by token."""
+def naive_penalties(
+    logits: torch.Tensor, text: list[int], num_prompt: int, sampling
+) -> torch.Tensor:
+    """logits (V,) after `text`, by definition: bias, then the three penalties in float32, token by
+    token."""
     result, output = logits.clone(), text[num_prompt:]
     for id, bias in sampling.logit_bias:
         result[id] += bias

@@ -1,7 +1,9 @@
 """Lists and sizes that pages show: `python -m tests.runs` writes them anew.
 
-families    the published names of tests/conftest.py's FAMILIES, which are compared with transformers
-folders     other programs' folders in test_foreign.py and test_floats.py, and the schemes that hold them here
+families    the published names of tests/conftest.py's FAMILIES, which are compared with
+            transformers
+folders     other programs' folders in test_quantized_folders.py and test_floats.py, and the
+            schemes that hold them here
 sizes       lines of code, and minutes to read them, in README's table of files
 """
 
@@ -15,39 +17,70 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import FAMILIES  # noqa: E402
 
-from tests import test_floats, test_foreign  # noqa: E402
+from tests import test_floats, test_quantized_folders  # noqa: E402
 
 PUBLISHED = {  # every family of the table; the same name counts once
-    "llama-2": "Llama 2", "llama-3": "3", "llama-3.1": "3.1", "llama-3.2": "3.2 and 3.3", "codellama": "CodeLlama",
-    "tinyllama": "TinyLlama", "yi": "Yi", "smollm2": "SmolLM2", "llama-linear": None, "llama-biased": None,
-    "mistral-v0.1": "Mistral (sliding window and not)", "mistral-v0.2": None,
+    "llama-2": "Llama 2",
+    "llama-3": "3",
+    "llama-3.1": "3.1",
+    "llama-3.2": "3.2 and 3.3",
+    "codellama": "CodeLlama",
+    "tinyllama": "TinyLlama",
+    "yi": "Yi",
+    "smollm2": "SmolLM2",
+    "llama-linear": None,
+    "llama-biased": None,
+    "mistral-v0.1": "Mistral (sliding window and not)",
+    "mistral-v0.2": None,
     "mistral-nemo": "Mistral Nemo and Small 3",
-    "qwen2": "Qwen2", "qwen2.5-sliding": None, "qwen2.5-yarn": "Qwen2.5", "qwen3": "Qwen3", "qwen3-biased": None,
-    "r1-distill-llama": "the R1 distillations of Llama and Qwen", "r1-distill-qwen": "MiMo-7B", "mixtral": "Mixtral",
-    "qwen2-moe": "Qwen1.5-MoE and Qwen2-MoE", "qwen3-moe": "Qwen3-MoE", "qwen3-moe-mixed": None,
-    "smollm3": "SmolLM3", "phi-4": "Phi-4", "phi-3": "Phi-3", "phi-4-mini": "Phi-3.5 and Phi-4-mini",
-    "granite": "Granite 3", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "seed-oss": "Seed-OSS",
-    "ernie-4.5": "ERNIE 4.5 (dense)", "hunyuan": "Hunyuan (dense)", "exaone-4": "EXAONE 4", "exaone-4-small": None,
-    "ministral-3": "Ministral 3", "gpt-oss": "gpt-oss",
-}  # fmt: skip
+    "qwen2": "Qwen2",
+    "qwen2.5-sliding": None,
+    "qwen2.5-yarn": "Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3-biased": None,
+    "r1-distill-llama": "the R1 distillations of Llama and Qwen",
+    "r1-distill-qwen": "MiMo-7B",
+    "mixtral": "Mixtral",
+    "qwen2-moe": "Qwen1.5-MoE and Qwen2-MoE",
+    "qwen3-moe": "Qwen3-MoE",
+    "qwen3-moe-mixed": None,
+    "smollm3": "SmolLM3",
+    "phi-4": "Phi-4",
+    "phi-3": "Phi-3",
+    "phi-4-mini": "Phi-3.5 and Phi-4-mini",
+    "granite": "Granite 3",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "seed-oss": "Seed-OSS",
+    "ernie-4.5": "ERNIE 4.5 (dense)",
+    "hunyuan": "Hunyuan (dense)",
+    "exaone-4": "EXAONE 4",
+    "exaone-4-small": None,
+    "ministral-3": "Ministral 3",
+    "gpt-oss": "gpt-oss",
+}
 
 
 def families() -> str:
     if FAMILIES.keys() != PUBLISHED.keys():
-        raise ValueError(f"PUBLISHED and FAMILIES differ: {sorted(FAMILIES.keys() ^ PUBLISHED.keys())}")
+        raise ValueError(
+            f"PUBLISHED and FAMILIES differ: {sorted(FAMILIES.keys() ^ PUBLISHED.keys())}"
+        )
     names = [PUBLISHED[name] for name in FAMILIES if PUBLISHED[name]]
     return "\n".join(textwrap.wrap(f"It runs {', '.join(names[:-1])} and {names[-1]}.", 118))
 
 
 def folders() -> str:
     schemes_by_folder: dict[str, set[str]] = {}
-    cases = [(config, scheme, "") for scheme, config, *_ in test_foreign.EXACT.values()]
+    cases = [(config, scheme, "") for scheme, config, *_ in test_quantized_folders.EXACT.values()]
     cases += [(config, scheme, "") for scheme, config, *_ in test_floats.FOLDERS.values()]
     cases += [({"quant_method": "modelopt", **test_floats.MODELOPT}, "nvfp4", "")]
-    cases += [(config, "plain weights, with a message", "") for config, *_ in test_floats.PLAIN.values()]
+    cases += [
+        (config, "plain weights, with a message", "") for config, *_ in test_floats.PLAIN.values()
+    ]
     cases += [
         (config, scheme, ", other groups, orders or zero points")
-        for scheme, config, *_ in test_foreign.INEXACT.values()
+        for scheme, config, *_ in test_quantized_folders.INEXACT.values()
     ]
     for config, scheme, remark in cases:
         label = config["quant_method"]
@@ -57,7 +90,11 @@ def folders() -> str:
             bits = f", {weights['num_bits']} bits" if config["format"] == "pack-quantized" else ""
             label += f": {config['format']}{strategy}{bits}"
         elif label == "fp8":
-            label += ": blocks of [128, 128]" if config.get("weight_block_size") else ": one scale a matrix"
+            label += (
+                ": blocks of [128, 128]"
+                if config.get("weight_block_size")
+                else ": one scale a matrix"
+            )
         elif label == "bitsandbytes":
             label += f": {config['bnb_4bit_quant_type']}"
         elif label == "modelopt":
@@ -77,7 +114,7 @@ def folders() -> str:
 
 BLOCKS = {"families": families, "folders": folders}
 SIZE = re.compile(r"^(\| \[([\w/]+(?:\.py)?)\S*\) \| )[\d,]+ \| (\d* ?)\|", flags=re.M)
-CORE = ("model.py", "generate.py", "decoding/sampling.py", "decoding/slots.py")
+CORE = ("model.py", "generate.py", "decoding/sampling.py", "decoding/state.py")
 LINES_A_MINUTE = 30
 
 
@@ -88,7 +125,8 @@ def num_lines(path: str) -> int:
 
 
 def sizes(text: str) -> str:
-    """The text with lines and minutes in its table of files: rows of "| [model.py](model.py) | 600 | 20 | …"."""
+    """The text with lines and minutes in its table of files: rows of "| [model.py](model.py) | 600
+    | 20 | …"."""
 
     def row(match: re.Match) -> str:
         n = num_lines(match[2])

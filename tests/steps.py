@@ -1,23 +1,35 @@
-"""Engines brought to a step of one's own choice, for tests of single steps and of thousands of rows."""
+"""Engines brought to a step of one's own choice, for tests of single steps and of thousands of
+rows."""
 
 import torch
 
-from decoding.runner import caches_by_name
-from generate import decide
+from decoding.engine import decide
+from decoding.runner import slot_tensors
+
+
+def token_records(timing) -> list[list]:
+    """What was recorded of each token, by request."""
+    return [request.token_records for request in timing.requests]
 
 
 def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop_ids=()) -> None:
-    """Give every prompt a slot and run it, so that `engine.run(engine.rows(0, n), length, k)` is a step of them all."""
+    """Give every prompt a slot and run it, so that `engine.run(engine.rows(0, n), length, k)` is a
+    step of them all."""
     for prompt, seed in zip(prompts, seeds or [0] * len(prompts)):
-        engine.add_request(prompt, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed)
+        engine.add_request(
+            prompt, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed
+        )
     while (request := engine.next_prompt()) is not None:
         engine.prefill(request)
     engine.rows(0, engine.batch_size).state.kind = sampling.kind
 
 
 @torch.inference_mode()
-def start_all_alike(engine, prompt: list[int], max_new_tokens: int, sampling, seeds: list[int]) -> None:
-    """One prompt in all slots, run once, each with a seed of its own: thousands of rows for a test of their law."""
+def start_all_alike(
+    engine, prompt: list[int], max_new_tokens: int, sampling, seeds: list[int]
+) -> None:
+    """One prompt in all slots, run once, each with a seed of its own: thousands of rows for a test
+    of their law."""
     engine.clear()
     state, n = engine.state, len(prompt)
     one, rows = engine.rows(0, 1), engine.rows(0, engine.batch_size)
@@ -29,10 +41,9 @@ def start_all_alike(engine, prompt: list[int], max_new_tokens: int, sampling, se
     h = one.target.prefill(one.state, 0, n, engine.chunk)[:, -1]  # (1, D)
     if len(engine.runners) > 1:
         one.drafter.runner.prefill(one.state, 0, n, engine.chunk)
-    for cache in caches_by_name(engine.runners).values():
-        for x in cache.at(slice(None), 0, n).values():
-            x.copy_(x[:1].clone().expand_as(x))
+    for x in slot_tensors(engine.runners, slice(None), 0, n).values():
+        x.copy_(x[:1].clone().expand_as(x))
     state.pos.fill_(n - 1), state.done.fill_(False)
     rows.state.kind = sampling.kind
     decide(rows.state, engine.model.head(h).expand(engine.batch_size, -1))
-    engine.result(rows.state, rows.drafter, 0, ())
+    engine.result(rows, k=0)

@@ -1,7 +1,7 @@
 """Each attack of tests/attacks passes what is right in a short run, and still catches one sabotage.
 
-A control that passes shows an attack that no longer bites. What must hold of the law does so with p > 1e-6, what must
-fail fails with p < 1e-12; seeds are fixed.
+A control that passes shows an attack that no longer bites. What must hold of the law does so with p
+> 1e-6, what must fail fails with p < 1e-12; seeds are fixed.
 """
 
 import argparse
@@ -16,19 +16,17 @@ import pytest
 import torch
 from conftest import ROOT
 
-import generate
-import loading.chat_templates as templates
+import decoding.engine as engine_room
 import speculative
+from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.scheduler import MIN_REUSED
-from generate import Engine
 from loading.checkpoint import load_model
 from speculative import accept
 from tests.attacks import drift, faults, fuzz, law, mutate, openai_suites, processors, serve_load
 
 pytestmark = pytest.mark.attack
-
-# -------------------------------------------------------------------------------------------------- fuzz
+# -------------------------------------------------------------------------------------------- fuzz
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +35,8 @@ def good(tmp_path_factory):
     return fuzz.build(root)
 
 
-def test_a_hundred_and_fifty_broken_folders(good, monkeypatch):
+def test_a_hundred_and_fifty_broken_folders(good):
     """In this process: no limit of memory, no watch over what is opened."""
-    monkeypatch.setattr(templates, "MAX_SECONDS", 1)
     results = [fuzz.one_case(99, number, None, good) for number in range(150)]
     assert [found for found in results if found["failure"]] == []
     loaded = sum(not found["refused"] for found in results)
@@ -49,7 +46,11 @@ def test_a_hundred_and_fifty_broken_folders(good, monkeypatch):
 def test_workers_outlive_a_case_that_ends_them():
     """A folder that kills whoever loads it: the case is a failure, the others are not."""
     killed = fuzz.Worker(range(3), lambda number: os._exit(7) if number == 1 else {"failure": None})
-    assert [killed.result()["failure"] for _ in range(3)] == [None, "the process ended with 7", None]
+    assert [killed.result()["failure"] for _ in range(3)] == [
+        None,
+        "the process ended with 7",
+        None,
+    ]
 
 
 def other_weights(folder, **options):
@@ -61,7 +62,11 @@ def other_weights(folder, **options):
 CARELESS = {  # what is replaced, by what, and what is to be said of it
     "another exception": ("load_config", lambda folder: {}["x"], "KeyError"),
     "a message without the folder": ("load_config", lambda folder: int("x"), "not one line"),
-    "a file outside": ("load_config", lambda folder: (folder.parent / "x").write_text("x"), "files changed"),
+    "a file outside": (
+        "load_config",
+        lambda folder: (folder.parent / "x").write_text("x"),
+        "files changed",
+    ),
     "other weights": ("load_model", other_weights, "down_proj.weight is not what the file holds"),
 }
 
@@ -74,7 +79,7 @@ def test_a_careless_loader_is_caught(case, good, monkeypatch):
     assert said in fuzz.one_case(0, 0, "config", good)["failure"]
 
 
-# ------------------------------------------------------------------------------------------------ faults
+# ----------------------------------------------------------------------------------------- faults
 
 # The first run says so and waits, for a signal, where it says `half`; the next one does not wait.
 WRITER = """
@@ -94,8 +99,14 @@ def whole():
 KINDS = {  # what a writer does, and what is to be said of it
     "right": ("whole()", None),
     "in place": ("write(file)", "NEITHER OLD NOR WHOLE"),
-    "all is well": ("signal.signal(signal.SIGINT, lambda *_: sys.exit(0)); whole()", "status 0, output: as before"),
-    "leaves a child": ("subprocess.Popen(['sleep', '9'], start_new_session=True); whole()", "left behind"),
+    "all is well": (
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(0)); whole()",
+        "status 0, output: as before",
+    ),
+    "leaves a child": (
+        "subprocess.Popen(['sleep', '9'], start_new_session=True); whole()",
+        "left behind",
+    ),
 }
 
 
@@ -119,7 +130,7 @@ def test_a_wrong_writer_is_caught(kind, tmp_path, monkeypatch):
     assert found == [] if said is None else any(said in problem for problem in found), found
 
 
-# --------------------------------------------------------------------------------------------------- law
+# -------------------------------------------------------------------------------------------- law
 
 
 @pytest.fixture
@@ -132,6 +143,7 @@ def small(monkeypatch):
 
 CASES = [
     law.Case("K 3", "model", 3, Sampling(1)),
+    law.Case("blocks", "model", 3, Sampling(1), verification="block"),
     law.Case("auto", "layers:0,1", "auto", law.FILTERS),
     law.Case("come and go", "model", 3, law.MIXED, slots=4),
 ]
@@ -141,12 +153,12 @@ CASES = [
 def test_the_program_keeps_the_law(small, case):
     said, _ = law.examine(case, 1500, 5)
     assert said["tokens"] >= 1500 and min(p for _, p in said["tests"].values()) > 1e-6
-    assert any(name.endswith(" at 1") for name in said["tests"]), "nothing was accepted: nothing is shown"
+    assert said["tokens_per_round"] > 1.1, "nothing was accepted: nothing is shown"
 
 
 @pytest.mark.parametrize("name", [*law.BROKEN, law.KEEPS_THE_LAW])
 def test_a_broken_program_breaks_the_law(small, name):
-    n_tokens = 4000 if name not in law.IN_SLOTS else 5000 if "seed" in name else 1500
+    n_tokens = 4000 if name not in law.IN_SLOTS else 9000 if "seed" in name else 1500
     assert law.control(name, n_tokens)["as_it_should_be"]
 
 
@@ -156,14 +168,17 @@ def test_requests_come_and_go(small):
     requests = law.come_and_go(engine, law.COOL, 1500, 5)
     assert {request.finish_reason for request in requests} == {"length", "abort"}
     assert {request.draft for request in requests} == {True, False}
-    assert len({request.sampling for request in requests}) == 2 and len({request.seed for request in requests}) > 40
+    assert (
+        len({request.sampling for request in requests}) == 2
+        and len({request.seed for request in requests}) > 40
+    )
     assert sum(request.num_reused >= MIN_REUSED for request in requests) > 10
 
 
-# ------------------------------------------------------------------------------------------------- drift
+# ------------------------------------------------------------------------------------------ drift
 
 
-def keep_every_draft(*args, noise):
+def keep_every_draft(*args, noise, block):
     return accept(*args, noise=(noise[0] - 1, noise[1]))
 
 
@@ -171,35 +186,62 @@ def keep_every_draft(*args, noise):
 def test_drafting_does_not_drift(broken, monkeypatch):
     if broken:
         monkeypatch.setattr(speculative, "accept", keep_every_draft)
-    args = "--formats bfloat16 --kv_cache_dtype model --requests alike --drafters layers --speculate_k 3 --prompts 2"
-    (row,) = drift.measure(drift.parse_args([*args.split(), "--batch_sizes", "2", "--new_tokens", "40"]))
+    args = (
+        "--formats bfloat16 --kv_cache_dtype model --requests alike --drafters layers"
+        " --speculate_k 3 --prompts 2"
+    )
+    (row,) = drift.measure(
+        drift.parse_args([*args.split(), "--batch_sizes", "2", "--new_tokens", "40"])
+    )
     assert row["bits"] == 0 and row["identical"]
-    assert row["flips"] == 2 and row["tokens"] < 80 if broken else row["flips"] == 0 and row["tokens"] == 80
+    assert (
+        row["flips"] == 2 and row["tokens"] < 80
+        if broken
+        else row["flips"] == 0 and row["tokens"] == 80
+    )
 
 
 @pytest.mark.parametrize("control", [None, "prefixes"])
 def test_mixed_requests_do_not_drift(control):
     """The control is one that requests alike do not see."""
-    args = "--formats mxfp4 --kv_cache_dtype int8 --drafters suffix dflash --speculate_k 3 --prompts 6 --new_tokens 16"
-    args = drift.parse_args([*args.split(), "--slots", "2", *(["--control", control] if control else [])])
+    args = (
+        "--formats mxfp4 --kv_cache_dtype int8 --drafters suffix dflash --speculate_k 3"
+        " --prompts 6 --new_tokens 16"
+    )
+    args = drift.parse_args(
+        [*args.split(), "--slots", "2", *(["--control", control] if control else [])]
+    )
     rows = drift.measure(args)
-    assert [row["requests"] for row in rows] == ["alike"] * 2 + ["mixed"] * 3 and all(row["identical"] for row in rows)
-    assert {row["requests"] for row in rows if drift.differs(row)} == ({"mixed"} if control else set())
-    assert all(row["tokens"] > 40 and row["accepted"] > 0 for row in rows if row["drafter"] != "none")
+    assert [row["requests"] for row in rows] == ["alike"] * 2 + ["mixed"] * 3 and all(
+        row["identical"] for row in rows
+    )
+    assert {row["requests"] for row in rows if drift.differs(row)} == (
+        {"mixed"} if control else set()
+    )
+    assert all(
+        row["tokens"] > 40 and row["accepted"] > 0 for row in rows if row["drafter"] != "none"
+    )
 
 
 def test_drift_without_a_promise_neither_passes_nor_fails(monkeypatch):
     monkeypatch.setattr(speculative, "accept", keep_every_draft)
-    monkeypatch.setattr(generate, "batch_invariant_rows", lambda model: 0)
-    args = "--formats int8 --kv_cache_dtype fp8 --requests alike --drafters layers --speculate_k 3 --prompts 2"
+    monkeypatch.setattr(engine_room, "batch_invariant_rows", lambda model: 0)
+    args = (
+        "--formats int8 --kv_cache_dtype fp8 --requests alike --drafters layers --speculate_k 3"
+        " --prompts 2"
+    )
     (row,) = drift.measure(drift.parse_args(args.split()))
     assert row["flips"] and not row["identical"] and not drift.differs(row)
-    assert drift.total([row]) == "0 flips in 0 tokens, 0 settings (1 more are not promised); bits differ in 0"
+    assert (
+        drift.total([row])
+        == "0 flips in 0 tokens, 0 settings (1 more are not promised); bits differ in 0"
+    )
 
 
-# -------------------------------------------------------------------------------------------------- soak
+# ------------------------------------------------------------------------------------------- soak
 
-# After the fork, in the server alone: its caches hold whatever it is asked about, and every answer leaves a file open.
+# After the fork, in the server alone: its caches hold whatever it is asked about, and every answer
+# leaves a file open.
 SOAK = """
 import sys
 import decoding.scheduler as scheduler
@@ -219,7 +261,9 @@ soak.main()
 @pytest.mark.parametrize("sabotaged", [False, True], ids=["as it is", "sabotaged"])
 def test_a_server_of_seconds(sabotaged):
     code = SOAK.replace("SABOTAGED", str(sabotaged))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     found = json.loads(done.stdout)
     assert found["requests"] == 4 and found["turns of chats"] > 5 and found["tokens"] > 30, found
     if sabotaged:
@@ -231,17 +275,23 @@ def test_a_server_of_seconds(sabotaged):
 
 SERVER = """
 import decoding.scheduler as scheduler
-from generate import Engine
+from decoding.engine import Engine
 from scripts.serve import main
 SABOTAGE
 main()
 """
 SABOTAGES = {  # what is done to a server, and what its clients see
     "as it is": ("", None),
-    "lends what is not shared": ("scheduler.common_prefix = lambda a, *b: len(a) if all(b) else 0", "wrong"),
-    "keeps memory": ("add, kept = Engine.add_request, []\n"
-                     "Engine.add_request = lambda *a, **b: kept.append(b'x' * 2**21) or add(*a, **b)", "resident_mb"),
-}  # fmt: skip
+    "lends what is not shared": (
+        "scheduler.common_prefix = lambda a, *b: len(a) if all(b) else 0",
+        "wrong",
+    ),
+    "keeps memory": (
+        "add, kept = Engine.add_request, []\n"
+        "Engine.add_request = lambda *a, **b: kept.append(b'x' * 2**21) or add(*a, **b)",
+        "resident_mb",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -251,10 +301,12 @@ def test_clients_of_seconds(name, monkeypatch):
     results = serve_load.load(argparse.Namespace(minutes=0.1, clients=6, batch_size=3))
     before, after = results["resident_mb"]
     signs = {"wrong": bool(results["wrong"]), "resident_mb": after > serve_load.GROWTH * before}
-    assert results["counts"]["answered"] > 10 and {key for key in signs if signs[key]} == ({sign} - {None}), results
+    assert results["counts"]["answered"] > 10 and {key for key in signs if signs[key]} == (
+        {sign} - {None}
+    ), results
 
 
-# -------------------------------------------------------------------------------------------- processors
+# ------------------------------------------------------------------------------------- processors
 
 LEVEL_TESTS = """
 import os
@@ -287,7 +339,7 @@ def test_a_level_reports_what_fails_and_crashes(level, tmp_path):
     assert (result["status"], result["passed"], failed) == LEVEL_RESULTS[level]
 
 
-# ------------------------------------------------------------------------------------------ other people's tests
+# --------------------------------------------------------------------------- other people's tests
 
 SUITE_FILE = """
 import os
@@ -330,25 +382,42 @@ def test_a_suite_s_tests_are_sorted(tmp_path):
     assert row["other"] == {"audio, images and video": 1, "deleting a model": 1}
 
 
-# ------------------------------------------------------------------------------------- mutants, emulation
+# ----------------------------------------------------------------------------- mutants, emulation
 
 
 def test_mutants_that_a_test_sees_are_killed(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
-    (tmp_path / "bounds.py").write_text("def clamp(x, low, high):\n    return low if x < low else min(x, high)\n")
-    test = "from bounds import clamp\n\n\ndef test():\n    assert (clamp(0, 1, 3), clamp(2, 1, 3)) == (1, 2)\n"
+    (tmp_path / "bounds.py").write_text(
+        "def clamp(x, low, high):\n    return low if x < low else min(x, high)\n"
+    )
+    test = (
+        "from bounds import clamp\n\n\ndef test():\n    assert (clamp(0, 1, 3), clamp(2, 1, 3))"
+        " == (1, 2)\n"
+    )
     (tmp_path / "tests" / "test_bounds.py").write_text(test)
     every = mutate.mutants(tmp_path, "bounds.py")
-    assert {mutant.kind for mutant in every} == {"comparison", "exchanged branches", "swapped arguments"}
+    assert {mutant.kind for mutant in every} == {
+        "comparison",
+        "exchanged branches",
+        "swapped arguments",
+    }
     reports = []
     tests = {"bounds.py": "bounds -k test"}
-    results = mutate.measure(tmp_path, tests, workers=2, report=lambda results: reports.append(results["tried"]))
+    results = mutate.measure(
+        tmp_path, tests, workers=2, report=lambda results: reports.append(results["tried"])
+    )
     # At x = low both branches give the same: the one mutant that is the same program.
     counts = results["files"]["bounds.py"]
     kinds = sorted(survivor.split(": ")[1] for survivor in counts.pop("survivors"))
-    assert kinds == ["comparison", "swapped arguments"] and reports == list(range(1, len(every) + 1))
-    assert (counts["mutants"], counts["tried"], counts["killed"]) == (len(every), len(every), len(every) - 2)
+    assert kinds == ["comparison", "swapped arguments"] and reports == list(
+        range(1, len(every) + 1)
+    )
+    assert (counts["mutants"], counts["tried"], counts["killed"]) == (
+        len(every),
+        len(every),
+        len(every) - 2,
+    )
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
@@ -356,7 +425,10 @@ def test_emulating_needs_a_build_for_cuda():
     command = [sys.executable, "-m", "tests.attacks.emulate", "generate.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr == "error: emulating a GPU needs a CUDA build of torch with its headers, and triton\n"
+    assert (
+        done.stderr
+        == "error: emulating a GPU needs a CUDA build of torch with its headers, and triton\n"
+    )
 
 
 REPLAYED = """
@@ -387,34 +459,76 @@ print(torch.nn.LSTMCell(2, 2).cuda()(torch.ones(1, 2, device="cuda"))[0].tolist(
         (REPLAYED, "copied", "[2.0, 2.0, 2.0]\n", 0, "1 CUDA graphs of 1 add.Tensor"),
         (REPLAYED, "replaced", "[1.0, 1.0, 1.0]\n", 0, "1 replay"),
         (WAITING, "copied", "", 1, "CUDA error"),
-        (NOT_COMPUTED, "", "[[0.0, 0.0]]\n", 1, "WRONG: a kernel of torch's own, called 1 times, computed nothing"),
+        (
+            NOT_COMPUTED,
+            "",
+            "[[0.0, 0.0]]\n",
+            1,
+            "WRONG: a kernel of torch's own, called 1 times, computed nothing",
+        ),
     ],
-    ids=["correct", "an input that the graph does not read", "a wait inside a graph", "a kernel without a CPU version"],
+    ids=[
+        "correct",
+        "an input that the graph does not read",
+        "a wait inside a graph",
+        "a kernel without a CPU version",
+    ],
 )
-def test_emulation_catches_mistakes_of_graphs_and_kernels(tmp_path, program, argument, output, status, message):
-    """A CUDA graph reads the addresses that it recorded: where an input moved, the replay gives the old value."""
+def test_emulation_catches_mistakes_of_graphs_and_kernels(
+    tmp_path, program, argument, output, status, message
+):
+    """A CUDA graph reads the addresses that it recorded: where an input moved, the replay gives the
+    old value."""
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "tests.attacks.emulate", str(tmp_path / "program.py"), argument]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.attacks.emulate",
+        str(tmp_path / "program.py"),
+        argument,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == (output, status) and message in done.stderr, done.stderr
+    assert (done.stdout, done.returncode) == (output, status) and message in done.stderr, (
+        done.stderr
+    )
 
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
 @pytest.mark.parametrize(
     "options",
-    [(), ("--no-compile",), ("--draft_checkpoint", "checkpoints/demo-draft"), ("--draft", "layers:0-2"),
-     ("--quantize", "int8"), ("--quantize", "fp8"), ("--quantize", "mxfp6"),
-     ("--prompt", "One day a small dog and a big cat ran to the park to play")],
+    [
+        (),
+        ("--no-compile",),
+        ("--draft_checkpoint", "checkpoints/demo-draft"),
+        ("--draft", "layers:0-2"),
+        ("--quantize", "int8"),
+        ("--quantize", "fp8"),
+        ("--quantize", "mxfp6"),
+        ("--prompt", "One day a small dog and a big cat ran to the park to play"),
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_the_emulated_gpu_gives_a_cpu_s_tokens(options):
-    """Wrong positions, masks, bits, static inputs or replays give others. One to three minutes each."""
-    greedy = ("--temperature", "0", "--dtype", "float32", "--max_new_tokens", "6", "--max_seq_length", "64", "--json")
+    """Wrong positions, masks, bits, static inputs or replays give others. One to three minutes
+    each."""
+    greedy = (
+        "--temperature",
+        "0",
+        "--dtype",
+        "float32",
+        "--max_new_tokens",
+        "6",
+        "--max_seq_length",
+        "64",
+        "--json",
+    )
     run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     emulated = ["-m", "tests.attacks.emulate", "generate.py", "--device", "cuda"]
     done = run([sys.executable, *emulated, *greedy, *options])
     assert done.returncode == 0 and "WRONG" not in done.stderr, done.stderr
     assert ("CUDA graphs of" in done.stderr) == ("--no-compile" not in options), done.stderr
-    on_cpu = run([sys.executable, "generate.py", "--device", "cpu", "--no-compile", *greedy, *options])
+    on_cpu = run(
+        [sys.executable, "generate.py", "--device", "cpu", "--no-compile", *greedy, *options]
+    )
     assert json.loads(done.stdout)["tokens"] == json.loads(on_cpu.stdout)["tokens"]

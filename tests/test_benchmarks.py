@@ -1,4 +1,5 @@
-"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that the READMEs show."""
+"""What measures: bytes by hand, time in the phase where it was spent, results that merge and that
+the READMEs show."""
 
 import argparse
 import json
@@ -12,14 +13,26 @@ import pytest
 import torch
 from conftest import BASE, FAMILIES, ROOT
 
-from benchmarks import background, bench, bench_gpu, context, evaluation, gpu_step, memory, peers, real
+from benchmarks import (
+    background,
+    bench,
+    bench_gpu,
+    context,
+    evaluation,
+    gpu_step,
+    memory,
+    peers,
+    real,
+)
 from benchmarks.record import row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
 from benchmarks.workers import Contender, race, race_rows
+from decoding.engine import Engine
 from decoding.sampling import Sampling
+from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
-from generate import Engine, Timing, generate
+from generate import generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
@@ -42,8 +55,13 @@ def test_bytes_of_a_step_by_hand():
 @pytest.mark.attack
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_sleep_shows_in_its_phase_alone(monkeypatch, phase):
-    """Ten tokens of prompt are one call of T = 10, each decode step one of T = 1. The consumer's time is nobody's."""
-    contender, timing, is_prefill = Contender(SHAPE, dtype="float32", cache=64), Timing(), phase == "prefill"
+    """Ten tokens of prompt are one call of T = 10, each decode step one of T = 1. The consumer's
+    time is nobody's."""
+    contender, timing, is_prefill = (
+        Contender(SHAPE, dtype="float32", cache=64),
+        Timing(),
+        phase == "prefill",
+    )
     contender.prefill(length=10)  # first calls are slower by themselves
     hidden = Transformer.hidden
 
@@ -61,9 +79,14 @@ def test_a_sleep_shows_in_its_phase_alone(monkeypatch, phase):
 
 
 def test_results_merge_by_id(tmp_path):
-    """A row that is measured again is replaced; the others keep the machine and the day that measured them."""
+    """A row that is measured again is replaced; the others keep the machine and the day that
+    measured them."""
     file = tmp_path / "cpu.json"
-    old = {"hardware": "elsewhere", "date": "2020-01-01", "rows": [{"id": "a", "value": 1.0}, {"id": "b", "value": 2}]}
+    old = {
+        "hardware": "elsewhere",
+        "date": "2020-01-01",
+        "rows": [{"id": "a", "value": 1.0}, {"id": "b", "value": 2}],
+    }
     file.write_text(json.dumps(old))
     write_results(file, [row("b", [3.0, 1.0, 2.0], "s"), row("c", [1 / 3], "ratio")], "command")
     result = json.loads(file.read_text())
@@ -83,12 +106,20 @@ def test_races_without_a_draft_have_no_prediction():
     assert {r["id"] for r in race_rows("x", [undrafted], "")} == {"x.speedup", "x.tokens_per_round"}
     drafted = race(engine, [7, 8, 9] * 5, 5, sampling=Sampling(0), max_new_tokens=9)
     rows = {r["id"]: r["value"] for r in race_rows("x", [undrafted, drafted], "")}
-    assert rows["x.c"] == pytest.approx(drafted["report"]["c"], rel=1e-3) and "x.measured_over_predicted" in rows
+    assert (
+        rows["x.c"] == pytest.approx(drafted["report"]["c"], rel=1e-3)
+        and "x.measured_over_predicted" in rows
+    )
 
 
 def test_the_tables_of_the_pages_say_what_the_files_say():
-    """Figures are measured anew and texts forgotten: the same command that draws the pictures fills the tables."""
-    rows = [r for file in (ROOT / "benchmarks").glob("*.json") for r in json.loads(file.read_text()).get("rows", ())]
+    """Figures are measured anew and texts forgotten: the same command that draws the pictures fills
+    the tables."""
+    rows = [
+        r
+        for file in (ROOT / "benchmarks").glob("*.json")
+        for r in json.loads(file.read_text()).get("rows", ())
+    ]
     texts = {page: (ROOT / page).read_text() for page in PAGES}
     for page, text in texts.items():
         assert fill(text, rows) == text, f"python -m benchmarks.bench --plot changes {page}"
@@ -96,11 +127,16 @@ def test_the_tables_of_the_pages_say_what_the_files_say():
 
 
 def test_the_price_of_identical_text_is_measured(monkeypatch):
-    """At a tiny shape. The step without exactness changes the products' attributes, which may have been renamed."""
+    """At a tiny shape. The step without exactness changes the products' attributes, which may have
+    been renamed."""
     monkeypatch.setattr(context, "TINYLLAMA", TINYLLAMA | TINY)
     monkeypatch.setattr(context, "LENGTHS", (20, 1000))
     rows = context.measure_identical(types.SimpleNamespace(rounds=1, steps=1))
-    names = [f"1b.{format}{length}" for format in ("bf16", "int8", "int4-g32") for length in ("", ".ctx1k")]
+    names = [
+        f"1b.{format}{length}"
+        for format in ("bf16", "int8", "int4-g32")
+        for length in ("", ".ctx1k")
+    ]
     assert [r["id"] for r in rows] == [f"{name}.identical_price" for name in names]
 
 
@@ -109,9 +145,12 @@ def test_the_8b_shape_at_a_tiny_one(monkeypatch):
     shape = {**bench.config_json("llama-3.1-8b"), **TINY}
     for module in (bench, memory):
         monkeypatch.setattr(module, "config_json", lambda name: shape)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # the rows are the subject, and compiling takes most of the time
+    # the rows are the subject, and compiling takes most of the time
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     args = types.SimpleNamespace(rounds=1, steps=2, peers=False)
-    rows = {row["id"]: row["value"] for row in memory.measure_8b_load(args) + bench.measure_8b(args)}
+    rows = {
+        row["id"]: row["value"] for row in memory.measure_8b_load(args) + bench.measure_8b(args)
+    }
     assert {"8b.int8.of_read_bandwidth", "8b.int4-g32.of_read_bandwidth"} <= set(rows)
     peaks = [rows[f"8b.load.{format}.peak_over_weights"] for format in ("int8", "int4-g32")]
     assert rows["8b.load.peak_over_weights"] == max(peaks) > 0
@@ -119,7 +158,8 @@ def test_the_8b_shape_at_a_tiny_one(monkeypatch):
 
 @pytest.mark.attack
 def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
-    """The ids that others read are written, steps are compared with float32, and a wrong product is called wrong."""
+    """The ids that others read are written, steps are compared with float32, and a wrong product is
+    called wrong."""
     file = tmp_path / "h200.json"
     arguments = ["decode", "speculation", "--formats", "bf16,int8", *DRY, "--write", str(file)]
     bench_gpu.run(bench_gpu.parse_args(arguments))
@@ -136,7 +176,11 @@ def test_the_gpu_s_benchmark_on_a_cpu(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, words",
-    [(["decode", "--device", "cpu"], "CUDA device"), (["foo", *DRY], "measurement foo"), (DRY, "name a measurement")],
+    [
+        (["decode", "--device", "cpu"], "CUDA device"),
+        (["foo", *DRY], "measurement foo"),
+        (DRY, "name a measurement"),
+    ],
 )
 def test_the_gpu_s_benchmark_refuses_in_one_line(monkeypatch, capsys, arguments, words):
     """No CUDA device: nothing of a real shape is begun on a CPU."""
@@ -144,7 +188,12 @@ def test_the_gpu_s_benchmark_refuses_in_one_line(monkeypatch, capsys, arguments,
     with pytest.raises(SystemExit) as exit:
         bench_gpu.main()
     error = capsys.readouterr().err
-    assert exit.value.code == 2 and words in error and error.startswith("error: ") and error.count("\n") == 1
+    assert (
+        exit.value.code == 2
+        and words in error
+        and error.startswith("error: ")
+        and error.count("\n") == 1
+    )
 
 
 class Scripted:
@@ -163,23 +212,39 @@ class Scripted:
 
 
 def report(**others) -> dict:
-    found = {"k": 5, "alpha": 0.5, "tokens_per_round": 2.0, "c": 0.1, "v": 1.5, "predicted_speedup": 1.25}
+    found = {
+        "k": 5,
+        "alpha": 0.5,
+        "tokens_per_round": 2.0,
+        "c": 0.1,
+        "v": 1.5,
+        "predicted_speedup": 1.25,
+    }
     return found | {"accepted_by_position": [3, 1], "reached_by_position": [4, 3, 0]} | others
 
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Ours by its flags, llama.cpp's by its drafted tokens, generate.py's runs by number. No process is started."""
+    """Ours by its flags, llama.cpp's by its drafted tokens, generate.py's runs by number. No
+    process is started."""
     drafted = {"speculative": report()}
     found = {
-        "--no-compile": Scripted([1.0, 2.0, 3.0]), "--compile": Scripted([2.0, 4.0, 9.0]),
-        "ngram": Scripted([4.0, 4.0, 27.0], **drafted), "demo-draft": Scripted([1.0, 2.0, 4.5], **drafted),
-        0: Scripted([4.0, 4.0, 4.0], settings="as it was built"), 2: Scripted([4.0, 4.0, 4.0]),
-        5: Scripted([6.0, 8.0, 4.0]), 10: Scripted([1.0, 1.0, 1.0]),
+        "--no-compile": Scripted([1.0, 2.0, 3.0]),
+        "--compile": Scripted([2.0, 4.0, 9.0]),
+        "ngram": Scripted([4.0, 4.0, 27.0], **drafted),
+        "demo-draft": Scripted([1.0, 2.0, 4.5], **drafted),
+        0: Scripted([4.0, 4.0, 4.0], settings="as it was built"),
+        2: Scripted([4.0, 4.0, 4.0]),
+        5: Scripted([6.0, 8.0, 4.0]),
+        10: Scripted([1.0, 1.0, 1.0]),
         "program": Scripted([8.0, 2.0, 8.0, 4.0, 10.0, 6.0]),  # quiet, busy, quiet, …
-    }  # fmt: skip
+    }
     named = {"ngram": "ngram", "suffix": "suffix", str(DEMO.with_name("demo-draft")): "demo-draft"}
-    monkeypatch.setattr(real, "quickdraft", lambda file, flag, *more: found[named.get(more[1] if more else None, flag)])
+    monkeypatch.setattr(
+        real,
+        "quickdraft",
+        lambda file, flag, *more: found[named.get(more[1] if more else None, flag)],
+    )
     monkeypatch.setattr(real, "llamacpp", lambda file, lookup=0: found[lookup])
     monkeypatch.setattr(real, "run_program", lambda args: found["program"].call())
     return found
@@ -188,7 +253,17 @@ def workers(monkeypatch):
 def measured(tmp_path, monkeypatch, *flags: str) -> dict[str, dict]:
     """Rows that benchmarks.real writes for the demo, in three rounds."""
     file = tmp_path / "cpu.json"
-    given = [*flags, "--rounds", "3", "--checkpoint", str(DEMO), "--bf16", str(DEMO), "--write", str(file)]
+    given = [
+        *flags,
+        "--rounds",
+        "3",
+        "--checkpoint",
+        str(DEMO),
+        "--bf16",
+        str(DEMO),
+        "--write",
+        str(file),
+    ]
     monkeypatch.setattr(sys, "argv", ["real", *given])
     real.run(real.options())
     assert str(DEMO) not in file.read_text()
@@ -197,23 +272,37 @@ def measured(tmp_path, monkeypatch, *flags: str) -> dict[str, dict]:
 
 def test_a_real_model_s_rates_are_compared_within_rounds(workers, tmp_path, monkeypatch):
     rows = measured(tmp_path, monkeypatch, "rates")
-    assert {id.removeprefix("smollm2."): (r["min"], r["value"], r["max"]) for id, r in rows.items()} == {
-        "q4_1.compiled.tok_s": (2, 4, 9), "q4_1.eager.tok_s": (1, 2, 3), "q4_1.llamacpp.tok_s": (4, 4, 4),
-        "q4_1.vs_llamacpp": (0.5, 1, 2.25), "q4_1.eager.vs_llamacpp": (0.25, 0.5, 0.75),
-        "bf16.compiled.tok_s": (2, 4, 9), "bf16.llamacpp.tok_s": (4, 4, 4), "bf16.vs_llamacpp": (0.5, 1, 2.25),
-    }  # fmt: skip
+    assert {
+        id.removeprefix("smollm2."): (r["min"], r["value"], r["max"]) for id, r in rows.items()
+    } == {
+        "q4_1.compiled.tok_s": (2, 4, 9),
+        "q4_1.eager.tok_s": (1, 2, 3),
+        "q4_1.llamacpp.tok_s": (4, 4, 4),
+        "q4_1.vs_llamacpp": (0.5, 1, 2.25),
+        "q4_1.eager.vs_llamacpp": (0.25, 0.5, 0.75),
+        "bf16.compiled.tok_s": (2, 4, 9),
+        "bf16.llamacpp.tok_s": (4, 4, 4),
+        "bf16.vs_llamacpp": (0.5, 1, 2.25),
+    }
 
 
 def test_a_busy_neighbour_s_price_is_a_ratio_within_rounds(workers, tmp_path, monkeypatch):
-    """Quiet and busy take turns, after one uncounted quiet run of each; the other process is gone afterwards."""
+    """Quiet and busy take turns, after one uncounted quiet run of each; the other process is gone
+    afterwards."""
     started, popen = [], subprocess.Popen
     monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **others: started.append(popen(*args, **others)) or started[-1]
+        subprocess,
+        "Popen",
+        lambda *args, **others: started.append(popen(*args, **others)) or started[-1],
     )
     workers[0].rates = [1e9, 4.0, 4.0, 4.0, 2.0, 4.0, 1.0]
     rows = measured(tmp_path, monkeypatch, "busy")
     row, other = (rows[f"smollm2.q4_1.{who}busy_over_quiet"] for who in ("", "llamacpp."))
-    assert (row["min"], row["value"], row["max"]) == (0.25, 0.5, 0.6) and "llama.cpp's own is 0.5," in row["note"]
+    assert (row["min"], row["value"], row["max"]) == (
+        0.25,
+        0.5,
+        0.6,
+    ) and "llama.cpp's own is 0.5," in row["note"]
     assert (other["min"], other["value"], other["max"]) == (0.25, 0.5, 1)
     assert rows["smollm2.q4_1.quiet.tok_s"]["value"] == 8 and workers[0].closed
     loops = [process for process in started if "while True" in process.args[-1]]
@@ -221,51 +310,79 @@ def test_a_busy_neighbour_s_price_is_a_ratio_within_rounds(workers, tmp_path, mo
 
 
 def test_drafts_are_measured_against_plain_decoding(workers, tmp_path, monkeypatch):
-    """A speed-up is that of a round; the best of llama.cpp's lookups is taken; what nobody drafted has no alpha."""
+    """A speed-up is that of a round; the best of llama.cpp's lookups is taken; what nobody drafted
+    has no alpha."""
     rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "ngram", "distilled")
     assert not any("distilled" in id for id in rows)  # no draft was given
-    values = {id.removeprefix("smollm2.spec."): (r["min"], r["value"], r["max"]) for id, r in rows.items()}
+    values = {
+        id.removeprefix("smollm2.spec."): (r["min"], r["value"], r["max"]) for id, r in rows.items()
+    }
     assert values == {
-        "ngram.speedup": (1, 2, 3), "ngram.tok_s": (4, 4, 27), "ngram.alpha": (0.5, 0.5, 0.5),
-        "ngram.tokens_per_round": (2, 2, 2), "ngram.llamacpp.speedup": (1, 1.5, 2),
+        "ngram.speedup": (1, 2, 3),
+        "ngram.tok_s": (4, 4, 27),
+        "ngram.alpha": (0.5, 0.5, 0.5),
+        "ngram.tokens_per_round": (2, 2, 2),
+        "ngram.llamacpp.speedup": (1, 1.5, 2),
         "ngram.predicted_speedup": (1.25, 1.25, 1.25),
-    }  # fmt: skip
+    }
     note = rows["smollm2.spec.ngram.alpha"]["note"]
     assert note == (
-        "--draft ngram; greedy, K = 5, c 0.1, v 1.5, predicted 1.25; accepted by position 0.75 0.33; 3 of 3 texts equal"
+        "--draft ngram; greedy, K = 5, c 0.1, v 1.5, predicted 1.25; accepted by position 0.75"
+        " 0.33; 3 of 3 texts equal"
         " plain ones"
     )
-    assert "of 5 tokens, the best of (2, 5, 10)" in rows["smollm2.spec.ngram.llamacpp.speedup"]["note"]
+    assert (
+        "of 5 tokens, the best of (2, 5, 10)" in rows["smollm2.spec.ngram.llamacpp.speedup"]["note"]
+    )
     requests = workers["ngram"].requests
     assert len(requests) == 4 and requests[0] == requests[1]
     assert len({tuple(request["ids"]) for request in requests}) == 3
-    assert all(worker.closed for name, worker in workers.items() if name in ("--compile", "ngram", 0, 2, 5, 10))
+    assert all(
+        worker.closed
+        for name, worker in workers.items()
+        if name in ("--compile", "ngram", 0, 2, 5, 10)
+    )
 
     for name in ("--compile", "demo-draft"):
         workers[name].requests.clear()
     workers["demo-draft"].answer["speculative"] = report(alpha=None, predicted_speedup=None)
     draft = str(DEMO.with_name("demo-draft"))
     rows = measured(tmp_path, monkeypatch, "spec", "--kinds", "distilled", "--distilled", draft)
-    assert rows["smollm2.spec.distilled.speedup"]["value"] == 0.5 and "smollm2.spec.distilled.alpha" not in rows
-    assert rows["smollm2.spec.distilled.speedup"]["note"].startswith("--draft_checkpoint DIR --speculate_k 5; greedy")
-    warm = rows["smollm2.spec.distilled.t1.speedup"]  # the same at another temperature, where texts are not compared
+    assert (
+        rows["smollm2.spec.distilled.speedup"]["value"] == 0.5
+        and "smollm2.spec.distilled.alpha" not in rows
+    )
+    assert rows["smollm2.spec.distilled.speedup"]["note"].startswith(
+        "--draft_checkpoint DIR --speculate_k 5; greedy"
+    )
+    # the same at another temperature, where texts are not compared
+    warm = rows["smollm2.spec.distilled.t1.speedup"]
     assert "temperature 1, K = 5" in warm["note"] and "texts" not in warm["note"]
     assert rows["smollm2.spec.ngram.speedup"]["value"] == 2  # stays
 
 
 def test_the_best_draft_is_the_fastest_one(workers, tmp_path, monkeypatch):
-    """Its ratio is over the BF16 file without a draft. Nothing is measured where no draft is given."""
+    """Its ratio is over the BF16 file without a draft. Nothing is measured where no draft is
+    given."""
     assert not any("vs_bf16_plain" in id for id in measured(tmp_path, monkeypatch, "best"))
     draft = str(DEMO.with_name("demo-draft"))
     rows = measured(tmp_path, monkeypatch, "best", "--distilled", draft, "--eagle3", draft)
-    values = {kind: rows[f"smollm2.{kind}.vs_bf16_plain"]["value"] for kind in ("distilled", "eagle3", "best")}
-    assert values["best"] == max(values["distilled"], values["eagle3"]) and values["distilled"] != values["eagle3"]
+    values = {
+        kind: rows[f"smollm2.{kind}.vs_bf16_plain"]["value"]
+        for kind in ("distilled", "eagle3", "best")
+    }
+    assert (
+        values["best"] == max(values["distilled"], values["eagle3"])
+        and values["distilled"] != values["eagle3"]
+    )
 
 
 def test_prompts_that_repeat_are_answered_once_by_all(workers, tmp_path, monkeypatch):
     """The uncounted request is another text: a suffix draft would know its answer."""
     for name in ("ngram", "suffix"):
-        workers[name] = Scripted([4.0, 8.0, 6.0], speculative=report(k="auto", drafted=8, accepted=4))
+        workers[name] = Scripted(
+            [4.0, 8.0, 6.0], speculative=report(k="auto", drafted=8, accepted=4)
+        )
     rows = measured(tmp_path, monkeypatch, "repeats")
     kinds = {id.split(".")[2] for id in rows}
     assert kinds == {"copy", "edit", "edit_again", "chat", "story"}
@@ -284,19 +401,33 @@ def evaluated(monkeypatch, capsys, *flags: str) -> dict:
 
 
 def test_both_sides_of_the_harness_are_compared_round_by_round(monkeypatch, capsys):
-    """With scripted rates: ratios are taken within a round, the first answers do not count, all workers are closed."""
+    """With scripted rates: ratios are taken within a round, the first answers do not count, all
+    workers are closed."""
 
     class Side(Scripted):
         def call(self, method, task):
             rate = super().call(method=method, task=task)["decode_tok_s"]
-            return {"rate": rate, "metric": 0.5, "texts": [rate, "same"] if task == "answer" else None}
+            return {
+                "rate": rate,
+                "metric": 0.5,
+                "texts": [rate, "same"] if task == "answer" else None,
+            }
 
-    rates = {"quickdraft": [2.0, 6.0, 9.0], "transformers": [1.0, 2.0, 3.0], "drafted": [4.0, 8.0, 3.0]}
+    rates = {
+        "quickdraft": [2.0, 6.0, 9.0],
+        "transformers": [1.0, 2.0, 3.0],
+        "drafted": [4.0, 8.0, 3.0],
+    }
     sides = {program: Side(values, first=len(program)) for program, values in rates.items()}
-    monkeypatch.setattr(evaluation, "Worker", lambda module, flag, program, *args, env: sides[program])
+    monkeypatch.setattr(
+        evaluation, "Worker", lambda module, flag, program, *args, env: sides[program]
+    )
     rows = evaluated(monkeypatch, capsys, "--rounds", "3", "--draft", "suffix")
     for task in ("choose", "answer"):
-        ratios = rows[f"demo.eval.{task}.vs_transformers"], rows[f"demo.eval.{task}.drafted.vs_transformers"]
+        ratios = (
+            rows[f"demo.eval.{task}.vs_transformers"],
+            rows[f"demo.eval.{task}.drafted.vs_transformers"],
+        )
         assert [(row["min"], row["value"], row["max"]) for row in ratios] == [(2, 3, 3), (1, 4, 4)]
         assert rows[f"demo.eval.{task}.quickdraft.documents_s"]["value"] == 6
         assert ratios[0]["note"].endswith("1 texts equal") == (task == "answer")
@@ -307,24 +438,47 @@ def test_both_sides_of_the_harness_are_compared_round_by_round(monkeypatch, caps
 def test_both_sides_of_the_harness_answer_alike(monkeypatch, capsys):
     """The demo in float32, drafted too: scores are equal, and so are texts."""
     pytest.importorskip("lm_eval")
-    flags = ["--documents", "4", "--new", "8", "--rounds", "1", "--batch_size", "2", "--dtype", "float32"]
+    flags = [
+        "--documents",
+        "4",
+        "--new",
+        "8",
+        "--rounds",
+        "1",
+        "--batch_size",
+        "2",
+        "--dtype",
+        "float32",
+    ]
     rows = evaluated(monkeypatch, capsys, *flags, "--draft", "suffix")
     for task, ending in (("choose", ""), ("answer", "; 4 texts equal")):
         note = rows[f"demo.eval.{task}.vs_transformers"]["note"]
-        scores = re.search(r"scores: quickdraft (\S+), transformers (\S+), drafted ([^\s;]+)", note).groups()
+        scores = re.search(
+            r"scores: quickdraft (\S+), transformers (\S+), drafted ([^\s;]+)", note
+        ).groups()
         assert len(set(scores)) == 1 and note.endswith(ending), note
 
 
 @pytest.mark.long
-@pytest.mark.skipif(torch.__version__ < torch.torch_version.TorchVersion("2.12"), reason="later traces would crash")
+@pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.12"), reason="later traces would crash"
+)
 def test_a_thread_that_compiles_beside_decoding(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    result = background.measure(argparse.Namespace(checkpoint=ROOT / "checkpoints" / "demo", texts=2))
+    result = background.measure(
+        argparse.Namespace(checkpoint=ROOT / "checkpoints" / "demo", texts=2)
+    )
     assert result["equal_texts"] in ("0 of 2", "1 of 2", "2 of 2")
-    assert result["seconds"] > 0 and result["beside"]["longest_ms"] >= result["beside"]["median_ms"] > 0
+    assert (
+        result["seconds"] > 0
+        and result["beside"]["longest_ms"] >= result["beside"]["median_ms"] > 0
+    )
     assert background.summary([0.01, 0.02, 0.06]) == {
-        "tok_s": 33.3, "median_ms": 20.0, "longest_ms": 60, "over_50_ms": 1,
-    }  # fmt: skip
+        "tok_s": 33.3,
+        "median_ms": 20.0,
+        "longest_ms": 60,
+        "over_50_ms": 1,
+    }
 
 
 def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):
@@ -333,18 +487,25 @@ def test_a_start_ends_with_the_first_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "program_command", lambda args: [sys.executable, "-c", code])
     rows = measured(tmp_path, monkeypatch, "start")
     assert 0.3 < rows["smollm2.compiled.warm_start_s"]["value"] < 30
-    monkeypatch.setattr(real, "program_command", lambda args: [sys.executable, "-c", "raise SystemExit(1)"])
+    monkeypatch.setattr(
+        real, "program_command", lambda args: [sys.executable, "-c", "raise SystemExit(1)"]
+    )
     with pytest.raises(ValueError, match="before its first token"):
         measured(tmp_path, monkeypatch, "start")
 
 
 @pytest.mark.attack
 def test_requests_from_a_pipe_are_answered_as_the_program_answers():
-    """In a process of its own: the ids that `generate` decides, with stop ids or without, drafted too."""
+    """In a process of its own: the ids that `generate` decides, with stop ids or without, drafted
+    too."""
     model, tokenizer = load_model(DEMO, dtype=torch.float32), load_tokenizer(DEMO)
     ids = tokenizer.encode("Once upon a time")
-    (*_, stop) = wanted = [id for _, id in generate(model, [ids], sampling=Sampling(0), max_new_tokens=12)]
-    worker = real.quickdraft(DEMO, "--no-compile", "--dtype", "float32", "--draft", "ngram", "--device", "cpu")
+    (*_, stop) = wanted = [
+        id for _, id in generate(model, [ids], sampling=Sampling(0), max_new_tokens=12)
+    ]
+    worker = real.quickdraft(
+        DEMO, "--no-compile", "--dtype", "float32", "--draft", "ngram", "--device", "cpu"
+    )
     try:
         whole = worker.call(method="generate", ids=ids, new=12)
         short = worker.call(method="generate", ids=ids, new=12, stop_ids=[wanted[5], stop])
@@ -357,13 +518,14 @@ def test_requests_from_a_pipe_are_answered_as_the_program_answers():
 @pytest.mark.attack
 @pytest.mark.parametrize("survives", [True, False])
 def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives):
-    """Without the package: its parameters are changed where both of its modules look them up, and its own rate is that
-    of the tokens after the first one."""
+    """Without the package: its parameters are changed where both of its modules look them up, and
+    its own rate is that of the tokens after the first one."""
 
     class Llama:
         def __init__(self, file, **options):
             self.extra = fake.llama_cpp.llama_model_default_params().use_extra_bufts
-            self.pause = 0.005 if options["flash_attn"] else 0.001  # of a step: without it is faster
+            # of a step: without it is faster
+            self.pause = 0.005 if options["flash_attn"] else 0.001
 
         def eval(self, ids):
             time.sleep(self.pause * len(ids))
@@ -382,42 +544,62 @@ def test_llama_cpp_s_buffers_are_tried_in_another_process(monkeypatch, survives)
                 time.sleep(0.01)
 
     fake = types.SimpleNamespace(
-        Llama=Llama, llama_model_default_params=lambda: types.SimpleNamespace(use_extra_bufts=None),
-        llama_print_system_info=lambda: b"CPU : AVX2 = 1 | AVX512 = 0 | FMA = 1 |", __version__="1.2",
-    )  # fmt: skip
-    fake.llama_cpp = types.SimpleNamespace(llama_model_default_params=fake.llama_model_default_params)
+        Llama=Llama,
+        llama_model_default_params=lambda: types.SimpleNamespace(use_extra_bufts=None),
+        llama_print_system_info=lambda: b"CPU : AVX2 = 1 | AVX512 = 0 | FMA = 1 |",
+        __version__="1.2",
+    )
+    fake.llama_cpp = types.SimpleNamespace(
+        llama_model_default_params=fake.llama_model_default_params
+    )
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     probes = []
     ended = types.SimpleNamespace(returncode=0 if survives else -11)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: probes.append(command) or ended)
     peer = peers.LlamaCppFile("m.gguf")
-    assert peer.llm.extra is survives and probes[0][2:] == ["benchmarks.peers", "llamacpp_probe", '"m.gguf"']
+    assert peer.llm.extra is survives and probes[0][2:] == [
+        "benchmarks.peers",
+        "llamacpp_probe",
+        '"m.gguf"',
+    ]
     found = peer.generate([1, 2], 5)
     assert found["tokens"] == [0, 1, 2, 3, 4] and found["ttft_s"] >= PAUSE and len(probes) == 1
-    settings = "its extra buffers, flash attention off, the faster one; llama-cpp-python 1.2: AVX2 FMA"
+    settings = (
+        "its extra buffers, flash attention off, the faster one; llama-cpp-python 1.2: AVX2 FMA"
+    )
     assert found["settings"] == f"llama.cpp {'with' if survives else 'without'} {settings}"
     assert 20 < found["decode_tok_s"] <= 100
     assert peer.generate([1, 2], 50, [2])["tokens"] == [0, 1, 2]
 
 
 def test_a_file_in_bfloat16_says_the_same(tmp_path):
-    """All keys but the type, and all weights: exactly what bfloat16 makes of them, vectors untouched."""
+    """All keys but the type, and all weights: exactly what bfloat16 makes of them, vectors
+    untouched."""
     gguf = pytest.importorskip("gguf")
     from test_gguf import write
 
-    file = write(tmp_path / "a.gguf", "llama-3.2", "Q4_1", keys=lambda writer: writer.add_array("x", [1.5, 2.5]))
+    file = write(
+        tmp_path / "a.gguf",
+        "llama-3.2",
+        "Q4_1",
+        keys=lambda writer: writer.add_array("x", [1.5, 2.5]),
+    )
     other = tmp_path / "b.gguf"
     from benchmarks.gguf_files import write_bf16
 
     write_bf16(file, other)
     a, b = gguf.GGUFReader(file), gguf.GGUFReader(other)
-    keys, others = ({name: (field.types, field.contents()) for name, field in x.fields.items()} for x in (a, b))
+    keys, others = (
+        {name: (field.types, field.contents()) for name, field in x.fields.items()} for x in (a, b)
+    )
     for name in ("GGUF.kv_count", "general.file_type"):  # of the file itself
         keys.pop(name, None), others.pop(name, None)
     assert keys == others and keys["llama.block_count"][1] == 3 and keys["x"][1] == [1.5, 2.5]
     for x, y in zip(a.tensors, b.tensors, strict=True):
         assert x.name == y.name and y.tensor_type.name == ("BF16" if len(x.shape) > 1 else "F32")
-        exact, found = (torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in (x, y))
+        exact, found = (
+            torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in (x, y)
+        )
         assert torch.equal(found, exact.bfloat16().float() if len(x.shape) > 1 else exact), x.name
 
 

@@ -1,7 +1,8 @@
-"""decoding/kv_8bit.py: what 8-bit caches hold, what attention makes of it, and that drafting stays lossless on them.
+"""decoding/kv_8bit.py: what 8-bit caches hold, what attention makes of it, and that drafting stays
+lossless on them.
 
-The oracle is written here, in float64, from the formats' definitions: a code is a number of its type times its
-position's scale, and attention is a softmax over rotated keys.
+The oracle is written here, in float64, from the formats' definitions: a code is a number of its
+type times its position's scale, and attention is a softmax over rotated keys.
 """
 
 import functools
@@ -16,28 +17,31 @@ from conftest import ROOT
 from test_generate import PROMPTS, rows_of
 
 import decoding.kv_8bit as caches
-import generate as engines
-import model as model_room
 from cli.flags import parse_args
 from cli.main import run
 from cli.report import position_bytes
-from decoding.exactness import attends_alike, invariant_multiples
+from decoding.engine import Engine
 from decoding.kv_8bit import KINDS, Fp8Cache, Int8Cache, attend_codes, hadamard, quantize_and_attend
 from decoding.runner import clear_positions
 from decoding.sampling import Sampling
+from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
-from generate import Engine
+from exact.attention import Heads, attends_alike, invariant_multiples
+from exact.probes import cancelling
 from loading.checkpoint import load_model
 from loading.config import config_from_hf
 from model import AttentionMask, Caches, KVCache, Transformer
 from speculative import ModelDraft, layer_subset
-from weights.rounding import cancelling
 from weights.walker import pack_model
 
 CODED = [Int8Cache, Fp8Cache]
 CPU = torch.device("cpu")
-# Half a step of 127 to the largest number; of E4M3, three bits behind the first one, or half of the smallest, 2^-9.
-ERROR = {Int8Cache: lambda x, top: top / 254, Fp8Cache: lambda x, top: torch.maximum(x.abs() / 16, top / 448 / 1024)}
+# Half a step of 127 to the largest number; of E4M3, three bits behind the first one, or half of the
+# smallest, 2^-9.
+ERROR = {
+    Int8Cache: lambda x, top: top / 254,
+    Fp8Cache: lambda x, top: torch.maximum(x.abs() / 16, top / 448 / 1024),
+}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -67,7 +71,8 @@ def test_a_rotation_changes_no_product(E):
 
 
 def test_a_rotation_rounds_alike_in_any_order():
-    """Sums of bfloat16 numbers that a float32 sum cannot hold: channels in another order leave the same bits."""
+    """Sums of bfloat16 numbers that a float32 sum cannot hold: channels in another order leave the
+    same bits."""
     x, matrix = cancelling(8, 64, torch.bfloat16), hadamard(64, CPU)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for exact in (True, False):
@@ -82,13 +87,20 @@ def test_what_is_held_is_within_half_a_step(kind, B):
     """Written at once, or token by token in rows that stand elsewhere: the same codes."""
     G, S, E = 2, 24, 64
     cache, k, v = filled(kind, B, G, S, E)
-    rotation = hadamard(E, CPU) / math.sqrt(E) if kind is Int8Cache else torch.eye(E, dtype=torch.float64)
-    for got, want in zip(cache.read(B, every(S)), ((k.double() @ rotation), v.double()), strict=True):
+    rotation = (
+        hadamard(E, CPU) / math.sqrt(E) if kind is Int8Cache else torch.eye(E, dtype=torch.float64)
+    )
+    for got, want in zip(
+        cache.read(B, every(S)), ((k.double() @ rotation), v.double()), strict=True
+    ):
         bound = ERROR[kind](want, want.abs().amax(-1, keepdim=True))
         assert (got - want).abs().div(bound).max() < 1 + 1e-4
-        assert (got - want).abs().div(bound).max() > 0.5, "the bound is far from what is seen: nothing is shown"
+        assert (got - want).abs().div(bound).max() > 0.5, (
+            "the bound is far from what is seen: nothing is shown"
+        )
     apart = kind(B, G, S + 1, E, torch.float32, CPU)
-    for step in range(S + B - 1):  # row b stands b positions behind, and begins at its position 0 again and again
+    # row b stands b positions behind, and begins at its position 0 again and again
+    for step in range(S + B - 1):
         pos = torch.tensor([max(0, min(step - b, S - 1)) for b in range(B)])
         at = torch.arange(B), slice(None), pos
         apart.update(k[at][:, :, None], v[at][:, :, None], pos[:, None])
@@ -98,12 +110,15 @@ def test_what_is_held_is_within_half_a_step(kind, B):
 
 @pytest.mark.parametrize("kind", CODED)
 def test_a_window_gathers_what_its_positions_hold(kind):
-    """Far behind the window's start only its keys are read, other ones in every row: bit for bit those of the cache."""
+    """Far behind the window's start only its keys are read, other ones in every row: bit for bit
+    those of the cache."""
     cache, *_ = filled(kind, 2, 3, 24, 16)
     index = torch.stack([torch.arange(5), torch.arange(17, 22)])  # (B, S)
     window = every(5, B=2)._replace(index=index)
     for got, want in zip(cache.read(2, window), cache.read(2, every(24)), strict=True):
-        assert torch.equal(got, torch.stack([row[:, at] for row, at in zip(want, index, strict=True)]))
+        assert torch.equal(
+            got, torch.stack([row[:, at] for row, at in zip(want, index, strict=True)])
+        )
 
 
 @pytest.mark.parametrize("kind", CODED)
@@ -112,16 +127,20 @@ def test_clearing_reaches_its_positions_alone(kind):
     cache, _, _ = filled(kind, 2, 2, 20, 16)
     before = cache.read(2, every(20))
     cache.update(
-        torch.full((2, 2, 4, 16), math.nan), torch.full((2, 2, 4, 16), math.inf), torch.arange(12, 16).expand(2, 4)
+        torch.full((2, 2, 4, 16), math.nan),
+        torch.full((2, 2, 4, 16), math.inf),
+        torch.arange(12, 16).expand(2, 4),
     )
-    assert not all(x.isfinite().all() for x in cache.read(2, every(20))), "no NaN was left: nothing is shown"
+    assert not all(x.isfinite().all() for x in cache.read(2, every(20))), (
+        "no NaN was left: nothing is shown"
+    )
     for row in (0, 1):
         clear_positions([SimpleNamespace(caches=Caches((cache,), torch.arange(21)))], row, 12, 21)
     for got, want in zip(cache.read(2, every(20)), before, strict=True):
         assert torch.equal(got[:, :, :12], want[:, :, :12]) and not got[:, :, 12:].any()
 
 
-# ------------------------------------------------------------------------------------------ whole numbers
+# ---------------------------------------------------------------------------------- whole numbers
 
 
 def attention(q, k, v, bias):
@@ -138,18 +157,27 @@ def held_codes(B: int, G: int, S: int, E: int):
     return cache.codes_at(B, keys), cache.read(B, AttentionMask(keys.mask.double(), None))
 
 
-@pytest.mark.parametrize("B, T, S, E", [(1, 1, 48, 64), (1, 6, 407, 64), (3, 4, 65, 80), (1, 6, 9000, 32)])
+needs_exact_products = pytest.mark.skipif(
+    not caches.has_exact_int_mm(), reason="8-bit products are inexact here, so no cache uses them"
+)
+
+
+@needs_exact_products
+@pytest.mark.parametrize(
+    "B, T, S, E", [(1, 1, 48, 64), (1, 6, 407, 64), (3, 4, 65, 80), (1, 6, 9000, 32)]
+)
 def test_attention_over_codes_is_attention(B, T, S, E):
-    """Against float64 attention of the queries' own codes over the dequantized keys and values, of any number of
-    positions. What is left: weights and results rounded to bfloat16, 2^-9 of sum p |v| and of the result. All heads at
-    once, head by head, rows apart."""
+    """Against float64 attention of the queries' own codes over the dequantized keys and values, of
+    any number of positions. What is left: weights and results rounded to bfloat16, 2^-9 of sum p
+    |v| and of the result. All heads at once, head by head, rows apart."""
     G, R = 2, 4
     codes, (k, v) = held_codes(B, G, S, E)
     q = normal(B, G * R, T, E, seed=5).bfloat16()
     step = q.float().abs().amax(-1, keepdim=True) / 127
     whole = (q.float() / step).round() * step
     seen = torch.arange(S - T, S)[:, None] >= torch.arange(S)
-    bias = torch.zeros(()).where(seen, -math.inf).bfloat16().repeat(R, 1).expand(B, 1, -1, -1)  # (B, 1, R*T, S)
+    # (B, 1, R*T, S)
+    bias = torch.zeros(()).where(seen, -math.inf).bfloat16().repeat(R, 1).expand(B, 1, -1, -1)
     want = attention(whole, k, v, bias)
     mass = attention(whole, k, v.abs(), bias)  # sum of p |v|
     for cached in (caches.INNER_CACHE_SCORES, 1, S * 5):
@@ -161,27 +189,38 @@ def test_attention_over_codes_is_attention(B, T, S, E):
     assert ((wrong - want).abs() > 2**-8 * (mass + want.abs())).any(), "the bound passes everything"
 
 
+@needs_exact_products
 def test_scores_are_exact_sums():
-    """Any order of the products of a query and a key has the same bits: channels permuted alike change nothing."""
+    """Any order of the products of a query and a key has the same bits: channels permuted alike
+    change nothing."""
     (k, k_scale, v, v_scale), _ = held_codes(1, 2, 64, 64)
-    q, order = normal(1, 8, 3, 64, seed=6).bfloat16(), torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    q, order = (
+        normal(1, 8, 3, 64, seed=6).bfloat16(),
+        torch.randperm(64, generator=torch.Generator().manual_seed(0)),
+    )
     bias = torch.zeros(1, 1, 12, 64)
     one = attend_codes(q, k, k_scale, v, v_scale, bias)
     assert torch.equal(
-        one, attend_codes(q[..., order].contiguous(), k[..., order].contiguous(), k_scale, v, v_scale, bias)
+        one,
+        attend_codes(
+            q[..., order].contiguous(), k[..., order].contiguous(), k_scale, v, v_scale, bias
+        ),
     )
 
 
-def test_heads_too_wide_for_exact_sums_are_not_scored_in_codes():
-    """Without a product in int32, sums are float32. The largest codes of 1,041 channels add up to more than 2^24."""
-    for E in (1040, 1041):
-        codes, sums = torch.full((1, E), 127, dtype=torch.int8), torch.empty(1, 1)
-        caches.multiply_codes(codes, codes, sums)
-        assert caches.uses_integer_scores(E, torch.bfloat16, CPU) == (sums.item() == E * 127**2) == (E == 1040)
+def test_without_exact_sums_attention_dequantizes(monkeypatch):
+    """Where torch has no exact product of codes, a cache says so to its kernel and to its probe."""
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    for is_exact in (True, False):
+        monkeypatch.setattr(caches, "has_exact_int_mm", lambda is_exact=is_exact: is_exact)
+        cache = Int8Cache(1, 1, 8, 16, torch.bfloat16, CPU)
+        assert cache.uses_integers == is_exact
+        assert (Int8Cache.kernel(False, like) is quantize_and_attend) == is_exact
 
 
 def test_the_self_check_sees_how_codes_are_added(monkeypatch):
-    """Whole passes round alike here; a product over positions in halves, where there are several queries, is seen."""
+    """Whole passes round alike here; a product over positions in halves, where there are several
+    queries, is seen."""
     like = torch.zeros(1, dtype=torch.bfloat16)
     assert invariant_multiples(quantize_and_attend, 1, 8, 2, 32, like) is not None
     product = torch._weight_int8pack_mm
@@ -191,16 +230,19 @@ def test_the_self_check_sees_how_codes_are_added(monkeypatch):
             return product(p, codes, ones)
         n = p.size(1) // 32 * 16
         halves = (
-            product(p[:, part].contiguous(), codes[:, part].contiguous(), ones) for part in (slice(n), slice(n, None))
+            product(p[:, part].contiguous(), codes[:, part].contiguous(), ones)
+            for part in (slice(n), slice(n, None))
         )
         return sum(halves)
 
     monkeypatch.setattr(torch, "_weight_int8pack_mm", in_halves)
     for rows, unit in ((1, 16), (8, 512)):
-        assert not attends_alike(quantize_and_attend, 1, 2, 4, 32, torch.bfloat16, rows, unit)
+        assert not attends_alike(
+            quantize_and_attend, Heads(1, 2, 4, 32, torch.bfloat16), rows, unit
+        )
 
 
-# ------------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------- models
 
 
 @functools.cache
@@ -211,47 +253,71 @@ def demo():
 def drafters() -> dict:
     draft = load_model(ROOT / "checkpoints" / "demo-draft", device="cpu")
     return {
-        "ngram": NgramDraft, "layers": lambda: ModelDraft(layer_subset(demo(), [0, 1, 5]), on_layers=[0, 1, 5]),
+        "ngram": NgramDraft,
+        "layers": lambda: ModelDraft(layer_subset(demo(), [0, 1, 5]), on_layers=[0, 1, 5]),
         "model": lambda: ModelDraft(draft),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("kind", CODED)
 def test_drafted_greedy_text_is_plain_greedy_text(kind):
-    """On caches of the target's kind, every drafter, one row and three, up to the draft length that the check spans."""
+    """On caches of the target's kind, every drafter, one row and three, up to the draft length that
+    the check spans."""
     prompts = [[1, 428, 437, 261, 399], [1, 540, 261, 300], [1, 333] * 9]
     for rows in (1, 3):
-        plain = rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=Engine(demo(), rows, 100, kind=kind))
+        plain = rows_of(
+            demo(),
+            prompts[:rows],
+            max_new_tokens=40,
+            engine=Engine(demo(), rows, 100, cache_type=kind),
+        )
         for name, make in drafters().items():
             k = 5 if rows == 3 else 15
-            engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, kind=kind)
+            engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, cache_type=kind)
             assert engine.identical
-            assert rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=engine) == plain, (name, k)
+            assert rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=engine) == plain, (
+                name,
+                k,
+            )
             assert {type(layer) for layer in engine.runners[-1].caches.layers} == {kind}
-    assert plain[0] == rows_of(demo(), prompts[:1], max_new_tokens=40, engine=Engine(demo(), 1, 100, kind=kind))[0]
+    assert (
+        plain[0]
+        == rows_of(
+            demo(), prompts[:1], max_new_tokens=40, engine=Engine(demo(), 1, 100, cache_type=kind)
+        )[0]
+    )
 
 
 @pytest.mark.parametrize("kind", CODED)
 def test_any_number_of_queries_leaves_the_same_codes(kind):
-    """A prompt at once, in pieces of 5, and token by token: what later passes read is the same, bit for bit, so it does
-    not matter how long a batch's longest prompt is, nor which part of a text was kept."""
+    """A prompt at once, in pieces of 5, and token by token: what later passes read is the same, bit
+    for bit, so it does not matter how long a batch's longest prompt is, nor which part of a text
+    was kept."""
     tokens, found = torch.randint(3, 2048, (1, 70), generator=torch.Generator().manual_seed(0)), []
     for n in (70, 17, 5, 1):
-        engine = Engine(demo(), 1, 100, kind=kind)
+        engine = Engine(demo(), 1, 100, cache_type=kind)
         assert engine.identical
         with torch.inference_mode():
             for begin in range(0, 70, n):
                 end = min(begin + n, 70)
-                demo().hidden(tokens[:, begin:end], torch.arange(begin, end), engine.runner.slice_to(end))
-        found.append([x.clone() for layer in engine.runner.caches.layers for x in layer.at(slice(1), 0, 70).values()])
+                demo().hidden(
+                    tokens[:, begin:end], torch.arange(begin, end), engine.runner.slice_to(end)
+                )
+        found.append(
+            [
+                x.clone()
+                for layer in engine.runner.caches.layers
+                for x in layer.at(slice(1), 0, 70).values()
+            ]
+        )
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 
 
 class Dequantized(KVCache):
-    """What 8-bit caches mean, written down in float64: numbers of a type times a position's scale, keys rotated where
-    the numbers are integers."""
+    """What 8-bit caches mean, written down in float64: numbers of a type times a position's scale,
+    keys rotated where the numbers are integers."""
 
     kind: type[KVCache]
 
@@ -260,23 +326,33 @@ class Dequantized(KVCache):
         rotation = functools.reduce(
             torch.kron, [torch.tensor([[1.0, 1], [1, -1]])] * int(math.log2(E)), torch.ones(1, 1)
         )
-        rotation = rotation.double() / math.sqrt(E) if self.kind is Int8Cache else torch.eye(E, dtype=torch.float64)
+        rotation = (
+            rotation.double() / math.sqrt(E)
+            if self.kind is Int8Cache
+            else torch.eye(E, dtype=torch.float64)
+        )
 
         def rounded(x):
             top = x.abs().amax(-1, keepdim=True)
             if self.kind is Int8Cache:
                 return (x / top * 127).round() * top / 127
-            scale = top.float() / 448  # in float32, as there: a quotient may fall to either of two codes
+            # in float32, as there: a quotient may fall to either of two codes
+            scale = top.float() / 448
             return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale
 
-        super().update((rounded(k.double() @ rotation) @ rotation.T).to(k.dtype), rounded(v.double()).to(v.dtype), pos)
+        super().update(
+            (rounded(k.double() @ rotation) @ rotation.T).to(k.dtype),
+            rounded(v.double()).to(v.dtype),
+            pos,
+        )
 
 
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "olmo3"])
 def test_logits_are_those_of_dequantized_caches(family, kind, folder_of):
-    """Windows, sinks and norms, a prompt at once and then token by token, in float32. Half of the logits within 1e-5; a
-    number between two codes may fall to either side, which moves later ones, but all are nearer than whole caches'."""
+    """Windows, sinks and norms, a prompt at once and then token by token, in float32. Half of the
+    logits within 1e-5; a number between two codes may fall to either side, which moves later ones,
+    but all are nearer than whole caches'."""
     model = load_model(folder_of(family), dtype=torch.float32)
     oracle = type("Oracle", (Dequantized,), {"kind": kind})
     tokens, found = torch.tensor([[*range(3, 43)]] * 2), []
@@ -284,7 +360,10 @@ def test_logits_are_those_of_dequantized_caches(family, kind, folder_of):
         held = model.make_caches(2, 41, each)
         parts = [range(30), *([i] for i in range(30, 40))]
         with torch.no_grad():
-            parts = [model(tokens[:, [*part]], torch.tensor(part), held.slice_to(part[-1] + 1)) for part in parts]
+            parts = [
+                model(tokens[:, [*part]], torch.tensor(part), held.slice_to(part[-1] + 1))
+                for part in parts
+            ]
         found.append(torch.cat(parts, dim=1))
     want, got, whole = found
     assert (got - want).abs().median() < 1e-5 < (whole - want).abs().median() / 10
@@ -305,12 +384,19 @@ class PlainInt8(Int8Cache):
 
 
 def test_integers_need_a_rotation_and_floats_are_worse_for_it():
-    """Keys with a few channels as large as Qwen2.5-7B's biases: the divergence from a float32 cache, mean over
-    positions in float64. Rotated and not: 6.1e-4 and 4.0e-3 in integers, 1.8e-2 and 9.8e-3 in floats."""
+    """Keys with a few channels as large as Qwen2.5-7B's biases: the divergence from a float32
+    cache, mean over positions in float64. Rotated and not: 6.1e-4 and 4.0e-3 in integers, 1.8e-2
+    and 9.8e-3 in floats."""
     hf = {
-        "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 300,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6,
-    }  # fmt: skip
+        "model_type": "qwen2",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "vocab_size": 300,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+    }
     torch.manual_seed(0)
     model = Transformer(config_from_hf(hf)).requires_grad_(False)
     model.lm_head.weight.mul_(4)
@@ -338,27 +424,32 @@ def test_integers_need_a_rotation_and_floats_are_worse_for_it():
 def test_rows_and_drafts_have_their_own_text(family, folder_of):
     """Rows of a batch, drafted or not, are what they are alone, with windows, sinks and experts."""
     model = pack_model(load_model(folder_of(family), dtype=torch.bfloat16))
-    alone = [rows_of(model, [p], engine=Engine(model, 1, 60, kind=Int8Cache))[0] for p in PROMPTS]
+    alone = [
+        rows_of(model, [p], engine=Engine(model, 1, 60, cache_type=Int8Cache))[0] for p in PROMPTS
+    ]
     for drafter in (None, NgramDraft(1)):
-        engine = Engine(model, 4, 60, kind=Int8Cache, drafter=drafter, speculate_k=3)
+        engine = Engine(model, 4, 60, cache_type=Int8Cache, drafter=drafter, speculate_k=3)
         assert engine.identical
         assert rows_of(model, PROMPTS, engine=engine) == alone
 
 
 def test_16_bit_windows_meet_codes_too(folder_of, monkeypatch):
-    """Gathered positions of a window, in bfloat16: attention over codes gives what dequantized ones do, up to the
-    rounding of queries to 8 bits."""
-    monkeypatch.setattr(model_room, "KEY_BLOCK", 16)  # so that few positions are gathered
+    """Gathered positions of a window, in bfloat16: attention over codes gives what dequantized ones
+    do, up to the rounding of queries to 8 bits."""
     model = load_model(folder_of("mistral-v0.1"), dtype=torch.bfloat16)
     tokens, pos = torch.tensor([[*range(3, 63)]]), torch.arange(60)
     found = []
     for whole in (True, False):
-        held = model.make_caches(1, 61, Int8Cache)
+        # so that few positions are gathered
+        held = model.make_caches(1, 61, Int8Cache)._replace(key_block=16)
         for layer in held.layers:
-            assert layer.uses_integers == caches.uses_integer_scores(64 // 4, torch.bfloat16, CPU)
+            assert layer.uses_integers == caches.attends_in_codes(torch.bfloat16, CPU)
             layer.uses_integers = layer.uses_integers and whole
         with torch.no_grad():
-            parts = [model(tokens[:, i : i + 6], pos[i : i + 6], held.slice_to(i + 6)) for i in range(0, 60, 6)]
+            parts = [
+                model(tokens[:, i : i + 6], pos[i : i + 6], held.slice_to(i + 6))
+                for i in range(0, 60, 6)
+            ]
         found.append(torch.cat(parts, dim=1))
     assert (found[0] - found[1]).square().mean().sqrt() / found[1].std() < 0.05
 
@@ -373,21 +464,27 @@ def test_bytes_are_those_held(kind, folder_of):
 
     assert sum(position_bytes(model, KINDS[kind]).values()) == held(8) - held(7)
     E = 64
-    ratio = KINDS[kind].position_bytes(4, E, torch.bfloat16) / KVCache.position_bytes(4, E, torch.bfloat16)
+    ratio = KINDS[kind].position_bytes(4, E, torch.bfloat16) / KVCache.position_bytes(
+        4, E, torch.bfloat16
+    )
     assert ratio == (1 if kind == "model" else (E + 4) / (2 * E))
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", [Int8Cache, pytest.param(Fp8Cache, marks=pytest.mark.long)])
 def test_compiled_steps(kind):
-    """Compiled steps neither compile anew after warm-up nor draft another text than they decode plainly."""
+    """Compiled steps neither compile anew after warm-up nor draft another text than they decode
+    plainly."""
     options = {"drafter": NgramDraft(), "speculate_k": 3, "compile_prompts": kind is Int8Cache}
-    engine, texts = Engine(demo(), 2, 100, compile=True, kind=kind, **options), []
+    engine, texts = Engine(demo(), 2, 100, compile=True, cache_type=kind, **options), []
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
         for draft in (False, True):
             prompts = ([1, 428, 437, 261, 399], [1, 333] * 9)
-            numbers = [engine.add_request(p, sampling=Sampling(0), max_new_tokens=50, draft=draft) for p in prompts]
+            numbers = [
+                engine.add_request(p, sampling=Sampling(0), max_new_tokens=50, draft=draft)
+                for p in prompts
+            ]
             requests = [engine.requests[number] for number in numbers]
             while engine.has_unfinished():
                 engine.step()
@@ -398,34 +495,53 @@ def test_compiled_steps(kind):
 
 def test_sampling_is_lossless_on_its_own_caches():
     """A draft that is the target is always accepted only if both passes have the same bits."""
-    engine = Engine(demo(), 1, 160, drafter=ModelDraft(demo()), speculate_k=4, kind=Int8Cache)
-    timing = engines.Timing()
-    rows_of(demo(), [[1, 428, 437, 261, 399]], sampling=Sampling(1.0), max_new_tokens=120, engine=engine, timing=timing)
+    engine = Engine(demo(), 1, 160, drafter=ModelDraft(demo()), speculate_k=4, cache_type=Int8Cache)
+    timing = Timing()
+    rows_of(
+        demo(),
+        [[1, 428, 437, 261, 399]],
+        sampling=Sampling(1.0),
+        max_new_tokens=120,
+        engine=engine,
+        timing=timing,
+    )
     assert timing.steps <= 120 // 5 + 1
 
 
-# ------------------------------------------------------------------------------------------- what is kept
+# ----------------------------------------------------------------------------------- what is kept
 
 
 def test_rows_take_what_one_row_computed():
-    """Codes and scales of a common prefix, every part of them, in the row that computed them and in the others."""
+    """Codes and scales of a common prefix, every part of them, in the row that computed them and in
+    the others."""
     common = [1, *range(300, 340)]
-    engine = Engine(demo(), 3, 100, kind=Int8Cache)
+    engine = Engine(demo(), 3, 100, cache_type=Int8Cache)
     rows_of(demo(), [[*common, 7], [*common, 9, 8], [*common, 5]], engine=engine, max_new_tokens=3)
     for layer in engine.runner.caches.layers:
         first, *others = (layer.at(row, 0, len(common)) for row in range(3))
-        assert set(first) == {"k", "v", "k_scale", "v_scale"} and all(x.any() for x in first.values())
+        assert set(first) == {"k", "v", "k_scale", "v_scale"} and all(
+            x.any() for x in first.values()
+        )
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 def test_a_prompt_is_kept_in_codes(tmp_path, capsys):
-    flags = ["--prompt", "Once upon a time " * 12, "--prompt_cache", str(tmp_path / "kept"), "--json"]
+    flags = [
+        "--prompt",
+        "Once upon a time " * 12,
+        "--prompt_cache",
+        str(tmp_path / "kept"),
+        "--json",
+    ]
     flags += ["--device", "cpu", "--max_new_tokens", "8", "--temperature", "0"]
     found = []
     for _ in range(2):
         run(parse_args([*flags, "--kv_cache_dtype", "int8"]))
         found.append(json.loads(capsys.readouterr().out))
-    assert found[0]["cached_tokens"] == 0 and found[1]["cached_tokens"] == len(found[0]["prompt_tokens"]) - 1
+    assert (
+        found[0]["cached_tokens"] == 0
+        and found[1]["cached_tokens"] == len(found[0]["prompt_tokens"]) - 1
+    )
     assert found[0]["tokens"] == found[1]["tokens"]
     held = len(found[0]["prompt_tokens"]) * position_bytes(demo(), Int8Cache)[None]
     assert held < (tmp_path / "kept").stat().st_size < 1.2 * held

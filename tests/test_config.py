@@ -1,4 +1,5 @@
-"""Config.from_hf: both spellings of every family agree, and no key that changes the arithmetic is passed over."""
+"""Config.from_hf: both spellings of every family agree, and no key that changes the arithmetic is
+passed over."""
 
 import copy
 import dataclasses
@@ -11,7 +12,11 @@ from conftest import BASE, FAMILIES, config_json
 from loading.config import NEUTRAL, config_from_hf
 from model import rope_frequencies
 
-LLAMA = {**BASE, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+LLAMA = {
+    **BASE,
+    "model_type": "llama",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
 QWEN = {**LLAMA, "model_type": "qwen2"}
 
@@ -37,7 +42,8 @@ def test_v4_and_v5_spelling_agree(family, folder_of):
         v5 = dataclasses.replace(v5, rope_local_theta=v5.rope_theta)
     assert v5 == v4
     rope = FAMILIES[family]["rope_parameters"]
-    if family == "hunyuan":  # whose alpha stretches theta: arXiv:2309.00071, NTK-aware interpolation
+    # whose alpha stretches theta: arXiv:2309.00071, NTK-aware interpolation
+    if family == "hunyuan":
         assert v5.rope_theta == pytest.approx(rope["rope_theta"] * rope["alpha"] ** (32 / 30))
     else:
         assert v5.rope_theta == rope.get("full_attention", rope)["rope_theta"]
@@ -60,62 +66,153 @@ REFUSED = [  # (config, what the message must name)
     ({**MISTRAL, "attention_bias": True}, "attention_bias"),
     ({**MISTRAL, "sliding_window": 9, "use_sliding_window": False}, "use_sliding_window = False"),
     ({**LLAMA, "layer_types": [["full_attention"]] * 3}, "layer_types"),
-    ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
-      "original_max_position_embeddings": 41}, "original_max_position_embeddings = 41"),
+    (
+        {
+            **LLAMA,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 40,
+            },
+            "original_max_position_embeddings": 41,
+        },
+        "original_max_position_embeddings = 41",
+    ),
     ({**QWEN, "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
     ({**QWEN, "use_sliding_window": "yes"}, "use_sliding_window = 'yes'"),
     ({**LLAMA, "model_type": "gemma2"}, "model_type 'gemma2'"),
     ({key: value for key, value in LLAMA.items() if key != "model_type"}, "model_type None"),
-    *[({**LLAMA, "rope_parameters": {"rope_theta": 1e4, **rope}}, name) for rope, name in [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
-        ({"rope_type": "longrope", "factor": 2.0}, "original_max_position_embeddings is missing"),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 40, "short_factor": [1.0] * 8},
-         "long_factor = None must be a number for each of 8 pairs"),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 40, "short_factor": [1.0] * 7},
-         "short_factor = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0] must be a number for each of 8 pairs"),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 40, "short_factor": [1.0, 0] * 4},
-         "short_factor = 0 must be a positive number"),
-        ({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta = 0.1"),
-        ({"rope_type": "linear"}, "factor is missing"),
-        ({"factor": 2.0}, "rope_type = None"),
-        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
-        ({"rope_type": "yarn", "factor": "4"}, "factor = '4'"),
-        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
-        ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "disagree"),
-        ({"full_attention": {"rope_theta": 1e4}}, "rope_type = None"),
-    ]],
-    *[({**LLAMA, "model_type": family, **keys}, name) for family, keys, name in [
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers = [1, 0] must be 1 or 0 for each of 3 layers"),
-        ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers = [1, 0, 2]"),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, "sliding_window = 9"),
-        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5 rotates 24 of 16"),
-        ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor = 0.2 rotates 3 of 16"),
-        ("phi3", {"attention_bias": True}, "attention_bias = True"),
-        ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0"),
-        ("granite", {"num_experts": 8}, "num_experts = 8"),
-        ("granite", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope'"),
-        ("olmo2", {"clip_qkv": 8}, "clip_qkv = 8"),
-        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {
-            "rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}}, "must have a theta and no scaling"),
-        ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "must hold objects"),
-        ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias = 'no'"),
-        ("ernie4_5", {"use_bias": "no"}, "use_bias = 'no'"),
-        ("ernie4_5", {"mlp_bias": True}, "mlp_bias = True"),
-        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "only for hunyuan"),
-        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False"),
-        ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts = 8"),
-        ("exaone4", {"sliding_window": 9, "sliding_window_pattern": "LGL"}, "sliding_window_pattern = 'LGL'"),
-        ("ministral3", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}, "layer_types mixes"),
-        ("mistral3", {}, "text_config = None must be an object"),
-        ("mistral3", {"text_config": {"model_type": "qwen2"}}, "text_config = {'model_type': 'qwen2'}"),
-        ("llama", {"use_qk_norm": True}, "use_qk_norm = True"),
-    ]],
+    *[
+        ({**LLAMA, "rope_parameters": {"rope_theta": 1e4, **rope}}, name)
+        for rope, name in [
+            ({"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
+            (
+                {"rope_type": "longrope", "factor": 2.0},
+                "original_max_position_embeddings is missing",
+            ),
+            (
+                {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 40,
+                    "short_factor": [1.0] * 8,
+                },
+                "long_factor = None must be a number for each of 8 pairs",
+            ),
+            (
+                {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 40,
+                    "short_factor": [1.0] * 7,
+                },
+                "short_factor = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0] must be a number for each of 8"
+                " pairs",
+            ),
+            (
+                {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 40,
+                    "short_factor": [1.0, 0] * 4,
+                },
+                "short_factor = 0 must be a positive number",
+            ),
+            (
+                {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1},
+                "llama_4_scaling_beta = 0.1",
+            ),
+            ({"rope_type": "linear"}, "factor is missing"),
+            ({"factor": 2.0}, "rope_type = None"),
+            ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
+            ({"rope_type": "yarn", "factor": "4"}, "factor = '4'"),
+            ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
+            (
+                {"rope_type": "default", "partial_rotary_factor": 0.25},
+                "partial_rotary_factor = 0.25",
+            ),
+            ({"rope_type": "yarn", "type": "linear", "factor": 2.0}, "disagree"),
+            ({"full_attention": {"rope_theta": 1e4}}, "rope_type = None"),
+        ]
+    ],
+    *[
+        ({**LLAMA, "model_type": family, **keys}, name)
+        for family, keys, name in [
+            (
+                "smollm3",
+                {"no_rope_layers": [1, 0]},
+                "no_rope_layers = [1, 0] must be 1 or 0 for each of 3 layers",
+            ),
+            ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers = [1, 0, 2]"),
+            ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, "sliding_window = 9"),
+            (
+                "phi3",
+                {"partial_rotary_factor": 1.5},
+                "partial_rotary_factor = 1.5 rotates 24 of 16",
+            ),
+            ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor = 0.2 rotates 3 of 16"),
+            ("phi3", {"attention_bias": True}, "attention_bias = True"),
+            ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0"),
+            ("granite", {"num_experts": 8}, "num_experts = 8"),
+            ("granite", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope'"),
+            ("olmo2", {"clip_qkv": 8}, "clip_qkv = 8"),
+            (
+                "olmo3",
+                {
+                    "rope_parameters": {
+                        "full_attention": {"rope_theta": 1e4},
+                        "sliding_attention": {
+                            "rope_theta": 1e4,
+                            "rope_type": "linear",
+                            "factor": 2.0,
+                        },
+                    }
+                },
+                "must have a theta and no scaling",
+            ),
+            ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "must hold objects"),
+            ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias = 'no'"),
+            ("ernie4_5", {"use_bias": "no"}, "use_bias = 'no'"),
+            ("ernie4_5", {"mlp_bias": True}, "mlp_bias = True"),
+            (
+                "hunyuan_v1_dense",
+                {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+                "only for hunyuan",
+            ),
+            ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm = False"),
+            ("hunyuan_v1_dense", {"num_experts": 8}, "num_experts = 8"),
+            (
+                "exaone4",
+                {"sliding_window": 9, "sliding_window_pattern": "LGL"},
+                "sliding_window_pattern = 'LGL'",
+            ),
+            (
+                "ministral3",
+                {"sliding_window": 9, "layer_types": ["full_attention"] * 3},
+                "layer_types = ",
+            ),
+            ("mistral3", {}, "text_config = None must be an object"),
+            (
+                "mistral3",
+                {"text_config": {"model_type": "qwen2"}},
+                "text_config = {'model_type': 'qwen2'}",
+            ),
+            ("llama", {"use_qk_norm": True}, "use_qk_norm = True"),
+        ]
+    ],
     ({**LLAMA, "rope_theta": 5e5}, "rope_theta = 500000.0"),
     ({**LLAMA, "rope_parameters": None, "rope_theta": 0}, "rope_theta = 0"),
     ({**LLAMA, "rope_parameters": None, "rope_theta": 1}, "rope_theta = 1.0"),
-    ({**LLAMA, "rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
-                                   "original_max_position_embeddings": 24}}, "high_freq_factor"),
+    (
+        {
+            **LLAMA,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 24,
+            },
+        },
+        "high_freq_factor",
+    ),
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "disagree"),
     ({**LLAMA, "rope_parameters": [1]}, "rope_parameters = [1]"),
     ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
@@ -128,11 +225,18 @@ REFUSED = [  # (config, what the message must name)
     ({**LLAMA, "hidden_size": 64.5}, "hidden_size = 64.5"),
     ({**LLAMA, "rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
-    *[({k: v for k, v in LLAMA.items() if k != key}, f"{key} is missing") for key in (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    )],
+    *[
+        ({k: v for k, v in LLAMA.items() if k != key}, f"{key} is missing")
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+        )
+    ],
     ([], "expected a JSON object"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("hf, names", REFUSED, ids=[names for _, names in REFUSED])
@@ -151,23 +255,39 @@ def test_every_key_of_related_architectures_is_refused_by_name():
 def test_harmless_values_pass():
     """The same keys with the value that changes nothing, and keys nobody computes with."""
     neutral = {key: values[0] for key, values in NEUTRAL.items() if values}
-    harmless = {"attention_dropout": 0.1, "use_cache": False, "pretraining_tp": 2, "unsloth_fixed": True,
-                "no_rope_layers": [1, 1, 1], "layer_types": ["full_attention"] * 3, "sliding_window": None}  # fmt: skip
-    assert config_from_hf({**LLAMA, **neutral, **harmless, **dict.fromkeys(NEUTRAL)}) == config_from_hf(
-        {**LLAMA, "layer_types": None}
-    )
+    harmless = {
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "pretraining_tp": 2,
+        "unsloth_fixed": True,
+        "no_rope_layers": [1, 1, 1],
+        "layer_types": ["full_attention"] * 3,
+        "sliding_window": None,
+    }
+    assert config_from_hf(
+        {**LLAMA, **neutral, **harmless, **dict.fromkeys(NEUTRAL)}
+    ) == config_from_hf({**LLAMA, "layer_types": None})
     assert config_from_hf({**LLAMA, **neutral}) == config_from_hf(LLAMA)
 
 
 def test_an_empty_object_hides_nothing():
-    hf = {**LLAMA, "rope_parameters": {}, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    hf = {
+        **LLAMA,
+        "rope_parameters": {},
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
     assert config_from_hf(hf).rope_type == "linear"
 
 
 def test_the_original_context_may_stand_beside_the_object():
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    beside = config_from_hf({**LLAMA, "rope_parameters": rope, "original_max_position_embeddings": 40})
-    inside = config_from_hf({**LLAMA, "rope_parameters": {**rope, "original_max_position_embeddings": 40}})
+    beside = config_from_hf(
+        {**LLAMA, "rope_parameters": rope, "original_max_position_embeddings": 40}
+    )
+    inside = config_from_hf(
+        {**LLAMA, "rope_parameters": {**rope, "original_max_position_embeddings": 40}}
+    )
     assert beside == inside and inside.rope_original_length == 40
 
 
@@ -182,50 +302,94 @@ def test_a_yarn_dictionary_means_what_transformers_reads_in_it():
         "original_max_position_embeddings": 40,
         "attn_factor": 0.8782488562869419,
     }
-    hf = {**LLAMA, "model_type": "qwen3", "rope_parameters": None, "rope_scaling": rope, "rope_theta": 1e6}
+    hf = {
+        **LLAMA,
+        "model_type": "qwen3",
+        "rope_parameters": None,
+        "rope_scaling": rope,
+        "rope_theta": 1e6,
+    }
     own = AutoConfig.for_model(**{key: value for key, value in hf.items() if value is not None})
     _, factor = ROPE_INIT_FUNCTIONS["yarn"](own, "cpu")
     config = config_from_hf(hf)
-    assert config.rope_type == "yarn" and config.rope_attention_factor == pytest.approx(factor, rel=1e-12)
+    assert config.rope_type == "yarn" and config.rope_attention_factor == pytest.approx(
+        factor, rel=1e-12
+    )
     with pytest.raises(ValueError, match="attn_factor"):
-        config_from_hf({**hf, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9}})
+        config_from_hf(
+            {**hf, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "attn_factor": 0.9}}
+        )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"truncate": None}, {"truncate": False}, {"truncate": True}, {"beta_fast": 1.0, "beta_slow": 32.0},
-     {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}, {"beta_fast": 0.5, "beta_slow": 0.25}],
+    [
+        {"truncate": None},
+        {"truncate": False},
+        {"truncate": True},
+        {"beta_fast": 1.0, "beta_slow": 32.0},
+        {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
+        {"beta_fast": 0.5, "beta_slow": 0.25},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_yarns_frequencies_are_transformers(changes):
-    """Whatever its borders are, in any order: a null is not the default there, and a ramp may go down."""
+    """Whatever its borders are, in any order: a null is not the default there, and a ramp may go
+    down."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 400}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 400,
+    }
     hf = {**LLAMA, "head_dim": 32, "rope_parameters": {**rope, **changes}}
     want, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**copy.deepcopy(hf)), "cpu")
     assert torch.allclose(rope_frequencies(config_from_hf(hf)), want, rtol=1e-5)
 
 
 def test_yarn_that_a_user_adds_lengthens_the_context():
-    """The recipe of Qwen's model cards leaves max_position_embeddings. Published YaRN has it already."""
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    """The recipe of Qwen's model cards leaves max_position_embeddings. Published YaRN has it
+    already."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     for length, expected in ((64, 256), (80, 256), (256, 256), (512, 512), (32, 32)):
         hf = {**LLAMA, "max_position_embeddings": length, "rope_parameters": rope}
         assert config_from_hf(hf).max_seq_length == expected
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    assert config_from_hf({**LLAMA, "max_position_embeddings": 64, "rope_parameters": linear}).max_seq_length == 64
-    for incomplete in (rope, {"rope_type": "yarn", "factor": 4.0}):  # from transformers' default of 2,048 positions
-        config = config_from_hf({**LLAMA, "max_position_embeddings": None, "rope_parameters": incomplete})
+    assert (
+        config_from_hf(
+            {**LLAMA, "max_position_embeddings": 64, "rope_parameters": linear}
+        ).max_seq_length
+        == 64
+    )
+    # from transformers' default of 2,048 positions
+    for incomplete in (rope, {"rope_type": "yarn", "factor": 4.0}):
+        config = config_from_hf(
+            {**LLAMA, "max_position_embeddings": None, "rope_parameters": incomplete}
+        )
         assert config.max_seq_length == max(2048, 4 * config.rope_original_length)
 
 
 def test_olmo_3_slides_but_in_every_fourth_layer_whatever_the_file_says():
     from transformers import AutoConfig
 
-    hf = {**LLAMA, "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": None}
-    assert AutoConfig.for_model(**hf, sliding_window_pattern=2).layer_types[1] == "sliding_attention"
+    hf = {
+        **LLAMA,
+        "model_type": "olmo3",
+        "sliding_window": 9,
+        "num_hidden_layers": 4,
+        "rope_parameters": None,
+    }
+    assert (
+        AutoConfig.for_model(**hf, sliding_window_pattern=2).layer_types[1] == "sliding_attention"
+    )
     assert config_from_hf({**hf, "sliding_window_pattern": 4}).windows == (9, 9, 9, None)
     with pytest.raises(ValueError, match="sliding_window_pattern = 2"):
         config_from_hf({**hf, "sliding_window_pattern": 2})
@@ -239,42 +403,76 @@ def test_ministral_3_without_rope_parameters_is_transformers(rope):
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    hf = {**BASE, "model_type": "ministral3", "head_dim": 32, "max_position_embeddings": 262144, **rope}
+    hf = {
+        **BASE,
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "max_position_embeddings": 262144,
+        **rope,
+    }
     theirs = AutoConfig.for_model(**copy.deepcopy(hf))  # which writes into dictionaries
     want, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     config = config_from_hf(hf)
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_attention_factor == factor
+    assert (
+        config.rope_theta == theirs.rope_parameters["rope_theta"]
+        and config.rope_attention_factor == factor
+    )
     assert config.query_scale == theirs.rope_parameters.get("llama_4_scaling_beta", 0)
     assert config.rope_original_length == theirs.rope_parameters["original_max_position_embeddings"]
     assert torch.allclose(rope_frequencies(config), want, rtol=1e-5)
+
+
+def test_an_empty_rope_object_of_v5_scales_nothing():
+    """Where the family's default is YaRN, as in transformers; v4's empty one is no object."""
+    from transformers import AutoConfig
+
+    hf = {**BASE, "model_type": "ministral3", "head_dim": 32, "max_position_embeddings": 262144}
+    for rope in ({"rope_parameters": {}}, {"rope_scaling": {}}):
+        theirs = AutoConfig.for_model(**copy.deepcopy(hf | rope)).rope_parameters
+        config = config_from_hf(hf | rope)
+        assert config.rope_type == theirs["rope_type"]
+        assert config.rope_theta == theirs["rope_theta"]
 
 
 @pytest.mark.parametrize("outer", [True, False, None])
 @pytest.mark.parametrize("inner", [True, False, None])
 @pytest.mark.parametrize("text", [MISTRAL, {**LLAMA, "model_type": "ministral3"}])
 def test_the_outer_model_says_whether_mistral_3s_head_is_tied(text, inner, outer):
-    """transformers' Mistral3Config ties unless it says otherwise; the text model's key is not read."""
-    hf = {"model_type": "mistral3", "text_config": {**text, "tie_word_embeddings": inner}, "tie_word_embeddings": outer}
+    """transformers' Mistral3Config ties unless it says otherwise; the text model's key is not
+    read."""
+    hf = {
+        "model_type": "mistral3",
+        "text_config": {**text, "tie_word_embeddings": inner},
+        "tie_word_embeddings": outer,
+    }
     hf = {key: value for key, value in hf.items() if value is not None}
     assert config_from_hf(hf).tie_embeddings == (outer is not False)
 
 
 def test_qwen_window_is_off_unless_used():
-    assert config_from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows == (None,) * 3
+    assert (
+        config_from_hf({**QWEN, "sliding_window": 9, "use_sliding_window": False}).windows
+        == (None,) * 3
+    )
     sliding = {**QWEN, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
     assert config_from_hf(sliding).windows == (None, None, 9)
 
 
 def test_families_differ_where_their_key_is_absent():
-    """transformers' defaults: Mistral slides over 4096 and has 8 KV heads, Qwen3 heads are 128 wide."""
+    """transformers' defaults: Mistral slides over 4096 and has 8 KV heads, Qwen3 heads are 128
+    wide."""
     bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_parameters")}
     assert config_from_hf(bare).n_kv_heads == 4 and config_from_hf(bare).rope_theta == 10000.0
     assert config_from_hf({**MISTRAL, "num_attention_heads": 8}).windows == (4096,) * 3
-    assert config_from_hf({**MISTRAL, "sliding_window": 9, "max_window_layers": 1}).windows == (9,) * 3
+    assert (
+        config_from_hf({**MISTRAL, "sliding_window": 9, "max_window_layers": 1}).windows == (9,) * 3
+    )
     assert config_from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3", "smollm3", "phi3", "granite", "olmo3", "ernie4_5"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mixtral", "qwen3", "smollm3", "phi3", "granite", "olmo3", "ernie4_5"]
+)
 def test_theta_is_transformers_where_a_file_has_none(model_type):
     from transformers import AutoConfig
 
@@ -297,14 +495,18 @@ def test_context_and_epsilon_are_transformers_where_a_file_has_none(absent):
         theirs = AutoConfig.for_model("qwen2" if model_type == "mimo" else model_type)
         hf = {key: value for key, value in LLAMA.items() if key not in keys}
         hf |= dict.fromkeys(keys) if absent == "null" else {}
-        hf |= {"model_type": model_type, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        hf |= {
+            "model_type": model_type,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        }
         config = config_from_hf(hf)
         expected = (theirs.max_position_embeddings, theirs.rms_norm_eps)
         assert (config.max_seq_length, config.norm_eps) == expected, model_type
 
 
 def test_families_that_always_norm_queries_and_keys_may_say_so():
-    """Qwen3-Coder's config.json has use_qk_norm. transformers reads neither key for these families."""
+    """Qwen3-Coder's config.json has use_qk_norm. transformers reads neither key for these
+    families."""
     from loading.families import FAMILIES
 
     always = [model_type for model_type, family in FAMILIES.items() if family.fields.get("qk_norm")]
@@ -327,9 +529,25 @@ def test_config_survives_json():
 
 def test_a_growth_of_0_is_none():
     """Ministral 3's queries grow by llama_4_scaling_beta; 0 is a value, under which they do not."""
-    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
-    hf = {"model_type": "ministral3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64,
-          "rms_norm_eps": 1e-5}  # fmt: skip
-    fields = [config_from_hf({**hf, "rope_parameters": rope | own}) for own in ({"llama_4_scaling_beta": 0}, {})]
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    hf = {
+        "model_type": "ministral3",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 131,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
+    fields = [
+        config_from_hf({**hf, "rope_parameters": rope | own})
+        for own in ({"llama_4_scaling_beta": 0}, {})
+    ]
     assert fields[0] == fields[1]

@@ -1,4 +1,5 @@
-"""weights/cpu.py: a layout changes nothing but the time, digits lose less than a bfloat16, their sums are exact."""
+"""weights/cpu.py: a layout changes nothing but the time, digits lose less than a bfloat16, their
+sums are exact."""
 
 import os
 import subprocess
@@ -13,6 +14,7 @@ from torch import nn
 
 from cli.report import weight_bytes
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import generate
 from loading.checkpoint import load_model
 from speculative import layer_subset
@@ -35,11 +37,13 @@ def small_is_large(monkeypatch):
     monkeypatch.setattr(cpu, "LARGE_BYTES", 0)
 
 
-def integers(*shape: int, low: int = -127, high: int = 128, seed: int = 0, dtype=torch.int8) -> torch.Tensor:
+def integers(
+    *shape: int, low: int = -127, high: int = 128, seed: int = 0, dtype=torch.int8
+) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# --------------------------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------------------- layouts
 
 SHAPES = [(7, 33), (96, 256), (1100, 1024)]  # odd; small; beyond LARGE_BYTES in bfloat16
 
@@ -53,11 +57,16 @@ def packed(linear: nn.Linear, scheme: str) -> QuantizedLinear:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_packed_linear_is_the_linear(shape, dtype):
-    """Against float64, for one row, for a few, for many, with more than one dimension in front. Rounding: sums of n
-    terms in float32, n u = n 2^-24, then of the result and of the sum with the bias, u = 2^-8 in bfloat16."""
+    """Against float64, for one row, for a few, for many, with more than one dimension in front.
+    Rounding: sums of n terms in float32, n u = n 2^-24, then of the result and of the sum with the
+    bias, u = 2^-8 in bfloat16."""
     linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
     weight, found = linear.weight.clone(), PackedLinear(linear)
-    assert found.weight.is_meta and found.weight.shape == shape and found.weight.nbytes == weight.nbytes
+    assert (
+        found.weight.is_meta
+        and found.weight.shape == shape
+        and found.weight.nbytes == weight.nbytes
+    )
     epsilon = 2 * shape[1] * 2**-24 + (2 * 2**-8 if dtype == torch.bfloat16 else 0)
     for front in ((1,), (2,), (5,), (6,), (1, 1), (2, 3), (40,)):
         x = torch.randn(*front, shape[1]).to(dtype)
@@ -68,13 +77,14 @@ def test_a_packed_linear_is_the_linear(shape, dtype):
         assert ((got.double() - want).abs() <= epsilon * size).all(), front
 
 
-def test_padding_rows_reach_no_result():
+def test_padding_rows_reach_no_result(monkeypatch):
     """A row of NaN must not be there, and one row alone is what it is among others."""
+    monkeypatch.setattr(cpu, "has_tiles", lambda: False)  # which needs no padding
     weight = torch.randn(1100, 1024, dtype=torch.bfloat16)
     linear = nn.Linear(1024, 1100, bias=False, dtype=torch.bfloat16)
     linear.weight.data.copy_(weight)
     found = PackedLinear(linear.requires_grad_(False))
-    assert found.packed.row_counts[0] > 1
+    assert found.packed.row_split.row_counts[0] > 1
     x = torch.randn(4, 1024, dtype=torch.bfloat16)
     for M in range(1, 5):
         got = found(x[:M])
@@ -82,16 +92,102 @@ def test_padding_rows_reach_no_result():
         assert torch.allclose(got.float(), x[:M].float() @ weight.float().T, atol=0.5, rtol=2**-7)
 
 
-# ---------------------------------------------------------------------------------------------- digits
+# ------------------------------------------------------------------------- weights on the left
+
+
+@pytest.fixture
+def with_tiles(monkeypatch):
+    """What a processor with AMX does. Others multiply this way too, only slowly."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 5), (577, 3)])
+def test_weights_on_the_left_give_the_product(with_tiles, shape, dtype):
+    """Against float64, in every number of rows up to a tile's and beyond. The weights are a view
+    into others, and the activations every second of a row's numbers. Rounding: n sums in float32,
+    n 2^-24, and that of the result, 2^-9 in bfloat16 and 2^-12 in float16, doubled."""
+    out, n = shape
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out + 4, n, generator=generator).to(dtype)[2:-2]
+    packed = cpu.prepack_weight(weight)
+    assert type(packed) is cpu.TransposedWeights and packed.data.data_ptr() == weight.data_ptr()
+    epsilon = n * 2**-24 + 2 * (2**-9 if dtype == torch.bfloat16 else 2**-12)
+    for M in (*range(1, 20), 40, 130):
+        x = torch.randn(M, 2 * n, generator=generator).to(dtype)[:, ::2]
+        got = packed(x)
+        size = x.double().abs() @ weight.double().abs().T
+        assert got.shape == (M, out) and got.dtype == dtype and got.is_contiguous()
+        assert ((got.double() - x.double() @ weight.double().T).abs() <= epsilon * size).all(), M
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_bits_it_has_alone(with_tiles, shape):
+    """Where the probe says so, for any number of rows, and for any neighbours."""
+    packed = cpu.prepack_weight(torch.randn(*shape).bfloat16())
+    if not packed.batch_invariant_rows:
+        pytest.skip("this processor's rows depend on their number")
+    x = torch.randn(140, shape[1]).bfloat16()
+    alone = torch.cat([packed(row[None]) for row in x])
+    for M in (2, 5, 6, 8, 16, 17, 33, 140):
+        together = torch.cat([packed(batch) for batch in x.split(M)])
+        assert torch.equal(together, alone), M
+
+
+@pytest.mark.parametrize("M", [1, 2, 6, 40])
+def test_sums_of_digits_on_the_left_are_exact(with_tiles, M):
+    """Digits and codes at both ends of their range, among random ones. The sums are integers, and
+    float32 rounds them once; the scale rounds once more."""
+    codes = integers(301, 4097)
+    codes[0], codes[1] = 127, -127
+    x = integers(M, 4097, low=0, high=256, seed=1, dtype=torch.uint8)
+    x[0] = 255
+    scale = torch.rand(301) + 0.5
+    packed = cpu.prepack_int8(codes, scale)
+    assert type(packed) is cpu.TransposedInt8 and cpu.sums_exactly.__wrapped__()
+    want = ((x.long() - 128) @ codes.T.long()).double() * scale
+    got = packed(x)
+    assert got.shape == (M, 301) and got.is_contiguous()
+    assert torch.allclose(got.double(), want, rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_drafted_text_is_plain_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
+    settings = {"sampling": Sampling(0), "max_new_tokens": 40}
+    model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))
+    kinds = {type(module.packed) for module in model.modules() if hasattr(module, "packed")}
+    assert kinds == {cpu.TransposedInt8 if scheme else cpu.TransposedWeights} or scheme
+    plain = list(generate(model, [[1, 5, 9]], **settings))
+    drafted = list(generate(model, [[1, 5, 9]], **settings, drafter=NgramDraft(), speculate_k=5))
+    assert [token for _, token in drafted] == [token for _, token in plain]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_compiled_text_with_weights_on_the_left(with_tiles, small_is_large, scheme):
+    settings = {"sampling": Sampling(0), "max_new_tokens": 20, "compile": True}
+    model = pack_model(load_model(ROOT / "checkpoints/demo", quantize=scheme))
+    plain = list(generate(model, [[1, 5, 9]], **settings))
+    drafted = list(generate(model, [[1, 5, 9]], **settings, drafter=NgramDraft(), speculate_k=3))
+    assert [token for _, token in drafted] == [token for _, token in plain]
+
+
+# ----------------------------------------------------------------------------------------- digits
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), st.floats(-6, 6))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    st.floats(-6, 6),
+)
 def test_digits_stand_for_the_nearest_step(seed, dtype, spread):
-    """|x - step * whole| <= step / 2, with float32's own rounding of x / step (24 bits) beside it, for rows of any
-    size, with outliers; no digit overflows."""
+    """|x - step * whole| <= step / 2, with float32's own rounding of x / step (24 bits) beside it,
+    for rows of any size, with outliers; no digit overflows."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(5, 64, generator=generator) * 10.0 ** (spread * torch.rand(5, 1, generator=generator))
+    x = torch.randn(5, 64, generator=generator) * 10.0 ** (
+        spread * torch.rand(5, 1, generator=generator)
+    )
     x[1, 3], x[2] = 1e4 * x[1].abs().max(), 0
     x = x.clamp(-6e4, 6e4).to(dtype)
     digits, step = to_digits(x)
@@ -105,8 +201,9 @@ def test_digits_stand_for_the_nearest_step(seed, dtype, spread):
 
 @pytest.mark.parametrize("M", [1, 3, 6])
 def test_sums_of_digits_are_exact(M):
-    """Largest digits against largest codes, and random ones: what an overflow would change. Sums are rounded once, to
-    float32; some processors (AMX) round them before they subtract the digits' offset, and again."""
+    """Largest digits against largest codes, and random ones: what an overflow would change. Sums
+    are rounded once, to float32; some processors (AMX) round them before they subtract the digits'
+    offset, and again."""
     codes = integers(300, 8192)
     codes[0], codes[1] = 127, -127
     x = integers(M, 8192, low=0, high=256, seed=1, dtype=torch.uint8)
@@ -120,7 +217,8 @@ def test_sums_of_digits_are_exact(M):
 
 @pytest.mark.attack
 def test_a_processor_that_overflows_is_found_out(small_is_large):
-    """oneDNN held to AVX2 adds pairs of products in 16 bits: then this form is not used, and products stay right."""
+    """oneDNN held to AVX2 adds pairs of products in 16 bits: then this form is not used, and
+    products stay right."""
     code = """
 import torch
 from weights import cpu
@@ -135,7 +233,9 @@ assert (y - 5.12).abs().max() < 0.05, y
 print(cpu.sums_exactly(), found.packed is not None)
 """
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     if done.stdout.split() == ["True", "True"]:
         pytest.skip("this processor's AVX2 adds 8-bit products exactly")
@@ -144,8 +244,8 @@ print(cpu.sums_exactly(), found.packed is not None)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int8_products_are_those_of_the_stored_weights(small_is_large, dtype):
-    """|error| <= step / 2 * sum |w| a row, and roundings: n u of float32 for what combines and scales, u of the result
-    type. In the worst row there is, one outlier and nothing else, too."""
+    """|error| <= step / 2 * sum |w| a row, and roundings: n u of float32 for what combines and
+    scales, u of the result type. In the worst row there is, one outlier and nothing else, too."""
     linear = nn.Linear(512, 96, bias=False, dtype=dtype).requires_grad_(False)
     parts = quantize_tensor(linear.weight, "int8")
     w = dequantize_tensor(parts, "int8").double()
@@ -162,9 +262,10 @@ def test_int8_products_are_those_of_the_stored_weights(small_is_large, dtype):
 
 
 def test_digits_lose_less_than_a_bfloat16_result(small_is_large):
-    """The worst row of 16384 inputs, max |x| = sqrt(in) rms(x): root mean square of the digits' error over that of the
-    results, against 2^-9 / sqrt(3), what rounding the result to bfloat16 takes. Measured over 96 outputs: the root of a
-    mean of 96 squares is within 25 % of its expectation but for one in 10^4, and the bound has that much room."""
+    """The worst row of 16384 inputs, max |x| = sqrt(in) rms(x): root mean square of the digits'
+    error over that of the results, against 2^-9 / sqrt(3), what rounding the result to bfloat16
+    takes. Measured over 96 outputs: the root of a mean of 96 squares is within 25 % of its
+    expectation but for one in 10^4, and the bound has that much room."""
     x = torch.randn(1, 16384, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[0, 5] = 1.0
     x = x.bfloat16()
@@ -178,7 +279,8 @@ def test_digits_lose_less_than_a_bfloat16_result(small_is_large):
 
 
 def test_a_row_alone_is_bit_for_bit_the_row_among_others(small_is_large):
-    """Integers add up the same in any company: a step, its verification and a prompt see one model."""
+    """Integers add up the same in any company: a step, its verification and a prompt see one
+    model."""
     found = packed(nn.Linear(512, 96, dtype=torch.bfloat16), "int8")
     x = torch.randn(40, 512).bfloat16()
     together = found(x)
@@ -191,15 +293,20 @@ def test_a_row_alone_is_bit_for_bit_the_row_among_others(small_is_large):
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g128-float32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int4_products_of_long_prompts_are_those_of_the_stored_weights(rows, scheme, dtype):
-    """Outputs that are no multiple of 16 are padded for the kernel, which takes scale and zero in the activations' type
-    and rounds its sums to it. The stored parts are freed."""
+    """Outputs that are no multiple of 16 are padded for the kernel, which takes scale and zero in
+    the activations' type and rounds its sums to it. The stored parts are freed."""
     linear = nn.Linear(256, rows, bias=False, dtype=dtype)
     parts = quantize_tensor(linear.weight, scheme)
     found = packed(linear, scheme)
     assert all(part.is_meta for part in found.parts().values())
-    want = dequantize_tensor(parts | {name: parts[name].to(dtype) for name in ("scale", "zero")}, scheme)
+    want = dequantize_tensor(
+        parts | {name: parts[name].to(dtype) for name in ("scale", "zero")}, scheme
+    )
     x = torch.randn(300, 256).to(dtype)
-    error, size = (found(x).double() - x.double() @ want.double().T).abs(), x.double().abs() @ want.double().abs().T
+    error, size = (
+        (found(x).double() - x.double() @ want.double().T).abs(),
+        x.double().abs() @ want.double().abs().T,
+    )
     assert (error <= (torch.finfo(dtype).eps + 512 * 2**-24) * size).all()
 
 
@@ -213,18 +320,21 @@ def test_what_is_not_finite_stays_visible(small_is_large, wrong):
     assert not got[1].isfinite().any() and torch.equal(got[[0, 2]], want[[0, 2]])
 
 
-# ---------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------- models
 
 
 @pytest.mark.parametrize("family", ["llama-3.2", "qwen2", "qwen3-biased", "mistral-v0.1"])
 def test_a_packed_model_says_the_same(folder_of, small_is_large, family):
-    """Greedy ids in float32, memory let go, bytes of a step counted alike; a tied embedding keeps its rows."""
+    """Greedy ids in float32, memory let go, bytes of a step counted alike; a tied embedding keeps
+    its rows."""
     prompts, options = [[1, 5, 9, 30], [7] * 12], {"sampling": Sampling(0), "max_new_tokens": 24}
     plain = load_model(folder_of(family), dtype=torch.float32)
     want, read = list(generate(plain, prompts, **options)), weight_bytes(plain)
     model = pack_model(load_model(folder_of(family), dtype=torch.float32))
     assert all(
-        parameter.is_meta for name, parameter in model.named_parameters() if "layers" in name and parameter.dim() > 1
+        parameter.is_meta
+        for name, parameter in model.named_parameters()
+        if "layers" in name and parameter.dim() > 1
     )
     assert model.lm_head.weight.is_meta and not model.embed.weight.is_meta
     assert list(generate(model, prompts, **options)) == want
@@ -233,19 +343,23 @@ def test_a_packed_model_says_the_same(folder_of, small_is_large, family):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
 def test_what_a_kernel_holds_is_all_that_is_held_and_counted(folder_of, small_is_large, scheme):
-    """Stored parts are let go, whatever the kernel; a form without a kernel counts the weights that are read."""
+    """Stored parts are let go, whatever the kernel; a form without a kernel counts the weights that
+    are read."""
     folder, dtype = folder_of("llama-2"), torch.bfloat16
     full = weight_bytes(load_model(folder, dtype=dtype))
     stored = load_model(folder, dtype=dtype, quantize=scheme, pack=False)
     sizes = [weight_bytes(stored), weight_bytes(pack_model(stored))]
     linear = stored.layers[0].ffn.down
     assert linear.codes.is_meta and linear.codes.nbytes == linear.format.bits * 64 * 96 // 8
-    assert (sizes[1] == full) == (scheme == "mxfp6") and (sizes[0] == sizes[1]) == (scheme != "mxfp6")
+    assert (sizes[1] == full) == (scheme == "mxfp6") and (sizes[0] == sizes[1]) == (
+        scheme != "mxfp6"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-3", "llama-3.2"])
 def test_what_models_share_is_packed_once(folder_of, small_is_large, family):
-    """A draft that is a part of the model reads the same memory; a tied embedding keeps the table, for both."""
+    """A draft that is a part of the model reads the same memory; a tied embedding keeps the table,
+    for both."""
     model = load_model(folder_of(family), dtype=torch.float32)
     part, tokens = layer_subset(model, [0, 2]), torch.arange(5)
     want = model(tokens[None], tokens), part(tokens[None], tokens)
@@ -267,7 +381,9 @@ def test_hooks_survive_packing(small_is_large):
 
 def test_small_float32_keeps_its_layout():
     """Only the numbers of rows are chosen: oneDNN's layout would make such products slower."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float16), nn.Embedding(4, 4))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float16), nn.Embedding(4, 4)
+    )
     weight = model[0].weight.detach()
     pack_model(model.requires_grad_(False))
     assert [type(module) for module in model] == [PackedLinear, PackedLinear, nn.Embedding]
@@ -276,13 +392,16 @@ def test_small_float32_keeps_its_layout():
 
 @pytest.mark.compiled
 def test_compiled_code_reads_packed_weights(small_is_large):
-    """One compilation serves Linears that hold other weights: the handle is an input, not a constant."""
+    """One compilation serves Linears that hold other weights: the handle is an input, not a
+    constant."""
     layers = [nn.Linear(256, 256, dtype=torch.bfloat16).requires_grad_(False) for _ in range(4)]
     a, b = PackedLinear(layers[0]), packed(layers[1], "int8")
     c, d = PackedLinear(layers[2]), packed(layers[3], "int8")
     torch._dynamo.reset()
     with torch.inference_mode():
-        pair = torch.compile(lambda first, second, x: second(first(x)), fullgraph=True, dynamic=False)
+        pair = torch.compile(
+            lambda first, second, x: second(first(x)), fullgraph=True, dynamic=False
+        )
         for M in (1, 6):
             x = torch.randn(M, 256).bfloat16()
             for first, second in ((a, b), (c, d)):

@@ -1,4 +1,5 @@
-"""scripts/distill_draft.py: its report is true of the folder that it writes, and no stop changes that folder."""
+"""scripts/distill_draft.py: its report is true of the folder that it writes, and no stop changes
+that folder."""
 
 import contextlib
 import json
@@ -16,17 +17,21 @@ from benchmarks import self_prompts
 from cli.main import main as decode
 from decoding.sampling import Sampling
 from generate import generate
-from loading.checkpoint import load_config, load_model, random_model, save_model
+from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
+from loading.models import random_model
+from loading.saving import save_model
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from scripts import distill_draft, draft_kinds, draft_text
 from scripts.distill_draft import (
+    Prediction,
     acceptance,
     add_gradients,
     best_evaluation,
     blocks,
     distill,
+    has_converged,
     learning_rate,
     parse_args,
     predict,
@@ -36,8 +41,23 @@ from scripts.draft_text import Windows, hide, hold_out, ids_of
 from speculative import Costs
 
 DEMO, CONTEXT = ROOT / "checkpoints" / "demo", 64
-SHAPE = ("--layers", 1, "--dim", 64, "--context", CONTEXT, "--batch", 4, "--heldout", 1000, "--device", "cpu")
-COSTS = Costs(1.0, {k: 0.1 * k for k in (1, 2, 3, 5, 8)}, {k: 1 + 0.05 * k for k in (1, 2, 3, 5, 8)})
+SHAPE = (
+    "--layers",
+    1,
+    "--dim",
+    64,
+    "--context",
+    CONTEXT,
+    "--batch",
+    4,
+    "--heldout",
+    1000,
+    "--device",
+    "cpu",
+)
+COSTS = Costs(
+    1.0, {k: 0.1 * k for k in (1, 2, 3, 5, 8)}, {k: 1 + 0.05 * k for k in (1, 2, 3, 5, 8)}
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +65,14 @@ def stories() -> str:
     """Forty-eight stories of the demo target, some 6000 tokens, separated by blank lines."""
     model, tokenizer = load_model(DEMO), load_tokenizer(DEMO)
     prompts, rows = [tokenizer.encode("Once")] * 48, [[] for _ in range(48)]
-    for row, id in generate(model, prompts, sampling=Sampling(), max_new_tokens=130, seed=list(range(48))):
+    for row, id in generate(
+        model, prompts, sampling=Sampling(), max_new_tokens=130, seed=list(range(48))
+    ):
         rows[row].append(id)
     texts = [tokenizer.decode([id for id in ids if id not in tokenizer.stop_ids]) for ids in rows]
-    return "\n\n".join("\n".join(line for line in text.splitlines() if line.strip()) for text in texts)
+    return "\n\n".join(
+        "\n".join(line for line in text.splitlines() if line.strip()) for text in texts
+    )
 
 
 @pytest.fixture
@@ -66,7 +90,12 @@ def fixed_costs(monkeypatch):
 
 def flags(text, tmp_path, name: str = "draft", /, **others) -> list[str]:
     """Of a short run on the demo target; options that are None are left out."""
-    options = {"target": DEMO, "text": text, "output": tmp_path / name, "work": tmp_path / f"{name}-work"} | others
+    options = {
+        "target": DEMO,
+        "text": text,
+        "output": tmp_path / name,
+        "work": tmp_path / f"{name}-work",
+    } | others
     pairs = [(f"--{key}", value) for key, value in options.items() if value is not None]
     return [str(part) for part in (*SHAPE, *(part for pair in pairs for part in pair))]
 
@@ -94,11 +123,15 @@ def weights_of(folder) -> bytes:
 
 
 def samples_of(folder) -> list[list[int]]:
-    return [json.loads(line)["tokens"] for line in (folder / "sampled.jsonl").read_text().splitlines()[1:]]
+    return [
+        json.loads(line)["tokens"]
+        for line in (folder / "sampled.jsonl").read_text().splitlines()[1:]
+    ]
 
 
 def alpha_by_transformers(draft, heldout: torch.Tensor, temperature: float) -> float:
-    """Mean sum of min(p, q), by another implementation of both models, in float32, a row at a time."""
+    """Mean sum of min(p, q), by another implementation of both models, in float32, a row at a
+    time."""
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -106,32 +139,49 @@ def alpha_by_transformers(draft, heldout: torch.Tensor, temperature: float) -> f
     alphas = []
     for row in heldout:
         with torch.no_grad():
-            p, q = ((model(row[None, :-1]).logits[0].double() / temperature).softmax(-1) for model in models)
+            p, q = (
+                (model(row[None, :-1]).logits[0].double() / temperature).softmax(-1)
+                for model in models
+            )
         alphas.append(torch.minimum(p, q).sum(-1).mean())
     return torch.stack(alphas).mean().item()
 
 
-# -------------------------------------------------------------------------------------------- learning
+# --------------------------------------------------------------------------------------- learning
 
 
 @pytest.mark.attack
 def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
-    """Alpha grows: an untrained draft's q is nearly uniform over 2048 tokens, and the sum of min(p, 1/2048) is at most
-    the number of tokens with p > 1/2048, some tens, over 2048. Sixty steps teach at least how frequent tokens are.
+    """Alpha grows: an untrained draft's q is nearly uniform over 2048 tokens, and the sum of min(p,
+    1/2048) is at most the number of tokens with p > 1/2048, some tens, over 2048. Sixty steps teach
+    at least how frequent tokens are.
 
-    Alpha is right: transformers computes it from the two folders, on documents that are split, encoded and cut here.
-    Logits of two float32 implementations agree within 1e-4 (tests/test_model.py), so that p, q and their minimum are
-    off by a factor of exp(2e-4 / temperature) at most. The prediction is the formula of the reported alpha, c and v.
+    Alpha is right: transformers computes it from the two folders, on documents that are split,
+    encoded and cut here. Logits of two float32 implementations agree within 1e-4
+    (tests/test_model.py), so that p, q and their minimum are off by a factor of exp(2e-4 /
+    temperature) at most. The prediction is the formula of the reported alpha, c and v.
 
-    The folder drafts: generate.py takes it, greedy text stays, and the tokenizer is the target's byte for byte.
+    The folder drafts: generate.py takes it, greedy text stays, and the tokenizer is the target's
+    byte for byte.
     """
-    options = {"steps": 60, "eval_every": 30, "dim": 128, "lr": 0.01, "dtype": "float32", "temperature": 0.7}
+    options = {
+        "steps": 60,
+        "eval_every": 30,
+        "dim": 128,
+        "lr": 0.01,
+        "dtype": "float32",
+        "temperature": 0.7,
+    }
     monkeypatch.setattr(sys, "argv", ["x", *flags(text, tmp_path, **options)])
     distill_draft.main()
     out, err = capsys.readouterr()
     result, draft = json.loads(out), tmp_path / "draft"
     evaluations = json.loads((draft / "distill.json").read_text())["evaluations"]
-    assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == 60 and result["best_step"] in (30, 60)
+    assert (
+        evaluations[0]["step"] == 0
+        and evaluations[-1]["step"] == 60
+        and result["best_step"] in (30, 60)
+    )
     assert result["alpha"] > evaluations[0]["alpha"] + 0.05 and evaluations[0]["alpha"] < 0.1
 
     tokenizer, documents = load_tokenizer(DEMO), text.read_text().split("\n\n")
@@ -139,11 +189,16 @@ def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
     num_heldout, rest = min(1000, sum(map(len, ids)) // 10), []
     while len(rest) < num_heldout:
         rest = ids.pop() + rest
-    heldout = torch.tensor([[1, *rest[i : i + CONTEXT]] for i in range(0, len(rest) - CONTEXT + 1, CONTEXT)])
+    heldout = torch.tensor(
+        [[1, *rest[i : i + CONTEXT]] for i in range(0, len(rest) - CONTEXT + 1, CONTEXT)]
+    )
     assert result["heldout_tokens"] == heldout[:, 1:].numel() >= 512
     for name, temperature in (("alpha", 0.7), ("alpha_temperature_1", 1.0)):
-        assert result[name] == pytest.approx(alpha_by_transformers(draft, heldout, temperature), rel=2e-4 / temperature)
-    assert abs(result["alpha"] - result["alpha_temperature_1"]) > 1e-3  # or the comparison would not tell them apart
+        assert result[name] == pytest.approx(
+            alpha_by_transformers(draft, heldout, temperature), rel=2e-4 / temperature
+        )
+    # or the comparison would not tell them apart
+    assert abs(result["alpha"] - result["alpha_temperature_1"]) > 1e-3
 
     a, k, c, v = (result[name] for name in ("alpha", "best_k", "c", "v"))
     tokens = (1 - a ** (k + 1)) / (1 - a)
@@ -152,17 +207,35 @@ def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
     assert best["predicted_tokens_per_round"] == pytest.approx(tokens)
     lines = [line for line in err.splitlines() if line.startswith("step ")]
     speedup = f"{tokens:.2f} tokens a round, speed-up {result['predicted_speedup']:.3f}"
-    assert len(lines) == 3 and any(line.endswith(f"predicted with K = {k}: {speedup}") for line in lines)
+    assert len(lines) == 3 and any(
+        line.endswith(f"predicted with K = {k}: {speedup}") for line in lines
+    )
 
     for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json"):
         assert (draft / name).read_bytes() == (DEMO / name).read_bytes()
     tensors = load_file(draft / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and "lm_head.weight" not in tensors
-    assert not (tmp_path / "draft.partial").exists() and not (tmp_path / "draft-work" / "state.pt").exists()
+    assert {tensor.dtype for tensor in tensors.values()} == {
+        torch.bfloat16
+    } and "lm_head.weight" not in tensors
+    assert (
+        not (tmp_path / "draft.partial").exists()
+        and not (tmp_path / "draft-work" / "state.pt").exists()
+    )
     rows = []
     for drafter in ([], ["--draft_checkpoint", str(draft), "--speculate_k", "3"]):
-        common = ["--checkpoint", str(DEMO), "--temperature", "0", "--dtype", "float32", "--max_new_tokens", "40"]
-        monkeypatch.setattr(sys, "argv", ["generate.py", *common, "--device", "cpu", "--json", *drafter])
+        common = [
+            "--checkpoint",
+            str(DEMO),
+            "--temperature",
+            "0",
+            "--dtype",
+            "float32",
+            "--max_new_tokens",
+            "40",
+        ]
+        monkeypatch.setattr(
+            sys, "argv", ["generate.py", *common, "--device", "cpu", "--json", *drafter]
+        )
         decode()
         rows.append(json.loads(capsys.readouterr().out))
     assert rows[0]["tokens"] == rows[1]["tokens"] and rows[1]["speculative"]["drafted"] > 0
@@ -170,37 +243,55 @@ def test_it_learns_and_its_report_is_true(text, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("hidden", [0, 9])
 def test_blocks_of_logits_add_up_to_one_pass(hidden, monkeypatch):
-    """KL and its gradients in blocks of 7 positions equal one autograd pass over all logits, and so does alpha; hidden
-    tokens are read, but not learned. In float32 throughout: sums of a few hundred terms agree within 1e-5."""
+    """KL and its gradients in blocks of 7 positions equal one autograd pass over all logits, and so
+    does alpha; hidden tokens are read, but not learned. In float32 throughout: sums of a few
+    hundred terms agree within 1e-5."""
     monkeypatch.setattr(draft_kinds, "training_autocast", lambda _: contextlib.nullcontext())
     shape = {**BASE, **FAMILIES["llama-3.2"]}
-    target = random_model(config_from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1)
+    target = random_model(
+        config_from_hf({**BASE, **FAMILIES["qwen3"]}), dtype=torch.float32, seed=1
+    )
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.mul_(4)  # far from uniform
     full, blocked = (Transformer(config_from_hf(shape)) for _ in range(2))
-    rows, pos = torch.randint(131, (3, 20), generator=torch.Generator().manual_seed(2)), torch.arange(19)
+    rows, pos = (
+        torch.randint(131, (3, 20), generator=torch.Generator().manual_seed(2)),
+        torch.arange(19),
+    )
     for draft in (full, blocked):
         init_weights(draft, 3)
     log_p, log_q = (model(rows[:, :-1], pos).log_softmax(-1) for model in (target, full))
-    loss = (log_p.exp() * (log_p - log_q)).sum(-1)[:, max(0, hidden - 1) :].mean()  # the last of them begins an answer
+    # the last of them begins an answer
+    loss = (log_p.exp() * (log_p - log_q)).sum(-1)[:, max(0, hidden - 1) :].mean()
     overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)[:, max(0, hidden - 1) :].mean().item()
     loss.backward()
     monkeypatch.setattr(distill_draft, "MAX_LOGITS", 7 * 3 * 131)
     at = torch.arange(19)
-    assert [len(indices) for _, indices, _ in blocks(target, torch.zeros(3, 19, 64), at)] == [7, 7, 5]
+    assert [len(indices) for _, indices, _ in blocks(target, torch.zeros(3, 19, 64), at)] == [
+        7,
+        7,
+        5,
+    ]
     kind = draft_kinds.Kind(shape, target.config, 5)
     shown = torch.stack([hide(row, hidden) for row in rows])
-    assert acceptance(kind, blocked, target, shown, [1.0])[1.0] == pytest.approx([overlap], rel=1e-5)
-    assert acceptance(kind, blocked, target, ~rows, [1.0])[1.0] == [0.0]  # nothing to count is no fault of the target
+    assert acceptance(kind, blocked, target, shown, [1.0])[1.0] == pytest.approx(
+        [overlap], rel=1e-5
+    )
+    # nothing to count is no fault of the target
+    assert acceptance(kind, blocked, target, ~rows, [1.0])[1.0] == [0.0]
     assert add_gradients(kind, blocked, target, shown) == pytest.approx(loss.item(), rel=1e-5)
     for (name, one), other in zip(full.named_parameters(), blocked.parameters()):
         assert one.grad.abs().max() > 0, name
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5 * one.grad.abs().max().item())
+        torch.testing.assert_close(
+            other.grad, one.grad, rtol=1e-5, atol=1e-5 * one.grad.abs().max().item()
+        )
 
 
 def sizes(dim: int, *others: str):
-    return parse_args(["--target", "x", "--output", "y", "--layers", "2", "--dim", str(dim), *others])
+    return parse_args(
+        ["--target", "x", "--output", "y", "--layers", "2", "--dim", str(dim), *others]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,28 +299,55 @@ def test_the_draft_of_every_family_agrees_where_it_must(family):
     hf = {**BASE, **FAMILIES[family]}
     target, draft = config_from_hf(hf), config_from_hf(draft_config(hf, sizes(48)))
     ropes = [
-        name for name in vars(target) if name.startswith("rope_") and name not in ("rope_interleaved", "rope_types")
+        name
+        for name in vars(target)
+        if name.startswith("rope_") and name not in ("rope_interleaved", "rope_types")
     ]
-    if hf["model_type"] in ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3"):  # no Llama rotates so
+    # no Llama rotates so
+    if hf["model_type"] in ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3"):
         ropes, plain = ["rope_theta"], config_from_hf({**BASE, "model_type": "llama"})
-        assert (draft.rope_type, draft.rope_attention_factor, draft.rope_long) == (plain.rope_type, 1.0, ())
+        assert (draft.rope_type, draft.rope_attention_factor, draft.rope_long) == (
+            plain.rope_type,
+            1.0,
+            (),
+        )
     same = ("vocab_size", "max_seq_length", "norm_eps", *ropes)
-    assert {name: getattr(draft, name) for name in same} == {name: getattr(target, name) for name in same}
-    assert (draft.dim, draft.n_heads, draft.n_kv_heads, draft.head_dim, draft.ffn_dim) == (48, 1, 1, 48, 128)
+    assert {name: getattr(draft, name) for name in same} == {
+        name: getattr(target, name) for name in same
+    }
+    assert (draft.dim, draft.n_heads, draft.n_kv_heads, draft.head_dim, draft.ffn_dim) == (
+        48,
+        1,
+        1,
+        48,
+        128,
+    )
     assert not (draft.qkv_bias or draft.ffn_bias or draft.qk_norm or any(draft.windows))
 
 
 def test_rope_of_older_folders_is_taken_over():
     hf = {**BASE, "model_type": "llama", "rope_theta": 5e5, "original_max_position_embeddings": 24}
-    hf["rope_scaling"] = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    hf["rope_scaling"] = {
+        "type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     draft = draft_config(hf, sizes(320, "--kv_heads", "1"))
-    assert config_from_hf(draft).rope_theta == 5e5 and config_from_hf(draft).rope_original_length == 24
-    assert (draft["num_attention_heads"], draft["head_dim"], draft["intermediate_size"]) == (5, 64, 864)
+    assert (
+        config_from_hf(draft).rope_theta == 5e5 and config_from_hf(draft).rope_original_length == 24
+    )
+    assert (draft["num_attention_heads"], draft["head_dim"], draft["intermediate_size"]) == (
+        5,
+        64,
+        864,
+    )
 
 
 def test_a_projected_embedding_is_the_nearest():
-    """Products of rows of a table of 24 columns are nearest to the target's own where the difference is what the
-    singular values beyond the 24th leave (Eckart and Young); with all columns they are the target's."""
+    """Products of rows of a table of 24 columns are nearest to the target's own where the
+    difference is what the singular values beyond the 24th leave (Eckart and Young); with all
+    columns they are the target's."""
     hf = {**BASE, **FAMILIES["llama-3.2"]}
     target = random_model(config_from_hf(hf), dtype=torch.float32, seed=1)
     E = target.embed.weight.double()
@@ -243,8 +361,12 @@ def test_a_projected_embedding_is_the_nearest():
         gram, other = E @ E.T, X @ X.T
         error = (gram - (gram * other).sum() / (other * other).sum() * other).norm()
         expected = (singular[columns:] ** 4).sum().sqrt()
-        assert error.item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-3 * gram.norm().item())
-        assert X.std().item() == pytest.approx(0.02, rel=1e-2) and (columns == 64) == (expected == 0)
+        assert error.item() == pytest.approx(
+            expected.item(), rel=1e-3, abs=1e-3 * gram.norm().item()
+        )
+        assert X.std().item() == pytest.approx(0.02, rel=1e-2) and (columns == 64) == (
+            expected == 0
+        )
 
 
 def test_the_last_documents_are_held_out():
@@ -255,10 +377,17 @@ def test_the_last_documents_are_held_out():
     assert [int(t[0]) for t in training] == [0, 1, 2, 3] and [int(t[0]) for t in heldout] == [4, 5]
     windows = Windows(training, 8, 99, "training")
     rows = windows.random(seed=1, step=2, rows=200)
-    assert rows.shape == (200, 9) and (rows[:, 0] == 99).all() and not torch.isin(rows, torch.tensor([4, 5])).any()
-    assert torch.equal(rows, windows.random(1, 2, 200)) and not torch.equal(rows, windows.random(1, 3, 200))
+    assert (
+        rows.shape == (200, 9)
+        and (rows[:, 0] == 99).all()
+        and not torch.isin(rows, torch.tensor([4, 5])).any()
+    )
+    assert torch.equal(rows, windows.random(1, 2, 200)) and not torch.equal(
+        rows, windows.random(1, 3, 200)
+    )
     assert torch.equal(windows.consecutive()[:, 1:].flatten(), torch.cat(training)[: 85 // 8 * 8])
-    without = Windows(training, 8, None, "training").consecutive()  # the last id of a window is only learned from
+    # the last id of a window is only learned from
+    without = Windows(training, 8, None, "training").consecutive()
     assert torch.equal(without[1:, 0], without[:-1, -1])
 
 
@@ -271,11 +400,20 @@ def test_a_prompt_ends_at_a_new_line_alone(tmp_path):
 
 def test_learning_rate_and_patience_by_hand():
     rates = [learning_rate(step, 100, 1.0, warmup=10) for step in range(100)]
-    assert rates[0] == 0.1 and rates[10] == max(rates) == 1.0 and rates[99] == pytest.approx(0.02, abs=1e-3)
-    assert best_evaluation([1.0], 1) == (0, False) and best_evaluation([1.0, 1.0], 1) == (0, True)
-    assert best_evaluation([1.0, 1.1, 1.0, 1.09], 3) == (1, False)
-    assert best_evaluation([1.0, 1.1, 1.0, 1.09, 1.1], 3) == (1, True)  # as good is not better
-    assert best_evaluation([1.0, 1.1, 1.0, 1.09, 1.2], 3) == (4, False)
+    assert (
+        rates[0] == 0.1
+        and rates[10] == max(rates) == 1.0
+        and rates[99] == pytest.approx(0.02, abs=1e-3)
+    )
+    for speedups, patience, best, is_over in (
+        ([1.0], 1, 0, False),
+        ([1.0, 1.0], 1, 0, True),
+        ([1.0, 1.1, 1.0, 1.09], 3, 1, False),
+        ([1.0, 1.1, 1.0, 1.09, 1.1], 3, 1, True),  # as good is not better
+        ([1.0, 1.1, 1.0, 1.09, 1.2], 3, 4, False),
+    ):
+        assert best_evaluation(speedups) == best
+        assert has_converged(speedups, patience) == is_over
 
 
 def test_prediction_grows_where_nothing_pays():
@@ -287,15 +425,18 @@ def test_prediction_grows_where_nothing_pays():
     assert predict(COSTS, [0.9])[0] == COSTS.best(0.9)[0] == 8
 
 
-# ------------------------------------------------------------------------------------------- stopping
+# --------------------------------------------------------------------------------------- stopping
 
 
 @pytest.mark.attack
-def test_a_flat_prediction_ends_the_run_with_the_best_weights(text, tmp_path, monkeypatch, fixed_costs):
-    """Predictions 1.0, 1.2, 1.1, 1.2, 1.2: two evaluations after the second would not do for a patience of 3. The
-    folder has the weights of step 2, with which a run of two steps at the same learning rates ends."""
+def test_a_flat_prediction_ends_the_run_with_the_best_weights(
+    text, tmp_path, monkeypatch, fixed_costs
+):
+    """Predictions 1.0, 1.2, 1.1, 1.2, 1.2: two evaluations after the second would not do for a
+    patience of 3. The folder has the weights of step 2, with which a run of two steps at the same
+    learning rates ends."""
     script = iter([1.0, 1.2, 1.1, 1.2, 1.2, 9.9])
-    monkeypatch.setattr(distill_draft, "predict", lambda *_: (1, 1.5, next(script)))
+    monkeypatch.setattr(distill_draft, "predict", lambda *_: Prediction(1, 1.5, next(script)))
     monkeypatch.setattr(distill_draft, "learning_rate", lambda step, *_: 1e-3)
     result = distill(parse_args(flags(text, tmp_path, steps=40, eval_every=2, patience=3)))
     assert (result["steps"], result["best_step"], result["predicted_speedup"]) == (8, 2, 1.2)
@@ -308,9 +449,9 @@ def test_a_flat_prediction_ends_the_run_with_the_best_weights(text, tmp_path, mo
 def test_a_stopped_run_continues_to_the_same_bits_with_the_same_flags_alone(
     text, tmp_path, monkeypatch, run_main, fixed_costs
 ):
-    """Ctrl-C inside step 6, between two evaluations: the step ends and is saved, exit status 130. Other flags are
-    refused by name before anything is loaded, and so is a damaged state. The same command ends with the weights and
-    losses of a run that nothing stopped."""
+    """Ctrl-C inside step 6, between two evaluations: the step ends and is saved, exit status 130.
+    Other flags are refused by name before anything is loaded, and so is a damaged state. The same
+    command ends with the weights and losses of a run that nothing stopped."""
     options = {"steps": 9, "eval_every": 4}
     distill(parse_args(flags(text, tmp_path, "full", **options)))
     arguments, updates, real = flags(text, tmp_path, **options), [], distill_draft.update
@@ -333,9 +474,11 @@ def test_a_stopped_run_continues_to_the_same_bits_with_the_same_flags_alone(
         assert status == 2 and len(lines) == 1 and message in lines[0], lines
 
     for name, value, message in (
-        ("steps", 7, "--steps 9, now it is 7"), ("lr", 0.001, "--lr 0.004, now it is 0.001"),
-        ("ffn", 64, "--ffn None, now it is 64"), ("seed", 1, "--seed 0, now it is 1"),
-    ):  # fmt: skip
+        ("steps", 7, "--steps 9, now it is 7"),
+        ("lr", 0.001, "--lr 0.004, now it is 0.001"),
+        ("ffn", 64, "--ffn None, now it is 64"),
+        ("seed", 1, "--seed 0, now it is 1"),
+    ):
         check_refusal(flags(text, tmp_path, **options | {name: value}), message)
     text.write_text(story + "The end.")
     check_refusal(arguments, "the held-out tokens")
@@ -347,32 +490,49 @@ def test_a_stopped_run_continues_to_the_same_bits_with_the_same_flags_alone(
     assert run_main(arguments) == (0, []) and len(updates) == 9
     folders = tmp_path / "draft", tmp_path / "full"
     assert weights_of(folders[0]) == weights_of(folders[1])
-    draft, full = (json.loads((folder / "distill.json").read_text())["evaluations"] for folder in folders)
+    draft, full = (
+        json.loads((folder / "distill.json").read_text())["evaluations"] for folder in folders
+    )
     assert draft == full
 
 
-# ---------------------------------------------------------------------------------- the target's text
+# ------------------------------------------------------------------------------ the target's text
 
 
 @pytest.fixture
 def small_target(tmp_path, story_tokenizer):
     """A random Qwen3, its vocabulary of 384 padded beyond the tokenizer's."""
-    folder, hf = tmp_path / "target", {**BASE, **FAMILIES["qwen3"], "vocab_size": 384, "dtype": "bfloat16"}
+    folder, hf = (
+        tmp_path / "target",
+        {**BASE, **FAMILIES["qwen3"], "vocab_size": 384, "dtype": "bfloat16"},
+    )
     save_model(random_model(config_from_hf(hf), seed=4), folder, hf)
     (folder / "tokenizer.model").write_bytes(story_tokenizer.read_bytes())
     return folder
 
 
 @pytest.mark.attack
-def test_documents_of_the_target_are_written_once(small_target, tmp_path, run_main, fixed_costs, monkeypatch):
-    """Every document is what the target generates by itself from BOS with its own seed; a line that a kill cut off is
-    written again, the same; other settings are refused. The draft keeps the padded vocabulary."""
+def test_documents_of_the_target_are_written_once(
+    small_target, tmp_path, run_main, fixed_costs, monkeypatch
+):
+    """Every document is what the target generates by itself from BOS with its own seed; a line that
+    a kill cut off is written again, the same; other settings are refused. The draft keeps the
+    padded vocabulary."""
     monkeypatch.setattr(draft_text, "SAMPLE_ROWS", 16)
     monkeypatch.setattr(draft_text, "SLOTS", 5)
-    options = {"target": small_target, "sampled": 1500, "steps": 2, "temperature": 0.9, "context": 32}
+    options = {
+        "target": small_target,
+        "sampled": 1500,
+        "steps": 2,
+        "temperature": 0.9,
+        "context": 32,
+    }
     assert run_main(flags(None, tmp_path, **options)) == (0, [])
     assert config_json(tmp_path / "draft")["vocab_size"] == 384
-    assert load_model(tmp_path / "draft").config.vocab_size > load_tokenizer(tmp_path / "draft").vocab_size
+    assert (
+        load_model(tmp_path / "draft").config.vocab_size
+        > load_tokenizer(tmp_path / "draft").vocab_size
+    )
     file = tmp_path / "draft-work" / "sampled.jsonl"
     content, documents = file.read_text(), samples_of(file.parent)
     assert 1500 <= sum(map(len, documents)) < 1500 + 16 * 32 and len(documents) % 16 == 0
@@ -384,27 +544,43 @@ def test_documents_of_the_target_are_written_once(small_target, tmp_path, run_ma
 
     file.write_text("\n".join(content.splitlines()[: 1 + 16 + 5])[:-9])
     assert run_main(flags(None, tmp_path, "other", **options, work=file.parent)) == (0, [])
-    assert file.read_text() == content and weights_of(tmp_path / "draft") == weights_of(tmp_path / "other")
-    status, (message,) = run_main(flags(None, tmp_path, "third", **options | {"temperature": 1}, work=file.parent))
-    assert status == 2 and "--temperature 0.9, now it is 1.0" in message and file.read_text() == content
+    assert file.read_text() == content and weights_of(tmp_path / "draft") == weights_of(
+        tmp_path / "other"
+    )
+    status, (message,) = run_main(
+        flags(None, tmp_path, "third", **options | {"temperature": 1}, work=file.parent)
+    )
+    assert (
+        status == 2
+        and "--temperature 0.9, now it is 1.0" in message
+        and file.read_text() == content
+    )
 
 
 @pytest.mark.attack
 def test_the_target_continues_the_text(small_target, text, tmp_path, run_main, fixed_costs):
-    """With both, the target's documents start as documents of the training text do, and both are learned."""
-    text.write_text(text.read_text().replace("\n\n", "\n").replace(". ", ".\n\n"))  # stories all start alike
-    assert run_main(flags(text, tmp_path, target=small_target, sampled=400, steps=2, context=32)) == (0, [])
+    """With both, the target's documents start as documents of the training text do, and both are
+    learned."""
+    # stories all start alike
+    text.write_text(text.read_text().replace("\n\n", "\n").replace(". ", ".\n\n"))
+    assert run_main(
+        flags(text, tmp_path, target=small_target, sampled=400, steps=2, context=32)
+    ) == (0, [])
     tokenizer, parts = load_tokenizer(small_target), re.split(r"\n[ \t\n]*\n", text.read_text())
     starts = [tokenizer.encode(document, bos=False)[:8] for document in parts if document.strip()]
     documents = samples_of(tmp_path / "draft-work")
-    assert all(len(ids) <= 31 and any(ids[: len(start)] == start for start in starts) for ids in documents)
+    assert all(
+        len(ids) <= 31 and any(ids[: len(start)] == start for start in starts) for ids in documents
+    )
     assert len({tuple(ids[:8]) for ids in documents}) > 4
 
 
-def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, run_main, fixed_costs):
-    """Each document begins with a line of the file in the target's chat format, in turn, and no BOS leads it or a
-    window. The draft's folder has the tokenizer that the file stands for. Other prompts are not mixed with the
-    documents of these."""
+def test_a_gguf_target_answers_prompts(
+    story_tokenizer, tmp_path, monkeypatch, run_main, fixed_costs
+):
+    """Each document begins with a line of the file in the target's chat format, in turn, and no BOS
+    leads it or a window. The draft's folder has the tokenizer that the file stands for. Other
+    prompts are not mixed with the documents of these."""
     pytest.importorskip("gguf")
     from test_gguf import TEMPLATE, changed, from_sentencepiece, write
 
@@ -416,26 +592,45 @@ def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, r
         target = write(tmp_path / "m.gguf", family, "Q8_0", keys=keys)
     file, work, windows = tmp_path / "prompts.txt", tmp_path / "draft-work", []
     file.write_text("the cat\n\n  the dog  \na ball\n")
-    options = {"target": target, "prompts": file, "sampled": 700, "steps": 2, "context": 32, "work": work}
+    options = {
+        "target": target,
+        "prompts": file,
+        "sampled": 700,
+        "steps": 2,
+        "context": 32,
+        "work": work,
+    }
     train = distill_draft.train
     monkeypatch.setattr(
-        distill_draft, "train", lambda run, rows, *rest: windows.append(rows) or train(run, rows, *rest)
+        distill_draft,
+        "train",
+        lambda run, rows, *rest: windows.append(rows) or train(run, rows, *rest),
     )
     assert run_main([*flags(None, tmp_path, **options), "--project"]) == (0, [])
     draft, tokenizer = load_tokenizer(tmp_path / "draft"), load_tokenizer(target)
     assert draft.pieces() == tokenizer.pieces() and draft.template is not None
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in ("the cat", "the dog", "a ball")]
+    prompts = [
+        tokenizer.chat([{"role": "user", "content": text}])
+        for text in ("the cat", "the dog", "a ball")
+    ]
     documents = samples_of(work)
     assert len(documents) >= 16
     for number, ids in enumerate(documents):
         prompt = prompts[number % 3]
         assert ids[: len(prompt)] == prompt and len(prompt) < len(ids) <= 32
-    settings = {"sampling": Sampling(), "max_new_tokens": 32 - len(prompts[1]), "stop_ids": tokenizer.stop_ids}
+    settings = {
+        "sampling": Sampling(),
+        "max_new_tokens": 32 - len(prompts[1]),
+        "stop_ids": tokenizer.stop_ids,
+    }
     model = load_model(target, dtype=getattr(torch, load_config(target).dtype or "bfloat16"))
-    assert documents[1] == prompts[1] + [id for _, id in generate(model, [prompts[1]], seed=1, **settings)]
+    assert documents[1] == prompts[1] + [
+        id for _, id in generate(model, [prompts[1]], seed=1, **settings)
+    ]
     row, (first, second) = windows[0].row(0), (len(prompts[0]), len(documents[0]))
     assert ids_of(row).tolist() == (documents[0] + documents[1])[:33]
-    assert (row[:first] < 0).all() and (row[first:second] >= 0).all() and (row[second:] < 0).any()  # prompts are hidden
+    # prompts are hidden
+    assert (row[:first] < 0).all() and (row[first:second] >= 0).all() and (row[second:] < 0).any()
 
     file.write_text("the cat\n")
     status, (message,) = run_main(flags(None, tmp_path, "again", **options))
@@ -444,7 +639,8 @@ def test_a_gguf_target_answers_prompts(story_tokenizer, tmp_path, monkeypatch, r
 
 @pytest.mark.attack
 def test_a_chat_model_asks_itself_questions(tmp_path, monkeypatch):
-    """Question n is what the model alone writes with seed n, where its template puts a user's message."""
+    """Question n is what the model alone writes with seed n, where its template puts a user's
+    message."""
     folder = shutil.copytree("checkpoints/demo", tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("Tom said:\n{{ messages[0]['content'] }} The end.")
     monkeypatch.setattr(self_prompts, "BATCH", 24)
@@ -463,12 +659,18 @@ def test_a_chat_model_asks_itself_questions(tmp_path, monkeypatch):
     raise AssertionError("no seed gives a question")
 
 
-# -------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------- refusals
 
 REFUSED = [
     ({"dim": 95}, "--dim 95 is odd, and RoPE rotates pairs: 96 would work"),
-    ({"dim": 96, "heads": 5}, "--heads 5 of an even size; heads that would work: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48"),
-    ({"dim": 96, "heads": 6, "kv_heads": 4}, "multiple of --kv_heads 4; kv_heads that would work: 1, 2, 3, 6"),
+    (
+        {"dim": 96, "heads": 5},
+        "--heads 5 of an even size; heads that would work: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48",
+    ),
+    (
+        {"dim": 96, "heads": 6, "kv_heads": 4},
+        "multiple of --kv_heads 4; kv_heads that would work: 1, 2, 3, 6",
+    ),
     ({"layers": 5000}, "num_hidden_layers = 5000"),
     ({"layers": 0}, "--layers"),
     ({"context": 513}, "--context 513 must lie between 16 and the target's 512"),
@@ -485,7 +687,10 @@ REFUSED = [
     ({"work": DEMO / "config.json"}, "config.json"),
     ({"prompts": DEMO / "config.json"}, "--prompts needs --sampled TOKENS"),
     ({"text": None, "sampled": 100, "prompts": "nowhere.txt"}, "nowhere.txt"),
-    ({"text": None, "sampled": 100, "prompts": DEMO / "config.json", "context": 16}, "the longest of"),
+    (
+        {"text": None, "sampled": 100, "prompts": DEMO / "config.json", "context": 16},
+        "the longest of",
+    ),
     (b"One day.\n\nTwo days.", "the training documents have"),
     (b"", "the training documents have 0 tokens, fewer than the 64 of one window"),
     (b"\xff\xfe\x00", "stories.txt: not UTF-8 text"),

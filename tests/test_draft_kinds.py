@@ -1,5 +1,5 @@
-"""scripts/draft_kinds.py: a kind learns the distributions that its drafter draws from, by the float64 twins; the twins
-and the program read the folders that it writes."""
+"""scripts/draft_kinds.py: a kind learns the distributions that its drafter draws from, by the
+float64 twins; the twins and the program read the folders that it writes."""
 
 import argparse
 import json
@@ -19,8 +19,9 @@ from cli.main import run as run_args
 from cli.quantize import main as quantize
 from decoding.sampling import Sampling
 from loading.checkpoint import load_model
+from loading.files import read_json
 from scripts import distill_draft
-from scripts.distill_draft import add_gradients, distill, draft_config, init_weights, read_json
+from scripts.distill_draft import add_gradients, distill, draft_config, init_weights
 from scripts.distill_draft import parse_args as distill_args
 from scripts.draft_kinds import KINDS, tokens_per_round
 from scripts.flags import DRAFT_KINDS
@@ -33,9 +34,12 @@ def test_the_flag_names_every_kind():
     assert tuple(KINDS) == DRAFT_KINDS
 
 
-@pytest.mark.parametrize("name, vocab", [("pard", None), ("eagle3", None), ("eagle3", 40), ("dflash", None)])
+@pytest.mark.parametrize(
+    "name, vocab", [("pard", None), ("eagle3", None), ("eagle3", 40), ("dflash", None)]
+)
 def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
-    """Every state that a row gives, at every position of a draft, against the twin's distribution there."""
+    """Every state that a row gives, at every position of a draft, against the twin's distribution
+    there."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
     flags = argparse.Namespace(
@@ -57,8 +61,12 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
     if name == "pard":
         num_ids = target.config.vocab_size
         hf = config_json(tmp_path / "draft")
-        assert (hf["vocab_size"], hf["pard_token"]) == (num_ids + 1, num_ids), "the mask is the one token more"
-    twin = {"pard": lambda *_: pard_twin, "dflash": DFlashTwin}.get(name, EagleTwin)(tmp_path / "draft", source)
+        assert (hf["vocab_size"], hf["pard_token"]) == (num_ids + 1, num_ids), (
+            "the mask is the one token more"
+        )
+    twin = {"pard": lambda *_: pard_twin, "dflash": DFlashTwin}.get(name, EagleTwin)(
+        tmp_path / "draft", source
+    )
     row = torch.randint(0, 131, (T,), generator=torch.Generator().manual_seed(1)).tolist()
     want_p = logits(config_json(source), load_file(source / "model.safetensors"), row).softmax(-1)
     draft.requires_grad_(False)
@@ -87,7 +95,8 @@ def test_what_is_learned_is_what_is_drafted(name, vocab, folder_of, tmp_path):
 
 
 def test_training_gives_norms_one_dtype(folder_of):
-    """torch warns of a norm whose input and weight differ: autocast's bfloat16 meets float32 weights in a block."""
+    """torch warns of a norm whose input and weight differ: autocast's bfloat16 meets float32
+    weights in a block."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.bfloat16)
     flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
@@ -104,26 +113,34 @@ def test_training_gives_norms_one_dtype(folder_of):
 
 
 def test_the_first_tokens_of_a_block_count_most(folder_of):
-    """The loss of a window, by hand: KL of each block's tokens, weighted exp(-(k - 1) / gamma), gamma half a block."""
+    """The loss of a window, by hand: KL of each block's tokens, weighted exp(-(k - 1) / gamma),
+    gamma half a block."""
     source = folder_of("llama-3.1")
     target = load_model(source, dtype=torch.float32)
     flags = argparse.Namespace(dim=D, heads=4, kv_heads=2, ffn=96, layers=1, from_layers=None)
     kind = KINDS["dflash"](draft_config(config_json(source), flags), target.config, 7)
     kind.choose_ids(torch.cat((torch.arange(3, 131), torch.tensor([0, 2]))))
-    assert kind.hf["dflash_config"]["mask_token_id"] == 1 == kind.dflash.mask, "the one token that the text lacks"
+    assert kind.hf["dflash_config"]["mask_token_id"] == 1 == kind.dflash.mask, (
+        "the one token that the text lacks"
+    )
     draft = kind.new_model()
     init_weights(draft, 3)
     kind.bind(draft, target)
     rows = torch.randint(0, 131, (2, 41), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         h, learned = kind.states(draft, target, rows[:, :-1], 5)
-        log_p, log_q = target.head(h).log_softmax(-1), kind.logits(draft, learned.states).log_softmax(-1)
+        log_p, log_q = (
+            target.head(h).log_softmax(-1),
+            kind.logits(draft, learned.states).log_softmax(-1),
+        )
     losses, weights = [], []
     for n, (at, k) in enumerate(zip(learned.at.tolist(), learned.position.tolist())):
         losses += [(log_p[:, at].exp() * (log_p[:, at] - log_q[:, n])).sum(-1).mean().item()]
         weights += [math.exp(-k / 4)]
     expected = sum(w * x for w, x in zip(weights, losses)) / sum(weights)
-    assert len({*learned.at.tolist()}) > 10 and sum(losses) / len(losses) != pytest.approx(expected, rel=1e-4)
+    assert len({*learned.at.tolist()}) > 10 and sum(losses) / len(losses) != pytest.approx(
+        expected, rel=1e-4
+    )
     assert add_gradients(kind, draft, target, rows, 5) == pytest.approx(expected, rel=1e-4)
     assert all(parameter.grad.abs().max() > 0 for parameter in draft.parameters())
 
@@ -131,14 +148,52 @@ def test_the_first_tokens_of_a_block_count_most(folder_of):
 @pytest.mark.attack
 @pytest.mark.parametrize("name", ["pard", "eagle3", "dflash"])
 def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
-    flags = ["--kind", name, "--target", ROOT / "checkpoints" / "demo", "--sampled", 600, "--context", 32]
-    flags += ["--heldout", 64, "--steps", 2, "--eval_every", 1, "--batch", 2, "--depth", 3, "--device", "cpu"]
+    flags = [
+        "--kind",
+        name,
+        "--target",
+        ROOT / "checkpoints" / "demo",
+        "--sampled",
+        600,
+        "--context",
+        32,
+    ]
+    flags += [
+        "--heldout",
+        64,
+        "--steps",
+        2,
+        "--eval_every",
+        1,
+        "--batch",
+        2,
+        "--depth",
+        3,
+        "--device",
+        "cpu",
+    ]
     flags += ["--output", tmp_path / "d", "--work", tmp_path / "work"]
-    flags += {"pard": ["--layers", 1, "--dim", 64], "eagle3": ["--draft_vocab", 300], "dflash": ["--layers", 2]}[name]
+    flags += {
+        "pard": ["--layers", 1, "--dim", 64],
+        "eagle3": ["--draft_vocab", 300],
+        "dflash": ["--layers", 2],
+    }[name]
     result = distill(distill_args([str(flag) for flag in flags]))
     evaluations = read_json(tmp_path / "d" / "distill.json")["evaluations"]
-    assert result["steps"] == 2 and all(len(point["alpha_by_position"]) == 3 for point in evaluations)
-    common = ["--max_new_tokens", "30", "--temperature", "0", "--json", "--device", "cpu", "--dtype", "float32"]
+    assert result["steps"] == 2 and all(
+        len(point["alpha_by_position"]) == 3 for point in evaluations
+    )
+    common = [
+        "--max_new_tokens",
+        "30",
+        "--temperature",
+        "0",
+        "--json",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     rows = []
     for draft in ([], ["--draft_checkpoint", str(tmp_path / "d"), "--speculate_k", "3"]):
         capsys.readouterr()
@@ -149,14 +204,50 @@ def test_two_steps_end_in_a_folder_that_drafts(name, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["model", "pard"])
 def test_all_layers_of_a_target_begin_as_the_target(name, tmp_path, folder_of, monkeypatch):
-    """Before the first step such a draft is the target, so that its first token is accepted always, as far as
-    bfloat16 goes; and of a quantized target it has the weights that the codes stand for."""
-    monkeypatch.setattr(distill_draft, "measure_costs", lambda *_: Costs(1.0, {1: 0.1, 2: 0.2}, {1: 1.1, 2: 1.2}))
+    """Before the first step such a draft is the target, so that its first token is accepted always,
+    as far as bfloat16 goes; and of a quantized target it has the weights that the codes stand
+    for."""
+    monkeypatch.setattr(
+        distill_draft, "measure_costs", lambda *_: Costs(1.0, {1: 0.1, 2: 0.2}, {1: 1.1, 2: 1.2})
+    )
     source, text = tmp_path / "target", tmp_path / "text"
-    quantize(["--checkpoint", str(ROOT / "checkpoints" / "demo"), "--output", str(source), "--scheme", "int8"])
+    quantize(
+        [
+            "--checkpoint",
+            str(ROOT / "checkpoints" / "demo"),
+            "--output",
+            str(source),
+            "--scheme",
+            "int8",
+        ]
+    )
     text.write_text((ROOT / "checkpoints" / "stories.txt").read_text())
-    flags = ["--kind", name, "--target", source, "--text", text, "--context", 32, "--heldout", 64, "--depth", 2]
-    flags += ["--steps", 1, "--batch", 1, "--device", "cpu", "--output", tmp_path / "d", "--work", tmp_path / "w"]
+    flags = [
+        "--kind",
+        name,
+        "--target",
+        source,
+        "--text",
+        text,
+        "--context",
+        32,
+        "--heldout",
+        64,
+        "--depth",
+        2,
+    ]
+    flags += [
+        "--steps",
+        1,
+        "--batch",
+        1,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "d",
+        "--work",
+        tmp_path / "w",
+    ]
     distill(distill_args([str(flag) for flag in (*flags, "--from_layers", "0-5")]))
     first = read_json(tmp_path / "d" / "distill.json")["evaluations"][0]
     assert first["step"] == 0 and first.get("alpha_by_position", [first["alpha"]])[0] > 0.95

@@ -1,7 +1,9 @@
-"""drafts/: PARD, EAGLE-3 in both layouts, and vocabularies that overlap, from folders that the tests write.
+"""drafts/: PARD, EAGLE-3 in both layouts, and vocabularies that overlap, from folders that the
+tests write.
 
-A float64 twin of each draft, written from the published schemas alone, must give the distributions that tokens were
-drawn from, in rounds of any length with any number accepted. Wrong folders, and caches that keep masks, must not.
+A float64 twin of each draft, written from the published schemas alone, must give the distributions
+that tokens were drawn from, in rounds of any length with any number accepted. Wrong folders, and
+caches that keep masks, must not.
 """
 
 import dataclasses
@@ -21,19 +23,19 @@ from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, pair, rows_o
 
 import decoding.runner as runner
 import drafts.pard as pard
+import drafts.registry as registry
 from cli.flags import parse_args
 from cli.main import run as run_args
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from decoding.timing import Timing
+from decoding.statistics import Timing
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
-from drafts.hidden_states import AcceptanceWatch
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
-from drafts.registry import FOLDERS, check_draft, load_drafter
+from drafts.registry import check_draft, folder_check, load_drafter
 from drafts.translated import SAMPLE_TEXT
 from drafts.vocabulary import ids_by_string, translate
-from generate import Engine
 from loading.checkpoint import load_model
 from loading.draft_kinds import kind_of
 from loading.tokenizer import load_tokenizer
@@ -43,11 +45,12 @@ from tests.attacks.law import IgnoresIds, WrongPosition
 
 PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
 D, V, DRAFT_V = 64, 131, 90  # of conftest's families; ids that the EAGLE-3 drafts have
+# ----------------------------------------------------------------------------------------- folders
 
-# ----------------------------------------------------------------------------------------------- folders
 
-
-def eagle_tensors(layer: str, inputs: int, D: int = D, own_embed: int = 0, heads: int = 4) -> dict[str, torch.Tensor]:
+def eagle_tensors(
+    layer: str, inputs: int, D: int = D, own_embed: int = 0, heads: int = 4
+) -> dict[str, torch.Tensor]:
     """Random tensors of an EAGLE-3 folder; `layer` is the layout's name for its block."""
     g = torch.Generator().manual_seed(7)
     matrix = lambda *shape: 0.15 * torch.randn(*shape, generator=g)  # noqa: E731
@@ -56,34 +59,56 @@ def eagle_tensors(layer: str, inputs: int, D: int = D, own_embed: int = 0, heads
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[kept] = True
     tensors = {
-        "fc.weight": matrix(D, inputs), f"{layer}.hidden_norm.weight": vector(D),
-        f"{layer}.input_layernorm.weight": vector(D), f"{layer}.post_attention_layernorm.weight": vector(D),
-        f"{layer}.self_attn.q_proj.weight": matrix(D, 2 * D), f"{layer}.self_attn.o_proj.weight": matrix(D, D),
-        f"{layer}.self_attn.k_proj.weight": matrix(D // 2, 2 * D), f"{layer}.mlp.gate_proj.weight": matrix(96, D),
-        f"{layer}.self_attn.v_proj.weight": matrix(D // 2, 2 * D), f"{layer}.mlp.up_proj.weight": matrix(96, D),
-        f"{layer}.mlp.down_proj.weight": matrix(D, 96), "norm.weight": vector(D), "lm_head.weight": matrix(DRAFT_V, D),
-        "d2t": kept - torch.arange(DRAFT_V), "t2d": t2d,
-    }  # fmt: skip
+        "fc.weight": matrix(D, inputs),
+        f"{layer}.hidden_norm.weight": vector(D),
+        f"{layer}.input_layernorm.weight": vector(D),
+        f"{layer}.post_attention_layernorm.weight": vector(D),
+        f"{layer}.self_attn.q_proj.weight": matrix(D, 2 * D),
+        f"{layer}.self_attn.o_proj.weight": matrix(D, D),
+        f"{layer}.self_attn.k_proj.weight": matrix(D // 2, 2 * D),
+        f"{layer}.mlp.gate_proj.weight": matrix(96, D),
+        f"{layer}.self_attn.v_proj.weight": matrix(D // 2, 2 * D),
+        f"{layer}.mlp.up_proj.weight": matrix(96, D),
+        f"{layer}.mlp.down_proj.weight": matrix(D, 96),
+        "norm.weight": vector(D),
+        "lm_head.weight": matrix(DRAFT_V, D),
+        "d2t": kept - torch.arange(DRAFT_V),
+        "t2d": t2d,
+    }
     if own_embed:
         tensors["embed_tokens.weight"] = matrix(own_embed, D)
     return tensors
 
 
 LAYER = {
-    "model_type": "llama", "hidden_size": D, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": V, "max_position_embeddings": 160, "rms_norm_eps": 1e-5,
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": V,
+    "max_position_embeddings": 160,
+    "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
-}  # fmt: skip
+}
 SAFEAI = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_V}
 SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFT_V,
-    "norm_before_residual": True, "transformer_layer_config": {**LAYER, "rope_theta": 500000.0},
-    "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {}}, "target_hidden_size": None,
-}  # fmt: skip
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": DRAFT_V,
+    "norm_before_residual": True,
+    "transformer_layer_config": {**LAYER, "rope_theta": 500000.0},
+    "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {}},
+    "target_hidden_size": None,
+}
 SWITCHES = {
-    "norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
+    "norm_before_residual": True,
+    "norm_before_fc": True,
+    "fc_norm": True,
+    "norm_output": True,
     "target_hidden_states": [1, 3],  # the last one leaves the last layer
-}  # fmt: skip
+}
 
 
 def written(folder, hf: dict, tensors: dict):
@@ -94,7 +119,8 @@ def written(folder, hf: dict, tensors: dict):
 
 
 def eagle_folder(kind: str, folder):
-    """SafeAILab's layout, speculators', and the latter with every switch, two aux layers and its own embedding."""
+    """SafeAILab's layout, speculators', and the latter with every switch, two aux layers and its
+    own embedding."""
     if kind == "safeai":
         return written(folder, SAFEAI, eagle_tensors("midlayer", 3 * D))
     if kind == "speculators":
@@ -112,18 +138,22 @@ def pard_folder(source, folder):
     return folder
 
 
-# ------------------------------------------------------------------------------------------------- twins
+# ------------------------------------------------------------------------------------------ twins
 
 
 def pard_twin(folder, tokens: list[int], drafted: list[int], sampling: Sampling) -> torch.Tensor:
-    """(K, V): of a whole sequence, decided tokens and K - 1 masks. What was drafted does not enter."""
+    """(K, V): of a whole sequence, decided tokens and K - 1 masks. What was drafted does not
+    enter."""
     hf = config_json(folder)
     masked = tokens + [hf["pard_token"]] * (len(drafted) - 1)
-    return sampling.probs(logits(hf, load_file(folder / "model.safetensors"), masked)[-len(drafted) :])
+    return sampling.probs(
+        logits(hf, load_file(folder / "model.safetensors"), masked)[-len(drafted) :]
+    )
 
 
 class EagleTwin:
-    """EAGLE-3 as cnets.py and speculators define it, in float64: no cache, everything anew for each drafted token."""
+    """EAGLE-3 as cnets.py and speculators define it, in float64: no cache, everything anew for each
+    drafted token."""
 
     def __init__(self, folder, target, aux_layer_ids: tuple[int, ...] = (2, 1, 0)):
         self.hf, self.aux_layer_ids = config_json(folder), aux_layer_ids
@@ -146,25 +176,34 @@ class EagleTwin:
         return x @ self.w["fc.weight"].T
 
     def run(self, tokens: list[int], states: torch.Tensor) -> torch.Tensor:
-        """The residual stream (n, D) of pairs: each token beside the state of the position before it."""
+        """The residual stream (n, D) of pairs: each token beside the state of the position before
+        it."""
         w, p, n, E = self.w, self.p, len(tokens), D // 4
         table = w.get("embed_tokens.weight", self.target_w["model.embed_tokens.weight"].double())
         normed = norm(states, w[p + "hidden_norm.weight"], 1e-5)
-        x = torch.cat((norm(table[tokens], w[p + "input_layernorm.weight"], 1e-5), normed), -1)  # (n, 2D)
+        # (n, 2D)
+        x = torch.cat((norm(table[tokens], w[p + "input_layernorm.weight"], 1e-5), normed), -1)
         q, k, v = (x @ w[f"{p}self_attn.{c}_proj.weight"].T for c in "qkv")
         angle, scale = angles(self.layer_hf, E, n)
         heads = []
         for head in range(4):
-            qh, kh = rotate(q[:, head * E :][:, :E], angle, scale), rotate(k[:, head // 2 * E :][:, :E], angle, scale)
+            qh, kh = (
+                rotate(q[:, head * E :][:, :E], angle, scale),
+                rotate(k[:, head // 2 * E :][:, :E], angle, scale),
+            )
             mask = torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
-            heads.append((qh @ kh.T / math.sqrt(E) + mask).softmax(-1) @ v[:, head // 2 * E :][:, :E])
+            heads.append(
+                (qh @ kh.T / math.sqrt(E) + mask).softmax(-1) @ v[:, head // 2 * E :][:, :E]
+            )
         y = normed if self.hf.get("norm_before_residual") else states
         y = y + torch.cat(heads, -1) @ w[p + "self_attn.o_proj.weight"].T
         h = norm(y, w[p + "post_attention_layernorm.weight"], 1e-5)
         gate, up = (h @ w[f"{p}mlp.{c}_proj.weight"].T for c in ("gate", "up"))
         return y + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
 
-    def __call__(self, folder, tokens: list[int], drafted: list[int], sampling: Sampling) -> torch.Tensor:
+    def __call__(
+        self, folder, tokens: list[int], drafted: list[int], sampling: Sampling
+    ) -> torch.Tensor:
         """(K, V)"""
         states, pairs, found = self.states(tokens)[:-1], tokens[1:], []
         for id in drafted:
@@ -175,7 +214,10 @@ class EagleTwin:
             for draft_id, difference in enumerate(self.w["d2t"].long().tolist()):
                 full[draft_id + difference] = few[draft_id]
             found.append(sampling.probs(full))
-            pairs, states = [*pairs, id], torch.cat((states, normed if self.hf.get("norm_output") else out))
+            pairs, states = (
+                [*pairs, id],
+                torch.cat((states, normed if self.hf.get("norm_output") else out)),
+            )
         return torch.stack(found)
 
 
@@ -197,8 +239,8 @@ def recorded(drafter_class):
 
 
 def distance(target: Transformer, drafter, twin, folder, plain: int = 0) -> tuple[float, set[int]]:
-    """The largest difference to the twin's distributions over rounds of changing length, ragged, with plain steps in
-    between; and which numbers of accepted tokens there were."""
+    """The largest difference to the twin's distributions over rounds of changing length, ragged,
+    with plain steps in between; and which numbers of accepted tokens there were."""
     sampling, accepted = Sampling(1.3), set()
     engine = Engine(target, 4, 100, drafter=drafter, speculate_k=4)
     longest = max(map(len, PROMPTS)) + 1
@@ -240,11 +282,20 @@ def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
 
 
 def test_a_draft_whose_cache_is_longer_reads_no_state_of_a_free_slot(monkeypatch):
-    """As where the probe gives two head sizes other lengths. The request between two others ends first."""
-    monkeypatch.setattr(runner, "invariant_multiples", lambda attend, B, H, G, E, like: (1, 192 if E == 16 else 16))
+    """As where the probe gives two head sizes other lengths. The request between two others ends
+    first."""
+    monkeypatch.setattr(
+        runner, "invariant_multiples", lambda attend, B, H, G, E, like: (1, 192 if E == 16 else 16)
+    )
     target, _ = pair()
     plain = rows_of(target, PROMPTS[:3])
-    engine = Engine(target, 3, 60, drafter=EagleDraft(tiny_eagle(target, list(range(61)), head_dim=16)), speculate_k=3)
+    engine = Engine(
+        target,
+        3,
+        60,
+        drafter=EagleDraft(tiny_eagle(target, list(range(61)), head_dim=16)),
+        speculate_k=3,
+    )
     assert engine.runner.S + engine.runner.slack < engine.drafter.runner.S
     ids = [
         engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=n)
@@ -291,7 +342,9 @@ def test_a_broken_pard_is_caught(broken, target, target_folder, tmp_path):
 
 @pytest.mark.attack
 @pytest.mark.parametrize("kind", ["safeai", "speculators"])
-@pytest.mark.parametrize("broken", ["d2t", "rope_theta", "layer ids", "residual", "stale states", "own state"])
+@pytest.mark.parametrize(
+    "broken", ["d2t", "rope_theta", "layer ids", "residual", "stale states", "own state"]
+)
 def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path, monkeypatch):
     """The folder that the drafter loads says something else than the one that the twin reads."""
     right = eagle_folder(kind, tmp_path / "right")
@@ -310,7 +363,9 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
     if broken == "stale states":  # the draft's own states stay where the target's belong
         setup = EagleDraft.setup
         monkeypatch.setattr(
-            EagleDraft, "setup", lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2))
+            EagleDraft,
+            "setup",
+            lambda self, *a: (setup(self, *a), vars(self).update(num_input_tokens=2)),
         )
     elif broken == "own state":
         monkeypatch.setattr(drafter.model, "eagle", drafter.model.eagle._replace(norm_output=True))
@@ -318,7 +373,7 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
     assert distance(target, drafter, twin, right)[0] > 1e-3
 
 
-# --------------------------------------------------------------------------------------------- the law
+# ---------------------------------------------------------------------------------------- the law
 
 
 def tiny_eagle(target: Transformer, ids: list[int], scale: float = 0.5, **changes) -> EagleModel:
@@ -336,10 +391,15 @@ def tiny_eagle(target: Transformer, ids: list[int], scale: float = 0.5, **change
     return model.requires_grad_(False).eval()
 
 
-def tiny_dflash(target: Transformer, scale: float = 0.5, windows: tuple = (None, None)) -> DFlashModel:
-    """A random DFlash draft of two layers and blocks of 6 for a tiny target; its mask is the target's last token."""
+def tiny_dflash(
+    target: Transformer, scale: float = 0.5, windows: tuple = (None, None)
+) -> DFlashModel:
+    """A random DFlash draft of two layers and blocks of 6 for a tiny target; its mask is the
+    target's last token."""
     fields = {"n_layers": 2, "windows": windows, "qk_norm": "heads", "tie_embeddings": False}
-    model = DFlashModel(Config(**{**vars(target.config), **fields}), DFlash(6, target.config.vocab_size - 1, (0, 0)))
+    model = DFlashModel(
+        Config(**{**vars(target.config), **fields}), DFlash(6, target.config.vocab_size - 1, (0, 0))
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -356,7 +416,8 @@ def tiny_drafter(kind: str, target: Transformer):
         return EagleDraft(tiny_eagle(target, [0, 1, 2, 3]))
     if kind == "eagle, fewer ids":
         return EagleDraft(tiny_eagle(target, [0, 2, 3]))
-    other = tiny(7, n_layers=1, vocab_size=7)  # "shared", "shared pard": three of four tokens, under other ids
+    # "shared", "shared pard": three of four tokens, under other ids
+    other = tiny(7, n_layers=1, vocab_size=7)
     mask = 6 if "pard" in kind else None
     translate(other, torch.tensor([5, -1, 0, 3]), 1, mask)
     return ModelDraft(other) if mask is None else PardDraft(other, 4)
@@ -368,18 +429,25 @@ LAWS = ["pard", "eagle, fewer ids", "dflash", "shared"]
 @pytest.mark.parametrize(
     "kind, sampling, k",
     [
-        *(pytest.param(kind, Sampling(1), 3, marks=pytest.mark.attack) for kind in LAWS),  # each some 10 s
+        # each some 10 s
+        *(pytest.param(kind, Sampling(1), 3, marks=pytest.mark.attack) for kind in LAWS),
         *(
             pytest.param(kind, sampling, k, marks=pytest.mark.long)
             for kind in (*LAWS, "eagle", "shared pard")
-            for sampling, k in ((Sampling(1.5, top_k=3, top_p=0.9), 2), (Sampling(0.7, min_p=0.1), 4), (Sampling(2), 1))
+            for sampling, k in (
+                (Sampling(1.5, top_k=3, top_p=0.9), 2),
+                (Sampling(0.7, min_p=0.1), 4),
+                (Sampling(2), 1),
+            )
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     model = tiny(3)
-    counts = sequences(model, tiny_drafter(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
+    counts = sequences(
+        model, tiny_drafter(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1
+    )
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) > 1e-6
 
 
@@ -394,7 +462,7 @@ def test_a_broken_law_is_caught(broken):
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, Sampling(1))) < 1e-12
 
 
-# ---------------------------------------------------------------------------- greedy, chats, compiled
+# ------------------------------------------------------------------------ greedy, chats, compiled
 
 
 def any_drafter(kind: str, target: Transformer, draft: Transformer):
@@ -417,36 +485,68 @@ KINDS = ["pard", "eagle", "dflash", "shared"]
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.attack), 5])
 @pytest.mark.parametrize(
-    "kind", ["pard", "eagle", *(pytest.param(x, marks=pytest.mark.attack) for x in ("dflash", "shared"))]
+    "kind",
+    ["pard", "eagle", *(pytest.param(x, marks=pytest.mark.attack) for x in ("dflash", "shared"))],
 )
 def test_greedy_equals_plain_greedy(kind, k):
     target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
-    assert rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=40) == want
+    assert (
+        rows_of(
+            target,
+            PROMPTS,
+            drafter=any_drafter(kind, target, draft),
+            speculate_k=k,
+            max_new_tokens=40,
+        )
+        == want
+    )
     for n in (1, 6, 7):
-        got = rows_of(target, PROMPTS, drafter=any_drafter(kind, target, draft), speculate_k=k, max_new_tokens=n)
+        got = rows_of(
+            target,
+            PROMPTS,
+            drafter=any_drafter(kind, target, draft),
+            speculate_k=k,
+            max_new_tokens=n,
+        )
         assert got == [row[:n] for row in want]
     full = rows_of(target, [PROMPTS[1]], max_new_tokens=87)  # to the context's end
-    assert rows_of(target, [PROMPTS[1]], drafter=any_drafter(kind, target, draft), max_new_tokens=87) == full
+    assert (
+        rows_of(target, [PROMPTS[1]], drafter=any_drafter(kind, target, draft), max_new_tokens=87)
+        == full
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampled_row_equals_its_prompt_alone(kind):
     target, draft = pair()
-    options = {"sampling": Sampling(0.7), "seed": 5, "speculate_k": 4, "drafter": any_drafter(kind, target, draft)}
+    options = {
+        "sampling": Sampling(0.7),
+        "seed": 5,
+        "speculate_k": 4,
+        "drafter": any_drafter(kind, target, draft),
+    }
     alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
     assert rows_of(target, PROMPTS, **options) == alone
 
 
 @pytest.mark.parametrize(
-    "kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.attack) for kind in KINDS if kind != "eagle")]
+    "kind",
+    ["eagle", *(pytest.param(kind, marks=pytest.mark.attack) for kind in KINDS if kind != "eagle")],
 )
 def test_turns_keep_both_caches(kind):
-    """A second turn drafts from what an engine without a first one would: caches are behind by a round's tokens."""
+    """A second turn drafts from what an engine without a first one would: caches are behind by a
+    round's tokens."""
     target, draft = pair()
-    engine = Engine(target, 1, 96, drafter=recorded(type(any_drafter(kind, target, draft)))(
-        *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
-    ), speculate_k=3)  # fmt: skip
+    engine = Engine(
+        target,
+        1,
+        96,
+        drafter=recorded(type(any_drafter(kind, target, draft)))(
+            *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
+        ),
+        speculate_k=3,
+    )
     hot, full = {"sampling": Sampling(5), "engine": engine}, 0  # so hot that much is accepted
     for n in range(8, 20):
         engine.clear()
@@ -466,7 +566,7 @@ def test_turns_keep_both_caches(kind):
     assert full, "no first turn ended with a round that was accepted whole: nothing is shown"
 
 
-# ------------------------------------------------------------------------- beyond the draft's context
+# --------------------------------------------------------------------- beyond the draft's context
 
 
 def with_context(drafter, num_positions: int):
@@ -478,15 +578,20 @@ def with_context(drafter, num_positions: int):
 
 @pytest.mark.parametrize("kind", [*KINDS, "model"])
 def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
-    """Rows that begin far below, shortly below and beyond 12 positions, side by side: greedy text is plain text, rounds
-    that reach further draft nothing, and one line says so. Then a short prompt, which drafts again."""
+    """Rows that begin far below, shortly below and beyond 12 positions, side by side: greedy text
+    is plain text, rounds that reach further draft nothing, and one line says so. Then a short
+    prompt, which drafts again."""
     target, draft = pair()
     prompts = [*PROMPTS, [*range(3, 33)], [*range(3, 14)]]
     want = rows_of(target, prompts, max_new_tokens=40)
     make = ModelDraft if kind == "model" else None
-    drafter = recorded(type(any_drafter(kind, target, draft)))(
-        *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
-    ) if make is None else recorded(ModelDraft)(draft)  # fmt: skip
+    drafter = (
+        recorded(type(any_drafter(kind, target, draft)))(
+            *((draft, 60) if kind == "pard" else (any_drafter(kind, target, draft).model,))
+        )
+        if make is None
+        else recorded(ModelDraft)(draft)
+    )
     engine = Engine(target, 6, 80, drafter=with_context(drafter, 12), speculate_k=3)
     for _ in range(2):
         timing = Timing()
@@ -497,8 +602,7 @@ def test_texts_decode_plainly_beyond_the_drafts_context(kind, capsys):
                 if not token.first and token.index == 0:
                     assert (token.k > 0) == (position - 1 + 3 < 12), (position, token)
                 position += 1
-    err = capsys.readouterr().err
-    assert err.count("the draft's context ends at 12 positions; texts decode plainly beyond it") == 1
+    assert engine.has_outgrown_draft and capsys.readouterr().err == ""
     assert rows_of(target, [prompts[4]], engine=engine, max_new_tokens=20) == [want[4][:20]]
 
 
@@ -522,20 +626,27 @@ def test_the_law_holds_across_the_end_of_the_drafts_context(limit):
 
 
 def test_a_prefix_is_reused_up_to_the_end_of_the_drafts_context():
-    """A draft that is the target is accepted whole if no position of its cache is missing or stale: after texts that
-    outgrew its context, in turns of one slot and in copies between two."""
+    """A draft that is the target is accepted whole if no position of its cache is missing or stale:
+    after texts that outgrew its context, in turns of one slot and in copies between two."""
     target, _ = pair()
     draft = Transformer(target.config).eval().requires_grad_(False)
     draft.load_state_dict(target.state_dict())
     engine = Engine(target, 2, 96, drafter=with_context(ModelDraft(draft), 48), speculate_k=3)
     long = [*range(3, 33)]
     answer = rows_of(target, [long], engine=engine, max_new_tokens=50)[0]
-    for prompts in ([long + answer[:5]], [long + answer[:14]], [long[:25], long + answer[:9] + [7]]):
+    for prompts in (
+        [long + answer[:5]],
+        [long + answer[:14]],
+        [long[:25], long + answer[:9] + [7]],
+    ):
         timing = Timing()
         got = rows_of(target, prompts, engine=engine, max_new_tokens=40, timing=timing)
         assert got == rows_of(target, prompts, max_new_tokens=40)
         records = [
-            token for request in timing.requests for token in request.token_records if token.k and token.index == 0
+            token
+            for request in timing.requests
+            for token in request.token_records
+            if token.k and token.index == 0
         ]
         assert records and all(token.accepted == token.k for token in records[:-1])
         assert any(request.num_reused for request in timing.requests)
@@ -567,15 +678,22 @@ def test_compiled_rounds(kind, compile_prompts):
                 engine.run(engine.rows(0, 4), 10 + 4 * number, (3, 0, 0, 3)[number % 4])
 
 
-# -------------------------------------------------------------------------------------- folders and flags
+# ------------------------------------------------------------------------------ folders and flags
 
 
 def test_a_config_says_what_its_folder_is():
     assert kind_of(LAYER) == "model" and kind_of({**LAYER, "pard_token": 5}) == "pard"
     assert kind_of(SAFEAI) == kind_of(SPECULATORS) == "eagle3"
-    assert kind_of({**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50}) == "eagle3"
+    assert (
+        kind_of({**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 50})
+        == "eagle3"
+    )
     assert kind_of({**LAYER, "dflash_config": {}}) == "dflash"
-    for key, value in (("speculators_model_type", "dspark"), ("medusa_num_heads", 4), ("markov_rank", 256)):
+    for key, value in (
+        ("speculators_model_type", "dspark"),
+        ("medusa_num_heads", 4),
+        ("markov_rank", 256),
+    ):
         with pytest.raises(ValueError, match=key):
             kind_of({**LAYER, key: value})
     for mask in (V, -1, True, "x", 1.5):
@@ -583,22 +701,28 @@ def test_a_config_says_what_its_folder_is():
             pard_token({**LAYER, "pard_token": mask})
 
 
-def test_another_kind_of_folder_is_a_function_and_a_row(target, tmp_path, monkeypatch):
+def test_another_kind_of_folder_is_a_function_and_a_case(target, tmp_path, monkeypatch):
     """It refuses a config.json before weights are read, and makes the drafter."""
 
-    def check(folder, hf, config):
-        if hf["dflash_config"].get("layers", 0) > config.n_layers:
+    def check(checkpoint, config):
+        if checkpoint.hf["dflash_config"].get("layers", 0) > config.n_layers:
             raise ValueError("too many layers")
         return lambda target, tokenizer, **options: NgramDraft(2)
 
-    monkeypatch.setitem(FOLDERS, "dflash", check)
-    good, bad = (written(tmp_path / str(n), LAYER | {"dflash_config": {"layers": n}}, {}) for n in (1, 99))
+    monkeypatch.setattr(
+        registry, "folder_check", lambda kind: check if kind == "dflash" else folder_check(kind)
+    )
+    good, bad = (
+        written(tmp_path / str(n), LAYER | {"dflash_config": {"layers": n}}, {}) for n in (1, 99)
+    )
     check_draft(good, target.config)
     assert isinstance(load_drafter(good, target, None), NgramDraft)
     with pytest.raises(ValueError, match="too many layers"):
         check_draft(bad, target.config)
     with pytest.raises(ValueError, match="target_hidden_size"):
-        check_draft(written(tmp_path / "eagle", SPECULATORS | {"target_hidden_size": 1}, {}), target.config)
+        check_draft(
+            written(tmp_path / "eagle", SPECULATORS | {"target_hidden_size": 1}, {}), target.config
+        )
 
 
 @pytest.mark.parametrize(
@@ -607,13 +731,21 @@ def test_another_kind_of_folder_is_a_function_and_a_row(target, tmp_path, monkey
         ({"target_hidden_size": 32}, "target_hidden_size = 32"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "0 to 3"),
         ({"target_hidden_states": [0, 1, 4]}, "target_hidden_states = .* 0 to 3"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "begins with 1, which counts outputs of layers 0 to 2"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 3]},
+            "eagle_aux_hidden_state_layer_ids = .* 0 to 2",
+        ),
         ({"eagle_config": {"norm_output": "no"}}, "norm_output = 'no'"),
         ({"eagle_aux_hidden_state_layer_ids": "all"}, "eagle_aux_hidden_state_layer_ids = 'all'"),
         ({"norm_before_residual": "yes"}, "norm_before_residual = 'yes'"),
-        ({"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),
-        ({"transformer_layer_config": {**LAYER, "model_type": "gpt2"}}, "transformer_layer_config.model_type"),
-        ({"transformer_layer_config": 3}, "transformer_layer_config = 3"),
+        (
+            {"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}},
+            "missing: layers.1.input_layernorm.weight",
+        ),
+        (
+            {"transformer_layer_config": {**LAYER, "model_type": "gpt2"}},
+            "transformer_layer_config.model_type",
+        ),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"draft_vocab_size": 0}, "draft_vocab_size"),
     ],
@@ -627,54 +759,72 @@ def test_what_an_eagle_folder_cannot_mean_is_refused(change, named, target, tmp_
 
 def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path):
     tensors = eagle_tensors("midlayer", 3 * D)
-    for number, (change, named) in enumerate([
-        ({"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is"), ({"d2t": tensors["d2t"] + V}, "d2t leads"),
-        ({"other": torch.zeros(2)}, "unexpected: other"), ({"d2t": None}, "missing: d2t"),
-    ]):  # fmt: skip
+    for number, (change, named) in enumerate(
+        [
+            ({"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is"),
+            ({"other": torch.zeros(2)}, "unexpected: other"),
+            ({"d2t": None}, "missing: d2t"),
+        ]
+    ):
         changed = {name: x for name, x in (tensors | change).items() if x is not None}
         with pytest.raises(ValueError, match=named):
             load_eagle(written(tmp_path / str(number), SAFEAI, changed), target)
-    narrow = {**SAFEAI, "hidden_size": 32}
-    with pytest.raises(ValueError, match=r"no embed_tokens.weight, and hidden_size = 32"):
-        load_eagle(written(tmp_path / "narrow", narrow, tensors), target)
+    beyond = tensors | {"d2t": tensors["d2t"] + V}
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        load_eagle(written(tmp_path / "beyond", SAFEAI, beyond), target)
 
 
-LAYER_IDS = [  # family and layers of the target; keys of config.json; the hidden states that are read; is that a guess?
+# family and layers of the target; keys of config.json; the hidden states that are read; is that a
+# guess?
+LAYER_IDS = [
     ("llama", 32, {}, (2, 16, 29), True),
-    ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, (2, 16, 29), True),  # outputs, as in SGLang
+    # outputs, as in SGLang
+    ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, (2, 16, 29), True),
     ("llama", 94, {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}, (2, 47, 91), True),
     ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, (2, 16, 29), False),
     ("llama", 32, {"eagle_aux_hidden_state_layer_ids": [3, 9]}, (3, 9), False),
     ("llama", 32, {"aux_hidden_state_layer_ids": [3, 9, 32]}, (3, 9, 32), False),
-    ("llama", 32, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}}, (4, 5, 6), False),
+    (
+        "llama",
+        32,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}},
+        (4, 5, 6),
+        False,
+    ),
     ("llama", 32, {"target_hidden_states": [1, 15, 28]}, (1, 15, 28), False),
-    ("llama", 32, {"target_hidden_states": [3], "eagle_aux_hidden_state_layer_ids": [1]}, (3,), False),
-    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [24, 30, 36]}, (24, 30, 36), False),  # gpt-oss-120b-Eagle3-v3
-    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), True),  # its long-context one
+    (
+        "llama",
+        32,
+        {"target_hidden_states": [3], "eagle_aux_hidden_state_layer_ids": [1]},
+        (3,),
+        False,
+    ),
+    # gpt-oss-120b-Eagle3-v3
+    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [24, 30, 36]}, (24, 30, 36), False),
+    # its long-context one
+    ("gpt_oss", 36, {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), True),
 ]
 
 
 @pytest.mark.parametrize("family, num_layers, keys, states, is_guess", LAYER_IDS)
-def test_layers_of_the_target_are_those_of_other_programs(family, num_layers, keys, states, is_guess, target):
+def test_layers_of_the_target_are_those_of_other_programs(
+    family, num_layers, keys, states, is_guess, target
+):
     config = dataclasses.replace(target.config, family=family, n_layers=num_layers)
     eagle = eagle_of({**SAFEAI, **keys}, config)
     assert eagle.aux_layer_ids == states and bool(eagle.assumption) == is_guess
-    assert not is_guess or str(list(states)) in eagle.assumption
 
 
 def test_modelopts_switches_may_stand_in_eagle_config(target):
     nested = {"norm_before_fc": True, "norm_before_residual": True}
-    eagle = eagle_of({**SAFEAI, "eagle_config": nested, "norm_before_residual": False}, target.config)
+    eagle = eagle_of(
+        {**SAFEAI, "eagle_config": nested, "norm_before_residual": False}, target.config
+    )
     assert eagle.norm_before_fc and not eagle.norm_before_residual and not eagle.norm_output
 
 
-def assert_guess_is_said_once_and_chance_too(folder, target, capsys, states: str, key: str) -> None:
-    """Of a random draft, whose config.json names no layers."""
-    check_draft(folder, target.config)
-    assert not capsys.readouterr().err
-    drafter = load_drafter(folder, target, None, pack=False)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(str(folder)) and states in line and key in line
+def assert_chance_is_said_once(drafter, target, capsys, states: str, key: str) -> None:
+    """Of a random draft."""
     engine = Engine(target, 1, 150, drafter=drafter, speculate_k=2)
     rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=130)
     (line,) = capsys.readouterr().err.splitlines()
@@ -683,15 +833,22 @@ def assert_guess_is_said_once_and_chance_too(folder, target, capsys, states: str
 
 
 def test_a_guess_is_said_once_and_acceptance_near_chance_too(target, tmp_path, capsys):
+    """A config.json that names no layers."""
     folder = eagle_folder("safeai", tmp_path / "eagle")
     states, key = "hidden states [2, 1, 0]", "target_hidden_states"
-    assert_guess_is_said_once_and_chance_too(folder, target, capsys, states, key)
+    check_draft(folder, target.config)
+    assert not capsys.readouterr().err
+    drafter = load_drafter(folder, target, None, pack=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(folder)) and states in line and key in line
+    assert_chance_is_said_once(drafter, target, capsys, states, key)
 
 
-def test_a_good_draft_is_not_warned_of(capsys):
-    watch = AcceptanceWatch("")
+def test_a_good_draft_is_not_warned_of(target, tmp_path, capsys):
+    drafter = EagleDraft(load_eagle(eagle_folder("switches", tmp_path / "eagle"), target))
+    Engine(target, 1, 150, drafter=drafter, speculate_k=2)
     for overlap in [1.0, 0.0, 0.0, 0.0] * 50:
-        watch.observe(overlap)
+        drafter.observe(overlap)
     assert not capsys.readouterr().err
 
 
@@ -706,20 +863,33 @@ def shorter_tokenizer(tmp_path_factory):
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("shorter")
-    words = re.split(" ", "the little cat and a big dog went to play in the park with their red ball; it was fun.")
+    words = re.split(
+        " ",
+        "the little cat and a big dog went to play in the park with their red ball; it was fun.",
+    )
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 80)]
     (folder / "text.txt").write_text("\n".join(lines))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=310, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
-        hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<x>"],
-    )  # fmt: skip
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=310,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        user_defined_symbols=["<x>"],
+    )
     return folder / "tokenizer.model"
 
 
 @pytest.mark.parametrize("kind", ["eagle", "pard", "shared", "shared pard"])
 @pytest.mark.parametrize("options", [[], ["--draft_quantize", "int8"]], ids=["plain", "int8"])
-def test_the_command_line_takes_every_kind(kind, options, text_folder, shorter_tokenizer, tmp_path, capsys):
+def test_the_command_line_takes_every_kind(
+    kind, options, text_folder, shorter_tokenizer, tmp_path, capsys
+):
     folder, hf = tmp_path / "draft", config_json(text_folder)
     if kind == "eagle":
         layer = {**LAYER, "vocab_size": hf["vocab_size"]}
@@ -732,7 +902,16 @@ def test_the_command_line_takes_every_kind(kind, options, text_folder, shorter_t
         (folder / "config.json").write_text(json.dumps(hf | changes))
     if "shared" in kind:
         shutil.copy(shorter_tokenizer, folder)
-    common = ["--checkpoint", text_folder, "--prompt", "the little cat", "--temperature", 0, "--dtype", "float32"]
+    common = [
+        "--checkpoint",
+        text_folder,
+        "--prompt",
+        "the little cat",
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+    ]
     common += ["--max_new_tokens", 30, "--ignore_eos", "--json", "--device", "cpu"]
     rows = []
     for draft in ([], ["--draft_checkpoint", folder, "--speculate_k", 3, *options]):
@@ -741,30 +920,46 @@ def test_the_command_line_takes_every_kind(kind, options, text_folder, shorter_t
         rows.append(json.loads(out))
     assert rows[0]["tokens"] == rows[1]["tokens"]
     assert rows[1]["speculative"]["drafted"] > 0
-    said = re.search(r"its tokenizer has (\d+) of the target's (\d+) tokens, ([\d.]+)% of the .* these alone", err)
+    said = re.search(
+        r"its tokenizer has (\d+) of the target's (\d+) tokens, ([\d.]+)% of the .* these alone",
+        err,
+    )
     assert (said is not None) == ("shared" in kind)
     if said:
         theirs, tokenizer = set(load_tokenizer(folder).pieces()), load_tokenizer(text_folder)
         both = torch.tensor([piece in theirs for piece in tokenizer.pieces()])
         ids = torch.tensor([tokenizer.encode(SAMPLE_TEXT)])
-        p = load_model(text_folder, dtype=torch.float32)(ids, torch.arange(ids.size(1)))[0].softmax(-1)  # (T, V)
+        # (T, V)
+        p = load_model(text_folder, dtype=torch.float32)(ids, torch.arange(ids.size(1)))[0].softmax(
+            -1
+        )
         assert int(said[1]) == both.sum() < int(said[2])
-        assert float(said[3]) == pytest.approx(100 * p[:, : len(both)][:, both].sum(-1).mean().item(), abs=0.06)
+        assert float(said[3]) == pytest.approx(
+            100 * p[:, : len(both)][:, both].sum(-1).mean().item(), abs=0.06
+        )
 
 
 def test_tokenizers_that_share_too_little_are_refused_with_the_share(text_folder):
-    args = parse_args(["--draft_checkpoint", str(text_folder), "--device", "cpu"])  # the demo's has 2048 tokens
-    with pytest.raises(ValueError, match=r"its tokenizer has 3\d\d of the target's 2048 tokens, 3\d\.\d% of .* 50%"):
+    # the demo's has 2048 tokens
+    args = parse_args(["--draft_checkpoint", str(text_folder), "--device", "cpu"])
+    with pytest.raises(
+        ValueError, match=r"its tokenizer has 3\d\d of the target's 2048 tokens, 3\d\.\d% of .* 50%"
+    ):
         run_args(args)
 
 
-def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(target, target_folder, tmp_path, monkeypatch):
-    """Text names a folder only where no spec has this name; generate.py's --draft takes specs alone."""
+def test_a_spec_stays_a_spec_beside_a_folder_of_its_name(
+    target, target_folder, tmp_path, monkeypatch
+):
+    """Text names a folder only where no spec has this name; generate.py's --draft takes specs
+    alone."""
     (tmp_path / "ngram").mkdir()
     monkeypatch.chdir(tmp_path)
     assert isinstance(load_drafter("ngram", target, None, pack=False), NgramDraft)
     with pytest.raises(ValueError, match="expected suffix"):
         load_drafter("nowhere", target, None)
-    args = parse_args(["--checkpoint", str(target_folder), "--draft", str(target_folder), "--device", "cpu"])
+    args = parse_args(
+        ["--checkpoint", str(target_folder), "--draft", str(target_folder), "--device", "cpu"]
+    )
     with pytest.raises(ValueError, match="a folder belongs to --draft_checkpoint"):
         run_args(args)

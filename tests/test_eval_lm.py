@@ -1,7 +1,9 @@
-"""scripts/eval_lm.py: the harness gets the model's own figures, by a computation that shares none of its code.
+"""scripts/eval_lm.py: the harness gets the model's own figures, by a computation that shares none
+of its code.
 
-`direct` runs one request at a time, the full sequence, all logits; `text_before` ends texts at stop strings.
-The harness itself runs on three tasks of a local folder. Nothing here may reach the network.
+`direct` runs one request at a time, the full sequence, all logits; `text_before` ends texts at stop
+strings. The harness itself runs on three tasks of a local folder. Nothing here may reach the
+network.
 """
 
 import json
@@ -35,9 +37,10 @@ from speculative import ModelDraft, layer_subset
 
 pytestmark = pytest.mark.attack
 DEMO = ROOT / "checkpoints" / "demo"
-STORY = (ROOT / "checkpoints" / "stories.txt").read_text().strip()  # 1,000 tokens, twice the context
+# 1,000 tokens, twice the context
+STORY = (ROOT / "checkpoints" / "stories.txt").read_text().strip()
 
-# Products in float32 of different row counts differ by some 1e-4 in a logit (benchmarks/NOTES.md); a sum over the
+# Products in float32 of different row counts differ by some 1e-4 in a logit; a sum over the
 # tokens of a text by less than so much for each of them.
 PER_TOKEN = 2e-4
 
@@ -72,9 +75,11 @@ def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
 
 @torch.inference_mode()
 def direct(model, ids: list[int], scored: int, limit: int = 512) -> tuple[float, bool]:
-    """Log-likelihood of the last tokens of ids, of which the model may see `limit` before each, and are they greedy."""
+    """Log-likelihood of the last tokens of ids, of which the model may see `limit` before each, and
+    are they greedy."""
     ids = ids[-limit - 1 :]
-    log_p = model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1))[0].log_softmax(-1)  # (n - 1, V)
+    # (n - 1, V)
+    log_p = model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1))[0].log_softmax(-1)
     total, greedy = 0.0, True
     for position in range(len(ids) - scored, len(ids)):
         total += log_p[position - 1, ids[position]].item()
@@ -82,7 +87,7 @@ def direct(model, ids: list[int], scored: int, limit: int = 512) -> tuple[float,
     return total, greedy
 
 
-# --------------------------------------------------------------------------------------- log-likelihoods
+# -------------------------------------------------------------------------------- log-likelihoods
 
 
 def pairs(model, tokenizer) -> list[tuple[str, str]]:
@@ -136,7 +141,9 @@ def test_long_contexts_lose_their_first_tokens(model, tokenizer, capsys, max_len
         assert abs(got - exact[0]) < PER_TOKEN * n and greedy == exact[1]
     assert len(long[0]) > 513
     lines = [line for line in capsys.readouterr().err.splitlines() if "first tokens" in line]
-    assert lines == [f"2 of 3 requests do not fit in {max_length} positions: their first tokens are left out"]
+    assert lines == [
+        f"2 of 3 requests do not fit in {max_length} positions: their first tokens are left out"
+    ]
 
 
 def test_exactly_what_fits_is_not_cut(model, tokenizer, capsys):
@@ -144,7 +151,10 @@ def test_exactly_what_fits_is_not_cut(model, tokenizer, capsys):
     lm = QuickdraftLM(model, tokenizer, max_length=40)
     ids = [1, *tokenizer.encode(STORY, bos=False)[:41]]
     inputs = []
-    hidden, model.hidden = model.hidden, lambda tokens, *rest: inputs.append(tokens.tolist()) or hidden(tokens, *rest)
+    hidden, model.hidden = (
+        model.hidden,
+        lambda tokens, *rest: inputs.append(tokens.tolist()) or hidden(tokens, *rest),
+    )
     try:
         (fits,) = lm._loglikelihood_tokens([(None, ids[:38], ids[38:41])], disable_tqdm=True)
         assert "first tokens" not in capsys.readouterr().err
@@ -158,9 +168,16 @@ def test_exactly_what_fits_is_not_cut(model, tokenizer, capsys):
 
 @pytest.mark.parametrize("batch_size", [2, 5])
 def test_choices_run_their_context_once(model, tokenizer, batch_size):
-    """Contexts and choices of unequal lengths, some near the context's end, and one request without a sibling."""
-    contexts = [STORY[:n] for n in (200, 61, 340)] + [tokenizer.decode(tokenizer.encode(STORY * 3)[:505])]
-    arguments = [(context, f" {choice}") for context in contexts for choice in ("a", "ball", "the park and a dog")]
+    """Contexts and choices of unequal lengths, some near the context's end, and one request without
+    a sibling."""
+    contexts = [STORY[:n] for n in (200, 61, 340)] + [
+        tokenizer.decode(tokenizer.encode(STORY * 3)[:505])
+    ]
+    arguments = [
+        (context, f" {choice}")
+        for context in contexts
+        for choice in ("a", "ball", "the park and a dog")
+    ]
     arguments = [arguments[0], ("Tim", " ran"), *arguments[1:]]
     num_inputs, hidden = [], model.hidden
     lm = QuickdraftLM(model, tokenizer, batch_size=batch_size)
@@ -186,10 +203,14 @@ def test_only_continuations_go_through_the_head(lm, model, tokenizer):
     try:
         lm.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True)
         num_scored = sum(encoded(tokenizer, *pair)[1] for pair in arguments)
-        assert sum(rows for rows, _ in shapes) == num_scored and all(len(shape) == 2 for shape in shapes)
+        assert sum(rows for rows, _ in shapes) == num_scored and all(
+            len(shape) == 2 for shape in shapes
+        )
         shapes.clear()
         lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(STORY,)]), disable_tqdm=True)
-        assert max(rows for rows, _ in shapes) <= eval_lm.HEAD_ROWS < sum(rows for rows, _ in shapes)
+        assert (
+            max(rows for rows, _ in shapes) <= eval_lm.HEAD_ROWS < sum(rows for rows, _ in shapes)
+        )
     finally:
         del model.head
 
@@ -210,47 +231,63 @@ def test_broken_weights_are_no_figures(lm, model, monkeypatch):
 
 @pytest.mark.parametrize("max_length", [512, 48])
 def test_rolling_scores_every_token_once(model, tokenizer, max_length):
-    """Windows of `max_length` tokens; the last one reaches back so that it is as long as the others."""
+    """Windows of `max_length` tokens; the last one reaches back so that it is as long as the
+    others."""
     lm = QuickdraftLM(model, tokenizer, batch_size=3, max_length=max_length)
     texts = [STORY, "Tim ran.", STORY[:300], "", STORY]
-    results = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in texts]), True)
+    results = lm.loglikelihood_rolling(
+        requests("loglikelihood_rolling", [(text,) for text in texts]), True
+    )
     for text, got in zip(texts, results, strict=True):
         ids = [1, *tokenizer.encode(text, bos=False)] if text else []
         want = 0.0
         for begin in range(1, len(ids), max_length):
             end = min(begin + max_length, len(ids))
-            want += direct(model, ids[max(0, end - max_length - 1) : end], end - begin, max_length)[0]
+            want += direct(model, ids[max(0, end - max_length - 1) : end], end - begin, max_length)[
+                0
+            ]
         assert abs(got - want) < PER_TOKEN * max(1, len(ids)), (text, got, want)
     assert results[0] == results[-1] < results[2] < results[1] < results[3] == 0.0
 
 
 def test_without_bos_the_end_of_text_comes_first(model, tokenizer):
-    tokenizer.bos_id, tokenizer.add_bos = None, False  # as Qwen's
+    tokenizer.runtime.bos_id, tokenizer.runtime.leading_ids = None, []  # as Qwen's
     lm = QuickdraftLM(model, tokenizer)
     ids = tokenizer.encode("One day Tim found a ball")
     assert lm.prefix_token_id == lm.eot_token_id == 2 and ids[0] != 1
     want = direct(model, [2, *ids], len(ids))[0]
     (empty, _), (spaces, _) = lm.loglikelihood(
-        requests("loglikelihood", [("", "One day Tim found a ball"), (" ", "One day Tim found a ball")]), True
+        requests(
+            "loglikelihood", [("", "One day Tim found a ball"), (" ", "One day Tim found a ball")]
+        ),
+        True,
     )
-    (rolled,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [("One day Tim found a ball",)]), True)
+    (rolled,) = lm.loglikelihood_rolling(
+        requests("loglikelihood_rolling", [("One day Tim found a ball",)]), True
+    )
     assert abs(empty - want) < PER_TOKEN * len(ids) and abs(rolled - want) < PER_TOKEN * len(ids)
     led = [2, *tokenizer.encode(" One day Tim found a ball")]
     assert abs(spaces - direct(model, led, len(led) - 1)[0]) < PER_TOKEN * len(led)
     ((plain, _),) = lm.loglikelihood(requests("loglikelihood", [("Tim was", " happy")]), True)
     full = tokenizer.encode("Tim was happy")
-    assert abs(plain - direct(model, full, len(full) - len(tokenizer.encode("Tim was")))[0]) < PER_TOKEN * 3
+    assert (
+        abs(plain - direct(model, full, len(full) - len(tokenizer.encode("Tim was")))[0])
+        < PER_TOKEN * 3
+    )
 
 
 def test_bos_is_never_doubled(lm, tokenizer):
     ids = tokenizer.encode("Tim ran", bos=False)
-    assert lm.tok_encode("Tim ran") == [1, *ids] and lm.tok_encode("Tim ran", add_special_tokens=False) == ids
+    assert (
+        lm.tok_encode("Tim ran") == [1, *ids]
+        and lm.tok_encode("Tim ran", add_special_tokens=False) == ids
+    )
     assert lm.tok_encode("<s>Tim").count(1) == 1 and lm.tok_encode("<s>Tim")[0] == 1
-    tokenizer.add_bos = False  # the folder's policy
+    tokenizer.runtime.add_bos = False  # the folder's policy
     assert lm.tok_encode("Tim ran") == lm.tok_encode("Tim ran", add_special_tokens=True) == ids
 
 
-# -------------------------------------------------------------------------------------------- generation
+# ------------------------------------------------------------------------------------- generation
 
 
 def text_before(text: str, stops: list[str]) -> str:
@@ -259,9 +296,12 @@ def text_before(text: str, stops: list[str]) -> str:
 
 def plain(model, tokenizer, prompt: list[int], sampling: Sampling, new: int, seed: int) -> str:
     """The same prompt alone, whole, then as text."""
-    ids = [id for _, id in generate(
-        model, [prompt], sampling=sampling, max_new_tokens=new, stop_ids={2}, seed=seed
-    )]  # fmt: skip
+    ids = [
+        id
+        for _, id in generate(
+            model, [prompt], sampling=sampling, max_new_tokens=new, stop_ids={2}, seed=seed
+        )
+    ]
     return tokenizer.decode(ids[:-1] if ids[-1] == 2 else ids)
 
 
@@ -272,12 +312,23 @@ ASKED = [
     ("The dog was very", {"until": [], "max_gen_toks": 12}, Sampling(0.0)),
     ("Once upon a time", {"until": "park", "max_new_tokens": 30, "do_sample": True}, Sampling(1.0)),
     ("Once upon a time", {"until": "park", "max_new_tokens": 30, "do_sample": True}, Sampling(1.0)),
-    ("A cat", {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "max_gen_toks": 30, "until": ["!"]},
-     Sampling(0.8, 20, 0.9)),
-    ("They all lived happily ever", {"until": [""], "max_gen_toks": 200}, Sampling(0.0)),  # to the end token
+    (
+        "A cat",
+        {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 20,
+            "top_p": 0.9,
+            "max_gen_toks": 30,
+            "until": ["!"],
+        },
+        Sampling(0.8, 20, 0.9),
+    ),
+    # to the end token
+    ("They all lived happily ever", {"until": [""], "max_gen_toks": 200}, Sampling(0.0)),
     ("", {"until": ["."], "max_gen_toks": 20}, Sampling(0.0)),
     ("Tim and Sam", {"until": ["."], "max_gen_toks": 1}, Sampling(0.0)),
-]  # fmt: skip
+]
 
 
 def stops_of(settings: dict) -> list[str]:
@@ -288,19 +339,23 @@ def stops_of(settings: dict) -> list[str]:
 DRAFTERS = {
     "none": lambda model: None,
     "ngram": lambda model: NgramDraft(),
-    "layers": lambda model: ModelDraft(
-        layer_subset(model, [0, 1, 5]), on_layers=[0, 1, 5]
-    ),  # on the model's own caches
+    # on the model's own caches
+    "layers": lambda model: ModelDraft(layer_subset(model, [0, 1, 5]), on_layers=[0, 1, 5]),
 }
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_generation_is_generates_up_to_the_stop_string(model, tokenizer, drafter):
     lm = QuickdraftLM(model, tokenizer, batch_size=3, seed=5, drafter=DRAFTERS[drafter](model))
-    arguments = [ask for ask in ASKED if drafter == "none" or not ask[2].temperature]  # drafts keep laws, not draws
-    results = lm.generate_until(requests("generate_until", [ask[:2] for ask in arguments]), disable_tqdm=True)
+    # drafts keep laws, not draws
+    arguments = [ask for ask in ASKED if drafter == "none" or not ask[2].temperature]
+    results = lm.generate_until(
+        requests("generate_until", [ask[:2] for ask in arguments]), disable_tqdm=True
+    )
     engine = lm.engine
-    for number, ((context, settings, sampling), got) in enumerate(zip(arguments, results, strict=True)):
+    for number, ((context, settings, sampling), got) in enumerate(
+        zip(arguments, results, strict=True)
+    ):
         new = settings.get("max_gen_toks") or settings["max_new_tokens"]
         prompt = tokenizer.encode(context)
         full = plain(model, tokenizer, prompt, sampling, new, 5 + number)
@@ -308,11 +363,19 @@ def test_generation_is_generates_up_to_the_stop_string(model, tokenizer, drafter
     assert results[0].strip() and "." not in results[0]
     assert drafter != "none" or results[3] != results[4]  # repeats of a request draw anew
     # Scoring in between leaves the engine as it was, and a call that fits takes it again.
-    (score,) = lm.loglikelihood(requests("loglikelihood", [("Tim was", " happy")]), disable_tqdm=True)
-    assert abs(score[0] - direct(model, *encoded(tokenizer, "Tim was", " happy"))[0]) < PER_TOKEN * 3
-    again = lm.generate_until(requests("generate_until", [ask[:2] for ask in arguments[:3]]), disable_tqdm=True)
+    (score,) = lm.loglikelihood(
+        requests("loglikelihood", [("Tim was", " happy")]), disable_tqdm=True
+    )
+    assert (
+        abs(score[0] - direct(model, *encoded(tokenizer, "Tim was", " happy"))[0]) < PER_TOKEN * 3
+    )
+    again = lm.generate_until(
+        requests("generate_until", [ask[:2] for ask in arguments[:3]]), disable_tqdm=True
+    )
     assert again == results[:3] and lm.engine is engine
-    longer = lm.generate_until(requests("generate_until", [(STORY[:900], {"max_gen_toks": 3})]), disable_tqdm=True)
+    longer = lm.generate_until(
+        requests("generate_until", [(STORY[:900], {"max_gen_toks": 3})]), disable_tqdm=True
+    )
     assert lm.engine is not engine and longer[0] == plain(
         model, tokenizer, tokenizer.encode(STORY[:900]), Sampling(0.0), 3, 0
     )
@@ -320,7 +383,10 @@ def test_generation_is_generates_up_to_the_stop_string(model, tokenizer, drafter
 
 def test_long_prompts_of_generation_are_cut(model, tokenizer, capsys):
     lm = QuickdraftLM(model, tokenizer, max_length=64)
-    arguments = [(STORY, {"max_gen_toks": 10, "until": ["."]}), ("Tim", {"max_gen_toks": 10, "until": ["."]})]
+    arguments = [
+        (STORY, {"max_gen_toks": 10, "until": ["."]}),
+        ("Tim", {"max_gen_toks": 10, "until": ["."]}),
+    ]
     results = lm.generate_until(requests("generate_until", arguments), disable_tqdm=True)
     full = plain(model, tokenizer, tokenizer.encode(STORY)[-54:], Sampling(0.0), 10, 0)
     assert results[0] == text_before(full, ["."])
@@ -328,13 +394,19 @@ def test_long_prompts_of_generation_are_cut(model, tokenizer, capsys):
 
 
 def test_a_special_token_named_as_a_stop_is_met_as_an_id(model, tokenizer):
-    ids = [id for _, id in generate(
-        model, [tokenizer.encode("Once upon a time")], sampling=Sampling(0.0), max_new_tokens=20
-    )]  # fmt: skip
+    ids = [
+        id
+        for _, id in generate(
+            model, [tokenizer.encode("Once upon a time")], sampling=Sampling(0.0), max_new_tokens=20
+        )
+    ]
     third = next(n for n, id in enumerate(ids) if n > 2 and id not in ids[:n])
     tokenizer.specials["<|turn|>"] = ids[third]
     (text,) = QuickdraftLM(model, tokenizer).generate_until(
-        requests("generate_until", [("Once upon a time", {"until": ["<|turn|>"], "max_gen_toks": 20})]), True
+        requests(
+            "generate_until", [("Once upon a time", {"until": ["<|turn|>"], "max_gen_toks": 20})]
+        ),
+        True,
     )
     assert text == tokenizer.decode(ids[:third])
 
@@ -355,10 +427,11 @@ def test_settings_that_are_not_computed_are_refused(lm, settings, message):
         lm.generate_until(requests("generate_until", [("Tim", settings)]), disable_tqdm=True)
 
 
-# ---------------------------------------------------------------------------------------- chat template
+# ---------------------------------------------------------------------------------- chat template
 
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{"
+    " raise_exception('no system') }}"
     "{% endif %}[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -372,7 +445,9 @@ CHAT = [
 @pytest.fixture
 def chat_folder(tmp_path):
     folder = shutil.copytree(DEMO, tmp_path / "chat")
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -397,17 +472,19 @@ def test_chats_are_rendered_as_transformers_does(model, chat_folder, capsys):
     assert chat[-1]["content"] == "The answer is: "  # the caller's messages are the caller's
     capsys.readouterr()
     for _ in range(2):
-        assert lm.apply_chat_template([{"role": "system", "content": "Be brief."}, *CHAT]) == rendered(
-            CHAT, add_generation_prompt=True
-        )
+        assert lm.apply_chat_template(
+            [{"role": "system", "content": "Be brief."}, *CHAT]
+        ) == rendered(CHAT, add_generation_prompt=True)
     assert capsys.readouterr().err.count("without system messages") == 1
-    leaves_out = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    leaves_out = (
+        "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
     tokenizer.template = ChatTemplate(leaves_out, {})
     lm.apply_chat_template([{"role": "system", "content": "Be brief."}, *CHAT])
     assert "without system messages: messages[0], role 'system'" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------- the whole harness
+# ------------------------------------------------------------------------------ the whole harness
 
 CHOICES = [
     ("Once upon a time there was a little", ["girl", "tree house", "of"], 0),
@@ -463,7 +540,9 @@ def tasks(tmp_path_factory, model):
     rows = {
         "local_choice": [{"context": c, "choices": words, "label": n} for c, words, n in CHOICES],
         "local_rolling": [{"text": text} for text in TEXTS],
-        "local_answer": [{"context": prompt, "answer": answer} for prompt, answer in zip(PROMPTS, answers)],
+        "local_answer": [
+            {"context": prompt, "answer": answer} for prompt, answer in zip(PROMPTS, answers)
+        ],
     }
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -474,7 +553,9 @@ def tasks(tmp_path_factory, model):
         (folder / f"{name}.yaml").write_text(text)
     right = 0
     for context, choices, label in CHOICES:
-        scores = [direct(model, *encoded(tokenizer, context, f" {choice}"))[0] for choice in choices]
+        scores = [
+            direct(model, *encoded(tokenizer, context, f" {choice}"))[0] for choice in choices
+        ]
         right += scores.index(max(scores)) == label
     total, words = 0.0, 0
     for text in TEXTS:
@@ -483,25 +564,37 @@ def tasks(tmp_path_factory, model):
             end = min(begin + 512, len(ids))
             total += direct(model, ids[max(0, end - 513) : end], end - begin)[0]
         words += len(text.split())
-    return folder, {"acc": right / len(CHOICES), "perplexity": math.exp(-total / words), "exact": 2 / 3}
+    return folder, {
+        "acc": right / len(CHOICES),
+        "perplexity": math.exp(-total / words),
+        "exact": 2 / 3,
+    }
 
 
 def test_the_harness_finds_what_the_model_thinks(lm, tasks):
     folder, want = tasks
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-    results = lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)["results"]
+    results = lm_eval.simple_evaluate(
+        lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0
+    )["results"]
     assert 0 < want["acc"] < 1
     assert results["local_choice"]["acc,none"] == want["acc"]
     assert results["local_answer"]["exact_match,none"] == pytest.approx(want["exact"])
     # A word is some three tokens here: rounding in a token's log-likelihood counts that often.
-    assert results["local_rolling"]["word_perplexity,none"] == pytest.approx(want["perplexity"], rel=3 * PER_TOKEN)
+    assert results["local_rolling"]["word_perplexity,none"] == pytest.approx(
+        want["perplexity"], rel=3 * PER_TOKEN
+    )
 
 
 def run_main(monkeypatch, capsys, *arguments) -> tuple[int, str, list[str]]:
-    """(exit status, stdout, the error lines) of the script in this process, with no tasks but the local ones."""
-    manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)  # reading 14,000 others takes seconds
+    """(exit status, stdout, the error lines) of the script in this process, with no tasks but the
+    local ones."""
+    # reading 14,000 others takes seconds
+    manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
-    monkeypatch.setattr(sys, "argv", ["eval_lm", "--device", "cpu", "--dtype", "float32", *map(str, arguments)])
+    monkeypatch.setattr(
+        sys, "argv", ["eval_lm", "--device", "cpu", "--dtype", "float32", *map(str, arguments)]
+    )
     try:
         eval_lm.main()
         status = 0
@@ -516,17 +609,39 @@ def test_the_command_prints_the_table_and_writes_the_results(tasks, tmp_path, mo
     folder, want = tasks
     file = tmp_path / "results.json"
     arguments = ("--checkpoint", DEMO, "--include_path", folder, "--output", file)
-    status, out, lines = run_main(monkeypatch, capsys, "--tasks", "local_choice,local_answer", *arguments)
+    status, out, lines = run_main(
+        monkeypatch, capsys, "--tasks", "local_choice,local_answer", *arguments
+    )
     assert (status, lines) == (0, [])
-    assert f"|acc        |↑  |{want['acc']:.4f}|" in out and f"|exact_match|↑  |{want['exact']:.4f}|" in out
+    assert (
+        f"|acc        |↑  |{want['acc']:.4f}|" in out
+        and f"|exact_match|↑  |{want['exact']:.4f}|" in out
+    )
     results = json.loads(file.read_text())
     assert results["results"]["local_choice"]["acc,none"] == want["acc"]
-    assert results["config"]["model_args"]["checkpoint"] == str(DEMO) and not list(tmp_path.glob("*.partial"))
-    options = ("--limit", "2", "--num_fewshot", "1", "--quantize", "int8", "--draft", "ngram", "--max_length", "300")
-    status, _, lines = run_main(monkeypatch, capsys, "--tasks", "local_choice", *options, *arguments)
+    assert results["config"]["model_args"]["checkpoint"] == str(DEMO) and not list(
+        tmp_path.glob("*.partial")
+    )
+    options = (
+        "--limit",
+        "2",
+        "--num_fewshot",
+        "1",
+        "--quantize",
+        "int8",
+        "--draft",
+        "ngram",
+        "--max_length",
+        "300",
+    )
+    status, _, lines = run_main(
+        monkeypatch, capsys, "--tasks", "local_choice", *options, *arguments
+    )
     results = json.loads(file.read_text())
     assert (status, lines, results["n-shot"]["local_choice"]) == (0, [], 1)
-    assert results["n-samples"]["local_choice"]["effective"] == 2 and results["config"]["limit"] == 2
+    assert (
+        results["n-samples"]["local_choice"]["effective"] == 2 and results["config"]["limit"] == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -534,17 +649,31 @@ def test_the_command_prints_the_table_and_writes_the_results(tasks, tmp_path, mo
     [
         (("--tasks", "local_choise"), "no task 'local_choise'; nearest: local_choice"),
         (("--tasks", "local_choice,zzz"), "no task 'zzz'"),
-        (("--tasks", "local_choice", "--output", "/no/such/folder/file.json"), "--output /no/such/folder/file.json"),
-        (("--tasks", "local_choice", "--max_length", "513"), "--max_length 513 must lie between 1 and the model's 512"),
+        (
+            ("--tasks", "local_choice", "--output", "/no/such/folder/file.json"),
+            "--output /no/such/folder/file.json",
+        ),
+        (
+            ("--tasks", "local_choice", "--max_length", "513"),
+            "--max_length 513 must lie between 1 and the model's 512",
+        ),
         (("--tasks", "local_choice", "--apply_chat_template"), "no chat template"),
         (("--tasks", "local_choice", "--checkpoint", "nowhere"), "nowhere: no such folder"),
-        (("--tasks", "local_choice", "--quantize_head", "nonsense"), "head nonsense (--quantize_head) needs a scheme"),
-        (("--tasks", "local_choice", "--include_path", "nowhere"), "--include_path nowhere: no such folder"),
+        (
+            ("--tasks", "local_choice", "--quantize_head", "nonsense"),
+            "head nonsense (--quantize_head) needs a scheme",
+        ),
+        (
+            ("--tasks", "local_choice", "--include_path", "nowhere"),
+            "--include_path nowhere: no such folder",
+        ),
         (("--tasks", "local_answer", "--gen_kwargs", "num_beams=3"), "num_beams = 3"),
     ],
 )
 def test_what_is_wrong_is_one_line(tasks, monkeypatch, capsys, arguments, message):
-    status, out, lines = run_main(monkeypatch, capsys, "--checkpoint", DEMO, "--include_path", tasks[0], *arguments)
+    status, out, lines = run_main(
+        monkeypatch, capsys, "--checkpoint", DEMO, "--include_path", tasks[0], *arguments
+    )
     assert status == 2 and out == "" and len(lines) == 1 and message in lines[0], lines
 
 
@@ -555,4 +684,6 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit, pytest.warns(RuntimeWarning, match="scripts.eval_lm"):
         runpy.run_module("scripts.eval_lm", run_name="__main__")
     out, err = capsys.readouterr()
-    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and "pip install lm_eval" in err
+    assert (
+        exit.value.code == 2 and out == "" and err.count("\n") == 1 and "pip install lm_eval" in err
+    )

@@ -1,5 +1,6 @@
-"""Families whose arithmetic is Llama's but for a field: what their folders hold beside it. Logits and greedy texts of
-all of them are compared in test_model.py and test_generate.py; here are names, nested configs, ranks and compiled code.
+"""Families whose arithmetic is Llama's but for a field: what their folders hold beside it. Logits
+and greedy texts of all of them are compared in test_model.py and test_generate.py; here are names,
+nested configs, ranks and compiled code.
 """
 
 import json
@@ -11,31 +12,46 @@ from conftest import BASE, FAMILIES, config_json, oracle
 from safetensors.torch import load_file, save_file
 
 import cli.quantize as quantize_command
+import cli.quantized_folder as quantized_folder
 import loading.checkpoint as checkpoint
-import quantize as quantize_program
+import loading.files as files
+import loading.models as models
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import Engine, generate
-from loading.checkpoint import load_config, load_model, save_model
+from generate import generate
+from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
+from loading.saving import save_model
 from model import scaled
 from speculative import layer_subset
 from tp import Ranks, check_divisible
 
 NEW = [
-    "smollm3", "phi-4", "phi-3", "phi-4-mini", "granite", "olmo2", "olmo3", "seed-oss", "ernie-4.5", "hunyuan",
-    "exaone-4", "exaone-4-small", "ministral-3",
-]  # fmt: skip
+    "smollm3",
+    "phi-4",
+    "phi-3",
+    "phi-4-mini",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "seed-oss",
+    "ernie-4.5",
+    "hunyuan",
+    "exaone-4",
+    "exaone-4-small",
+    "ministral-3",
+]
 
 
 @pytest.mark.parametrize("family", ["phi-4", "granite", "olmo3"])
 def test_calibration_sees_what_decoding_computes(family, folder_of, tmp_path):
-    """GPTQ runs layer by layer: with another embedding's scale, rotation or order of norms its inputs would be others,
-    and its error in the last layer's sums larger than rounding's."""
+    """GPTQ runs layer by layer: with another embedding's scale, rotation or order of norms its
+    inputs would be others, and its error in the last layer's sums larger than rounding's."""
     folder = folder_of(family)
     model, tokens = load_model(folder, dtype=torch.float32, pack=False), torch.arange(5, 45)[None]
     pos, states = torch.arange(40)[None], [scaled(model.embed(tokens), model.config.embed_scale)]
     for number in range(len(model.layers)):
-        states = quantize_program.run_block(model, number, states)
+        states = quantized_folder.run_block(model, number, states)
     assert torch.equal(model.norm(states[0]), model.hidden(tokens, pos))
 
 
@@ -43,15 +59,21 @@ def test_calibration_begins_with_scaled_embeddings(folder_of, tmp_path, monkeypa
     model = load_model(folder_of("granite"), dtype=torch.float32, pack=False)
     (tmp_path / "text").write_text("x" * 60)
     stub = types.SimpleNamespace(encode=lambda text, bos=None: [ord(char) % 131 for char in text])
-    monkeypatch.setattr(quantize_program, "load_tokenizer", lambda folder: stub)
-    args = types.SimpleNamespace(checkpoint="", calibration=tmp_path / "text", context=30, samples=2, device="cpu")
-    states = quantize_program.calibration_states(args, model)
+    monkeypatch.setattr(quantized_folder, "load_tokenizer", lambda folder: stub)
+    args = types.SimpleNamespace(
+        checkpoint="", calibration=tmp_path / "text", context=30, samples=2, device="cpu"
+    )
+    states = quantized_folder.calibration_states(args, model)
     assert torch.equal(states[0], model.embed(torch.full((2, 30), ord("x"))) * 3.0)
 
 
 def test_some_of_the_layers_rotate_as_they_did(folder_of):
     """A draft of layers 1 and 3, which do not rotate: block by block, on their own."""
-    model, tokens, pos = load_model(folder_of("smollm3"), dtype=torch.float32), torch.arange(9)[None], torch.arange(9)
+    model, tokens, pos = (
+        load_model(folder_of("smollm3"), dtype=torch.float32),
+        torch.arange(9)[None],
+        torch.arange(9),
+    )
     x, keys = model.embed(tokens), model.visible_by_window(pos[None], None, torch.float32)[None]
     for number in (1, 3):
         x = model.layers[number](x, pos[None], None, keys, None)
@@ -59,18 +81,23 @@ def test_some_of_the_layers_rotate_as_they_did(folder_of):
 
 
 def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
-    """Phi-3 stores q, k and v as one: a rank holds its heads of each, quantized on the way or not."""
+    """Phi-3 stores q, k and v as one: a rank holds its heads of each, quantized on the way or
+    not."""
     folder, config = folder_of("phi-4"), load_config(folder_of("phi-4"))
     stored = load_file(folder / "model.safetensors")
-    read = checkpoint.tensor_reader(checkpoint.open_shards(checkpoint.shards(folder)))
+    read = files.tensor_reader(checkpoint.Checkpoint(folder).tensors)
     E, H, G = config.head_dim, config.n_heads, config.n_kv_heads
     for scheme in (None, "int8"):
         whole = load_model(folder, dtype=torch.float32, quantize=scheme, pack=False)
         for rank in range(2):
             ranks = Ranks(rank, 2)
-            model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, None, ranks), "cpu")
+            model = models.allocate(
+                models.empty_model(config, torch.float32, scheme, None, ranks), "cpu"
+            )
             for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
-                ours = {"self_attn.qkv_proj": "attention.qkv", "mlp.gate_up_proj": "ffn.gate_up"}[name]
+                ours = {"self_attn.qkv_proj": "attention.qkv", "mlp.gate_up_proj": "ffn.gate_up"}[
+                    name
+                ]
                 sizes = (H * E, G * E, G * E) if "qkv" in name else (config.ffn_dim, config.ffn_dim)
                 want = stored[f"model.layers.1.{name}.weight"]
                 if scheme:
@@ -78,16 +105,25 @@ def test_fused_matrices_are_quantized_and_cut_as_three(folder_of):
                 want = torch.cat([part.chunk(2)[rank] for part in want.split(sizes)])
                 linear = model.layers[1].get_submodule(ours)
                 if scheme:
-                    checkpoint.quantize_into(linear, f"layers.1.{ours}", config, read, ranks, None)
+                    models.quantize_into(linear, f"layers.1.{ours}", config, read, ranks)
                 else:
-                    checkpoint.fill(model, [f"layers.1.{ours}.weight"], read, ranks)
-                assert torch.equal(linear.dequantized(torch.float32) if scheme else linear.weight, want), (name, scheme)
+                    models.fill(model, [f"layers.1.{ours}.weight"], read, ranks)
+                assert torch.equal(
+                    linear.dequantized(torch.float32) if scheme else linear.weight, want
+                ), (name, scheme)
 
 
 @pytest.mark.parametrize("scheme, name", [("int8", "weight_scale"), ("int4-g32", "codes")])
 def test_a_quantized_folder_keeps_the_familys_names(scheme, name, folder_of, tmp_path):
     quantize_command.main(
-        ["--checkpoint", str(folder_of("phi-4")), "--scheme", scheme, "--output", str(tmp_path / "q")]
+        [
+            "--checkpoint",
+            str(folder_of("phi-4")),
+            "--scheme",
+            scheme,
+            "--output",
+            str(tmp_path / "q"),
+        ]
     )
     names = json.loads((tmp_path / "q" / "model.safetensors.index.json").read_text())["weight_map"]
     assert f"model.layers.2.self_attn.qkv_proj.{name}" in names
@@ -102,7 +138,16 @@ def test_transformers_reads_dense_families_in_8_bits(family, folder_of, tmp_path
     from transformers import AutoModelForCausalLM
 
     pytest.importorskip("compressed_tensors")
-    quantize_command.main(["--checkpoint", str(folder_of(family)), "--scheme", "int8", "--output", str(tmp_path / "q")])
+    quantize_command.main(
+        [
+            "--checkpoint",
+            str(folder_of(family)),
+            "--scheme",
+            "int8",
+            "--output",
+            str(tmp_path / "q"),
+        ]
+    )
     assert "; transformers reads it as compressed-tensors" in capsys.readouterr().err
     tokens = torch.arange(5, 25)[None]
     want = load_model(tmp_path / "q", dtype=torch.float32)(tokens, torch.arange(20))
@@ -112,11 +157,13 @@ def test_transformers_reads_dense_families_in_8_bits(family, folder_of, tmp_path
 
 
 def test_norms_over_all_heads_are_not_divided(folder_of):
-    with pytest.raises(ValueError, match="normed over all heads at once and cannot be divided over 2 ranks"):
+    with pytest.raises(
+        ValueError, match="normed over all heads at once and cannot be divided over 2 ranks"
+    ):
         check_divisible(load_config(folder_of("olmo2")), 2)
 
 
-# ------------------------------------------------------------------------------- text models among others
+# ----------------------------------------------------------------------- text models among others
 
 
 def edited(folder, to, names, hf) -> None:
@@ -129,26 +176,35 @@ def edited(folder, to, names, hf) -> None:
 @pytest.mark.parametrize("text", ["mistral-v0.2", "ministral-3"])
 @pytest.mark.parametrize("lead", ["language_model.model.", "model.language_model."])
 def test_mistral_3_is_its_text_model(text, lead, folder_of, tmp_path, capsys):
-    """As the hub has it, and as transformers 5 saves it; vision tensors are left out by name, and saved again it is a
-    plain text model, which transformers reads."""
+    """As the hub has it, and as transformers 5 saves it; vision tensors are left out by name, and
+    saved again it is a plain text model, which transformers reads."""
     from transformers import AutoModelForCausalLM
 
     def names(tensors):
         head = "language_model.lm_head." if lead.startswith("lang") else "lm_head."
         tower = "vision_tower." if lead.startswith("lang") else "model.vision_tower."
-        found = {n.replace("model.", lead, 1).replace("lm_head.", head): t for n, t in tensors.items()}
+        found = {
+            n.replace("model.", lead, 1).replace("lm_head.", head): t for n, t in tensors.items()
+        }
         return found | {f"{tower}patch_conv.weight": torch.ones(2, 2)}
 
     def outer(hf):
-        return {"model_type": "mistral3", "text_config": hf, "vision_config": {"model_type": "pixtral"},
-                "tie_word_embeddings": False, "dtype": "float32"}  # fmt: skip
+        return {
+            "model_type": "mistral3",
+            "text_config": hf,
+            "vision_config": {"model_type": "pixtral"},
+            "tie_word_embeddings": False,
+            "dtype": "float32",
+        }
 
     edited(folder_of(text), tmp_path / "m", names, outer)
     model = load_model(tmp_path / "m", dtype=torch.float32)
     assert "1 tensors are not the text model's" in capsys.readouterr().err
     want = load_model(folder_of(text), dtype=torch.float32)
     assert model.config == want.config
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), want.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(model.parameters(), want.parameters(), strict=True)
+    )
     save_model(model, tmp_path / "again", config_json(tmp_path / "m"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     tokens = torch.arange(5, 25)[None]
@@ -158,9 +214,11 @@ def test_mistral_3_is_its_text_model(text, lead, folder_of, tmp_path, capsys):
 
 def test_mistral_3_with_a_tensor_of_no_known_part(folder_of, tmp_path):
     edited(
-        folder_of("mistral-v0.2"), tmp_path / "m", lambda t: t | {"audio_tower.x": torch.ones(1)},
+        folder_of("mistral-v0.2"),
+        tmp_path / "m",
+        lambda t: t | {"audio_tower.x": torch.ones(1)},
         lambda hf: {"model_type": "mistral3", "text_config": hf},
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match=r"unexpected: audio_tower\.x"):
         load_model(tmp_path / "m")
 
@@ -168,15 +226,26 @@ def test_mistral_3_with_a_tensor_of_no_known_part(folder_of, tmp_path):
 def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_path, capsys):
     extra = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
     edited(
-        folder_of("r1-distill-qwen"), tmp_path / "m", lambda tensors: tensors | extra,
-        lambda hf: {**hf, "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True,
-                    "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}},
-    )  # fmt: skip
+        folder_of("r1-distill-qwen"),
+        tmp_path / "m",
+        lambda tensors: tensors | extra,
+        lambda hf: {
+            **hf,
+            "model_type": "mimo",
+            "num_nextn_predict_layers": 1,
+            "attention_bias": True,
+            "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+        },
+    )
     model, tokens = load_model(tmp_path / "m", dtype=torch.float32), torch.arange(5, 45)[None]
-    assert "model.mtp_layers.0.input_proj.weight" in capsys.readouterr().err
+    assert "1 tensors are not the text model's" in capsys.readouterr().err
     with torch.no_grad():
-        assert (model(tokens, torch.arange(40)) - oracle("r1-distill-qwen")(tokens).logits).abs().max() <= 1e-4
-    quantize_command.main(["--checkpoint", str(tmp_path / "m"), "--scheme", "int8", "--output", str(tmp_path / "q")])
+        assert (
+            model(tokens, torch.arange(40)) - oracle("r1-distill-qwen")(tokens).logits
+        ).abs().max() <= 1e-4
+    quantize_command.main(
+        ["--checkpoint", str(tmp_path / "m"), "--scheme", "int8", "--output", str(tmp_path / "q")]
+    )
     assert "; other programs refuse it" in capsys.readouterr().err  # which have no MiMo
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert "auto_map" not in config and config["quantization_config"] == {"format": "quickdraft"}
@@ -196,11 +265,16 @@ def test_phi_3s_older_names_of_longrope(kind):
     theta = found.pop("rope_theta")
     found.pop("partial_rotary_factor")
     found.pop("original_max_position_embeddings")
-    old = {**hf, "rope_parameters": None, "rope_scaling": {**found, "type": kind}, "rope_theta": theta}
+    old = {
+        **hf,
+        "rope_parameters": None,
+        "rope_scaling": {**found, "type": kind},
+        "rope_theta": theta,
+    }
     assert config_from_hf(old) == config_from_hf(hf)
 
 
-# ------------------------------------------------------------------------------------------ compiled code
+# ---------------------------------------------------------------------------------- compiled code
 
 
 @pytest.mark.compiled
@@ -209,11 +283,15 @@ def test_phi_3s_older_names_of_longrope(kind):
     [
         "smollm3",
         "olmo3",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("phi-4-mini", "ministral-3", "ernie-4.5", "hunyuan")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("phi-4-mini", "ministral-3", "ernie-4.5", "hunyuan")
+        ),
     ],
 )
 def test_compiled_steps_of_unlike_layers(family, folder_of):
-    """A block is compiled once for all layers alike: those that do not rotate, or rotate otherwise, are others."""
+    """A block is compiled once for all layers alike: those that do not rotate, or rotate otherwise,
+    are others."""
     model = load_model(folder_of(family), dtype=torch.float32)
     prompt, texts = [[40, 3, 99, 12, 7, 61, 20]], []
     for compiled in (False, True):

@@ -1,9 +1,9 @@
-"""Writers that are stopped half way: nothing that is left can be taken for a whole folder or file, what was there
-before is still there, and what is said is one line.
+"""Writers that are stopped half way: nothing that is left can be taken for a whole folder or file,
+what was there before is still there, and what is said is one line.
 
-A writer is stopped by signals at a chosen call, by a small tmpfs where one may be mounted, by a file size limit, which
-to it is a full disk too, and by permissions. tests/attacks/faults.py does such things to whole programs, at random
-moments.
+A writer is stopped by signals at a chosen call, by a small tmpfs where one may be mounted, by a
+file size limit, which to it is a full disk too, and by permissions. tests/attacks/faults.py does
+such things to whole programs, at random moments.
 """
 
 import contextlib
@@ -23,18 +23,19 @@ import torch
 from conftest import BASE, ROOT, forked
 from safetensors.torch import save_file
 
-import cli.errors as edge
-import loading.checkpoint as checkpoint
 import loading.files as files
-from loading.checkpoint import load_model, random_model, save_model
+from loading.checkpoint import load_model
 from loading.config import config_from_hf
+from loading.models import random_model
+from loading.saving import save_model
 from tests.attacks import faults
 
 HF = {**BASE, "model_type": "llama", "vocab_size": 384}
 
 
 def stop(number: int, where: int) -> None:
-    """Send this process a signal at one of the calls that change files; a tensor file is then half there."""
+    """Send this process a signal at one of the calls that change files; a tensor file is then half
+    there."""
     calls = itertools.count(1)
 
     def stopping(change):
@@ -54,7 +55,8 @@ def stop(number: int, where: int) -> None:
 
 @contextlib.contextmanager
 def full_disk(size: int = 20_000):
-    """The kernel refuses to write beyond this size of a file: EFBIG, where a full disk gives ENOSPC."""
+    """The kernel refuses to write beyond this size of a file: EFBIG, where a full disk gives
+    ENOSPC."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -93,12 +95,15 @@ SIGNALS = {"SIGINT": 130, "SIGTERM": -signal.SIGTERM, "SIGKILL": -signal.SIGKILL
 
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_stopped_writer_leaves_nothing_that_loads(name, quantize_flags, tmp_path, monkeypatch):
-    """Stopped at every third of the calls that change files: the output's name does not exist before it is whole; what
-    has another name does not load, or is the whole; the next run is not disturbed by it."""
+    """Stopped at every third of the calls that change files: the output's name does not exist
+    before it is whole; what has another name does not load, or is the whole; the next run is not
+    disturbed by it."""
     monkeypatch.setattr(sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "q")])
     main, partial = importlib.import_module("cli.quantize").main, tmp_path / "q.partial"
     for where in range(3, 100, 3):
-        status = forked(lambda where=where: (stop(getattr(signal, name), where), main()), tmp_path / "stderr")
+        status = forked(
+            lambda where=where: (stop(getattr(signal, name), where), main()), tmp_path / "stderr"
+        )
         if status == 0:
             break
         said, early = (tmp_path / "stderr").read_text(), refused(partial)
@@ -110,7 +115,16 @@ def test_a_stopped_writer_leaves_nothing_that_loads(name, quantize_flags, tmp_pa
 
 
 PROGRAMS = {  # the module that defines a program's work, its name, and flags of the program
-    "cli.quantize": ("quantize", "run", "--checkpoint", "x", "--scheme", "int8", "--output", "y"),
+    "cli.quantize": (
+        "cli.quantized_folder",
+        "run",
+        "--checkpoint",
+        "x",
+        "--scheme",
+        "int8",
+        "--output",
+        "y",
+    ),
     "benchmarks.bench": ("benchmarks.bench", "run"),
 }
 
@@ -130,8 +144,12 @@ def test_ctrl_c_says_nothing_and_exits_130(module, monkeypatch):
 
 def test_a_full_disk_is_one_line(quantize_flags, tmp_path, monkeypatch, capsys):
     with full_disk():
-        line = main_of(monkeypatch, capsys, "cli.quantize", *quantize_flags, "--output", tmp_path / "q")
-    assert "safetensors" in line and f"lies in {tmp_path / 'q'}.partial, which may be deleted" in line
+        line = main_of(
+            monkeypatch, capsys, "cli.quantize", *quantize_flags, "--output", tmp_path / "q"
+        )
+    assert (
+        "safetensors" in line and f"lies in {tmp_path / 'q'}.partial, which may be deleted" in line
+    )
     assert not (tmp_path / "q").exists() and refused(tmp_path / "q.partial")
 
 
@@ -140,7 +158,8 @@ class Stopped(BaseException):
 
 
 def stop_at(monkeypatch, where: int) -> None:
-    """Of the calls that change files, number `where` leaves half of what it should and ends everything."""
+    """Of the calls that change files, number `where` leaves half of what it should and ends
+    everything."""
     calls = itertools.count(1)
 
     def stopping(change, half):
@@ -152,7 +171,9 @@ def stop_at(monkeypatch, where: int) -> None:
 
         return stand_in
 
-    half_tensors = lambda tensors, file, *_: file.write_bytes(b"\x08\0\0\0\0\0\0\0half")  # noqa: E731
+    def half_tensors(tensors, file, *_):
+        file.write_bytes(b"\x08\0\0\0\0\0\0\0half")
+
     half_text = lambda file, text: file.write_bytes(text.encode()[: len(text) // 2])  # noqa: E731
     monkeypatch.setattr(files, "save_file", stopping(save_file, half_tensors))
     monkeypatch.setattr(Path, "write_text", stopping(Path.write_text, half_text))
@@ -162,11 +183,13 @@ def stop_at(monkeypatch, where: int) -> None:
 
 @pytest.mark.parametrize("scheme, before", [(None, "int8"), ("int8", None)])
 def test_saving_over_another_model_never_mixes_them(scheme, before, tmp_path, monkeypatch):
-    """save_model over a folder of the same or the other form (one file; a file a layer), stopped at each step: it does
-    not load, or it is the old model (nothing happened yet) or the new one, whole."""
+    """save_model over a folder of the same or the other form (one file; a file a layer), stopped at
+    each step: it does not load, or it is the old model (nothing happened yet) or the new one,
+    whole."""
     config, loaded = config_from_hf(HF), []
     old, new = (
-        random_model(config, dtype=torch.float32, seed=n, quantize=q, pack=False) for n, q in ((1, before), (2, scheme))
+        random_model(config, dtype=torch.float32, seed=n, quantize=q, pack=False)
+        for n, q in ((1, before), (2, scheme))
     )
     wanted = {"old": old.embed.weight, "new": new.embed.weight}
     for where in range(1, 30):
@@ -180,7 +203,9 @@ def test_saving_over_another_model_never_mixes_them(scheme, before, tmp_path, mo
             loaded.append("refused")
             continue
         found = load_model(folder, dtype=torch.float32)
-        loaded += [name for name, weight in wanted.items() if torch.equal(found.embed.weight, weight)]
+        loaded += [
+            name for name, weight in wanted.items() if torch.equal(found.embed.weight, weight)
+        ]
         if loaded[-2:] == ["done", "new"]:
             break
     assert loaded[0] == "old" and loaded[-2:] == ["done", "new"]
@@ -213,12 +238,21 @@ def read_only(folder: Path):
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def test_read_only_folders_are_read_and_not_written(text_folder, quantize_flags, tmp_path, monkeypatch):
-    """A checkpoint that nobody may write to is all that a writer needs, and its files' modes are not those of the
-    output; where the output may not be written it is one line. For root too, without root's rights."""
-    main, folder, said = importlib.import_module("cli.quantize").main, text_folder, tmp_path / "stderr"
+def test_read_only_folders_are_read_and_not_written(
+    text_folder, quantize_flags, tmp_path, monkeypatch
+):
+    """A checkpoint that nobody may write to is all that a writer needs, and its files' modes are
+    not those of the output; where the output may not be written it is one line. For root too,
+    without root's rights."""
+    main, folder, said = (
+        importlib.import_module("cli.quantize").main,
+        text_folder,
+        tmp_path / "stderr",
+    )
     before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir()}
-    monkeypatch.setattr(sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "out" / "q")])
+    monkeypatch.setattr(
+        sys, "argv", ["quantize", *quantize_flags, "--output", str(tmp_path / "out" / "q")]
+    )
     (tmp_path / "out").mkdir()
     with read_only(folder):
         with read_only(tmp_path / "out"):
@@ -229,7 +263,9 @@ def test_read_only_folders_are_read_and_not_written(text_folder, quantize_flags,
         assert forked(lambda: (without_rights(), main()), said) == 0, said.read_text()
     assert load_model(tmp_path / "out" / "q")
     assert all(file.stat().st_mode & 0o200 for file in (tmp_path / "out" / "q").iterdir())
-    assert before == {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir()}
+    assert before == {
+        file: (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir()
+    }
 
 
 @pytest.fixture
@@ -268,12 +304,13 @@ def test_a_file_on_a_full_disk_is_as_it_was(tmp_path):
         lambda partial: partial.write_text("x" * 50_000),
         lambda partial: torch.save(torch.ones(9999), partial),
     ):
-        with full_disk(), pytest.raises(OSError, match=r"results\.json|too large"):  # RuntimeError to torch
-            checkpoint.write_atomically(file, write)
+        # RuntimeError to torch
+        with full_disk(), pytest.raises(OSError, match=r"results\.json|too large"):
+            files.write_atomically(file, write)
         assert file.read_text() == "before"
 
 
-# ----------------------------------------------------------------------------- the start, and the launcher
+# -------------------------------------------------------------------- the start, and the launcher
 
 
 STARTS = (  # with flags that are right as far as one can tell without torch
@@ -287,12 +324,16 @@ STARTS = (  # with flags that are right as far as one can tell without torch
 @pytest.mark.skipif(sys.platform != "linux", reason="reads from /proc how far a start is")
 @pytest.mark.parametrize("program", STARTS)
 def test_ctrl_c_while_torch_is_imported_says_nothing(program):
-    """By itself, Python prints a traceback of what was being imported, or an import swallows the exception."""
+    """By itself, Python prints a traceback of what was being imported, or an import swallows the
+    exception."""
     for seconds in (0, 0.1):
         child = subprocess.Popen(
-            [sys.executable, *program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, *program],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         while "libtorch_python" not in Path(f"/proc/{child.pid}/maps").read_text():
             assert child.poll() is None
             time.sleep(0.01)
@@ -305,43 +346,21 @@ def test_ctrl_c_while_torch_is_imported_says_nothing(program):
 def test_under_nohup_ctrl_c_is_ignored():
     """A signal that is ignored from the start stays so: while importing, and later."""
     code = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        " os.execv(sys.executable, sys.argv[1:])"
     )
-    command = [sys.executable, "-c", code, sys.executable, "generate.py", "--device", "cpu", "--max_new_tokens", "2"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        sys.executable,
+        "generate.py",
+        "--device",
+        "cpu",
+        "--max_new_tokens",
+        "2",
+    ]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     while child.poll() is None:
         child.send_signal(signal.SIGINT) if time.sleep(0.3) is None else None
     assert child.returncode == 0 and child.stdout.read().strip()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells a child of its parent's death")
-def test_a_rank_ends_with_its_launcher(tmp_path, monkeypatch):
-    """A process that starts a rank is killed, which leaves it no time to end the rank."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    file = tmp_path / "pid"
-
-    def launcher():
-        if os.fork() == 0:
-            edge.end_with_launcher()
-            file.write_text(str(os.getpid()))
-            time.sleep(60)
-        while not file.exists() or not file.read_text():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert forked(launcher, tmp_path / "stderr") == -signal.SIGKILL
-    rank, end = Path("/proc") / file.read_text(), time.monotonic() + 10
-    while (alive := rank.exists() and ") Z " not in (rank / "stat").read_text()) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not alive
-
-
-# ------------------------------------------------------------------------------------------- compiling
-
-
-def test_a_damaged_library_is_one_line(capsys):
-    with pytest.raises(SystemExit) as exit, edge.ending_plainly():
-        raise RuntimeError("OSError: /tmp/cx.main.so: file too short\n\nset TORCHDYNAMO_VERBOSE=1")
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and "delete the folder" in error and error.count("\n") == 1

@@ -1,5 +1,6 @@
-"""Files of prompts: --output and what a rerun skips, open pipes, how many rows decode together, the bar, Ctrl-C, and
-replicas that share a file. Oracles are each row alone, and the same file on one process."""
+"""Files of prompts: --output and what a rerun skips, open pipes, how many rows decode together, the
+bar, Ctrl-C, and replicas that share a file. Oracles are each row alone, and the same file on one
+process."""
 
 import fcntl
 import json
@@ -21,17 +22,27 @@ from safetensors.torch import load_file, save_file
 from test_tp import launch
 from torch.distributed import HashStore
 
-import cli.main
+import cli.opening
 from cli.errors import free_memory
-from cli.flags import check_options, parse_args
+from cli.flags import parse_args
 from cli.main import run as run_args
 from cli.output import POLL_S, Output, Result
 from cli.replicas import Replicas
-from generate import Engine
+from decoding.engine import Engine
 from tp import ALONE, Ranks
 
 TEXTS = ("the little cat", "a big dog went", "the park", "red ball; it was fun.", "to play")
-SHORT = ("--max_new_tokens", 6, "--temperature", 0, "--dtype", "float32", "--ignore_eos", "--device", "cpu")
+SHORT = (
+    "--max_new_tokens",
+    6,
+    "--temperature",
+    0,
+    "--dtype",
+    "float32",
+    "--ignore_eos",
+    "--device",
+    "cpu",
+)
 
 
 def jsonl(file, *lines: dict):
@@ -50,23 +61,29 @@ def command(*arguments) -> list[str]:
     return [sys.executable, str(ROOT / "generate.py"), *map(str, arguments)]
 
 
-# -------------------------------------------------------------------------------------------------- --output
+# --------------------------------------------------------------------------------------- --output
 
 
 @pytest.fixture
 def prompts(tmp_path):
     """Five lines: ids, one of them twice, and lines without."""
     ids = ("a", None, 7, 7, None)
-    return jsonl(tmp_path / "p.jsonl", *({"prompt": t} | ({} if i is None else {"id": i}) for t, i in zip(TEXTS, ids)))
+    return jsonl(
+        tmp_path / "p.jsonl",
+        *({"prompt": t} | ({} if i is None else {"id": i}) for t, i in zip(TEXTS, ids)),
+    )
 
 
 def test_a_rerun_adds_to_a_file_what_it_lacks(text_folder, prompts, capsys, tmp_path, monkeypatch):
-    """After a crash at any line, in the middle of it, the file comes to hold each row once; nothing else runs."""
+    """After a crash at any line, in the middle of it, the file comes to hold each row once; nothing
+    else runs."""
     flags = ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT, "--num_samples", 2)
     expected, _ = run(capsys, *flags, "--json", "--ordered")
     assert not any("line" in row for row in expected)
     file, started, add = tmp_path / "out.jsonl", [], Engine.add_request
-    monkeypatch.setattr(Engine, "add_request", lambda *args, **more: started.append(1) or add(*args, **more))
+    monkeypatch.setattr(
+        Engine, "add_request", lambda *args, **more: started.append(1) or add(*args, **more)
+    )
     rows, err = run(capsys, *flags, "--output", file, "--ordered")
     lines = file.read_text().splitlines(keepends=True)
     assert rows == [] and len(lines) == len(started) == 10 and "skipped" not in err
@@ -86,18 +103,28 @@ def test_a_rerun_adds_to_a_file_what_it_lacks(text_folder, prompts, capsys, tmp_
         num_answered = sum(line.endswith("\n") for line in remains)
         assert len(started) == 10 - num_answered
         assert (f"answers {num_answered} rows already: skipped" in err) == bool(num_answered)
-        results = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["prompt_tokens"])
+        results = sorted(
+            map(json.loads, file.read_text().splitlines()), key=lambda row: row["prompt_tokens"]
+        )
         by_prompt = sorted(expected, key=lambda row: row["prompt_tokens"])
-        assert sorted((r["text"], r["sample"]) for r in results) == sorted((r["text"], r["sample"]) for r in by_prompt)
+        assert sorted((r["text"], r["sample"]) for r in results) == sorted(
+            (r["text"], r["sample"]) for r in by_prompt
+        )
 
 
 def test_a_file_of_something_else_is_left_as_it_is(text_folder, prompts, capsys, tmp_path):
-    file, flags = tmp_path / "notes", ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT)
+    file, flags = (
+        tmp_path / "notes",
+        ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT),
+    )
     for text, message in (
-        ("my notes\n", "line 1 is no result"), ("{}\n", "line 1 is no result"), ("my notes", "its last line is no"),
-        ('{"prompt": "One day"}', "its last line is no"), ("5", "its last line is no"),
+        ("my notes\n", "line 1 is no result"),
+        ("{}\n", "line 1 is no result"),
+        ("my notes", "its last line is no"),
+        ('{"prompt": "One day"}', "its last line is no"),
+        ("5", "its last line is no"),
         ('{"model_type": "llama", "a', "its last line is no"),
-    ):  # fmt: skip
+    ):
         file.write_text(text)
         with pytest.raises(ValueError, match=f"--output {file}: {message}"):
             run(capsys, *flags, "--output", file)
@@ -114,21 +141,35 @@ def test_a_file_of_something_else_is_left_as_it_is(text_folder, prompts, capsys,
 
 def test_answers_to_other_prompts_are_no_answers(text_folder, prompts, capsys, tmp_path):
     """Ids and numbers of lines are trusted as far as the prompt and the seed agree."""
-    flags = ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT, "--output", tmp_path / "out")
+    flags = (
+        "--checkpoint",
+        text_folder,
+        "--prompt_file",
+        prompts,
+        *SHORT,
+        "--output",
+        tmp_path / "out",
+    )
     run(capsys, *flags)
-    with pytest.raises(ValueError, match=r"'id': 'a'.* is answered there for another prompt or seed"):
+    with pytest.raises(
+        ValueError, match=r"'id': 'a'.* is answered there for another prompt or seed"
+    ):
         run(capsys, *flags, "--seed", 5)
     jsonl(prompts, {"prompt": TEXTS[0], "id": "a"}, {"prompt": "a dog"})
-    with pytest.raises(ValueError, match=r"'line': 2.* is answered there for another prompt or seed"):
+    with pytest.raises(
+        ValueError, match=r"'line': 2.* is answered there for another prompt or seed"
+    ):
         run(capsys, *flags)
 
 
-# ---------------------------------------------------------------------------------------------------- a pipe
+# ----------------------------------------------------------------------------------------- a pipe
 
 
 def pipe(*arguments) -> subprocess.Popen:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(*arguments, "--prompt_file", "-"), text=True, bufsize=1, **pipes)
+    return subprocess.Popen(
+        command(*arguments, "--prompt_file", "-"), text=True, bufsize=1, **pipes
+    )
 
 
 @pytest.mark.attack
@@ -143,26 +184,43 @@ def test_a_pipes_line_is_answered_before_the_next_is_written(text_folder, capsys
             assert answer["tokens"] == row["tokens"] and answer["id"] == number
             time.sleep(3 * POLL_S)  # idle for a while
             if number == 0:
-                process.stdin.write("\n" + json.dumps({"prompt": "cat " * 99, "id": "long"}) + '\n{"text": 1}\n')
+                process.stdin.write(
+                    "\n" + json.dumps({"prompt": "cat " * 99, "id": "long"}) + '\n{"text": 1}\n'
+                )
         rest, err = process.communicate(timeout=60)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert process.returncode == 2 and rest == "" and len(errors) == 2
-    assert "stdin, line 3, id long: has" in errors[0] and "60 positions" in errors[0] and "stdin, line 4:" in errors[1]
+    assert (
+        "stdin, line 3, id long: has" in errors[0]
+        and "60 positions" in errors[0]
+        and "stdin, line 4:" in errors[1]
+    )
     with pipe(*flags, "--output", tmp_path / "out") as process:
-        out, _ = process.communicate("\n".join(TEXTS[:3]), timeout=60)  # the last line without an end
+        # the last line without an end
+        out, _ = process.communicate("\n".join(TEXTS[:3]), timeout=60)
     results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert out == "" and sorted((r["line"], r["tokens"]) for r in results) == [
         (n, row["tokens"]) for n, row in enumerate(alone, 1)
     ]
     with pipe(*flags, "--output", tmp_path / "out") as process:
-        _, err = process.communicate("\n".join([*TEXTS[:3], "a"]), timeout=60)
-    assert len((tmp_path / "out").read_text().splitlines()) == 4 and "answers 3 rows already: skipped" in err
+        process.communicate("\n".join([*TEXTS[:3], "a"]), timeout=60)
+    assert len((tmp_path / "out").read_text().splitlines()) == 4
 
 
 @pytest.mark.attack
 def test_slots_stay_busy_while_no_line_comes(tmp_path):
-    """A short row that comes later than a long one ends before it. Ctrl-C ends both, and a wait for lines."""
-    flags = (*shape(tmp_path), "--max_new_tokens", 90_000, "--max_seq_length", 100_000, "--batch_size", 2, "--json")
+    """A short row that comes later than a long one ends before it. Ctrl-C ends both, and a wait for
+    lines."""
+    flags = (
+        *shape(tmp_path),
+        "--max_new_tokens",
+        90_000,
+        "--max_seq_length",
+        100_000,
+        "--batch_size",
+        2,
+        "--json",
+    )
     for waits in (False, True):
         with pipe(*flags) as process:
             if not waits:
@@ -181,7 +239,7 @@ def test_an_empty_pipe_is_an_error(text_folder):
     assert process.returncode == 2 and "error: stdin: holds no prompt" in err
 
 
-# ------------------------------------------------------------------------------------------------ batch size
+# ------------------------------------------------------------------------------------- batch size
 
 
 def test_rows_of_a_file_decode_together_as_memory_and_rounding_allow(
@@ -190,28 +248,40 @@ def test_rows_of_a_file_decode_together_as_memory_and_rounding_allow(
     """Each row as it is alone."""
     flags = ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT, "--json", "--ordered")
     sizes, step = [], Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine: sizes.append(len(engine.requests)) or step(engine))
+    monkeypatch.setattr(
+        Engine, "step", lambda engine: sizes.append(len(engine.requests)) or step(engine)
+    )
     alone, err = run(capsys, *flags, "--batch_size", 1)
     assert max(sizes) == 1 and "at a time" not in err
     position = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
     longest = max(len(row["prompt_tokens"]) for row in alone) + 6
     draft = ("--draft", "ngram", "--speculate_k", 3)
     for options, memory, num_rows, size in (
-        ((), 1e9, 2**31, 5), ((), 2 * 3 * position * longest, 2**31, 3), ((), 0, 2**31, 1), (draft, 1e9, 8, 2),
-        (draft, 1e9, 2**31, 5), (("--batch_size", 4), 0, 2, 4),
-    ):  # fmt: skip
+        ((), 1e9, 2**31, 5),
+        ((), 2 * 3 * position * longest, 2**31, 3),
+        ((), 0, 2**31, 1),
+        (draft, 1e9, 8, 2),
+        (draft, 1e9, 2**31, 5),
+        (("--batch_size", 4), 0, 2, 4),
+    ):
         sizes.clear()
-        monkeypatch.setattr(cli.main, "free_memory", lambda device, memory=memory: memory)
-        monkeypatch.setattr(cli.main, "batch_invariant_rows", lambda model, num_rows=num_rows: num_rows)
+        monkeypatch.setattr(cli.opening, "free_memory", lambda device, memory=memory: memory)
+        monkeypatch.setattr(
+            cli.opening, "batch_invariant_rows", lambda model, num_rows=num_rows: num_rows
+        )
         rows, err = run(capsys, *flags, *options)
-        assert max(sizes) == size and [row["tokens"] for row in rows] == [row["tokens"] for row in alone]
-        assert (f"{size} rows are decoded at a time; --batch_size" in err) == ("--batch_size" not in options)
+        assert max(sizes) == size and [row["tokens"] for row in rows] == [
+            row["tokens"] for row in alone
+        ]
+        assert (f"{size} rows are decoded at a time; --batch_size" in err) == (
+            "--batch_size" not in options
+        )
     many = jsonl(tmp_path / "many.jsonl", *[{"prompt": "a"}] * 40)
     sizes.clear()
-    monkeypatch.setattr(cli.main, "free_memory", lambda device: 1e9)
-    monkeypatch.setattr(cli.main, "batch_invariant_rows", lambda model: 2**31)
+    monkeypatch.setattr(cli.opening, "free_memory", lambda device: 1e9)
+    monkeypatch.setattr(cli.opening, "batch_invariant_rows", lambda model: 2**31)
     run(capsys, *flags, "--prompt_file", many)
-    assert max(sizes) == cli.main.MAX_ROWS
+    assert max(sizes) == cli.opening.MAX_ROWS
 
 
 def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
@@ -224,14 +294,18 @@ def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch):
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 4000000\n")
         assert free_memory(cpu, str(tmp_path)) == expected
         with monkeypatch.context() as patch:  # ranks of one machine share it
-            for name, value in (("LOCAL_RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+            for name, value in (
+                ("LOCAL_RANK", "1"),
+                ("WORLD_SIZE", "4"),
+                ("LOCAL_WORLD_SIZE", "4"),
+            ):
                 patch.setenv(name, value)
             assert free_memory(cpu, str(tmp_path)) == expected / 4
     (tmp_path / "memory.max").write_text("max\n")
     assert abs(free_memory(cpu, str(tmp_path)) / machine - 1) < 0.5
 
 
-# ---------------------------------------------------------------------------------------------- bar, Ctrl-C
+# ------------------------------------------------------------------------------------ bar, Ctrl-C
 
 
 @pytest.mark.attack
@@ -239,7 +313,9 @@ def test_a_terminal_sees_how_many_rows_are_done(text_folder, prompts):
     flags = ("--checkpoint", text_folder, "--prompt_file", prompts, *SHORT, "--json")
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    with subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+    with subprocess.Popen(
+        command(*flags), stdout=subprocess.PIPE, stderr=theirs, text=True
+    ) as process:
         os.close(theirs)
         shown = b""
         while block := read(ours):
@@ -260,18 +336,26 @@ def read(terminal: int) -> bytes:
 
 def shape(tmp_path) -> tuple:
     config = tmp_path / "long.json"
-    config.write_text(json.dumps({**BASE, **FAMILIES["llama-3"], "max_position_embeddings": 100_000}))
+    config.write_text(
+        json.dumps({**BASE, **FAMILIES["llama-3"], "max_position_embeddings": 100_000})
+    )
     return "--random_weights", config, "--device", "cpu"
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("options", [[], ["--json"], ["--json", "--ordered"]], ids=["text", "json", "ordered"])
+@pytest.mark.parametrize(
+    "options", [[], ["--json"], ["--json", "--ordered"]], ids=["text", "json", "ordered"]
+)
 def test_ctrl_c_keeps_the_lines_that_have_ended(options, tmp_path):
     """The last line has ended long before the first; the one between them would take minutes."""
     asked = [("first", 60), ("endless", 90_000), ("last", 2)]
-    file = jsonl(tmp_path / "p.jsonl", *({"prompt": "ab", "id": id, "max_new_tokens": n} for id, n in asked))
+    file = jsonl(
+        tmp_path / "p.jsonl", *({"prompt": "ab", "id": id, "max_new_tokens": n} for id, n in asked)
+    )
     flags = command(*shape(tmp_path), "--prompt_file", file, "--batch_size", 3, *options)
-    with subprocess.Popen(flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         lines = [process.stdout.readline() for _ in range(2 if options == ["--json"] else 1)]
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=30)
@@ -284,25 +368,36 @@ def test_ctrl_c_keeps_the_lines_that_have_ended(options, tmp_path):
         assert [len(line.split()) for line in lines] == [60, 2]
 
 
-# -------------------------------------------------------------------------------------------------- replicas
+# --------------------------------------------------------------------------------------- replicas
 
 
-@pytest.mark.parametrize("flags, world, message", [
-    (["--tp", "3", "--prompt_file", "x"], 4, "--tp 3: 4 ranks cannot be divided into replicas of 3"),
-    (["--tp", "2"], None, "--tp 2: 1 ranks cannot be divided into replicas of 2"),
-    (["--tp", "2"], 4, "--tp 2: 4 ranks are 2 replicas, which share the lines of a --prompt_file: give one"),
-    (["--tp", "1", "--interactive"], 2, "--tp 1: 2 ranks are 2 replicas"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, world, message",
+    [
+        (
+            ["--tp", "3", "--prompt_file", "x"],
+            4,
+            "--tp 3: 4 ranks cannot be divided into replicas of 3",
+        ),
+        (["--tp", "2"], None, "--tp 2: 1 ranks cannot be divided into replicas of 2"),
+        (
+            ["--tp", "2"],
+            4,
+            "--tp 2: 4 ranks are 2 replicas, which share the lines of a --prompt_file: give one",
+        ),
+        (["--tp", "1", "--interactive"], 2, "--tp 1: 2 ranks are 2 replicas"),
+    ],
+)
 def test_ranks_that_make_no_replicas_are_refused(flags, world, message, monkeypatch):
     if world:
         monkeypatch.setenv("LOCAL_RANK", "0"), monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=message):
-        check_options(parse_args(flags))
+        parse_args(flags)
 
 
 def test_rank_0_waits_for_the_results_of_another_replica(monkeypatch, capsys):
-    """Two replicas in one process, on a clock that only naps move: a row belongs to one of them, rank 0 shows all rows
-    in order and rates them by the seconds of both."""
+    """Two replicas in one process, on a clock that only naps move: a row belongs to one of them,
+    rank 0 shows all rows in order and rates them by the seconds of both."""
     store, clock = HashStore(), [10.0]
     monkeypatch.setattr("cli.replicas._get_default_store", lambda: store)
     first, second = (Replicas(Ranks(rank, 2), ALONE) for rank in range(2))
@@ -314,24 +409,27 @@ def test_rank_0_waits_for_the_results_of_another_replica(monkeypatch, capsys):
             second.send(result)
         clock[0] += 2
 
-    monkeypatch.setattr("cli.output.time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=nap))
-    args = SimpleNamespace(json=False, ordered=False, prompt_file="p.jsonl")
+    monkeypatch.setattr(
+        "cli.output.time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=nap)
+    )
+    args = parse_args(["--prompt_file", "p.jsonl"])
     output = Output(SimpleNamespace(engine=None), [], args, first)
     clock[0] += 4
     second.send(Result(2, "c", num_tokens=5))
     output.receive(Result(0, "a", num_tokens=3))
     output.wait_for_others(3)
-    output.print_total()
-    out, err = capsys.readouterr()
-    assert out == "a\nb\nc\n" and err.endswith("all 2 together: 12 tokens in 8.0 s, 1.5 tok/s\n")
+    assert capsys.readouterr().out == "a\nb\nc\n" and output.rate() == "1.5 tok/s"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc, tp", [(4, 2), (2, 1)])
 def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
-    """Each line once, as one process answers it, whatever replica did; an error of any of them is named and is the
-    status. Each replica takes the next line when a slot is free: none waits behind a long one."""
-    lines = [{"prompt": text, "id": n, "max_new_tokens": 4 + 9 * n} for n, text in enumerate(TEXTS * 2)]
+    """Each line once, as one process answers it, whatever replica did; an error of any of them is
+    named and is the status. Each replica takes the next line when a slot is free: none waits behind
+    a long one."""
+    lines = [
+        {"prompt": text, "id": n, "max_new_tokens": 4 + 9 * n} for n, text in enumerate(TEXTS * 2)
+    ]
     file = jsonl(tmp_path / "p.jsonl", *lines)
     flags = ("--checkpoint", text_folder, "--prompt_file", file, *SHORT)
     expected, _ = run(capsys, *flags, "--json", "--ordered")
@@ -341,9 +439,11 @@ def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
     assert done.returncode == 0 and done.stdout == "", done.stderr
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(row["id"] for row in results) == list(range(10))
-    assert [row["tokens"] for row in sorted(results, key=lambda row: row["id"])] == [row["tokens"] for row in expected]
+    assert [row["tokens"] for row in sorted(results, key=lambda row: row["id"])] == [
+        row["tokens"] for row in expected
+    ]
     assert done.stderr.count("peak memory") == 1
-    assert f"all 2 together: {sum(len(row['tokens']) for row in expected)} tokens" in done.stderr
+    assert "the first of 2 replicas; all together " in done.stderr
     if tp == 2:
         return
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:7]))
@@ -351,7 +451,9 @@ def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
     done = launch(*program, "--output", out, "--ordered", nproc=nproc)
     assert done.returncode != 0 and done.stderr.count("line 11, id long: has") == 1, done.stderr
     assert "answers 7 rows already" in done.stderr
-    assert sorted(json.loads(line)["id"] for line in out.read_text().splitlines()) == list(range(10))
+    assert sorted(json.loads(line)["id"] for line in out.read_text().splitlines()) == list(
+        range(10)
+    )
     jsonl(file, lines[0])
     assert launch(*program, nproc=nproc).stdout == expected[0]["text"] + "\n"
     jsonl(file, *lines)
@@ -361,7 +463,10 @@ def test_replicas_share_a_file(nproc, tp, text_folder, capsys, tmp_path):
 
 @pytest.mark.ranks
 def test_replicas_of_unequal_weights_are_named(text_folder, tmp_path):
-    other, file = shutil.copytree(text_folder, tmp_path / "other"), jsonl(tmp_path / "p.jsonl", {"prompt": "a"})
+    other, file = (
+        shutil.copytree(text_folder, tmp_path / "other"),
+        jsonl(tmp_path / "p.jsonl", {"prompt": "a"}),
+    )
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"][0] += 0.5
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
@@ -369,7 +474,10 @@ def test_replicas_of_unequal_weights_are_named(text_folder, tmp_path):
     script.write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\nfrom cli.main import main\n"
         f"folder = {[str(text_folder), str(other)]!r}[int(os.environ['RANK'])]\n"
-        f"sys.argv = ['generate.py', '--checkpoint', folder, '--tp', '1', '--prompt_file', {str(file)!r}]\nmain()\n"
+        f"sys.argv = ['generate.py', '--checkpoint', folder, '--tp', '1', '--prompt_file',"
+        f" {str(file)!r}]\nmain()\n"
     )
     done = launch(script)
-    assert done.returncode != 0 and "error: rank 1 differs from rank 0 in its tensors" in done.stderr, done.stderr
+    assert (
+        done.returncode != 0 and "error: rank 1 differs from rank 0 in its tensors" in done.stderr
+    ), done.stderr

@@ -1,4 +1,5 @@
-"""weights/gpu.py, and the Linears that use it on a GPU, on a CPU: bits in their places, sums against float64."""
+"""weights/gpu.py, and the Linears that use it on a GPU, on a CPU: bits in their places, sums
+against float64."""
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def test_words_hold_every_code_where_its_input_is(scheme):
     words = pack_words(linear.codes, format.bits, format.group)
     assert words.dtype == torch.int32 and words.nbytes == linear.codes.nbytes
     assert torch.equal(in_order(unpack_words(words, format.bits), format.group), want)
-    group = unpack_words(words[:, : len(words[0]) * format.group // 256], format.bits)  # the first one's words
+    # the first one's words
+    group = unpack_words(words[:, : len(words[0]) * format.group // 256], format.bits)
     n = format.group // len(group)
     assert all(torch.equal(code, want[:, i * n : (i + 1) * n]) for i, code in enumerate(group))
 
@@ -72,7 +74,8 @@ def test_words_are_unpacked_for_prompts(scheme, has_embedding, as_if_on_a_gpu):
 @pytest.mark.parametrize("rows", [1, 6, 16])
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int8-float32", "int4-g32", *MX])
 def test_fused_products_multiply_with_the_stored_weights(scheme, rows, as_if_on_a_gpu):
-    """Against float64. float32 sums of 256 products: within 256 * 2^-24 of the sum of their sizes."""
+    """Against float64. float32 sums of 256 products: within 256 * 2^-24 of the sum of their
+    sizes."""
     linear, weight = linear_of(scheme)
     if scheme in MX:
         linear.pack()
@@ -84,8 +87,8 @@ def test_fused_products_multiply_with_the_stored_weights(scheme, rows, as_if_on_
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", pytest.param("mxfp6", marks=pytest.mark.attack)])
 def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_gpu):
-    """Compiled products of up to 16 rows take the fused form; more rows, rows whose number is left open, and eager code
-    do not. One compilation serves all open numbers."""
+    """Compiled products of up to 16 rows take the fused form; more rows, rows whose number is left
+    open, and eager code do not. One compilation serves all open numbers."""
     linear, weight = linear_of(scheme)
     if scheme == "mxfp6":  # other formats have nothing to pack there
         linear.pack()
@@ -99,10 +102,17 @@ def test_few_rows_are_fused_and_prompts_are_not(scheme, monkeypatch, as_if_on_a_
         x = torch.randn(rows, 256)
         if open:
             torch._dynamo.mark_dynamic(x, 0)
-        assert torch.allclose(step(x).double(), x.double() @ weight.T, rtol=1e-3, atol=1e-3 * weight.abs().max())
+        assert torch.allclose(
+            step(x).double(), x.double() @ weight.T, rtol=1e-3, atol=1e-3 * weight.abs().max()
+        )
         return "library" if "linear(" in graphs[-1] else "fused"
 
-    for rows, open, form in ((1, False, "fused"), (16, False, "fused"), (17, False, "library"), (5, True, "library")):
+    for rows, open, form in (
+        (1, False, "fused"),
+        (16, False, "fused"),
+        (17, False, "library"),
+        (5, True, "library"),
+    ):
         torch._dynamo.reset()
         step = torch.compile(linear, backend=keep, fullgraph=True, dynamic=False)
         assert product(rows, open) == form, (rows, open)

@@ -1,21 +1,16 @@
-"""A folder of strangers is data: it loads, or it is refused with one line that names it; it runs nothing, reads and
-writes nothing elsewhere, and ends in bounded time and memory. Each case here was found by tests/attacks/fuzz.py."""
+"""A folder of strangers is data: it loads, or it is refused with one line that names it; it runs
+nothing, reads and writes nothing elsewhere, and ends in bounded time and memory. Each case here was
+found by tests/attacks/fuzz.py."""
 
 import base64
-import functools
 import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import loading.chat_templates as templates
 import loading.files as files
 from loading.chat_templates import ChatTemplate
 from loading.checkpoint import load_config, load_model
@@ -53,16 +48,25 @@ def test_good_folders_load(good):
         assert not any(fuzz.attempt(folder).values())
 
 
-# ------------------------------------------------------------------------------------- configs and weights
+# ---------------------------------------------------------------------------- configs and weights
 
 CONFIGS = {
     "a number beyond floats": ({"rms_norm_eps": 10**400}, "within float32's range"),
     "a number that float32 has not": ({"rope_theta": 1e308}, "within float32's range"),
-    "heads of 2^48 rows": ({"num_attention_heads": 2**24, "num_key_value_heads": 1, "head_dim": 2**24}, "is over"),
+    "heads of 2^48 rows": (
+        {"num_attention_heads": 2**24, "num_key_value_heads": 1, "head_dim": 2**24},
+        "do not fit",
+    ),
     "a long list for a number": ({"hidden_size": [1] * 50_000}, "hidden_size = [1, 1"),
-    "a scheme that is a list": ({"quantization": {"scheme": ["int8"]}}, "quantization = {'scheme': ['int8']}"),
-    "a head that is an object": ({"quantization": {"scheme": "int8", "head": {}}}, "quantization = "),
-}  # fmt: skip
+    "a scheme that is a list": (
+        {"quantization": {"scheme": ["int8"]}},
+        "quantization = {'scheme': ['int8']}",
+    ),
+    "a head that is an object": (
+        {"quantization": {"scheme": "int8", "head": {}}},
+        "quantization = ",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -74,11 +78,14 @@ def test_configs(case, folder):
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in load_model(folder).state_dict().items() if not value.is_meta}
+    return {
+        name: value for name, value in load_model(folder).state_dict().items() if not value.is_meta
+    }
 
 
 def test_a_block_of_more_rows_than_a_matrix_has(folder):
-    """It costs no memory, and means what a block of 128 rows means to matrices of 128 rows at most."""
+    """It costs no memory, and means what a block of 128 rows means to matrices of 128 rows at
+    most."""
     blocks = folder("blocks")
     want = weights_of(blocks)
     settings = json.loads((blocks / "config.json").read_text())["quantization_config"]
@@ -89,8 +96,17 @@ def test_a_block_of_more_rows_than_a_matrix_has(folder):
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json",
-                                  "model.safetensors", "chat_template.jinja"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "chat_template.jinja",
+    ],
+)
 @pytest.mark.parametrize("how", ["pipe", "device", "4 GiB", "folder"])
 def test_files_that_are_no_files(name, how, folder):
     """A pipe would be waited for, a device and a sparse file of 4 GiB fill the memory."""
@@ -110,11 +126,14 @@ def test_files_that_are_no_files(name, how, folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["a" * 300 + ".safetensors", "\0.safetensors", "\ud800.safetensors", "x" * 10**5, "../x"]
+    "name",
+    ["a" * 300 + ".safetensors", "\0.safetensors", "\ud800.safetensors", "../x"],
 )
 def test_names_in_the_index(name, folder):
     broken = folder("sharded")
-    (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    (broken / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
     refusal(load_model, broken)
 
 
@@ -136,13 +155,11 @@ def test_the_tied_name_of_a_file_that_cannot_be_mapped(folder, monkeypatch):
 
 
 SETTINGS = {
-    "added tokens beyond any vocabulary": {"added_tokens_decoder": {"10" * 30: {"content": "x"}}},
-    "added tokens below 0": {"added_tokens_decoder": {"-1": {"content": "x"}}},
-    "added tokens without a name": {"added_tokens_decoder": {"9": {"content": ""}}},
     "names that are numbers": {"added_tokens_decoder": {"9": {"content": 7, "special": True}}},
     "names that are no text": {"added_tokens_decoder": {"9": {"content": "\ud800"}}},
-    "a template that is too long": {"chat_template": "x" * 300_000},
-    "a template that nests too deeply": {"chat_template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"},
+    "a template that nests too deeply": {
+        "chat_template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"
+    },
 }
 
 
@@ -184,48 +201,27 @@ def test_ranks_without_every_byte(folder):
     tokens = [bytes([byte]) for byte in range(256) if byte != 0x65]
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     (broken / "tokenizer.model").write_text("\n".join(lines))
-    assert "no rank for the byte 101" in refusal(load_tokenizer, broken)
-
-
-def replace(content: str, times: int) -> dict:
-    one = {"type": "Replace", "pattern": {"String": "a"}, "content": content}
-    return {"normalizer": {"type": "Sequence", "normalizers": [one] * times}}
-
-
-TABLE = base64.b64encode(b"\xff" * 300).decode()
-LIBRARY = {  # parts of tokenizer.json; what is said when it loads
-    "growth without end": (replace("aa", 60), "times longer"),
-    "growth at once": (replace("a" * 100_000, 1), "times longer"),
-    "a prefix of its own": ({"normalizer": {"type": "Prepend", "prepend": "x" * 100_000}}, "times longer"),
-    "a table that is cut off": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": TABLE}}, "cut off"),
-    "no table": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "not a tokenizer"),
-    "ids of 2^32": ({"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 2**32 - 1}}}, "ids below"),
-}
-
-
-@pytest.mark.parametrize("case", LIBRARY)
-def test_parts_that_the_tokenizers_library_dies_of(case, folder):
-    changes, named = LIBRARY[case]
-    broken = folder("tokenizers")
-    edit(broken / "tokenizer.json", **changes)
-    assert named in refusal(load_tokenizer, broken)
-
-
-def test_normalizers_that_real_folders_have(folder):
-    file = folder("tokenizers") / "tokenizer.json"
-    prepend = {"type": "Prepend", "prepend": "\u2581"}
-    for changes in (replace("\u2581", 3), replace("''", 1), {"normalizer": prepend}, {"normalizer": None}):
-        edit(file, **changes)
-        assert load_tokenizer(file.parent).encode("cat")
+    tokenizer = load_tokenizer(broken)
+    assert tokenizer.decode(tokenizer.encode("On a day")) == "On a day"
+    assert "tiktoken cannot encode the text" in refusal(lambda _: tokenizer.encode("the"), broken)
 
 
 def test_pieces_that_are_no_bytes(folder):
-    """A token outside the byte alphabet, and one that only looks like a byte, are their own text."""
+    """A token outside the byte alphabet, and one that only looks like a byte, are their own
+    text."""
     broken = folder("tokenizers")
     value = json.loads((broken / "tokenizer.json").read_text())
-    token = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    token = {
+        "special": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
     value["model"]["vocab"] |= {"日本": 440, "<0xZZ>": 441}
-    (broken / "tokenizer.json").write_text(json.dumps(value | {"added_tokens": [{"id": 0, "content": "<s>", **token}]}))
+    (broken / "tokenizer.json").write_text(
+        json.dumps(value | {"added_tokens": [{"id": 0, "content": "<s>", **token}]})
+    )
     assert load_tokenizer(broken).decode([440, 441]) == "日本<0xZZ>"
     edit(broken / "tokenizer.json", decoder=None)
     assert load_tokenizer(broken).decode([441]) == "<0xZZ>"
@@ -242,82 +238,30 @@ def test_text_that_a_tokenizer_has_no_token_for(folder):
     refusal(lambda _: tokenizer.encode("zebra"), broken)
 
 
-# --------------------------------------------------------------------------------------------- templates
+# -------------------------------------------------------------------------------------- templates
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-SPENDERS = {
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "doubling": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "one product": "{{ 'x' * 10**10 }}",
-    "a power, folded when compiled": "{{ 10 ** (10 ** 10) }}",
-    "lists": "{% set x = namespace(l=[1]) %}{% for i in range(60) %}{% set x.l = [x.l, x.l] %}{% endfor %}{{ x.l }}",
-    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "much text": "{{ 'x' * 10**7 }}",
-    "blocks": "{% for a in messages %}" * 25 + "{% endfor %}" * 25,
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPENDERS)
-def test_templates_that_spend_without_end(case, monkeypatch):
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.5)
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match="the chat template") as error:
-        ChatTemplate(SPENDERS[case], {}).render(MESSAGES, True)
-    assert time.perf_counter() - start < 5 and len(str(error.value)) < fuzz.LONGEST_LINE
-    monkeypatch.setattr(templates, "MAX_SECONDS", 5)
-    assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, True) == "hi"  # the next one is not disturbed
-
-
-def test_ctrl_c_ends_a_templates_process(monkeypatch):
-    """A template that goes on would write a late answer, which the next request must not read."""
-    process = templates.renderer()
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(process, "stdout", SimpleNamespace(readline=interrupt))
-    monkeypatch.setattr(process, "wait", functools.partial(process.wait, timeout=5))  # a failure does not hang
-    with pytest.raises(KeyboardInterrupt):
-        ChatTemplate("late", {}).render(MESSAGES, True)
-    assert process.poll() is not None and ChatTemplate("next", {}).render(MESSAGES, True) == "next"
-
-
-def test_a_template_may_repeat_a_long_message_16_times():
-    """What a template may write grows with its request, without which 2^22 characters are the limit."""
-    message = [{"role": "user", "content": "x" * 2**19}]
-    for times in (1, 16):
-        template = ChatTemplate("{{ messages[0].content * times }}", {"times": times})
-        assert len(template.render(message, True)) == times * 2**19
-    with pytest.raises(ValueError, match=f"it writes {32 * 2**19} characters"):
-        ChatTemplate("{{ messages[0].content * 32 }}", {}).render(message, True)
-
-
-@pytest.mark.attack
-def test_a_templates_process_opens_and_writes_nothing(tmp_path):
-    """Even a template that left jinja's sandbox would find no file to open. Here the sandbox is left on purpose."""
-    file = tmp_path / "secret"
-    file.write_text("secret")
-    code = (
-        "import loading.chat_templates as templates\ntemplates.ENVIRONMENT.globals['open'] = open\ntemplates.serve()\n"
+def test_errors_of_a_template_are_one_line():
+    """The sandbox keeps a template from Python's own objects."""
+    assert (
+        ChatTemplate("{{ messages[0].content }}{{ x }}", {"x": "!"}).render(MESSAGES, True) == "hi!"
     )
-    for call in (f"open('{file}').read()", f"open('{tmp_path}/new', 'w').write('x')"):
-        request = json.dumps(["{{ " + call + " }}", {}]) + "\n"
-        done = subprocess.run(
-            [sys.executable, "-c", code], input=request, capture_output=True, text=True, cwd=fuzz.ROOT
-        )
-        assert "Too many open files" in json.loads(done.stdout)["error"], done.stderr
-    assert not (tmp_path / "new").exists()
-
-
-def test_one_process_serves_every_template_and_outlives_errors():
-    assert ChatTemplate("{{ messages[0].content }}{{ x }}", {"x": "!"}).render(MESSAGES, True) == "hi!"
-    process = templates.renderer()
-    for source in ("{{ messages.x.y }}", "{{ raise_exception('no\nno') }}", "{{ ''.__class__.__mro__ }}"):
-        with pytest.raises(ValueError, match="refused the messages") as error:
+    for source in (
+        "{{ messages.x.y }}",
+        "{{ raise_exception('no\nno') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{{ 1 // 0 }}",
+    ):
+        with pytest.raises(ValueError, match="the chat template refused the messages: ") as error:
             ChatTemplate(source, {}).render(MESSAGES, True)
-        assert "\n" not in str(error.value)
+        message = str(error.value)
+        assert "\n" not in message
+        assert len(message) < fuzz.LONGEST_LINE
     assert ChatTemplate("{{ '\\ud800' }}", {}).render(MESSAGES, True) == "\ud800"
-    assert templates.renderer() is process and process.poll() is None
 
 
 def test_lone_surrogates_that_a_template_writes(folder):
@@ -329,12 +273,19 @@ def test_lone_surrogates_that_a_template_writes(folder):
 
 def test_a_yarn_of_extremes_is_finite_or_refused(folder):
     broken = folder("sentencepiece")
-    for key, value in (("beta_fast", 1e-320), ("beta_slow", 1e-29), ("factor", 1e29), ("beta_fast", 1e29)):
+    for key, value in (
+        ("beta_fast", 1e-320),
+        ("beta_slow", 1e-29),
+        ("factor", 1e29),
+        ("beta_fast", 1e29),
+    ):
         edit(broken / "config.json", rope_scaling=fuzz.HF["rope_scaling"] | {key: value})
         if value < 1e-30:
             assert key in refusal(load_config, broken)
         else:
-            assert load_model(broken, dtype=torch.float32)(torch.arange(9)[None], torch.arange(9)).shape == (
+            assert load_model(broken, dtype=torch.float32)(
+                torch.arange(9)[None], torch.arange(9)
+            ).shape == (
                 1,
                 9,
                 fuzz.V,

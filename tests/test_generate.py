@@ -6,15 +6,17 @@ import types
 import pytest
 import torch
 from conftest import FAMILIES, oracle
+from steps import token_records
 
-import decoding.timing as timing
-import generate as library
+import decoding.engine as engine_room
+import decoding.readback as timing
+from decoding.engine import Engine
 from decoding.kv_8bit import Fp8Cache, Int8Cache
+from decoding.runner import padded_length
 from decoding.sampling import Sampling
-from decoding.timing import Timing
-from decoding.validation import rounded_up
+from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
-from generate import Engine, decode, generate, stream
+from generate import decode, generate, stream
 from loading.checkpoint import load_model
 from model import KVCache
 from speculative import ModelDraft, layer_subset
@@ -25,23 +27,33 @@ SAMPLED = Sampling(1.1, top_k=50, top_p=0.95)
 
 def rows_of(model, prompts, **options) -> list[list[int]]:
     out = [[] for _ in prompts]
-    for row, id in generate(model, prompts, **{"sampling": Sampling(0), "max_new_tokens": 20, **options}):
+    for row, id in generate(
+        model, prompts, **{"sampling": Sampling(0), "max_new_tokens": 20, **options}
+    ):
         out[row].append(id)
     return out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_equal_transformers(family, folder_of):
-    """A wrong position, mask or cache entry in any of 64 steps changes a token of a random model."""
-    # Where a row's whole length decides about its positions, transformers changes its mind on the way.
+    """A wrong position, mask or cache entry in any of 64 steps changes a token of a random
+    model."""
+    # Where a row's whole length decides about its positions, transformers changes its mind on the
+    # way.
     prompt = torch.tensor([[*range(3, 48)] if family == "phi-4-mini" else PROMPTS[1]])
     with torch.no_grad():
         want = oracle(family).generate(
-            prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0,
+            prompt,
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
             attention_mask=torch.ones_like(prompt),
-        )[0, prompt.size(1) :]  # fmt: skip
+        )[0, prompt.size(1) :]
     assert len(set(want.tolist())) > 4, "the oracle repeats itself: nothing is shown"
-    got = rows_of(load_model(folder_of(family), dtype=torch.float32), prompt.tolist(), max_new_tokens=64)
+    got = rows_of(
+        load_model(folder_of(family), dtype=torch.float32), prompt.tolist(), max_new_tokens=64
+    )
     assert got == [want.tolist()]
     model = load_model(folder_of(family), dtype=torch.float32)
     plain = decode(model, prompt[0].tolist(), sampling=Sampling(0), max_new_tokens=20)
@@ -56,13 +68,23 @@ LOOP_SAMPLINGS = [
 ]
 LOOP_SCHEMES = (None, "int8", "int4-g32", "mxfp6")
 LOOP_CASES = [*itertools.product(LOOP_SCHEMES, (KVCache, Int8Cache, Fp8Cache), range(4))]
-FAST_LOOP_CASES = {(None, KVCache, 0), ("int8", KVCache, 1), ("int4-g32", Int8Cache, 2), ("mxfp6", Fp8Cache, 3)}
+FAST_LOOP_CASES = {
+    (None, KVCache, 0),
+    ("int8", KVCache, 1),
+    ("int4-g32", Int8Cache, 2),
+    ("mxfp6", Fp8Cache, 3),
+}
 
 
 @pytest.mark.parametrize(
     "scheme, cache_type, sampling",
     [
-        pytest.param(scheme, cache_type, LOOP_SAMPLINGS[number], id=f"{scheme}-{cache_type.__name__}-{number}")
+        pytest.param(
+            scheme,
+            cache_type,
+            LOOP_SAMPLINGS[number],
+            id=f"{scheme}-{cache_type.__name__}-{number}",
+        )
         if (scheme, cache_type, number) in FAST_LOOP_CASES
         else pytest.param(
             scheme,
@@ -74,21 +96,58 @@ FAST_LOOP_CASES = {(None, KVCache, 0), ("int8", KVCache, 1), ("int4-g32", Int8Ca
         for scheme, cache_type, number in LOOP_CASES
     ],
 )
-def test_the_plain_loop_and_the_engine_give_the_same_tokens(scheme, cache_type, sampling, folder_of):
+def test_the_plain_loop_and_the_engine_give_the_same_tokens(
+    scheme, cache_type, sampling, folder_of
+):
     """For every sampling, cache and format, up to a stop id. Families: the test above."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32, quantize=scheme)
     options = {"sampling": sampling, "max_new_tokens": 20, "seed": 5}
     ids = [*decode(model, PROMPTS[1], cache_type=cache_type, **options)]
     stop_id = next(id for id in ids[5:] if id not in ids[:5])
     expected = ids[: ids.index(stop_id) + 1]
-    engine = Engine(model, 1, 40, kind=cache_type)
+    engine = Engine(model, 1, 40, cache_type=cache_type)
     assert rows_of(model, PROMPTS[1:2], engine=engine, **options) == [ids]
-    assert [*decode(model, PROMPTS[1], cache_type=cache_type, stop_ids={stop_id}, **options)] == expected
+    assert [
+        *decode(model, PROMPTS[1], cache_type=cache_type, stop_ids={stop_id}, **options)
+    ] == expected
     assert rows_of(model, PROMPTS[1:2], engine=engine, stop_ids={stop_id}, **options) == [expected]
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0), Sampling(0.8, top_k=20, repetition_penalty=1.2)], ids=str
+)
+def test_a_logits_processor_changes_the_plain_loop_as_it_does_an_engine(folder_of, sampling):
+    """It sees the same positions, and all tokens up to them."""
+    seen = {"plain": [], "engine": []}
+
+    def spreading(name: str):
+        def spread(logits, tokens, pos):
+            last = tokens.gather(1, pos)  # (B, T)
+            seen[name] += zip(pos[:, -1].tolist(), last[:, -1].tolist())
+            return logits - 50.0 * torch.nn.functional.one_hot(last, logits.size(-1))
+
+        return spread
+
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    options = {"sampling": sampling, "max_new_tokens": 20, "seed": 3}
+    plain = [*decode(model, PROMPTS[1], logits_processor=spreading("plain"), **options)]
+    engine = generate(model, PROMPTS[1:2], logits_processor=spreading("engine"), **options)
+    assert [id for _, id in engine] == plain
+    assert len(plain) == 20 and seen["engine"][:20] == seen["plain"]
+    assert plain != [*decode(model, PROMPTS[1], **options)]
+
+
+def test_generate_names_an_option_that_there_is_not(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    with pytest.raises(TypeError, match="speculate"):
+        next(generate(model, [[5]], sampling=Sampling(0), max_new_tokens=1, speculate=3))
+
+
 def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
-    model, options = load_model(folder_of("llama-3"), dtype=torch.float32), {"sampling": Sampling(0)}
+    model, options = (
+        load_model(folder_of("llama-3"), dtype=torch.float32),
+        {"sampling": Sampling(0)},
+    )
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         next(decode(model, [], max_new_tokens=1, **options))
     with pytest.raises(ValueError, match="over the limit of"):
@@ -103,19 +162,26 @@ def test_the_plain_loop_refuses_what_it_cannot_decode(folder_of):
 
 
 def test_longrope_follows_the_text_so_far_and_not_its_limit(folder_of):
-    """40 positions are the original context. As transformers generates, the text stays short up to there, whatever the
-    limit is, and is then computed anew as a long one: rows on both sides of it in one batch, drafted ones too."""
+    """40 positions are the original context. As transformers generates, the text stays short up to
+    there, whatever the limit is, and is then computed anew as a long one: rows on both sides of it
+    in one batch, drafted ones too."""
     model = load_model(folder_of("phi-4-mini"), dtype=torch.float32)
     prompts, want = [[*range(9, 9 + n)] for n in (10, 16, 39, 40, 41, 60)], []
     for prompt in prompts:
         with torch.no_grad():
             text = oracle("phi-4-mini").generate(
-                torch.tensor([prompt]), max_new_tokens=35, do_sample=False, eos_token_id=None, pad_token_id=0
+                torch.tensor([prompt]),
+                max_new_tokens=35,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
         want.append(text[0, len(prompt) :].tolist())
     recomputed = model(torch.tensor([prompts[0] + want[0]]), torch.arange(45))[0, 9].argmax()
     assert recomputed != want[0][0], "the two kinds do not differ: nothing is shown"
-    plain = [[*decode(model, prompt, sampling=Sampling(0), max_new_tokens=35)] for prompt in prompts]
+    plain = [
+        [*decode(model, prompt, sampling=Sampling(0), max_new_tokens=35)] for prompt in prompts
+    ]
     assert plain == want
     for drafter in (None, NgramDraft(1)):
         assert rows_of(model, prompts, max_new_tokens=35, drafter=drafter) == want
@@ -128,12 +194,15 @@ def test_longrope_follows_the_text_so_far_and_not_its_limit(folder_of):
 @pytest.mark.parametrize("sampling", [Sampling(0), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "qwen3"])
 def test_a_row_equals_its_prompt_alone(family, sampling, folder_of):
-    """Different lengths, different ends: a stop id that some rows meet early freezes them while others go on."""
+    """Different lengths, different ends: a stop id that some rows meet early freezes them while
+    others go on."""
     model = load_model(folder_of(family), dtype=torch.float32)
     alone = [rows_of(model, [prompt], sampling=sampling, seed=3)[0] for prompt in PROMPTS]
     assert rows_of(model, PROMPTS, sampling=sampling, seed=3) == alone
     stop = {alone[0][4], alone[3][9]}
-    cut = [row[: 1 + next((i for i, id in enumerate(row) if id in stop), len(row))] for row in alone]
+    cut = [
+        row[: 1 + next((i for i, id in enumerate(row) if id in stop), len(row))] for row in alone
+    ]
     assert len({len(row) for row in cut}) > 1
     assert rows_of(model, PROMPTS, sampling=sampling, seed=3, stop_ids=stop) == cut
 
@@ -141,9 +210,15 @@ def test_a_row_equals_its_prompt_alone(family, sampling, folder_of):
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     """p, q and log-probabilities of every token, by passes over the whole text."""
-    model, sampling, told = load_model(folder_of("llama-3"), dtype=torch.float32), Sampling(1.1), Timing()
+    model, sampling, told = (
+        load_model(folder_of("llama-3"), dtype=torch.float32),
+        Sampling(1.1),
+        Timing(),
+    )
     draft = layer_subset(model, [0, 1])
-    engine = Engine(model, 4, 40, drafter=ModelDraft(draft) if drafted else None, speculate_k=3, logprobs=2)
+    engine = Engine(
+        model, 4, 40, drafter=ModelDraft(draft) if drafted else None, speculate_k=3, logprobs=2
+    )
     options = {"sampling": sampling, "seed": 3, "engine": engine}
     rows = rows_of(model, PROMPTS, timing=told, **options)
     for row, (prompt, ids, facts) in enumerate(zip(PROMPTS, rows, told.tokens or [None] * 4)):
@@ -151,25 +226,32 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
         logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
         log_p = logits.log_softmax(-1)
         p, q = (sampling.probs(each) for each in (logits, draft_logits))
-        assert len(told.top_logprobs[row]) == len(told.token_probs[row]) == len(ids)
+        request = told.requests[row]
+        assert len(request.top_logprobs) == len(request.token_probs) == len(ids)
         for i, id in enumerate(ids):
             judged = drafted and facts[i].index < facts[i].k
             values, top = log_p[i].topk(2)
             expected = [p[i, id].item(), q[i, id].item() if judged else 0.0]
-            assert told.token_probs[row][i] == pytest.approx(expected, abs=1e-4)
-            pairs = [[id, log_p[i, id].item()], *([n.item(), x.item()] for n, x in zip(top, values))]
-            assert told.top_logprobs[row][i] == [pytest.approx(pair, abs=1e-4) for pair in pairs]
+            assert request.token_probs[i] == pytest.approx(expected, abs=1e-4)
+            pairs = [
+                [id, log_p[i, id].item()],
+                *([n.item(), x.item()] for n, x in zip(top, values)),
+            ]
+            assert request.top_logprobs[i] == [pytest.approx(pair, abs=1e-4) for pair in pairs]
     engine.state.return_logprobs, again = False, Timing()
-    assert rows_of(model, PROMPTS, timing=again, **options) == rows and again.token_probs == [[], [], [], []]
+    assert rows_of(model, PROMPTS, timing=again, **options) == rows
+    assert not any(request.token_probs for request in again.requests)
 
 
 def test_the_recorded_p_is_that_of_the_processed_logits(folder_of):
     model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
-    engine = Engine(model, 1, 40, logprobs=0, logits_processor=lambda logits, tokens, pos: 2 * logits)
+    engine = Engine(
+        model, 1, 40, logprobs=0, logits_processor=lambda logits, tokens, pos: 2 * logits
+    )
     (ids,) = rows_of(model, PROMPTS[:1], timing=timing, sampling=Sampling(1), seed=3, engine=engine)
     text, pos = torch.tensor([PROMPTS[0] + ids]), torch.arange(len(PROMPTS[0] + ids))
     p = (2 * model(text, pos)[0, len(PROMPTS[0]) - 1 : -1]).softmax(-1)  # (T, V)
-    recorded = [token_p for token_p, _ in timing.token_probs[0]]
+    recorded = [token_p for token_p, _ in timing.requests[0].token_probs]
     assert recorded == pytest.approx([p[i, id].item() for i, id in enumerate(ids)], abs=1e-4)
 
 
@@ -180,8 +262,9 @@ def second_best(logits, tokens, pos):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_proposes_from_the_processed_logits(temperature, folder_of):
-    """Greedy text is that of plain decoding. The target drafts for itself, so p = q, and every token is accepted; a
-    draft without the processor would propose the banned token and lose every round."""
+    """Greedy text is that of plain decoding. The target drafts for itself, so p = q, and every
+    token is accepted; a draft without the processor would propose the banned token and lose every
+    round."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     options = {"sampling": Sampling(temperature), "seed": 3}
     before = rows_of(model, PROMPTS, **options)
@@ -190,10 +273,21 @@ def test_a_draft_proposes_from_the_processed_logits(temperature, folder_of):
     for layers, is_accepted in ((range(model.config.n_layers), True), ([0, 1], False)):
         drafter, timing = ModelDraft(layer_subset(model, layers)), Timing()
         drafted = rows_of(
-            model, PROMPTS, drafter=drafter, speculate_k=3, logits_processor=second_best, timing=timing, **options
+            model,
+            PROMPTS,
+            drafter=drafter,
+            speculate_k=3,
+            logits_processor=second_best,
+            timing=timing,
+            **options,
         )
         assert temperature or drafted == plain
-        records = [record for records in timing.tokens for record in records if record.index < record.k]
+        records = [
+            record
+            for records in token_records(timing)
+            for record in records
+            if record.index < record.k
+        ]
         assert records and (not is_accepted or all(record.overlap > 1 - 1e-3 for record in records))
 
 
@@ -209,14 +303,18 @@ def test_log_probabilities_are_those_before_the_processor(sampling, folder_of):
     engine = Engine(model, 1, 40, logits_processor=ban, logprobs=0)
     ((id, *_),) = rows_of(model, PROMPTS[:1], sampling=sampling, engine=engine, timing=timing)
     logits = model(torch.tensor(PROMPTS[:1]), torch.arange(len(PROMPTS[0])))[0, -1]
-    assert id >= 100 and timing.top_logprobs[0][0][0][1] == pytest.approx(logits.log_softmax(-1)[id].item(), abs=1e-4)
+    assert id >= 100 and timing.requests[0].top_logprobs[0][0][1] == pytest.approx(
+        logits.log_softmax(-1)[id].item(), abs=1e-4
+    )
 
 
 def test_stop_ids_and_numbers_of_tokens_of_any_form(folder_of):
     """An iterator of stop ids is one too; a fraction of a token would never be reached."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     ids = rows_of(model, PROMPTS[:1])[0]
-    tokenizer = types.SimpleNamespace(encode=lambda text: PROMPTS[0], stop_ids=(), stream=lambda **_: Spelled())
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text: PROMPTS[0], stop_ids=(), stream=lambda **_: Spelled()
+    )
     options = {"sampling": Sampling(0), "max_new_tokens": 20}
     end = next(i for i, id in enumerate(ids) if id not in ids[:i] and i > 2)
     text = "".join(stream(model, tokenizer, "", stop_ids=iter([ids[end]]), **options))
@@ -236,9 +334,12 @@ class Spelled:
 def test_one_timing_records_several_calls(folder_of):
     """The second call decodes its own rows alone."""
     model, timing = load_model(folder_of("llama-3"), dtype=torch.float32), Timing()
-    first, second = (rows_of(model, prompts, timing=timing, max_new_tokens=5) for prompts in (PROMPTS[:3], PROMPTS[3:]))
+    first, second = (
+        rows_of(model, prompts, timing=timing, max_new_tokens=5)
+        for prompts in (PROMPTS[:3], PROMPTS[3:])
+    )
     assert [request.tokens for request in timing.requests] == first + second
-    assert timing.decoded == [5] * len(PROMPTS)
+    assert [len(request.tokens) for request in timing.requests] == [5] * len(PROMPTS)
 
 
 def test_a_batch_after_a_larger_batch(folder_of):
@@ -251,12 +352,20 @@ def test_a_batch_after_a_larger_batch(folder_of):
 
 
 def test_prompts_run_at_few_lengths(folder_of, monkeypatch):
-    """Libraries keep something for every shape that they meet: 32 lengths, of prompts and of what a chat adds."""
-    rounded = {n: rounded_up(n) for n in range(1, 513)}
-    assert all(n <= r <= n + max(7, n // 8) for n, r in rounded.items()) and len(set(rounded.values())) == 32
+    """Libraries keep something for every shape that they meet: 32 lengths, of prompts and of what a
+    chat adds."""
+    rounded = {n: padded_length(n) for n in range(1, 513)}
+    assert (
+        all(n <= r <= n + max(7, n // 8) for n, r in rounded.items())
+        and len(set(rounded.values())) == 32
+    )
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     seen, hidden = [], model.hidden
-    monkeypatch.setattr(model, "hidden", lambda tokens, *others: seen.append(tokens.size(1)) or hidden(tokens, *others))
+    monkeypatch.setattr(
+        model,
+        "hidden",
+        lambda tokens, *others: seen.append(tokens.size(1)) or hidden(tokens, *others),
+    )
     engine = Engine(model, 1, 159)
     for n in (1, 5, 8, 9, 70, 130, 158):
         engine.clear()
@@ -278,9 +387,12 @@ def test_prefill_gives_the_logits_after_each_prompt(folder_of, monkeypatch):
 
 def test_prefill_in_chunks_equals_whole(folder_of, monkeypatch):
     model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
-    prompts = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (23, 8, 16, 1)]
+    prompts = [
+        torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (23, 8, 16, 1)
+    ]
     want = rows_of(model, prompts)
-    monkeypatch.setattr(library, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 8)
     assert rows_of(model, prompts) == want
 
 
@@ -294,26 +406,37 @@ def test_seeds(folder_of):
 def test_lengths_are_checked_before_anything_runs(folder_of, monkeypatch):
     model = load_model(folder_of("llama-3"), dtype=torch.float32)  # a context of 160
     prompt = [5] * 100
-    for limit, extra in ((None, 60), (130, 30)):
-        assert len(rows_of(model, [prompt], max_new_tokens=extra - 1, max_seq_length=limit)[0]) == extra - 1
-        assert len(rows_of(model, [prompt], max_new_tokens=extra, max_seq_length=limit)[0]) == extra
+    for limit, extra in ((160, 60), (130, 30)):
+        engine = Engine(model, 1, limit)
+        for budget in (extra - 1, extra):
+            assert len(rows_of(model, [prompt], max_new_tokens=budget, engine=engine)[0]) == budget
     monkeypatch.setattr(model, "hidden", lambda *_: pytest.fail("something ran"))
     for options, names in [
-        ({"max_new_tokens": 61}, "prompt 0 has 100 tokens; with 61 new ones that is 161, over the limit of 160"),
-        ({"max_seq_length": 130, "max_new_tokens": 31}, "over the limit of 130"),
+        (
+            {"max_new_tokens": 61},
+            "prompt 0 has 100 tokens; with 61 new ones that is 161, over the limit of 160",
+        ),
+        ({"engine": engine, "max_new_tokens": 31}, "over the limit of 130"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
     ]:
         with pytest.raises(ValueError, match=names):
             rows_of(model, [prompt], **options)
-    for prompts, names in [([], "no prompt"), ([[5], []], "prompt 1 is empty"), ([[5, 131]], "token id 131")]:
+    for prompts, names in [
+        ([], "no prompt"),
+        ([[5], []], "prompt 1 is empty"),
+        ([[5, 131]], "token id 131"),
+    ]:
         with pytest.raises(ValueError, match=names):
             rows_of(model, prompts)
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_logits_that_are_not_finite_are_named(folder_of, monkeypatch, lag):
-    """Also when the host learns of it late: the steps in between must not embed the token that is none."""
-    monkeypatch.setattr(timing.Readback, "lag", property(lambda self: lag, lambda self, value: None), raising=False)
+    """Also when the host learns of it late: the steps in between must not embed the token that is
+    none."""
+    monkeypatch.setattr(
+        timing.Readback, "lag", property(lambda self: lag, lambda self, value: None), raising=False
+    )
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     model.norm.weight[3] = torch.nan
     with pytest.raises(ValueError, match="not finite"):

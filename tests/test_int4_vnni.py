@@ -1,4 +1,5 @@
-"""examples/int4_vnni/: products by the C kernel are exact to the rounding of activations to two 8-bit digits."""
+"""examples/int4_vnni/: products by the C kernel are exact to the rounding of activations to two
+8-bit digits."""
 
 import shutil
 import subprocess
@@ -8,10 +9,11 @@ import pytest
 import torch
 from conftest import ROOT
 
+from decoding.engine import Engine
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from examples.int4_vnni import kernel
-from generate import Engine, generate
+from generate import generate
 from loading.checkpoint import load_model
 from weights.formats import FORMATS, Int4, unpack_bits
 from weights.linears import KERNELS, QuantizedLinear
@@ -20,7 +22,9 @@ from weights.walker import batch_invariant_rows, pack_model
 has_compiler = any(map(shutil.which, ("g++", "clang++")))
 pytestmark = [
     pytest.mark.skipif(not has_compiler, reason="no C compiler: g++ or clang++"),
-    pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this processor has no AVX-512 VNNI"),
+    pytest.mark.skipif(
+        not torch.cpu._is_vnni_supported(), reason="this processor has no AVX-512 VNNI"
+    ),
 ]
 SCHEMES = [scheme for scheme, format in FORMATS.items() if isinstance(format, Int4)]
 
@@ -41,24 +45,31 @@ def make_linear(scheme: str, outputs: int, inputs: int = 256) -> QuantizedLinear
 def make_inputs(rows: int, dtype: torch.dtype, inputs: int = 256) -> torch.Tensor:
     """Rows of other sizes, groups of other sizes, one group of zeros."""
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
-    x *= torch.logspace(-1, 1, rows)[:, None] * torch.logspace(-1, 1, inputs // 32).repeat_interleave(32)
+    x *= torch.logspace(-1, 1, rows)[:, None] * torch.logspace(
+        -1, 1, inputs // 32
+    ).repeat_interleave(32)
     x[:, :128] = 0
     return x.to(dtype)
 
 
-def product_and_bound(linear: QuantizedLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def product_and_bound(
+    linear: QuantizedLinear, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The float64 product (M, out), and the bound of the kernel's error.
 
-    An activation is off by half a step, max|x| / 32638 of its row's group, and by 2^-23 |x| for the float32 division.
-    A float32 sum of n terms is off by up to n 2^-24 times the sum of their sizes; a group adds four operations, and its
-    terms are |code - center| scale |x| and |zero| |x|. The result is rounded to x's dtype, by half of its eps.
+    An activation is off by half a step, max|x| / 32638 of its row's group, and by 2^-23 |x| for the
+    float32 division. A float32 sum of n terms is off by up to n 2^-24 times the sum of their sizes;
+    a group adds four operations, and its terms are |code - center| scale |x| and |zero| |x|. The
+    result is rounded to x's dtype, by half of its eps.
     """
     format, parts = linear.format, linear.parts()
     weight, x64 = linear.dequantized(torch.float32).double(), x.double()  # (out, in), (M, in)
     max_x = x64.view(len(x), -1, format.group).abs().amax(-1).repeat_interleave(format.group, 1)
     digits = (max_x / 32638 / 2 + 2**-22 * max_x) @ weight.abs().T
     codes = (unpack_bits(parts["codes"], 4) - format.center).abs().double()
-    scale, zero = (parts[name].double().abs().repeat_interleave(format.group, 1) for name in ("scale", "zero"))
+    scale, zero = (
+        parts[name].double().abs().repeat_interleave(format.group, 1) for name in ("scale", "zero")
+    )
     sums = 4 * (x.size(1) // format.group + 1) * 2**-24 * max_x @ (codes * scale + zero).T
     y = x64 @ weight.T
     return y, digits + sums + (y.abs() + digits + sums) * torch.finfo(x.dtype).eps / 2
@@ -69,12 +80,19 @@ def product_and_bound(linear: QuantizedLinear, x: torch.Tensor) -> tuple[torch.T
 def test_products_are_exact_to_the_digits(scheme, dtype):
     for outputs in (1, 16, 77):
         linear = make_linear(scheme, outputs)
-        bounds = {rows: product_and_bound(linear, make_inputs(rows, dtype)) for rows in (1, 2, 6, 8, 70)}
+        bounds = {
+            rows: product_and_bound(linear, make_inputs(rows, dtype)) for rows in (1, 2, 6, 8, 70)
+        }
         linear.pack()
-        assert isinstance(linear, kernel.VnniLinear) and linear.codes.is_meta, "the stored parts are freed"
+        assert isinstance(linear, kernel.VnniLinear) and linear.codes.is_meta, (
+            "the stored parts are freed"
+        )
         for rows, (expected, bound) in bounds.items():
             y = linear(make_inputs(rows, dtype))
-            assert y.dtype == dtype and ((y.double() - expected).abs() <= bound).all(), (outputs, rows)
+            assert y.dtype == dtype and ((y.double() - expected).abs() <= bound).all(), (
+                outputs,
+                rows,
+            )
 
 
 @pytest.mark.parametrize("column", [128, 131, 133, 255])
@@ -113,7 +131,9 @@ def test_a_row_of_nan_or_infinity_is_not_finite_alone():
 
 def decode(compile: bool) -> None:
     """Greedy texts of three prompts: alone, in a batch, drafted."""
-    model = pack_model(load_model(ROOT / "checkpoints" / "demo", quantize="int4-g32", head="int4-g32"))
+    model = pack_model(
+        load_model(ROOT / "checkpoints" / "demo", quantize="int4-g32", head="int4-g32")
+    )
     assert batch_invariant_rows(model) > 1000
     prompts = [[1, 9, 40, 7], [1, 300, 22, 300, 22], [1, 77]]
 
@@ -121,7 +141,9 @@ def decode(compile: bool) -> None:
         engine = Engine(model, len(prompts), 64, compile=compile, drafter=drafter, speculate_k=3)
         assert engine.identical
         rows = [[] for _ in prompts]
-        for row, id in generate(model, prompts, sampling=Sampling(0), max_new_tokens=24, engine=engine):
+        for row, id in generate(
+            model, prompts, sampling=Sampling(0), max_new_tokens=24, engine=engine
+        ):
             rows[row].append(id)
         return rows
 
@@ -155,8 +177,14 @@ def test_without_compiler_or_instructions_it_says_so(monkeypatch):
 @pytest.mark.parametrize("command", ["run", "timing"])
 def test_commands_of_its_page(command):
     page = (ROOT / "examples" / "int4_vnni" / "README.md").read_text()
-    (line,) = [line for line in page.splitlines() if line.startswith(f"python -m examples.int4_vnni.{command}")]
+    (line,) = [
+        line
+        for line in page.splitlines()
+        if line.startswith(f"python -m examples.int4_vnni.{command}")
+    ]
     if command == "timing":
         line += " --rounds 1 --read_bytes 1000000"
-    done = subprocess.run([sys.executable, *line.split()[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *line.split()[1:]], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -1,4 +1,5 @@
-"""scripts/live.py: columns in turns give each side's text, the slower clock waits, the picture fits its terminal."""
+"""scripts/live.py: columns in turns give each side's text, the slower clock waits, the picture fits
+its terminal."""
 
 import fcntl
 import io
@@ -24,7 +25,7 @@ from rich.text import Text
 from cli.answers import COLOURS
 from cli.flags import parse_args
 from cli.main import run
-from cli.prompts import Request
+from cli.prompts import Prompt
 from cli.report import ACCEPTED, CORRECTED, origin
 from scripts import compare
 from scripts.live import STYLES, Column, picture, watch
@@ -34,14 +35,21 @@ DRAFT = f"--draft_checkpoint {ROOT}/checkpoints/demo-draft"
 
 
 def columns_of(a: str, b: str) -> list[Column]:
-    args = [compare.side_args(name, flags) for name, flags in (("a", a), ("b", b))]
-    return [Column(name, side) for name, side in zip("ab", compare.load_sides(*args, [Request("One day, Tom")]))]
+    args = [compare.side_options(name, flags) for name, flags in (("a", a), ("b", b))]
+    return [
+        Column(name, side)
+        for name, side in zip("ab", compare.load_sides(*args, [Prompt("One day, Tom")]))
+    ]
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize(
     "a, b",
-    [("", DRAFT), ("--quantize int8 --draft ngram:2", "--draft quantized:int8"), ("--stop the", "--threads 1")],
+    [
+        ("", DRAFT),
+        ("--quantize int8 --draft ngram:2", "--draft quantized:int8"),
+        ("--stop the", "--threads 1"),
+    ],
     ids=["draft", "drafts without a folder", "stop"],
 )
 def test_each_column_says_what_its_side_says_alone(a, b, capsys):
@@ -51,14 +59,23 @@ def test_each_column_says_what_its_side_says_alone(a, b, capsys):
         capsys.readouterr()
         run(parse_args([*f"{COMMON} {flags}".split(), "--prompt", "One day, Tom", "--json"]))
         want = json.loads(capsys.readouterr().out)
-        assert column.answer.printer.ids == want["tokens"] and column.text().plain == "One day, Tom" + want["text"]
+        assert (
+            column.answer.ids == want["tokens"]
+            and column.text().plain == "One day, Tom" + want["text"]
+        )
 
 
 class TimedColumn:
     """A column whose steps take these seconds."""
 
     def __init__(self, name: str, step_s: list[float], log: list):
-        self.name, self.step_s, self.log, self.seconds, self.is_finished = name, step_s, log, 0.0, False
+        self.name, self.step_s, self.log, self.seconds, self.is_finished = (
+            name,
+            step_s,
+            log,
+            0.0,
+            False,
+        )
 
     def step(self):
         self.log.append(self.name)
@@ -84,7 +101,8 @@ def test_the_picture_leaves_one_line_of_the_terminal(monkeypatch):
 
 
 def num_cells(text: str) -> int:
-    """Width on a terminal, without rich: wide and full-width characters take two cells, marks none."""
+    """Width on a terminal, without rich: wide and full-width characters take two cells, marks
+    none."""
     marks = [c for c in text if unicodedata.category(c) in ("Mn", "Me", "Cf")]
     return len(text) - len(marks) + sum(unicodedata.east_asian_width(c) in "WF" for c in text)
 
@@ -102,12 +120,19 @@ TEXTS = {
 def column_with(text: str) -> Column:
     """A column with this text in three seconds, the first token after one."""
     column = object.__new__(Column)
-    column.name, column.seconds, column.first_token_s = "a: --temperature 0 --quantize int8", 3.0, 1.0
+    column.name, column.seconds, column.first_token_s = (
+        "a: --temperature 0 --quantize int8",
+        3.0,
+        1.0,
+    )
     pieces = re.findall(r"\S+\s*|\s+", text)
     column.answer = SimpleNamespace(
-        row=Request("P! "), printer=SimpleNamespace(pieces=pieces, ids=pieces),
+        row=Prompt("P! "),
+        pieces=pieces,
+        ids=pieces,
+        is_finished=True,
         request=SimpleNamespace(token_records=[]),
-    )  # fmt: skip
+    )
     return column
 
 
@@ -127,44 +152,82 @@ def test_every_line_fits_and_the_tail_stays(width, height):
         for n, name in enumerate(names):
             full = re.sub(r"[\x00-\x20\x7f]", "", "P!" + TEXTS[name])
             part = "".join(row[n] for row in rows).replace(" ", "")
-            assert full.endswith(part) and (part == full if height is None else len(part) > 3 or part == full)
+            assert full.endswith(part) and (
+                part == full if height is None else len(part) > 3 or part == full
+            )
 
 
 def test_colours_and_rates_tell_which_tokens_were_drafted():
-    assert all(COLOURS[source] == f"\033[{Style.parse(name).color.number + 30}m" for source, name in STYLES.items())
-    plain, drafted = columns = columns_of(COMMON, f"{COMMON} {DRAFT} --temperature 0 --speculate_k 3")
+    assert all(
+        COLOURS[source] == f"\033[{Style.parse(name).color.number + 30}m"
+        for source, name in STYLES.items()
+    )
+    plain, drafted = columns = columns_of(
+        COMMON, f"{COMMON} {DRAFT} --temperature 0 --speculate_k 3"
+    )
     started = time.perf_counter()
     watch(columns)
-    assert 0 < plain.seconds + drafted.seconds <= time.perf_counter() - started, "clocks never overlap"
+    assert 0 < plain.seconds + drafted.seconds <= time.perf_counter() - started, (
+        "clocks never overlap"
+    )
     assert all(0 < column.first_token_s < column.seconds for column in columns)
-    text, stream = drafted.text(), drafted.session.tokenizer.stream(continues=True)
+    text, stream = drafted.text(), drafted.llm.tokenizer.stream(continues=True)
     records = drafted.answer.request.token_records
-    pieces = [(stream.feed(id), origin(record)) for id, record in zip(drafted.answer.printer.ids, records, strict=True)]
+    pieces = [
+        (stream.feed(id), origin(record))
+        for id, record in zip(drafted.answer.ids, records, strict=True)
+    ]
     for source in (ACCEPTED, CORRECTED):
         want = "".join(piece for piece, its_source in pieces if its_source == source)
         spans = [span for span in text.spans if span.style == STYLES[source]]
-        assert "".join(text.plain[span.start : span.end] for span in spans) == want and len(want) > 3
-    assert {span.style for span in plain.text().spans} <= {"dim"} and plain.rates().endswith("\nnothing drafted")
+        assert (
+            "".join(text.plain[span.start : span.end] for span in spans) == want and len(want) > 3
+        )
+    assert {span.style for span in plain.text().spans} <= {"dim"} and plain.rates().endswith(
+        "\nnothing drafted"
+    )
     origins = [origin(record) for record in records]
-    num_accepted, num_judged = origins.count(ACCEPTED), len([source for source in origins if source in STYLES])
+    num_accepted, num_judged = (
+        origins.count(ACCEPTED),
+        len([source for source in origins if source in STYLES]),
+    )
     assert drafted.rates().endswith(f"\n{num_accepted / num_judged:.0%} of drafts accepted")
-    assert column_with("a b c d e").rates().startswith("2.0 tok/s after 3.00 s"), "four tokens in two seconds"
+    assert column_with("a b c d e").rates().startswith("2.0 tok/s after 3.00 s"), (
+        "four tokens in two seconds"
+    )
 
 
 def program(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "scripts.compare", f"--a={COMMON}", f"--b={COMMON} {DRAFT}", "--live", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "scripts.compare",
+        f"--a={COMMON}",
+        f"--b={COMMON} {DRAFT}",
+        "--live",
+        *arguments,
+    ]
 
 
 @pytest.mark.attack
 def test_without_a_terminal_it_prints_the_picture_once():
-    done = subprocess.run([*program("--json")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*program("--json")], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and json.loads(done.stdout)["pairs"] == 1
-    assert done.stderr.count("╭") == 1 and "\x1b" not in done.stderr and "Once upon a time" in done.stderr
+    assert (
+        done.stderr.count("╭") == 1
+        and "\x1b" not in done.stderr
+        and "Once upon a time" in done.stderr
+    )
 
 
 @pytest.mark.attack
 def test_without_rich_one_line_names_the_command():
-    code = "import sys, runpy; sys.modules['rich'] = None; runpy.run_module('scripts.compare', run_name='__main__')"
+    code = (
+        "import sys, runpy; sys.modules['rich'] = None; runpy.run_module('scripts.compare',"
+        " run_name='__main__')"
+    )
     command = [sys.executable, "-c", code, "--a=", "--b=", "--live"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
@@ -174,16 +237,24 @@ def test_without_rich_one_line_names_the_command():
 
 @pytest.mark.attack
 def test_on_a_terminal_it_moves_and_ctrl_c_ends_it():
-    """A pseudo-terminal of 100 by 30: frames are drawn over each other and never scroll, Ctrl-C leaves the last one."""
+    """A pseudo-terminal of 100 by 30: frames are drawn over each other and never scroll, Ctrl-C
+    leaves the last one."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
     long = f"{COMMON} --max_new_tokens 500 --ignore_eos"
     process = subprocess.Popen(
-        [*program(f"--a={long}", f"--b={long} {DRAFT}")], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-        close_fds=True, env={**environment, "TERM": "xterm"},
+        [*program(f"--a={long}", f"--b={long} {DRAFT}")],
+        cwd=ROOT,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        close_fds=True,
+        env={**environment, "TERM": "xterm"},
         preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),
-    )  # fmt: skip
+    )
     os.close(slave)
     seen, deadline, typed = b"", time.monotonic() + 60, False
     while select.select([master], [], [], max(0, deadline - time.monotonic()))[0]:

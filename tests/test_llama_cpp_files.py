@@ -1,8 +1,8 @@
 """llama.cpp's golden tokenizers, and the chat templates that it collects.
 
-Both lie in the source package of llama_cpp_python (never committed): vocabularies as GGUF files beside
-texts (.inp) and llama.cpp's ids of them (.out), and the templates of 70 models. What a template
-writes is decided by transformers.
+Both lie in the source package of llama_cpp_python (never committed): vocabularies as GGUF files
+beside texts (.inp) and llama.cpp's ids of them (.out), and the templates of 70 models. What a
+template writes is decided by transformers.
 """
 
 import tarfile
@@ -17,7 +17,9 @@ from loading.tokenizer import load_tokenizer
 
 PACKAGE = "llama_cpp_python-0.3.36"
 FILE = ROOT / "build" / f"{PACKAGE}.tar.gz"
-DOWNLOAD = "pip download --no-deps --no-binary llama_cpp_python --dest build llama_cpp_python==0.3.36"
+DOWNLOAD = (
+    "pip download --no-deps --no-binary llama_cpp_python --dest build llama_cpp_python==0.3.36"
+)
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not FILE.exists(), reason=f"no files of llama.cpp here: {DOWNLOAD}"),
@@ -67,7 +69,9 @@ def result(id: str, name: str, text: str) -> dict:
 
 
 def tool(name: str, description: str, **types: str) -> dict:
-    properties = {key: {"type": value, "description": f"{key} of it"} for key, value in types.items()}
+    properties = {
+        key: {"type": value, "description": f"{key} of it"} for key, value in types.items()
+    }
     schema = {"type": "object", "properties": properties, "required": list(types)}
     function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
@@ -122,9 +126,11 @@ CONVERSATIONS = {
         "add_generation_prompt": False,
     },
 }
-# Templates that raise an error, of 70: four serve conversations with tools alone, one knows no system message.
+# Templates that raise an error, of 70: four serve conversations with tools alone, one knows no
+# system message.
 REFUSALS = {"a system message": 5, "spaces and marks": 5, "tools": 3, "a call": 6, "two calls": 9}
-# Templates that leave out a part of the conversation, which transformers does not notice and we refuse.
+# Templates that leave out a part of the conversation, which transformers does not notice and we
+# refuse.
 LOSSES = {"tools": 6, "a call": 9, "two calls": 21, "variables": 1}
 VARIABLES = ("tools", "enable_thinking", "reasoning_effort")
 
@@ -183,16 +189,21 @@ def without_a_part(messages: list[dict], conversation: dict) -> Iterator[tuple[l
     """The conversation without one of its variables, its calls, or a text beside them."""
     for name in VARIABLES:
         yield messages, {key: value for key, value in conversation.items() if key != name}
-    calls_left_out = [{key: x for key, x in message.items() if key != "tool_calls"} for message in messages]
+    calls_left_out = [
+        {key: x for key, x in message.items() if key != "tool_calls"} for message in messages
+    ]
     yield calls_left_out, conversation
-    yield [message | {"content": ""} if "tool_calls" in message else message for message in messages], conversation
+    yield (
+        [message | {"content": ""} if "tool_calls" in message else message for message in messages],
+        conversation,
+    )
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_templates_write_what_they_write_in_transformers(name, models, tokenizer):
-    """A template may refuse a conversation, such as one without tools; transformers raises an error then. We refuse one
-    of which the template leaves out a part, such as a variable that it does not read; the oracle then writes the same
-    without that part."""
+    """A template may refuse a conversation, such as one without tools; transformers raises an error
+    then. We refuse one of which the template leaves out a part, such as a variable that it does not
+    read; the oracle then writes the same without that part."""
     conversation = {"add_generation_prompt": True, "tools": None, **CONVERSATIONS[name]}
     messages = conversation.pop("messages")
     names = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -212,7 +223,9 @@ def test_templates_write_what_they_write_in_transformers(name, models, tokenizer
             ids = tokenizer.chat(messages, **settings)
         except ValueError as refusal:
             shorter = without_a_part(messages, settings)
-            assert any(rendered(source, part, **rest, **names) == text for part, rest in shorter), refusal
+            assert any(rendered(source, part, **rest, **names) == text for part, rest in shorter), (
+                refusal
+            )
             num_losses += 1
             continue
         expected[file.stem] = text

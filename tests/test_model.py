@@ -1,7 +1,8 @@
 """model.py against its two oracles, in float32, for every family.
 
-Each can fail: a wrong frequency, head order, window, bias, norm or mask moves logits by far more than 1e-4, because
-every parameter of the tiny models is random and their logits are of order 1 to 10.
+Each can fail: a wrong frequency, head order, window, bias, norm or mask moves logits by far more
+than 1e-4, because every parameter of the tiny models is random and their logits are of order 1 to
+10.
 """
 
 import pytest
@@ -58,9 +59,8 @@ def test_rows_at_different_positions_equal_transformers(family, model):
     want = expected(family, tokens)
     caches = model.make_caches(2, 50)
     starts = torch.tensor([45, 20])
-    model(
-        tokens[:, :45], torch.arange(45), caches
-    )  # row 1 wrote ahead to 44: what it sees must stop at its own position
+    # row 1 wrote ahead to 44: what it sees must stop at its own position
+    model(tokens[:, :45], torch.arange(45), caches)
     pos = starts[:, None] + torch.arange(3)
     got = model(tokens.gather(1, pos), pos, caches)
     for row in range(2):
@@ -71,7 +71,9 @@ def test_rows_at_different_positions_equal_transformers(family, model):
 def test_float64_twin(family, model, folder_of):
     tokens = tokens_for(family, 1, 40)
     folder = folder_of(family)
-    want = reference_logits(config_json(folder), load_file(folder / "model.safetensors"), tokens[0].tolist())
+    want = reference_logits(
+        config_json(folder), load_file(folder / "model.safetensors"), tokens[0].tolist()
+    )
     assert (model(tokens, torch.arange(40))[0].double() - want).abs().max() <= LIMIT
 
 
@@ -100,7 +102,8 @@ def test_bounding_the_attended_length_changes_nothing(model):
 
 @torch.no_grad()
 def test_two_sets_of_caches_never_meet(folder_of):
-    """Two sequences decoded in turn on one model, each in caches of its own, equal the same sequences alone."""
+    """Two sequences decoded in turn on one model, each in caches of its own, equal the same
+    sequences alone."""
     model = load_model(folder_of("mistral-v0.1"), dtype=torch.float32)
     tokens = tokens_for("mistral-v0.1", 2, 30)
     want = model(tokens, torch.arange(30))
@@ -133,17 +136,23 @@ def test_rope_stays_float32_through_casts_and_moves(dtype):
     assert model.rope.inv_freq.dtype == torch.float32 and torch.equal(model.rope.inv_freq, want)
     cos, _ = model.rope(torch.tensor([[100_000]]))
     exact = torch.cos(100_000 * 10000.0 ** (-torch.arange(0, 16, 2).double() / 16))
-    assert (cos.flatten() - exact).abs().max() < 0.02  # float32 angles: 1e5 * 2^-24 plus the product's own rounding
+    # float32 angles: 1e5 * 2^-24 plus the product's own rounding
+    assert (cos.flatten() - exact).abs().max() < 0.02
 
 
 def test_a_norm_is_its_definition():
-    """x / sqrt(mean(x^2) + eps) * weight, for rows small enough that eps is most of the root: beside weights of order 1
-    a wrong eps, or one outside the root, would change a logit by no more than rounding does."""
+    """x / sqrt(mean(x^2) + eps) * weight, for rows small enough that eps is most of the root:
+    beside weights of order 1 a wrong eps, or one outside the root, would change a logit by no more
+    than rounding does."""
     x = torch.randn(5, 64) * torch.logspace(-4, 0, 5)[:, None]
     for eps in (1e-6, 1e-3):
         norm = RMSNorm(64, eps)
         torch.nn.init.normal_(norm.weight)
-        want = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight.double()
+        want = (
+            x.double()
+            / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+            * norm.weight.double()
+        )
         assert torch.allclose(norm(x).double(), want, rtol=1e-5, atol=1e-7)
 
 
@@ -154,25 +163,37 @@ def test_attention_shares_kv_heads_without_repeating_them():
     mask = torch.rand(2, 1, 3, 5) < 0.7
     mask[..., 0] = True
     scores = (q @ k.repeat_interleave(3, 1).mT / 8**0.5).masked_fill(~mask, -torch.inf)
-    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).repeat(1, 1, 3, 1)  # (B, 1, R*T, S)
-    assert torch.allclose(attend(q, k, v, bias), scores.softmax(-1) @ v.repeat_interleave(3, 1), atol=1e-5)
+    # (B, 1, R*T, S)
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).repeat(1, 1, 3, 1)
+    assert torch.allclose(
+        attend(q, k, v, bias), scores.softmax(-1) @ v.repeat_interleave(3, 1), atol=1e-5
+    )
 
 
 def _sizes() -> dict:
     return {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
 
 
 def test_attention_takes_its_kernel_s_answer_in_any_layout(monkeypatch):
-    """A GPU's memory-efficient kernel gives (B, n, T, E) laid out as (B, T, n, E), which no view turns into heads."""
+    """A GPU's memory-efficient kernel gives (B, n, T, E) laid out as (B, T, n, E), which no view
+    turns into heads."""
     q, k, v = torch.randn(2, 8, 3, 4), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
     mask, kernel = torch.zeros(2, 1, 12, 5), torch.nn.functional.scaled_dot_product_attention
     want = attend(q, k, v, mask)
     monkeypatch.setattr(
         "torch.nn.functional.scaled_dot_product_attention",
-        lambda *args, **options: kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2),
+        lambda *args, **options: (
+            kernel(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+        ),
     )
     assert torch.equal(attend(q, k, v, mask), want)
 
@@ -180,16 +201,25 @@ def test_attention_takes_its_kernel_s_answer_in_any_layout(monkeypatch):
 @pytest.mark.parametrize("E", [1, 2, 8])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_takes_any_strides(E, sinks):
-    """Queries, keys and values whose last dimension is not the innermost one, as torch lays out (1, G, S, 2) by itself
-    after some operations: a kernel that takes rows for granted read other numbers, and memory that is not theirs."""
+    """Queries, keys and values whose last dimension is not the innermost one, as torch lays out (1,
+    G, S, 2) by itself after some operations: a kernel that takes rows for granted read other
+    numbers, and memory that is not theirs."""
     generator = torch.Generator().manual_seed(0)
-    (q, k, v), sink = (torch.randn(2, 2, 6, E, generator=generator) for _ in range(3)), torch.zeros(2)
-    bias = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).expand(2, -1, -1, -1)
+    (q, k, v), sink = (
+        (torch.randn(2, 2, 6, E, generator=generator) for _ in range(3)),
+        torch.zeros(2),
+    )
+    bias = (
+        torch.zeros(1, 1, 6, 6)
+        .masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        .expand(2, -1, -1, -1)
+    )
     scores = (q.double() @ k.double().mT / E**0.5 + bias).exp()  # (2, 2, 6, 6)
     want = scores @ v.double() / (scores.sum(-1, keepdim=True) + sinks)
     for moved in range(8):
         parts = [
-            x.contiguous(memory_format=torch.channels_last) if moved >> i & 1 else x for i, x in enumerate((q, k, v))
+            x.contiguous(memory_format=torch.channels_last) if moved >> i & 1 else x
+            for i, x in enumerate((q, k, v))
         ]
         y = attend(*parts, bias, sink if sinks else None)
         assert torch.allclose(y.double(), want, atol=1e-5), moved

@@ -1,8 +1,9 @@
 """Numbers at the ends of bfloat16 and float16: no NaN, no impossible token, no silent wrong one.
 
-Oracles: the definitions of sampling.py and speculative.py in float64, and the naive float64 twin of reference.py. What
-a model of 16 bits must decide as the twin does are the clear decisions: those that stay as they are when every weight
-of the twin is off by two roundings of the dtype. Beyond the range there is one right answer, the error that says so.
+Oracles: the definitions of sampling.py and speculative.py in float64, and the naive float64 twin of
+reference.py. What a model of 16 bits must decide as the twin does are the clear decisions: those
+that stay as they are when every weight of the twin is off by two roundings of the dtype. Beyond the
+range there is one right answer, the error that says so.
 """
 
 import dataclasses
@@ -14,29 +15,43 @@ import reference
 import torch
 from torch import Tensor
 
+from decoding.engine import Engine
 from decoding.sampling import GREEDY, INVALID, Sampling, draw
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import Engine, generate
-from loading.checkpoint import pieces, random_model
+from generate import generate
 from loading.config import config_from_hf
+from loading.models import random_model
+from loading.weight_names import pieces
 from model import RMSNorm, Rope, Transformer, apply_rope, attend
 from speculative import Drafter, ModelDraft, accept, acceptance, layer_subset, residual
 
 HALVES = [torch.float16, torch.bfloat16]
 SAMPLINGS = [
-    Sampling(0), Sampling(1), Sampling(1e-30), Sampling(0.01), Sampling(1e30), Sampling(1, top_k=1),
-    Sampling(0.7, top_k=3), Sampling(1, top_p=0.5), Sampling(2, top_p=1e-6), Sampling(1, min_p=0.3),
-    Sampling(1, min_p=1), Sampling(1.5, 4, 0.9, 0.05),
-]  # fmt: skip
+    Sampling(0),
+    Sampling(1),
+    Sampling(1e-30),
+    Sampling(0.01),
+    Sampling(1e30),
+    Sampling(1, top_k=1),
+    Sampling(0.7, top_k=3),
+    Sampling(1, top_p=0.5),
+    Sampling(2, top_p=1e-6),
+    Sampling(1, min_p=0.3),
+    Sampling(1, min_p=1),
+    Sampling(1.5, 4, 0.9, 0.05),
+]
 NOISE = [0.0, 2**-24, 0.25, 0.5, 0.75, 1 - 2**-24]
-
-# ------------------------------------------------------------------------------------------- distributions
+# ----------------------------------------------------------------------------------- distributions
 
 
 def extreme_logits(dtype: torch.dtype) -> Tensor:
     """(n, 9) in the dtype. -inf is a masked token; some token of every row is finite."""
-    big, normal, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny, torch.finfo(dtype).smallest_normal / 4
+    big, normal, least = (
+        torch.finfo(dtype).max,
+        torch.finfo(dtype).tiny,
+        torch.finfo(dtype).smallest_normal / 4,
+    )
     no = -math.inf
     rows = [
         [big, -big, big, 0, 1, no, -big, big, no],  # ties at the maximum; differences that overflow
@@ -60,7 +75,8 @@ def extreme_logits(dtype: torch.dtype) -> Tensor:
 
 
 def defined(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The definition, row by row in float64. Weights count as equal where float32 cannot tell them apart."""
+    """The definition, row by row in float64. Weights count as equal where float32 cannot tell them
+    apart."""
     out = []
     for row in logits.double().tolist():
         top = max(row)
@@ -73,7 +89,9 @@ def defined(logits: Tensor, sampling: Sampling) -> Tensor:
         weights = [w if w >= bar else 0.0 for w in weights]
         if (sampling.top_p or 1) < 1:
             mass = [sum(v for v in weights if v > w) for w in weights]  # of what is likelier
-            weights = [w if m < sampling.top_p * sum(weights) else 0.0 for w, m in zip(weights, mass)]
+            weights = [
+                w if m < sampling.top_p * sum(weights) else 0.0 for w, m in zip(weights, mass)
+            ]
         weights = [w if w >= (sampling.min_p or 0) * max(weights) else 0.0 for w in weights]
         out.append([w / sum(weights) for w in weights])
     return torch.tensor(out, dtype=torch.float64)
@@ -89,12 +107,18 @@ def test_distributions_and_draws_at_the_ends(sampling, dtype):
     logits = extreme_logits(dtype)
     p = sampling.probs(logits)
     assert p.dtype == torch.float32 and p.isfinite().all()
-    assert differences(p, defined(logits, sampling)) < 1e-6 and differences(p.sum(-1), torch.ones(len(p))) < 1e-6
+    assert (
+        differences(p, defined(logits, sampling)) < 1e-6
+        and differences(p.sum(-1), torch.ones(len(p))) < 1e-6
+    )
     assert not p[logits == -math.inf].any()
     for u in NOISE:
         noise = torch.full((len(p),), u)
         token = sampling.sample(logits, noise)
-        assert torch.equal(token, draw(p, noise, sampling.kind)) and (p.gather(1, token[:, None]) > 0).all()
+        assert (
+            torch.equal(token, draw(p, noise, sampling.kind))
+            and (p.gather(1, token[:, None]) > 0).all()
+        )
         if sampling.kind == GREEDY:
             assert token.tolist() == [row.index(max(row)) for row in logits.tolist()]
 
@@ -102,13 +126,18 @@ def test_distributions_and_draws_at_the_ends(sampling, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_step_of_speculation_at_the_ends(sampling, dtype):
-    """Every row against every other as its draft: kept and replaced together give p, and nothing impossible is told."""
+    """Every row against every other as its draft: kept and replaced together give p, and nothing
+    impossible is told."""
     p = sampling.probs(extreme_logits(dtype))
     n, V = p.shape
     p, q = p[:, None].expand(n, n, V).reshape(-1, V), p[None].expand(n, n, V).reshape(-1, V)
     a, rest = acceptance(p, q), residual(p, q)
     assert a.isfinite().all() and a.min() >= 0 and a.max() <= 1
-    assert rest.isfinite().all() and rest.min() >= 0 and differences(rest.sum(-1), torch.ones(len(rest))) < 1e-6
+    assert (
+        rest.isfinite().all()
+        and rest.min() >= 0
+        and differences(rest.sum(-1), torch.ones(len(rest))) < 1e-6
+    )
     kept = (q * a).double()
     law = kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * rest
     assert differences(law, p.double()) < 1e-6
@@ -118,7 +147,9 @@ def test_a_step_of_speculation_at_the_ends(sampling, dtype):
             drafted = draw(qq.float(), torch.full((len(p),), u))[:, None]  # (n^2, 1)
             noise = torch.full((len(p), 1), u), torch.full((len(p), 2), 1 - u if u else 0.0)
             count, token = accept(drafted, qq[:, None], torch.stack((pp, pp), dim=1), noise=noise)
-            exact = accept(drafted, qq[:, None].float(), torch.stack((pp, pp), dim=1).float(), noise=noise)
+            exact = accept(
+                drafted, qq[:, None].float(), torch.stack((pp, pp), dim=1).float(), noise=noise
+            )
             assert torch.equal(count, exact[0]) and torch.equal(token, exact[1])
             first = torch.where(count > 0, drafted[:, 0], token)
             assert (token >= 0).all() and (pp.gather(1, first[:, None]) > 0).all()
@@ -130,26 +161,34 @@ def test_no_finite_logit_is_no_distribution(dtype):
     logits = torch.tensor([[-math.inf] * 3, [0, math.nan, 1], [math.inf, 0, 0]]).to(dtype)
     for sampling in SAMPLINGS:
         assert sampling.sample(logits, torch.full((3,), 0.5)).tolist() == [INVALID] * 3
-        assert draw(sampling.probs(logits), torch.full((3,), 0.5), sampling.kind).tolist() == [INVALID] * 3
+        assert (
+            draw(sampling.probs(logits), torch.full((3,), 0.5), sampling.kind).tolist()
+            == [INVALID] * 3
+        )
 
 
-# ------------------------------------------------------------------------------------------ parts of a model
+# ------------------------------------------------------------------------------- parts of a model
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_norm_of_what_cannot_be_squared(dtype):
-    """Squares over the range of float16; of bfloat16 up to 2^63, beyond which no norm in float32 can go."""
+    """Squares over the range of float16; of bfloat16 up to 2^63, beyond which no norm in float32
+    can go."""
     largest = min(torch.finfo(dtype).max, 2.0**60)
     for scale in (largest, largest / 8, 1.0, torch.finfo(dtype).tiny, 2.0**-24):
         x = (torch.linspace(-1, 1, 64) * scale).to(dtype)
         want = reference.norm(x.double(), torch.ones(64).double(), 1e-5)
-        assert differences(RMSNorm(64, 1e-5).to(dtype)(x), want) <= 2 * torch.finfo(dtype).eps * want.abs().max()
+        assert (
+            differences(RMSNorm(64, 1e-5).to(dtype)(x), want)
+            <= 2 * torch.finfo(dtype).eps * want.abs().max()
+        )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("T", [1, 6])
 def test_scores_beyond_float16(T, dtype):
-    """Products of 32 times 500 x 500: the key that fits best takes all. One that does not fit scores minus that."""
+    """Products of 32 times 500 x 500: the key that fits best takes all. One that does not fit
+    scores minus that."""
     E, S = 32, 40
     sign = torch.randint(0, 2, (S, E), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     k = (500 * sign)[None, None].to(dtype)  # (1, 1, S, E)
@@ -163,8 +202,8 @@ def test_scores_beyond_float16(T, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rotations_at_the_last_position(dtype):
-    """Of a context of 2^17. An angle in float32 is off by 2^-24 of itself, and as much by its frequency: by 2^-6 at
-    most; in 16 bits it would be off by whole turns."""
+    """Of a context of 2^17. An angle in float32 is off by 2^-24 of itself, and as much by its
+    frequency: by 2^-6 at most; in 16 bits it would be off by whole turns."""
     config = dataclasses.replace(CONFIG, max_seq_length=2**17, head_dim=64, rope_theta=500_000.0)
     pos = torch.tensor([[2**17 - 2, 2**17 - 1]])
     cos, sin = Rope(config).to(dtype)(pos)
@@ -172,23 +211,35 @@ def test_rotations_at_the_last_position(dtype):
     angle, _ = reference.angles({"rope_theta": 500_000.0}, 64, 2**17)
     want = reference.rotate(x[0, 0].double(), angle[pos[0]], 1.0)
     largest = torch.finfo(dtype).max / 2
-    assert differences(apply_rope(x, cos, sin)[0, 0], want) < x.abs().max() * (2**-6 + torch.finfo(dtype).eps)
-    assert apply_rope(x.sign() * largest, cos, sin).isfinite().all(), "half the range times sqrt(2) still fits"
+    assert differences(apply_rope(x, cos, sin)[0, 0], want) < x.abs().max() * (
+        2**-6 + torch.finfo(dtype).eps
+    )
+    assert apply_rope(x.sign() * largest, cos, sin).isfinite().all(), (
+        "half the range times sqrt(2) still fits"
+    )
 
 
-# ------------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------- models
 
 HF = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 29, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 29,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+}
 CONFIG = config_from_hf(HF)
 PROMPTS = [[5, 9, 17, 5, 9, 11], [20, 3, 28]]
 N = 16
 
 
 def tiny(dtype: torch.dtype, **scales: float) -> Transformer:
-    """A random model; the scales multiply its embeddings, queries and keys, values, and matrices."""
+    """A random model; the scales multiply its embeddings, queries and keys, values, and
+    matrices."""
     model = random_model(CONFIG, dtype=torch.float32, seed=1).double()
     kv = CONFIG.n_kv_heads * CONFIG.head_dim
     for layer in model.layers:
@@ -205,15 +256,19 @@ def tiny(dtype: torch.dtype, **scales: float) -> Transformer:
     return model
 
 
-# What reaches the ends: (float16, bfloat16). The largest number of a row is some three times its spread.
+# What reaches the ends: (float16, bfloat16). The largest number of a row is some three times its
+# spread.
 ENDS = {
     "as it is": ({}, {}),
-    "activations": ({"embed": 8e3, "out": 2e3, "down": 2e3}, {"embed": 1e17, "out": 1e17, "down": 1e17}),
+    "activations": (
+        {"embed": 8e3, "out": 2e3, "down": 2e3},
+        {"embed": 1e17, "out": 1e17, "down": 1e17},
+    ),
     "scores": ({"qk": 200}, {"qk": 1e9}),
     "values": ({"v": 7e3, "out": 1e-4}, {"v": 1e30, "out": 1e-30}),
     "gate and up": ({"gate_up": 40, "down": 1e-3}, {"gate_up": 1e15, "down": 1e-30}),
     "logits": ({"head": 5e3}, {"head": 2e37}),
-}  # fmt: skip
+}
 BEYOND = {
     "logits": ({"head": 2e4}, {"head": 1.5e38}),
     "gate and up": ({"gate_up": 500}, {"gate_up": 1e20}),
@@ -226,14 +281,25 @@ def streams(model: Transformer, **options) -> dict[str, list[list[int]]]:
     """Each prompt's ids by every way to decode: alone, together, and drafted."""
     one_layer = layer_subset(model, [0])
     ways = {
-        "alone": None, "together": None, "ngram": NgramDraft(1),
-        "layers": ModelDraft(one_layer, on_layers=[0]), "model": ModelDraft(tiny(model.norm.weight.dtype)),
-    }  # fmt: skip
+        "alone": None,
+        "together": None,
+        "ngram": NgramDraft(1),
+        "layers": ModelDraft(one_layer, on_layers=[0]),
+        "model": ModelDraft(tiny(model.norm.weight.dtype)),
+    }
     found = {}
     for way, drafter in ways.items():
         out = [[] for _ in PROMPTS]
-        for prompts, first in [([p], i) for i, p in enumerate(PROMPTS)] if way == "alone" else [(PROMPTS, 0)]:
-            given = {"sampling": Sampling(0), "max_new_tokens": N, "drafter": drafter, "speculate_k": 4, **options}
+        for prompts, first in (
+            [([p], i) for i, p in enumerate(PROMPTS)] if way == "alone" else [(PROMPTS, 0)]
+        ):
+            given = {
+                "sampling": Sampling(0),
+                "max_new_tokens": N,
+                "drafter": drafter,
+                "speculate_k": 4,
+                **options,
+            }
             for row, id in generate(model, prompts, **given):
                 out[first + row].append(id)
         found[way] = out
@@ -249,13 +315,15 @@ def twin_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def clear_decisions(model: Transformer, tokens: list[int]) -> list[int]:
-    """What the twin would say after each token; -1 where twins with weights off by two roundings disagree."""
+    """What the twin would say after each token; -1 where twins with weights off by two roundings
+    disagree."""
     weights, generator = twin_weights(model), torch.Generator().manual_seed(0)
     eps = torch.finfo(model.norm.weight.dtype).eps
     said = [reference.logits(HF, weights, tokens).argmax(-1)]
     for _ in range(4):
         off = {
-            name: w * (1 + 2 * eps * (2 * torch.rand(w.shape, generator=generator) - 1)) for name, w in weights.items()
+            name: w * (1 + 2 * eps * (2 * torch.rand(w.shape, generator=generator) - 1))
+            for name, w in weights.items()
         }
         said.append(reference.logits(HF, off, tokens).argmax(-1))
     said = torch.stack(said)  # (5, n)
@@ -276,8 +344,12 @@ def test_models_at_the_ends_decide_as_the_twin_does(where, dtype):
             wrong = [(at, id, w) for at, (id, w) in enumerate(zip(ids, want)) if w not in (-1, id)]
             assert not wrong, f"{way}: {wrong}"
             checked += sum(w != -1 for w in want)
-    assert checked > 0.3 * len(found) * len(PROMPTS) * N, f"only {checked} decisions were clear: little is shown"
-    assert len({id for row in found["alone"] for id in row}) > 3, "the model repeats itself: nothing is shown"
+    assert checked > 0.3 * len(found) * len(PROMPTS) * N, (
+        f"only {checked} decisions were clear: little is shown"
+    )
+    assert len({id for row in found["alone"] for id in row}) > 3, (
+        "the model repeats itself: nothing is shown"
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -286,10 +358,18 @@ def test_models_at_the_ends_decide_as_the_twin_does(where, dtype):
 def test_models_beyond_the_range_say_so(where, sampling, dtype):
     model = tiny(dtype, **BEYOND[where][HALVES.index(dtype)])
     for way in ("alone", "ngram", "layers"):
-        drafter = {"ngram": lambda: NgramDraft(1), "layers": lambda: ModelDraft(layer_subset(model, [0]), [0])}.get(way)
+        drafter = {
+            "ngram": lambda: NgramDraft(1),
+            "layers": lambda: ModelDraft(layer_subset(model, [0]), [0]),
+        }.get(way)
         with pytest.raises(ValueError, match="the model's logits are not finite"):
             for _ in generate(
-                model, PROMPTS, sampling=sampling, max_new_tokens=N, drafter=drafter and drafter(), speculate_k=4
+                model,
+                PROMPTS,
+                sampling=sampling,
+                max_new_tokens=N,
+                drafter=drafter and drafter(),
+                speculate_k=4,
             ):
                 pass
 
@@ -306,11 +386,15 @@ class Always(Drafter):
         return tokens, torch.nn.functional.one_hot(tokens, CONFIG.vocab_size).float()
 
 
-def rows_of(model: Transformer, drafter: Drafter | None, seed: int, **options) -> list[list[int]] | None:
+def rows_of(
+    model: Transformer, drafter: Drafter | None, seed: int, **options
+) -> list[list[int]] | None:
     """None: the error that the logits are not finite."""
     out = [[] for _ in PROMPTS]
     try:
-        for row, id in generate(model, PROMPTS, max_new_tokens=N, drafter=drafter, speculate_k=4, seed=seed, **options):
+        for row, id in generate(
+            model, PROMPTS, max_new_tokens=N, drafter=drafter, speculate_k=4, seed=seed, **options
+        ):
             out[row].append(id)
     except ValueError as error:
         assert "the model's logits are not finite" in str(error)
@@ -320,17 +404,21 @@ def rows_of(model: Transformer, drafter: Drafter | None, seed: int, **options) -
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_draft_model_of_nan_changes_nothing(dtype):
-    """Nothing of it is accepted, and what replaces its tokens has the target's law: greedy rows are plain rows."""
+    """Nothing of it is accepted, and what replaces its tokens has the target's law: greedy rows are
+    plain rows."""
     model, broken = tiny(dtype), tiny(dtype)
     broken.lm_head.weight.fill_(math.nan)
-    assert rows_of(model, ModelDraft(broken), 0, sampling=Sampling(0)) == rows_of(model, None, 0, sampling=Sampling(0))
+    assert rows_of(model, ModelDraft(broken), 0, sampling=Sampling(0)) == rows_of(
+        model, None, 0, sampling=Sampling(0)
+    )
     for seed in range(3):
         assert rows_of(model, ModelDraft(broken), seed, sampling=Sampling(1)) is not None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_an_id_that_no_row_holds_may_be_anything(dtype):
-    """Rows are padded; with an id whose embedding is NaN that would reach them through masked keys (0 times NaN)."""
+    """Rows are padded; with an id whose embedding is NaN that would reach them through masked keys
+    (0 times NaN)."""
     model = tiny(dtype)
     want = rows_of(model, None, 0, sampling=Sampling(0))
     spare = sorted(set(range(CONFIG.vocab_size)) - set(PROMPTS[0] + PROMPTS[1] + want[0] + want[1]))
@@ -351,18 +439,28 @@ def test_after_an_error_an_engine_is_as_before(dtype):
     for drafter in (None, NgramDraft(1), ModelDraft(tiny(dtype))):
         engine = Engine(model, 2, 32, drafter=drafter, speculate_k=4)
         with pytest.raises(ValueError, match="not finite"):
-            list(generate(model, [[poison] * 20] * 2, max_new_tokens=3, engine=engine, sampling=Sampling(0)))
+            list(
+                generate(
+                    model,
+                    [[poison] * 20] * 2,
+                    max_new_tokens=3,
+                    engine=engine,
+                    sampling=Sampling(0),
+                )
+            )
         out = [[] for _ in PROMPTS]
-        for row, id in generate(model, PROMPTS, max_new_tokens=N, engine=engine, sampling=Sampling(0)):
+        for row, id in generate(
+            model, PROMPTS, max_new_tokens=N, engine=engine, sampling=Sampling(0)
+        ):
             out[row].append(id)
         assert out == want
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_drafted_token_beyond_the_range_is_an_error_or_nothing(dtype):
-    """An id whose own embedding is NaN, which plain decoding never feeds: proposed always, it fills the caches with NaN
-    that masked attention may still see (0 times NaN). Then the run must say so, and tell no token that plain decoding
-    would not."""
+    """An id whose own embedding is NaN, which plain decoding never feeds: proposed always, it fills
+    the caches with NaN that masked attention may still see (0 times NaN). Then the run must say so,
+    and tell no token that plain decoding would not."""
     model = tiny(dtype)
     plain = rows_of(model, None, 0, sampling=Sampling(0))
     poison = min(set(range(CONFIG.vocab_size)) - set(PROMPTS[0] + PROMPTS[1] + plain[0] + plain[1]))

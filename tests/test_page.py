@@ -1,12 +1,11 @@
-"""cli/page.py: --report's page has every token, runs no script of a text, and costs other runs nothing."""
+"""cli/page.py: --report's page has every token, runs no script of a text, and costs other runs
+nothing."""
 
 import contextlib
 import json
 import math
 import re
 import shutil
-import time
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -14,7 +13,7 @@ from conftest import ROOT
 import cli.main
 from cli.flags import parse_args
 from cli.main import run
-from cli.page import Token, page, plain_rate
+from cli.page import Token, page
 
 pytestmark = pytest.mark.attack
 DRAFT = f"--draft_checkpoint {ROOT}/checkpoints/demo-draft --speculate_k 3"
@@ -25,9 +24,15 @@ ATTACK = "</script><script>document.title='attacked'</script><!-- Once"
 def decode(tmp_path, capsys, flags: str, *prompts: str) -> tuple[str, dict, list[dict]]:
     """(the page, its data, the objects of --json) of prompts in a file."""
     file, prompt_file = tmp_path / "report.html", tmp_path / "prompts.jsonl"
-    prompt_file.write_text("".join(json.dumps({"id": f"<b>{n}", "prompt": p}) + "\n" for n, p in enumerate(prompts)))
+    prompt_file.write_text(
+        "".join(json.dumps({"id": f"<b>{n}", "prompt": p}) + "\n" for n, p in enumerate(prompts))
+    )
     capsys.readouterr()
-    run(parse_args([*flags.split(), *COMMON, "--prompt_file", str(prompt_file), "--report", str(file)]))
+    run(
+        parse_args(
+            [*flags.split(), *COMMON, "--prompt_file", str(prompt_file), "--report", str(file)]
+        )
+    )
     html = file.read_text()
     data = json.loads(re.search(r"^const data = (.*);$", html, re.MULTILINE)[1])
     assert not list(tmp_path.glob("*.partial"))
@@ -36,7 +41,12 @@ def decode(tmp_path, capsys, flags: str, *prompts: str) -> tuple[str, dict, list
 
 @pytest.mark.parametrize(
     "flags",
-    [f"{DRAFT} --batch_size 1", f"{DRAFT} --batch_size 2 --temperature 0", "--batch_size 2", f"{DRAFT} --stop . the"],
+    [
+        f"{DRAFT} --batch_size 1",
+        f"{DRAFT} --batch_size 2 --temperature 0",
+        "--batch_size 2",
+        f"{DRAFT} --stop . the",
+    ],
     ids=["sampled", "two rows", "no draft", "stop"],
 )
 def test_the_page_has_the_tokens_of_json(tmp_path, capsys, flags):
@@ -46,23 +56,37 @@ def test_the_page_has_the_tokens_of_json(tmp_path, capsys, flags):
         tokens, facts = answer["tokens"], result["speculative"]
         assert "".join(token["text"] for token in tokens) == result["text"]
         assert answer["label"].count(f"id {result['id']}") == answer["label"].count("line ") == 1
-        assert len(tokens) == len(result["tokens"]) and answer["finish_reason"] == result["finish_reason"]
-        assert [token["logprob"] for token in tokens] == [top[0]["logprob"] for top in result["logprobs"]]
+        assert (
+            len(tokens) == len(result["tokens"])
+            and answer["finish_reason"] == result["finish_reason"]
+        )
+        assert [token["logprob"] for token in tokens] == [
+            top[0]["logprob"] for top in result["logprobs"]
+        ]
         assert all(0 < token["p"] <= 1 for token in tokens)
         assert [token["at"] for token in tokens] == sorted(token["at"] for token in tokens)
         numbers = [token["round"] for token in tokens]
         num_steps = sum(row["steps"] for row in answer["costs"])
-        assert numbers == sorted(numbers) and set(numbers) == set(range(numbers[0], numbers[0] + len(set(numbers))))
+        assert numbers == sorted(numbers) and set(numbers) == set(
+            range(numbers[0], numbers[0] + len(set(numbers)))
+        )
         assert max(numbers) == num_steps + 1, "every step decided a token"
         assert sum(row["tokens"] for row in answer["costs"]) == len(tokens) - 1
         drafted = [token for token in tokens if token["q"] is not None]
         assert {token["origin"] for token in drafted} <= {"accepted", "corrected"}
         if facts is None:
-            assert {token["origin"] for token in tokens} == {"plain"} and not drafted and answer["steps"] == []
+            assert (
+                {token["origin"] for token in tokens} == {"plain"}
+                and not drafted
+                and answer["steps"] == []
+            )
             continue
         origins = [token["origin"] for token in tokens]
         assert origins[0] == "plain" and "accepted" in origins
-        assert [sum(pair) for pair in zip(*answer["steps"])] == [facts["drafted"], sum(a for _, a in answer["steps"])]
+        assert [sum(pair) for pair in zip(*answer["steps"])] == [
+            facts["drafted"],
+            sum(a for _, a in answer["steps"]),
+        ]
         assert len(answer["steps"]) == facts["rounds"] == len(set(numbers)) - 1
         if "--stop" not in flags:  # a stop string cuts the last round
             assert origins.count("accepted") == facts["accepted"]
@@ -79,7 +103,10 @@ def test_text_is_data_and_the_page_needs_no_network(tmp_path, capsys):
     html, data, _ = decode(tmp_path, capsys, "", ATTACK)
     assert data["answers"][0]["prompt"] == ATTACK
     assert html.count("<script") == html.count("</script>") == 1 and "<b>" not in html
-    assert re.findall(r"https?://[^\"']*", html) == ["http://www.w3.org/2000/svg"] and "default-src 'none'" in html
+    assert (
+        re.findall(r"https?://[^\"']*", html) == ["http://www.w3.org/2000/svg"]
+        and "default-src 'none'" in html
+    )
 
 
 def test_both_pages_have_the_same_script_and_style():
@@ -97,14 +124,16 @@ def test_both_pages_have_the_same_script_and_style():
     ],
 )
 def test_a_page_that_cannot_be_written_is_refused_before_loading(flags, message, monkeypatch):
-    monkeypatch.setattr(cli.main, "open_session", None)
+    monkeypatch.setattr(cli.main, "open_llm", None)
     with pytest.raises(ValueError, match=message):
         run(parse_args(flags.split()))
 
 
 def test_other_runs_record_nothing(monkeypatch, tmp_path):
     records = []
-    monkeypatch.setattr(cli.main, "report", lambda timings, engine: records.append(engine.state.return_logprobs))
+    monkeypatch.setattr(
+        cli.main, "report", lambda timings, engine: records.append(engine.state.return_logprobs)
+    )
     for flags in ([], ["--report", str(tmp_path / "report.html")]):
         run(parse_args([*flags, "--max_new_tokens", "2", "--device", "cpu"]))
     assert records == [False, True]
@@ -113,10 +142,16 @@ def test_other_runs_record_nothing(monkeypatch, tmp_path):
 @contextlib.contextmanager
 def chromium():
     """A headless Chromium of the system's."""
-    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    binary = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if binary is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright: pip install playwright"
+    )
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=binary, args=["--no-sandbox"])
         yield browser
@@ -125,24 +160,38 @@ def chromium():
 
 @pytest.mark.browser
 def test_a_browser_shows_it(tmp_path, capsys):
-    _, data, results = decode(tmp_path, capsys, f"{DRAFT} --temperature 0", "One day, the dog", ATTACK)
+    _, data, results = decode(
+        tmp_path, capsys, f"{DRAFT} --temperature 0", "One day, the dog", ATTACK
+    )
     problems = []
     with chromium() as browser:
         opened = browser.new_page(viewport={"width": 1000, "height": 720})
         opened.on("pageerror", lambda error: problems.append(str(error)))
         opened.on("console", lambda message: problems.append(message.text))
-        opened.on("request", lambda request: request.url.startswith(("file:", "data:")) or problems.append(request.url))
+        opened.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("file:", "data:")) or problems.append(request.url)
+            ),
+        )
         opened.goto((tmp_path / "report.html").as_uri())
-        assert opened.locator("article.assistant").all_text_contents() == [result["text"] for result in results]
+        assert opened.locator("article.assistant").all_text_contents() == [
+            result["text"] for result in results
+        ]
         assert opened.locator("article.user").all_text_contents()[1] == ATTACK
         assert opened.title() == "quickdraft: report"
         drafted = opened.locator("article.assistant .corrected").first
         drafted.hover()
         tip = opened.text_content("#tip")
         assert tip.startswith("corrected\np 1.0000 of the target, q 0.0000 of the draft")
-        colours = [opened.evaluate(
-            "name => getComputedStyle(document.querySelector(`article.assistant .${name}`)).color", name
-        ) for name in ("accepted", "corrected", "plain")]  # fmt: skip
+        colours = [
+            opened.evaluate(
+                "name => getComputedStyle(document.querySelector(`article.assistant"
+                " .${name}`)).color",
+                name,
+            )
+            for name in ("accepted", "corrected", "plain")
+        ]
         assert len(set(colours)) == 3
         num_bars = sum(1 for answer in data["answers"] for k, _ in answer["steps"] if k)
         assert opened.locator("rect:not(.accepted)").count() == num_bars > 0
@@ -152,10 +201,13 @@ def test_a_browser_shows_it(tmp_path, capsys):
 
 @pytest.mark.browser
 def test_a_phone_shows_it_and_a_tap_shows_a_tip(tmp_path, capsys):
-    """The table of costs scrolls in its box, not the page; the tip of a tap stays until the next one elsewhere."""
+    """The table of costs scrolls in its box, not the page; the tip of a tap stays until the next
+    one elsewhere."""
     decode(tmp_path, capsys, f"{DRAFT} --temperature 0", "One day, the dog")
     with chromium() as browser:
-        opened = browser.new_page(viewport={"width": 390, "height": 720}, has_touch=True, is_mobile=True)
+        opened = browser.new_page(
+            viewport={"width": 390, "height": 720}, has_touch=True, is_mobile=True
+        )
         opened.goto((tmp_path / "report.html").as_uri())
         assert opened.evaluate("document.documentElement.scrollWidth") == 390
         assert opened.evaluate("document.querySelector('table').scrollWidth") > 390
@@ -172,17 +224,3 @@ def test_a_phone_shows_it_and_a_tap_shows_a_tip(tmp_path, capsys):
         opened.evaluate("scrollBy(0, 40)")
         opened.wait_for_timeout(200)
         assert not opened.is_visible("#tip"), "it would stand beside another token"
-
-
-def test_plain_decodings_rate_is_of_the_same_minutes():
-    """Calibrated before the run: hours later the machine may have other work, and the rates compare with nothing."""
-    engine = SimpleNamespace(costs=SimpleNamespace(decode_s=0.02))
-    answers = [SimpleNamespace(request=SimpleNamespace(started=time.perf_counter() - age)) for age in (5, 100)]
-    assert plain_rate(answers, engine) == 50
-    answers += [SimpleNamespace(request=SimpleNamespace(started=time.perf_counter() - 3600)), *NOT_STARTED]
-    assert plain_rate(answers, engine) is None
-    assert plain_rate(NOT_STARTED, engine) is None
-    assert plain_rate(answers[:1], SimpleNamespace(costs=None)) is None
-
-
-NOT_STARTED = [SimpleNamespace(request=None), SimpleNamespace(request=SimpleNamespace(started=0.0))]

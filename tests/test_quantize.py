@@ -1,5 +1,6 @@
-"""weights/ and quantize.py: every code means what its specification says, errors stay within their derived bounds. A
-quantized Linear computes with exactly the weights that its parts stand for, packed for a kernel or not."""
+"""weights/ and quantize.py: every code means what its specification says, errors stay within their
+derived bounds. A quantized Linear computes with exactly the weights that its parts stand for,
+packed for a kernel or not."""
 
 import contextlib
 import io
@@ -14,30 +15,52 @@ import types
 import pytest
 import torch
 from conftest import ROOT, config_json
+from steps import token_records
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cli.main as program
 import cli.quantize as quantize_command
-import quantize as quantize_program
+import cli.quantized_folder as quantized_folder
 import weights.schemes as schemes
+from benchmarks.tables import bits_per_weight
 from cli.flags import parse_args
-from cli.load import load_target
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from generate import Engine, Timing, generate
-from loading.checkpoint import load_config, load_model, random_model, save_model
+from decoding.statistics import Timing
+from generate import generate
+from loading.checkpoint import load_config, load_model
+from loading.models import random_model
+from loading.saving import save_model
+from loading.target import load_target
 from loading.tokenizer import load_tokenizer
-from quantize import gptq, quantize_model, quantized_copy, search_range
+from quantize import gptq, search_range
 from scripts import perplexity
 from scripts.perplexity import measure, windows
 from speculative import ModelDraft
-from tp import ALONE
 from weights import cpu, formats, linears
-from weights.formats import FORMATS, dequantize_tensor, format_of, pack_bits, quantize_tensor, round_scale, unpack_bits
+from weights.formats import (
+    FORMATS,
+    Format,
+    dequantize_tensor,
+    format_of,
+    pack_bits,
+    quantize_tensor,
+    round_scale,
+    unpack_bits,
+)
 from weights.linears import QuantizedLinear
-from weights.walker import named_linears, pack_model, quantized_linears, replace_linears
+from weights.walker import (
+    named_linears,
+    pack_model,
+    quantize_model,
+    quantized_copy,
+    quantized_linears,
+    replace_linears,
+)
 
 SCHEMES = list(FORMATS)
-MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}  # exponent, mantissa, bias, largest
+# exponent, mantissa, bias, largest
+MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}
 
 
 def weights(rows: int = 48, columns: int = 256, seed: int = 0) -> torch.Tensor:
@@ -49,11 +72,12 @@ def weights(rows: int = 48, columns: int = 256, seed: int = 0) -> torch.Tensor:
     return w
 
 
-# ------------------------------------------------------------------------------------- specifications
+# --------------------------------------------------------------------------------- specifications
 
 
 def spec_value(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """OCP Microscaling v1.0, section 5.3: (-1)^s * 2^(e - bias) * 1.m, or 2^(1 - bias) * 0.m where e = 0."""
+    """OCP Microscaling v1.0, section 5.3: (-1)^s * 2^(e - bias) * 1.m, or 2^(1 - bias) * 0.m where
+    e = 0."""
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) & 1 else 1.0
     e, m = code >> mantissa_bits & (2**exponent_bits - 1), code & (2**mantissa_bits - 1)
     if e == 0:
@@ -63,16 +87,29 @@ def spec_value(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> 
 
 @pytest.mark.parametrize("scheme", MX)
 def test_every_mx_code_decodes_to_the_specifications_value(scheme):
-    """All codes times all scales, through the packed form; and every value encodes to its own code."""
+    """All codes times all scales, through the packed form; and every value encodes to its own
+    code."""
     e, m, bias, largest = MX[scheme]
     bits = 1 + e + m
-    codes = [c for c in range(2**bits) if not (scheme == "mxfp8" and c & 0x7F == 0x7F)]  # E4M3's NaN is never written
+    # E4M3's NaN is never written
+    codes = [c for c in range(2**bits) if not (scheme == "mxfp8" and c & 0x7F == 0x7F)]
     want = torch.tensor([spec_value(c, e, m, bias) for c in codes])
     assert want.abs().max() == largest
     if scheme == "mxfp4":
         assert sorted(set(want.abs().tolist())) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # table 5
     if scheme == "mxfp6":
-        assert sorted(set(want.abs().tolist()))[:10] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.125]
+        assert sorted(set(want.abs().tolist()))[:10] == [
+            0,
+            0.125,
+            0.25,
+            0.375,
+            0.5,
+            0.625,
+            0.75,
+            0.875,
+            1,
+            1.125,
+        ]
     padded = torch.tensor(codes + [0] * (-len(codes) % 32), dtype=torch.int32)[None]
     for scale in (0, 1, 100, 127, 130, 254):
         parts = {
@@ -86,20 +123,25 @@ def test_every_mx_code_decodes_to_the_specifications_value(scheme):
 
 @pytest.mark.parametrize("scheme", MX)
 def test_mx_blocks_by_definition(scheme):
-    """Shared exponent floor(log2 max) - emax, nearest element with ties to even, saturation: against a search over all
-    elements, block by block."""
+    """Shared exponent floor(log2 max) - emax, nearest element with ties to even, saturation:
+    against a search over all elements, block by block."""
     e, m, bias, largest = MX[scheme]
-    elements = torch.tensor([spec_value(c, e, m, bias) for c in range(2 ** (e + m))], dtype=torch.float64)
+    elements = torch.tensor(
+        [spec_value(c, e, m, bias) for c in range(2 ** (e + m))], dtype=torch.float64
+    )
     elements = elements[elements <= largest]
     w = weights()
     got = dequantize_tensor(quantize_tensor(w, scheme), scheme).double()
     blocks = w.double().unflatten(1, (-1, 32))
     top = blocks.abs().amax(-1, keepdim=True)
-    exponent = torch.where(top > 0, top.clamp(min=2.0**-149).log2().floor() - math.floor(math.log2(largest)), -127)
+    exponent = torch.where(
+        top > 0, top.clamp(min=2.0**-149).log2().floor() - math.floor(math.log2(largest)), -127
+    )
     x = (blocks / 2.0**exponent).clamp(-largest, largest)
     distance = (x.abs()[..., None] - elements).abs()
     best = distance.amin(-1, keepdim=True)
-    even = torch.where(distance == best, torch.arange(len(elements)) % 2, 2).argmin(-1)  # of two nearest, the even code
+    # of two nearest, the even code
+    even = torch.where(distance == best, torch.arange(len(elements)) % 2, 2).argmin(-1)
     want = (elements[even] * x.sign() * 2.0**exponent).flatten(1)
     assert torch.equal(got, want)
 
@@ -111,14 +153,25 @@ def test_bits_pack_as_documented():
     for bits in (4, 6, 8):
         codes = torch.randint(0, 2**bits, (3, 96))
         packed = pack_bits(codes, bits)
-        assert packed.shape == (3, 96 * bits // 8) and torch.equal(unpack_bits(packed, bits), codes.int())
-    assert [FORMATS[s].bits_per_weight for s in ("mxfp8", "mxfp6", "mxfp4", "int4-g32")] == [8.25, 6.25, 4.25, 5.0]
+        assert packed.shape == (3, 96 * bits // 8) and torch.equal(
+            unpack_bits(packed, bits), codes.int()
+        )
+    assert [bits_per_weight(s) for s in ("mxfp8", "mxfp6", "mxfp4", "int4-g32")] == [
+        8.25,
+        6.25,
+        4.25,
+        5.0,
+    ]
 
 
 def test_scales_round_up():
     x = torch.tensor([1.0, 1.001, 0.3, 0.0, 2.0**-126])
     up = round_scale(x, torch.bfloat16)
-    assert up.dtype == torch.bfloat16 and (up.float() >= x).all() and (up.float() <= x * (1 + 2**-7)).all()
+    assert (
+        up.dtype == torch.bfloat16
+        and (up.float() >= x).all()
+        and (up.float() <= x * (1 + 2**-7)).all()
+    )
 
 
 def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
@@ -130,16 +183,22 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
         scale, zero = parts["scale"].float(), parts["zero"].float()
         limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(FORMATS[scheme].group, 1)
     elif scheme == "q4_k":  # float32 rounds by 2^-24
-        limit = (parts["scale"] / 2 * (1 + 2**-20) + parts["zero"].abs() * 2**-22).repeat_interleave(32, 1)
+        limit = (
+            parts["scale"] / 2 * (1 + 2**-20) + parts["zero"].abs() * 2**-22
+        ).repeat_interleave(32, 1)
     elif scheme in ("q4_1", "q8_0"):  # float16 rounds to nearest, and is 2^-24 apart below 6e-5
         scale, zero = parts["scale"].float(), parts.get("zero", torch.zeros(1)).float()
         largest = 15 if scheme == "q4_1" else 127
         limit = scale / 2 + zero.abs() * 2**-11 + largest * (scale * 2**-11 + 2**-25) + 2**-25
         limit = limit.repeat_interleave(32, 1)
     elif scheme.startswith("fp8-g"):
-        limit = parts["scale"].float().repeat_interleave(FORMATS[scheme].group, 1)[:, : w.size(1)] * 2**-10
+        limit = (
+            parts["scale"].float().repeat_interleave(FORMATS[scheme].group, 1)[:, : w.size(1)]
+            * 2**-10
+        )
         limit = torch.maximum(w.abs() * 2**-4, limit)
-    elif scheme == "nvfp4":  # an element's half step, and what lies beyond 6 where the scale was rounded down
+    elif scheme == "nvfp4":
+        # an element's half step, and what lies beyond 6 where the scale was rounded down
         scale = parts["scale"].float() / parts["whole"][:, None]
         top = w.unflatten(1, (-1, 16)).abs().amax(-1)
         assert (scale <= top / 6 * (1 + 2**-4) + 2**-9 / parts["whole"][:, None]).all()
@@ -150,10 +209,15 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
     else:
         _, m, bias, largest = MX[scheme]
         top = w.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
-        step = torch.ldexp(torch.ones(1), parts["scale"].int()[..., None] - 127) * 2.0 ** (1 - bias - m)
+        step = torch.ldexp(torch.ones(1), parts["scale"].int()[..., None] - 127) * 2.0 ** (
+            1 - bias - m
+        )
         saturated = top * (1 - largest / 2.0 ** (math.floor(math.log2(largest)) + 1))
         each = torch.maximum(w.unflatten(1, (-1, 32)).abs() * 2.0 ** -(m + 1), step / 2)
-        return torch.maximum(each, torch.where(each > 0, saturated, saturated)).flatten(1) * (1 + 1e-6) + 1e-30
+        return (
+            torch.maximum(each, torch.where(each > 0, saturated, saturated)).flatten(1) * (1 + 1e-6)
+            + 1e-30
+        )
     return limit * (1 + 1e-5) + w.abs() * 2**-22 + 1e-30
 
 
@@ -185,17 +249,22 @@ def test_what_cannot_be_quantized_is_refused(scheme):
         with pytest.raises(ValueError, match=r"\(48, 250\): 250 inputs are no multiple of"):
             quantize_tensor(weights()[:, :250], scheme)
     assert (
-        dequantize_tensor(quantize_tensor(weights()[:5].half(), scheme), scheme, torch.float16).dtype == torch.float16
+        dequantize_tensor(
+            quantize_tensor(weights()[:5].half(), scheme), scheme, torch.float16
+        ).dtype
+        == torch.float16
     )
 
 
 def test_unknown_schemes_are_named():
     with pytest.raises(ValueError, match=r"'int3' does not exist; there are int8, int4-g32"):
         format_of("int3")
-    assert [*FORMATS] == [*schemes.SCHEMES, *schemes.STORED_SCHEMES], "flags are checked by the names alone"
+    assert [*FORMATS] == [*schemes.SCHEMES, *schemes.STORED_SCHEMES], (
+        "flags are checked by the names alone"
+    )
 
 
-# -------------------------------------------------------------------------------------------- Linears
+# ---------------------------------------------------------------------------------------- Linears
 
 
 class Largest(TorchDispatchMode):
@@ -224,9 +293,10 @@ def packed(linear: torch.nn.Linear, scheme: str) -> QuantizedLinear:
 
 
 def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
-    """products(inputs) are the quantized products for one row, verification's few, and a prompt's many. Rounding: sums
-    of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or product, scale, sum with the bias. What
-    a kernel rounds of int4's float32 scale and zero counts by their sizes, not by that of their sum, the weight."""
+    """products(inputs) are the quantized products for one row, verification's few, and a prompt's
+    many. Rounding: sums of 256 terms in float32, n u = 2^-16; in bfloat16 (u = 2^-8) of weight or
+    product, scale, sum with the bias. What a kernel rounds of int4's float32 scale and zero counts
+    by their sizes, not by that of their sum, the weight."""
     parts = quantize_tensor(linear.weight, scheme)
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
@@ -235,13 +305,18 @@ def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
     if "zero" in parts and (scheme.endswith("-float32") or scheme in ("q4_1", "q4_k")):
         zero = parts["zero"].double().repeat_interleave(FORMATS[scheme].group or 1, 1)
     dtype = linear.weight.dtype
-    inputs = [torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype) for M in (1, 2, 6, 9, 300)]
+    inputs = [
+        torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype)
+        for M in (1, 2, 6, 9, 300)
+    ]
     epsilon = 2**-16 if dtype == torch.float32 else 2**-16 + 3 * 2**-8
     for x, got in zip(inputs, products(inputs), strict=True):
         want = x.double() @ exact.T + linear.bias.double()
         size = x.double().abs() @ ((exact - zero).abs() + zero.abs()).T + linear.bias.abs()
         assert ((got.double() - want).abs() <= epsilon * size).all(), len(x)
-        assert (got.double() - (x.double() @ linear.weight.double().T + linear.bias)).abs().max() > 0
+        assert (
+            got.double() - (x.double() @ linear.weight.double().T + linear.bias)
+        ).abs().max() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -251,7 +326,9 @@ def test_a_quantized_linear_is_the_dequantized_product(scheme, rows, dtype):
     """Before it is packed, too."""
     linear = biased_linear(rows, dtype)
     for quantized in (QuantizedLinear.from_float(linear, scheme), packed(linear, scheme)):
-        check_products(linear, scheme, lambda inputs, found=quantized: [found(x[None])[0] for x in inputs])
+        check_products(
+            linear, scheme, lambda inputs, found=quantized: [found(x[None])[0] for x in inputs]
+        )
 
 
 @pytest.mark.compiled
@@ -269,12 +346,15 @@ def test_compiled_products_too(scheme):
         check_products(linear, scheme, torch.compile(products, fullgraph=True, dynamic=False))
 
 
-@pytest.mark.parametrize("backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.compiled)])
+@pytest.mark.parametrize(
+    "backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.compiled)]
+)
 @pytest.mark.parametrize("scheme", ["int8", "int8-float32", "fp8"])
 def test_float16_reaches_as_far_as_results_and_as_low_as_weights(scheme, backend, monkeypatch):
-    """Sums with codes alone would end at 65,504, which an activation of 1,500 reaches; scales of 8e-7 alone would be
-    off by 3.5 %. Weights and results are rounded to float16, by 2^-11 or 2^-25: that is all. For one row, for those of
-    verification and of a prompt; compiled as for a GPU too."""
+    """Sums with codes alone would end at 65,504, which an activation of 1,500 reaches; scales of
+    8e-7 alone would be off by 3.5 %. Weights and results are rounded to float16, by 2^-11 or 2^-25:
+    that is all. For one row, for those of verification and of a prompt; compiled as for a GPU
+    too."""
     torch._dynamo.reset()
     if backend == "eager":
         monkeypatch.setattr(linears, "FUSING_DEVICE", "cpu")
@@ -283,19 +363,25 @@ def test_float16_reaches_as_far_as_results_and_as_low_as_weights(scheme, backend
     linear.weight[0, 0], linear.weight[24:] = 0.9, linear.weight[24:] * 1.1e-4
     found = packed(linear, scheme)
     exact = dequantize_tensor(quantize_tensor(linear.weight, scheme), scheme).double()
-    product = torch.compile(found, backend=backend, fullgraph=True, dynamic=False) if backend else found
+    product = (
+        torch.compile(found, backend=backend, fullgraph=True, dynamic=False) if backend else found
+    )
     for M in (1, 6, 40):
         x = torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).half()
         x[:, 0] = 1500
         size = x.double().abs()
-        bound = size @ exact.abs().T * (256 * 2**-24 + 2**-10) + (size.sum(1, keepdim=True) + 1) * 2**-25
+        bound = (
+            size @ exact.abs().T * (256 * 2**-24 + 2**-10)
+            + (size.sum(1, keepdim=True) + 1) * 2**-25
+        )
         with torch.inference_mode():
             assert ((product(x).double() - x.double() @ exact.T).abs() <= bound).all(), M
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chunks_change_nothing(scheme, monkeypatch):
-    """Large matrices go through a chunk of rows at a time, the last one smaller; packed int4 through whole blocks."""
+    """Large matrices go through a chunk of rows at a time, the last one smaller; packed int4
+    through whole blocks."""
     linear, x, many = biased_linear(40, torch.float32), torch.randn(3, 256), torch.randn(300, 256)
     whole = QuantizedLinear.from_float(linear, scheme)
     want = packed(linear, scheme)(x), packed(linear, scheme)(many), whole.dequantized(torch.float32)
@@ -303,14 +389,19 @@ def test_chunks_change_nothing(scheme, monkeypatch):
     chunked = QuantizedLinear.from_float(linear, scheme)
     for name, part in whole.parts().items():
         assert torch.equal(part.view(torch.uint8), chunked.parts()[name].view(torch.uint8)), name
-    got = packed(linear, scheme)(x), packed(linear, scheme)(many), chunked.dequantized(torch.float32)
+    got = (
+        packed(linear, scheme)(x),
+        packed(linear, scheme)(many),
+        chunked.dequantized(torch.float32),
+    )
     assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "int4-g64", "int4-g128"])
 def test_a_kernel_never_unpacks_all_weights(scheme):
-    """For one row and for verification's, no operation makes a float tensor of the weights' size; a format without a
-    kernel does: the control. Small weights and large ones, which have kernels of their own."""
+    """For one row and for verification's, no operation makes a float tensor of the weights' size; a
+    format without a kernel does: the control. Small weights and large ones, which have kernels of
+    their own."""
     for rows in (512, cpu.LARGE_BYTES // 256):
         linear = torch.nn.Linear(256, rows, bias=False, dtype=torch.bfloat16)
         unpacked = QuantizedLinear.from_float(linear, "mxfp6")  # as where oneDNN is missing
@@ -321,14 +412,20 @@ def test_a_kernel_never_unpacks_all_weights(scheme):
                 assert (seen.elements < 256 * rows / 2) == reads_codes
 
 
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this processor may add 8-bit products inexactly")
+@pytest.mark.skipif(
+    not torch.cpu._is_vnni_supported(), reason="this processor may add 8-bit products inexactly"
+)
 def test_a_processor_that_adds_exactly_is_found_to():
-    """tests/test_cpu_products.py is skipped where products of integers are not exact: a mistake in them must not hide
-    so. A processor with VNNI has such products, unless oneDNN is held to older instructions."""
+    """tests/test_cpu_products.py is skipped where products of integers are not exact: a mistake in
+    them must not hide so. A processor with VNNI has such products, unless oneDNN is held to older
+    instructions."""
     if torch.cpu._is_vnni_supported() and "ONEDNN_MAX_CPU_ISA" not in os.environ:
         assert cpu.sums_exactly()
     if not cpu.sums_exactly():
-        codes, x = torch.full((32, 64), 127, dtype=torch.int8), torch.full((1, 64), 255, dtype=torch.uint8)
+        codes, x = (
+            torch.full((32, 64), 127, dtype=torch.int8),
+            torch.full((1, 64), 255, dtype=torch.uint8),
+        )
         wrong = cpu.PackedInt8(codes, torch.ones(32)).multiply(x) != 127 * 127 * 64
         assert wrong.any(), "products that are exact are not taken"
 
@@ -337,15 +434,19 @@ def test_a_processor_without_such_products_takes_others(monkeypatch):
     """As on ARM, where oneDNN is there and its products of integers are not."""
 
     def missing(*_):
-        raise RuntimeError("Could not run 'onednn::qlinear_prepack' with arguments from the 'CPU' backend")
+        raise RuntimeError(
+            "Could not run 'onednn::qlinear_prepack' with arguments from the 'CPU' backend"
+        )
 
+    monkeypatch.setattr(cpu, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu.PackedInt8, "prepack", missing)
     assert cpu.sums_exactly.__wrapped__() is False
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_shards_put_together_are_the_whole(scheme):
-    """Both dimensions, 2 and 4 parts: stored parts join to the original's, products add up or join."""
+    """Both dimensions, 2 and 4 parts: stored parts join to the original's, products add up or
+    join."""
     linear = torch.nn.Linear(512, 64).requires_grad_(False)
     whole = QuantizedLinear.from_float(linear, scheme)
     x = torch.randn(3, 512)
@@ -359,9 +460,13 @@ def test_shards_put_together_are_the_whole(scheme):
             shard.pack()
         assert torch.allclose(torch.cat([shard(x) for shard in rows], -1), whole(x), atol=1e-4)
         pieces = x.chunk(world, 1)
-        assert torch.allclose(sum(shard(piece) for shard, piece in zip(columns, pieces)), whole(x), atol=1e-4)
+        assert torch.allclose(
+            sum(shard(piece) for shard, piece in zip(columns, pieces)), whole(x), atol=1e-4
+        )
     if FORMATS[scheme].group:
-        with pytest.raises(ValueError, match=r"512 cannot be divided into 64 shards of full groups of"):
+        with pytest.raises(
+            ValueError, match=r"512 cannot be divided into 64 shards of full groups of"
+        ):
             whole.shard(1, 0, 64)
     with pytest.raises(ValueError, match="64 cannot be divided into 3"):
         whole.shard(0, 0, 3)
@@ -370,7 +475,7 @@ def test_shards_put_together_are_the_whole(scheme):
         whole.shard(0, 0, 2)
 
 
-# ---------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------- models
 
 
 @pytest.fixture(scope="module")
@@ -380,9 +485,16 @@ def wide_folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("wide")
     config = transformers.AutoConfig.for_model(
-        "qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=131, max_position_embeddings=96, dtype="float32",
-    )  # fmt: skip
+        "qwen2",
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=131,
+        max_position_embeddings=96,
+        dtype="float32",
+    )
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -392,16 +504,26 @@ def wide_folder(tmp_path_factory):
 
 
 def greedy(model, n: int = 8, **options) -> list[int]:
-    return [id for _, id in generate(model, [[5, 9, 40]], sampling=Sampling(0), max_new_tokens=n, **options)]
+    return [
+        id
+        for _, id in generate(
+            model, [[5, 9, 40]], sampling=Sampling(0), max_new_tokens=n, **options
+        )
+    ]
 
 
 @pytest.mark.parametrize("head", [None, "int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_on_the_way_in_from_disk_and_in_memory_agree(scheme, head, wide_folder, tmp_path):
-    """Bit for bit: loading with a scheme, quantizing a loaded model, and loading what was stored."""
-    on_the_way = load_model(wide_folder, dtype=torch.float32, quantize=scheme, head=head, pack=False)
+    """Bit for bit: loading with a scheme, quantizing a loaded model, and loading what was
+    stored."""
+    on_the_way = load_model(
+        wide_folder, dtype=torch.float32, quantize=scheme, head=head, pack=False
+    )
     in_memory = quantize_model(load_model(wide_folder, dtype=torch.float32), scheme, head)
-    hf = json.loads((wide_folder / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": head}}
+    hf = json.loads((wide_folder / "config.json").read_text()) | {
+        "quantization": {"scheme": scheme, "head": head}
+    }
     save_model(on_the_way, tmp_path / "stored", hf)
     stored = load_model(tmp_path / "stored", dtype=torch.float32, pack=False)
     linears = [quantized_linears(model) for model in (on_the_way, in_memory, stored)]
@@ -409,37 +531,62 @@ def test_quantized_on_the_way_in_from_disk_and_in_memory_agree(scheme, head, wid
     for a, *others in zip(*linears):
         for other in others:
             assert all(torch.equal(part, other.parts()[name]) for name, part in a.parts().items())
-    assert greedy(pack_model(on_the_way)) == greedy(pack_model(in_memory)) == greedy(pack_model(stored))
+    assert (
+        greedy(pack_model(on_the_way))
+        == greedy(pack_model(in_memory))
+        == greedy(pack_model(stored))
+    )
     if scheme != "int8":
-        with pytest.raises(ValueError, match=f"is stored in {scheme} and cannot be quantized to int8"):
+        with pytest.raises(
+            ValueError, match=f"is stored in {scheme} and cannot be quantized to int8"
+        ):
             load_model(tmp_path / "stored", quantize="int8")
 
 
 @pytest.mark.parametrize("head", ["int8", "nonsense"])
 def test_a_head_alone_is_refused_not_ignored(head, wide_folder):
-    for build in (load_model, lambda folder, **options: random_model(load_config(folder), **options)):
-        with pytest.raises(ValueError, match=rf"head {head} \(--quantize_head\) needs .*--quantize"):
+    for build in (
+        load_model,
+        lambda folder, **options: random_model(load_config(folder), **options),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"head {head} \(--quantize_head\) needs .*--quantize"
+        ):
             build(wide_folder, head=head)
 
 
 @pytest.mark.parametrize(
     ("flags", "scheme"),
     [
-        ("--quantize int4-g32", "int8"), ("--quantize int4-g32 --quantize_head none", None), ("--quantize int8", None),
-        ("--quantize int4-g32 --quantize_head int4-g32", "int4-g32"), ("", None),
+        ("--quantize int4-g32", "int8"),
+        ("--quantize int4-g32 --quantize_head none", None),
+        ("--quantize int8", None),
+        ("--quantize int4-g32 --quantize_head int4-g32", "int4-g32"),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_int4_brings_an_int8_head(flags, scheme, tmp_path):
-    """Unless told otherwise. A folder that is stored with another head loads, with the flag that made it too."""
+    """Unless told otherwise. A folder that is stored with another head loads, with the flag that
+    made it too."""
     args = parse_args(["--checkpoint", "checkpoints/demo", *flags.split()])
-    model, _ = load_target(args, torch.device("cpu"), ALONE)
+    model, _ = load_target(args.model, torch.device("cpu"))
     assert getattr(model.lm_head, "scheme", None) == scheme
-    if args.quantize:
-        command = ["--checkpoint", "checkpoints/demo", "--output", str(tmp_path / "q"), "--scheme", args.quantize]
+    if args.model.quantize:
+        command = [
+            "--checkpoint",
+            "checkpoints/demo",
+            "--output",
+            str(tmp_path / "q"),
+            "--scheme",
+            args.model.quantize,
+        ]
         quantize_command.main(command + (["--head", scheme] if scheme else []))
-        for again in ([], ["--quantize", args.quantize]):
+        for again in ([], ["--quantize", args.model.quantize]):
             args = parse_args(["--checkpoint", str(tmp_path / "q"), *again])
-            assert getattr(load_target(args, torch.device("cpu"), ALONE)[0].lm_head, "scheme", None) == scheme
+            assert (
+                getattr(load_target(args.model, torch.device("cpu"))[0].lm_head, "scheme", None)
+                == scheme
+            )
 
 
 def test_a_tied_head_is_quantized_once(folder_of):
@@ -462,11 +609,15 @@ def test_weights_that_are_not_finite_are_named(wide_folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][5, 5] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: weights hold NaN"):
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: weights hold NaN"
+    ):
         load_model(folder, quantize="int8")
 
 
-@pytest.mark.parametrize("value", ["int8", {"scheme": "int3"}, {"scheme": "int8", "head": "x"}, {}, {"bits": 4}])
+@pytest.mark.parametrize(
+    "value", ["int8", {"scheme": "int3"}, {"scheme": "int8", "head": "x"}, {}, {"bits": 4}]
+)
 def test_a_quantization_entry_that_means_nothing_is_refused(value, wide_folder, tmp_path):
     folder = shutil.copytree(wide_folder, tmp_path / "odd")
     hf = json.loads((folder / "config.json").read_text()) | {"quantization": value}
@@ -478,10 +629,13 @@ def test_a_quantization_entry_that_means_nothing_is_refused(value, wide_folder, 
 @pytest.mark.parametrize("head", [None, "int8"])
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp6"])
 def test_drafting_with_the_quantized_self(scheme, head, folder_of):
-    """On the target's own cache: greedy output is the target's. Norms, embedding, head and rotations are the target's
-    own modules, before packing and after, and only blocks' Linears are new."""
+    """On the target's own cache: greedy output is the target's. Norms, embedding, head and
+    rotations are the target's own modules, before packing and after, and only blocks' Linears are
+    new."""
     folder = folder_of("llama-3")
-    target = load_model(folder, dtype=torch.float32, quantize="int8" if head else None, head=head, pack=False)
+    target = load_model(
+        folder, dtype=torch.float32, quantize="int8" if head else None, head=head, pack=False
+    )
     draft = quantized_copy(target, scheme)
     pos = torch.arange(9)
     again = quantize_model(load_model(folder, dtype=torch.float32), scheme, head)
@@ -490,14 +644,22 @@ def test_drafting_with_the_quantized_self(scheme, head, folder_of):
     linears = dict(named_linears(draft))
     assert all(linear.scheme == scheme for name, linear in linears.items() if name != "lm_head")
     assert pack_model(target, draft) is target
-    new = {id(parameter) for linear in quantized_linears(draft.layers) for parameter in linear.parameters()}
+    new = {
+        id(parameter)
+        for linear in quantized_linears(draft.layers)
+        for parameter in linear.parameters()
+    }
     own = {id(parameter) for parameter in target.parameters()}
     assert {id(parameter) for parameter in draft.parameters()} - new <= own and not new & own
-    assert draft.lm_head is target.lm_head and draft.embed is target.embed and draft.rope is target.rope
+    assert (
+        draft.lm_head is target.lm_head
+        and draft.embed is target.embed
+        and draft.rope is target.rope
+    )
     timing = Timing()
     drafter = ModelDraft(draft, on_layers=range(3))
     assert greedy(target, 60, drafter=drafter, timing=timing) == greedy(target, 60)
-    assert sum(token.index < token.accepted for token in timing.tokens[0]) > 20
+    assert sum(token.index < token.accepted for token in token_records(timing)[0]) > 20
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -506,10 +668,14 @@ def test_a_packed_model_is_neither_saved_nor_copied(plain, folder_of, tmp_path, 
     monkeypatch.setattr(cpu, "LARGE_BYTES", 0)
     options = {"dtype": torch.float32, "quantize": None if plain else "int8"}
     model = pack_model(load_model(folder_of("llama-3"), **options))
-    with pytest.raises(ValueError, match=r"packed model cannot be saved.*; load it with pack=False"):
+    with pytest.raises(
+        ValueError, match=r"packed model cannot be saved.*; load it with pack=False"
+    ):
         save_model(model, tmp_path / "q", {})
     assert not (tmp_path / "q").exists()
-    with pytest.raises(ValueError, match=r"packed model cannot be copied.*; load it with pack=False"):
+    with pytest.raises(
+        ValueError, match=r"packed model cannot be copied.*; load it with pack=False"
+    ):
         quantized_copy(model, "int4-g32")
     model = load_model(folder_of("llama-3"), pack=False, **options)
     save_model(model, tmp_path / "q", config_json(folder_of("llama-3")))
@@ -535,7 +701,7 @@ def test_the_walker_visits_every_linear_in_the_order_of_computing(folder_of):
 def test_another_format_loads_saves_and_drafts(folder_of, tmp_path, monkeypatch):
     """The example of docs/fork.md, which no file of ours knows."""
 
-    class Ternary(quantize_program.Format):
+    class Ternary(Format):
         def shapes(self, rows, columns):
             return {"codes": ((rows, columns), torch.int8), "scale": ((rows,), torch.bfloat16)}
 
@@ -547,12 +713,16 @@ def test_another_format_loads_saves_and_drafts(folder_of, tmp_path, monkeypatch)
         def dequantize(self, parts):
             return parts["codes"].float() * parts["scale"].float()[:, None]
 
-    monkeypatch.setitem(quantize_program.FORMATS, "ternary", Ternary(bits=8))
+    monkeypatch.setitem(FORMATS, "ternary", Ternary(bits=8))
     model = load_model(folder_of("llama-3"), dtype=torch.float32, quantize="ternary", pack=False)
     save_model(model, tmp_path / "q", config_json(folder_of("llama-3")))
     again = load_model(tmp_path / "q", dtype=torch.float32)
     target = load_model(folder_of("llama-3"), dtype=torch.float32)
-    assert greedy(pack_model(model)) == greedy(again) == greedy(pack_model(quantized_copy(target, "ternary")))
+    assert (
+        greedy(pack_model(model))
+        == greedy(again)
+        == greedy(pack_model(quantized_copy(target, "ternary")))
+    )
     assert greedy(again) != greedy(target)
 
 
@@ -570,11 +740,16 @@ def test_compiled_equals_eager(scheme, wide_folder):
 def test_command_line(wide_folder, text_folder, capsys, monkeypatch):
     for arguments, names in [
         (["--quantize", "int3"], "'int3' does not exist"),
-        (["--quantize_head", "int8"], "--quantize_head needs --quantize"),
+        (["--quantize_head", "int8"], "head int8 (--quantize_head) needs a scheme"),
         (["--quantize", "int4-g128"], "layers.0.qkv: 64 inputs are no multiple of the 128"),
-        (["--draft", "quantized:int3"], "--draft quantized:int3: quantization scheme 'int3' does not exist"),
+        (
+            ["--draft", "quantized:int3"],
+            "--draft quantized:int3: quantization scheme 'int3' does not exist",
+        ),
     ]:
-        monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(text_folder), *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["generate.py", "--checkpoint", str(text_folder), *arguments]
+        )
         with pytest.raises(SystemExit) as exit:
             program.main()
         out, err = capsys.readouterr()
@@ -585,7 +760,7 @@ def test_command_line(wide_folder, text_folder, capsys, monkeypatch):
         assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
 
 
-# -------------------------------------------------------------------------------- calibration and command
+# ------------------------------------------------------------------------ calibration and command
 
 
 def correlated(rows: int, columns: int) -> torch.Tensor:
@@ -596,18 +771,21 @@ def correlated(rows: int, columns: int) -> torch.Tensor:
 
 
 def test_gptq_without_correlations_is_rounding():
-    """A diagonal Hessian spreads nothing: the codes are those of rounding within the same ranges."""
+    """A diagonal Hessian spreads nothing: the codes are those of rounding within the same
+    ranges."""
     w, format = weights(16, 128), FORMATS["int4-g32"]
     grouped = w.unflatten(1, (-1, 32))
     diagonal = torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.1
     parts = gptq(w, torch.diag(diagonal), format)
-    want = format.with_range(grouped, *search_range(grouped, format, diagonal.unflatten(0, (-1, 32))))
+    want = format.with_range(
+        grouped, *search_range(grouped, format, diagonal.unflatten(0, (-1, 32)))
+    )
     assert all(torch.equal(parts[name], part) for name, part in want.items())
 
 
 def test_gptq_equals_its_definition():
-    """arXiv:2210.17323 eq. (2) and (3), a column at a time with the inverse Hessian of those still to come, no
-    factor, no blocks; and it keeps outputs far better than rounding does."""
+    """arXiv:2210.17323 eq. (2) and (3), a column at a time with the inverse Hessian of those still
+    to come, no factor, no blocks; and it keeps outputs far better than rounding does."""
     w, x, format = weights(8, 192)[:, :192], correlated(600, 192), FORMATS["int4-g64"]
     hessian = (x.T @ x).double()
     parts = gptq(w, hessian, format)
@@ -615,7 +793,11 @@ def test_gptq_equals_its_definition():
     zero = parts["zero"].double().repeat_interleave(64, 1)
     scale = torch.where(scale > 0, scale, 1.0)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(192)
-    left, rest, codes = hessian.diagonal().argsort(descending=True).tolist(), w.double().clone(), torch.zeros(8, 192)
+    left, rest, codes = (
+        hessian.diagonal().argsort(descending=True).tolist(),
+        w.double().clone(),
+        torch.zeros(8, 192),
+    )
     while left:
         column, inverse = left[0], torch.linalg.inv(damped[left][:, left])
         code = ((rest[:, column] - zero[:, column]) / scale[:, column]).round().clamp(-8, 7)
@@ -640,13 +822,17 @@ def test_gptq_with_inputs_that_never_occur():
 
 @pytest.mark.parametrize("size", [2.0**-14, 1.0, 2.0**14])
 def test_gptq_does_not_depend_on_the_size_of_inputs(size):
-    """Codes follow from what inputs are to each other, with ones that never occur too; and beat rounding on them."""
+    """Codes follow from what inputs are to each other, with ones that never occur too; and beat
+    rounding on them."""
     x, w = correlated(600, 192), weights(8, 192)[:, :192]
     x[:, [3, 40, 41]] = 0
     format = FORMATS["int4-g64"]
     parts, want = (gptq(w, hessian, format) for hessian in ((x * size).T @ (x * size), x.T @ x))
     assert all(torch.equal(parts[name], want[name]) for name in want)
-    loss = [((format.dequantize(p) - w) @ x.T).square().sum() for p in (parts, quantize_tensor(w, "int4-g64"))]
+    loss = [
+        ((format.dequantize(p) - w) @ x.T).square().sum()
+        for p in (parts, quantize_tensor(w, "int4-g64"))
+    ]
     assert loss[0] < 0.5 * loss[1]
 
 
@@ -673,8 +859,10 @@ def quantize(*arguments) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("head", [[], ["--head", "int8"]])
 def test_a_folder_written_layer_by_layer_is_what_loading_would_make(text_folder, tmp_path, head):
-    done = quantize("--checkpoint", text_folder, "--scheme", "int4-g32", "--output", tmp_path / "q", *head)
-    assert done.returncode == 0 and "times smaller" in done.stderr, done.stderr
+    done = quantize(
+        "--checkpoint", text_folder, "--scheme", "int4-g32", "--output", tmp_path / "q", *head
+    )
+    assert done.returncode == 0 and "; other programs refuse it" in done.stderr, done.stderr
     stored = load_model(tmp_path / "q", dtype=torch.float32, pack=False)
     options = {"quantize": "int4-g32", "head": "int8" if head else None, "pack": False}
     way = load_model(text_folder, dtype=torch.float32, **options)
@@ -688,60 +876,102 @@ def test_a_folder_written_layer_by_layer_is_what_loading_would_make(text_folder,
 
 
 def test_gptq_on_the_command_line(text_folder, tmp_path):
-    """More faithful than rounding on text like the calibration's, measured as KL from the original."""
+    """More faithful than rounding on text like the calibration's, measured as KL from the
+    original."""
     text = tmp_path / "text.txt"
-    text.write_text("the little cat and a big dog went to play in the park with their red ball; it was fun. " * 60)
+    text.write_text(
+        "the little cat and a big dog went to play in the park with their red ball; it was fun. "
+        * 60
+    )
     original, kl = load_model(text_folder, dtype=torch.float32), {}
     rows = windows(load_tokenizer(text_folder).encode(text.read_text(), bos=False), 64, 1)
     for method in ("rtn", "gptq"):
-        extra = ["--calibration", text, "--samples", 16, "--context", 64] if method == "gptq" else []
+        extra = (
+            ["--calibration", text, "--samples", 16, "--context", 64] if method == "gptq" else []
+        )
         flags = ["--checkpoint", text_folder, "--scheme", "int4-g32", "--method", method]
         done = quantize(*flags, "--output", tmp_path / method, *extra)
         assert done.returncode == 0, done.stderr
-        kl[method] = measure(load_model(tmp_path / method, dtype=torch.float32), rows, 4, original)["kl"]
+        kl[method] = measure(load_model(tmp_path / method, dtype=torch.float32), rows, 4, original)[
+            "kl"
+        ]
     assert kl["gptq"] < 0.7 * kl["rtn"]
 
 
 def test_a_run_that_is_killed_leaves_nothing_that_loads(text_folder, tmp_path):
     code = (
-        "import os, cli.quantize, loading.checkpoint as checkpoint\n"
-        "write = checkpoint.write_tensors\n"
-        "checkpoint.write_tensors = lambda *a: (write(*a), os._exit(9) if '00002' in a[0].name else None)[0]\n"
+        "import os, cli.quantize, loading.saving as saving\n"
+        "write = saving.write_tensors\n"
+        "saving.write_tensors = lambda *a: (write(*a), os._exit(9) if '00002' in a[0].name else"
+        " None)[0]\n"
         f"cli.quantize.main(['--checkpoint', {str(text_folder)!r}, '--scheme', 'int8',"
         f" '--output', {str(tmp_path / 'q')!r}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 9 and (tmp_path / "q.partial").exists() and not (tmp_path / "q").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        done.returncode == 9 and (tmp_path / "q.partial").exists() and not (tmp_path / "q").exists()
+    )
     with pytest.raises(ValueError):
         load_model(tmp_path / "q.partial")
-    assert quantize("--checkpoint", text_folder, "--scheme", "int8", "--output", tmp_path / "q").returncode == 0
+    assert (
+        quantize(
+            "--checkpoint", text_folder, "--scheme", "int8", "--output", tmp_path / "q"
+        ).returncode
+        == 0
+    )
     assert not (tmp_path / "q.partial").exists() and load_model(tmp_path / "q")
 
 
 def test_command_errors(text_folder, tmp_path):
     output = ["--output", tmp_path / "q"]
-    gptq = ["--scheme", "int4-g32", "--method", "gptq", "--calibration", text_folder / "config.json"]
+    gptq = [
+        "--scheme",
+        "int4-g32",
+        "--method",
+        "gptq",
+        "--calibration",
+        text_folder / "config.json",
+    ]
     for arguments, names in [
         (["--scheme", "int3"], "'int3' does not exist"),
         (["--scheme", "int4-g128"], "layers.0.qkv: 64 inputs are no multiple of the 128"),
-        (["--scheme", "int8", "--method", "gptq", "--calibration", "x"], "chooses int4 codes; int8 takes --method rtn"),
-        (["--scheme", "int4-g32", "--method", "gptq"], "--method gptq and --calibration FILE need each other"),
-        (["--scheme", "int4-g32", "--method", "gptq", "--calibration", "nowhere.txt"], "nowhere.txt"),
+        (
+            ["--scheme", "int8", "--method", "gptq", "--calibration", "x"],
+            "chooses int4 codes; int8 takes --method rtn",
+        ),
+        (
+            ["--scheme", "int4-g32", "--method", "gptq"],
+            "--method gptq and --calibration FILE need each other",
+        ),
+        (
+            ["--scheme", "int4-g32", "--method", "gptq", "--calibration", "nowhere.txt"],
+            "nowhere.txt",
+        ),
         (["--scheme", "int8", "--output", tmp_path], "exists already"),
         (["--scheme", "int8", "--device", "foo"], "--device foo: not available here"),
-        (["--scheme", "int8", "--device", "meta"], "--device meta: not available here"),
+        (["--scheme", "int8", "--device", "meta"], "--device meta: only cpu, cuda and mps compute"),
         (["--scheme", "int8", "--device", "cuda:99"], "--device cuda:99: not available here"),
-        ([*gptq, "--context", 0], "--samples 128 must be at least 1, --context 0 between 1 and 159"),
-        ([*gptq, "--context", 160], "--context 160 between 1 and 159"),
-        ([*gptq, "--samples", -1], "--samples -1 must be at least 1, --context 159 between 1 and 159"),
-        (["--scheme", "int8", "--context", "x"], "invalid int value: 'x'"),
+        (
+            [*gptq, "--context", 0],
+            "--context: 0 must be at least 1",
+        ),
+        ([*gptq, "--context", 160], "--context 160 must lie between 1 and 159"),
+        (
+            [*gptq, "--samples", -1],
+            "--samples: -1 must be at least 1",
+        ),
+        (["--scheme", "int8", "--context", "x"], "invalid positive value: 'x'"),
     ]:
         done = quantize("--checkpoint", text_folder, *output, *arguments)
-        assert done.returncode == 2 and names in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and names in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
         assert done.stderr.startswith("error: ") and not (tmp_path / "q").exists()
 
 
-# ------------------------------------------------------------------------------------------ perplexity
+# ------------------------------------------------------------------------------------- perplexity
 
 
 def test_perplexity_by_hand(wide_folder):
@@ -750,11 +980,17 @@ def test_perplexity_by_hand(wide_folder):
 
     ids = torch.randint(0, 131, (75,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = windows(ids, 20, bos=7)
-    assert rows.shape == (3, 21) and rows[:, 0].tolist() == [7] * 3 and rows[1, 1:].tolist() == ids[20:40]
+    assert (
+        rows.shape == (3, 21)
+        and rows[:, 0].tolist() == [7] * 3
+        and rows[1, 1:].tolist() == ids[20:40]
+    )
     assert windows(ids, 20, bos=None).shape == (3, 20)
     with pytest.raises(ValueError, match="75 tokens, fewer than one window of --context 80"):
         windows(ids, 80, None)
-    model, other = (load_model(wide_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None))
+    model, other = (
+        load_model(wide_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None)
+    )
     found = measure(model, rows, 2, other)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(wide_folder, dtype=torch.float32)
     with torch.no_grad():
@@ -764,15 +1000,21 @@ def test_perplexity_by_hand(wide_folder):
     assert plain["nll"] == pytest.approx(sum(losses) / 3, abs=1e-4) and "kl" not in plain
     assert plain["perplexity"] == pytest.approx(math.exp(plain["nll"])) and plain["tokens"] == 60
     assert plain["context"] == 20 and plain["bos"] is True
-    assert found["kl"] == pytest.approx((p * (p / q).log()).sum(-1).mean().item(), rel=1e-3) and found["kl"] > 1e-5
+    assert (
+        found["kl"] == pytest.approx((p * (p / q).log()).sum(-1).mean().item(), rel=1e-3)
+        and found["kl"] > 1e-5
+    )
     assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
     assert measure(other, rows, 3, other)["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_perplexity_never_makes_all_logits(text_folder, monkeypatch):
-    """Of the largest vocabularies they would be gigabytes. What is found stays the same, but for the order of sums."""
+    """Of the largest vocabularies they would be gigabytes. What is found stays the same, but for
+    the order of sums."""
     rows = torch.randint(0, 384, (5, 21), generator=torch.Generator().manual_seed(0))
-    model, other = (load_model(text_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None))
+    model, other = (
+        load_model(text_folder, dtype=torch.float32, quantize=s) for s in ("int4-g32", None)
+    )
     want = perplexity.score(model, rows, other)
     monkeypatch.setattr(perplexity, "MAX_LOGITS", 384 * 7)
     with Largest() as seen:
@@ -782,8 +1024,8 @@ def test_perplexity_never_makes_all_logits(text_folder, monkeypatch):
 
 
 def test_perplexity_of_long_windows_runs_in_chunks(folder_of, monkeypatch):
-    """The same figures as in one pass, with windows of attention too, and no tensor that grows as the window's
-    square: here two windows of 140 tokens in chunks of 8."""
+    """The same figures as in one pass, with windows of attention too, and no tensor that grows as
+    the window's square: here two windows of 140 tokens in chunks of 8."""
     rows = torch.randint(3, 131, (2, 141), generator=torch.Generator().manual_seed(0))
     for family in ("llama-2", "mistral-v0.1"):
         model = load_model(folder_of(family), dtype=torch.float32)
@@ -792,7 +1034,8 @@ def test_perplexity_of_long_windows_runs_in_chunks(folder_of, monkeypatch):
             patch.setattr(perplexity, "CHUNK", 8)
             got = perplexity.score(model, rows, model)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want)), family
-        assert seen.elements <= 2 * 140 * 64, family  # a cache; scores of all pairs would be 4 * 140 times 140
+        # a cache; scores of all pairs would be 4 * 140 times 140
+        assert seen.elements <= 2 * 140 * 64, family
     num_rows = []
 
     def score(model, rows, other):
@@ -806,19 +1049,38 @@ def test_perplexity_of_long_windows_runs_in_chunks(folder_of, monkeypatch):
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_bos_leads_windows_only_where_encoding_a_text_adds_one(adds, text_folder, tmp_path, monkeypatch):
+def test_bos_leads_windows_only_where_encoding_a_text_adds_one(
+    adds, text_folder, tmp_path, monkeypatch
+):
     """In perplexity and in GPTQ's calibration, whatever token the folder names."""
     folder, text = shutil.copytree(text_folder, tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("the little cat and a big dog went to play in the park. " * 9)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds, "bos_token": "<s>"}))
-    command = ["perplexity", "--checkpoint", folder, "--text", text, "--context", 20, "--json", "--device", "cpu"]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": adds, "bos_token": "<s>"})
+    )
+    command = [
+        "perplexity",
+        "--checkpoint",
+        folder,
+        "--text",
+        text,
+        "--context",
+        20,
+        "--json",
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
     found = perplexity.run(perplexity.parse_args())
     assert found["bos"] is adds and found["context"] == 20 and (found["tokens"] % 20 == 0) == adds
     model = load_model(folder, dtype=torch.float32)
-    asked = types.SimpleNamespace(checkpoint=folder, calibration=text, context=20, samples=3, device="cpu")
-    (states,) = quantize_program.calibration_states(asked, model)
-    assert states.shape[1] == 20 + adds and adds == torch.equal(states[:, 0], model.embed.weight[[1] * 3])
+    asked = types.SimpleNamespace(
+        checkpoint=folder, calibration=text, context=20, samples=3, device="cpu"
+    )
+    (states,) = quantized_folder.calibration_states(asked, model)
+    assert states.shape[1] == 20 + adds and adds == torch.equal(
+        states[:, 0], model.embed.weight[[1] * 3]
+    )
 
 
 def test_perplexity_on_the_command_line(capsys, monkeypatch):
@@ -834,9 +1096,14 @@ def test_perplexity_on_the_command_line(capsys, monkeypatch):
             status = exit.code
         return status, *capsys.readouterr()
 
-    _, out, _ = main(*stories, "--quantize", "int8", "--json", "--reference", str(ROOT / "checkpoints" / "demo"))
+    _, out, _ = main(
+        *stories, "--quantize", "int8", "--json", "--reference", str(ROOT / "checkpoints" / "demo")
+    )
     found = json.loads(out)
-    assert found.keys() >= {"perplexity", "nll", "tokens", "context", "bos", "kl", "top1"} and found["kl"] < 0.01
+    assert (
+        found.keys() >= {"perplexity", "nll", "tokens", "context", "bos", "kl", "top1"}
+        and found["kl"] < 0.01
+    )
     status, out, err = main(*stories, "--quantize_head", "nonsense")
     assert status == 2 and "head nonsense (--quantize_head) needs" in err and not out
     status, out, err = main("--text", "nowhere.txt")
@@ -859,11 +1126,14 @@ class Peaked(torch.nn.Module):
 
 
 def test_perplexity_of_weights_that_say_nothing(capsys):
-    """NaN is refused by the folder that has it; a loss whose exponential is no float is still a loss."""
+    """NaN is refused by the folder that has it; a loss whose exponential is no float is still a
+    loss."""
     rows = torch.ones(3, 5, dtype=torch.long)
     for pair, name in (((math.nan, None), "the model"), ((1.0, math.nan), "the reference")):
         model, other = (Peaked(logit) if logit is not None else None for logit in pair)
-        with pytest.raises(ValueError, match=f"the logits of {name} are not finite in 3 of 3 windows"):
+        with pytest.raises(
+            ValueError, match=f"the logits of {name} are not finite in 3 of 3 windows"
+        ):
             measure(model, rows, 2, other)
     result = measure(Peaked(800.0), rows, 2)
     assert result["nll"] == pytest.approx(800) and result["perplexity"] is None
@@ -871,17 +1141,28 @@ def test_perplexity_of_weights_that_say_nothing(capsys):
 
 
 def test_perplexity_compares_models_of_the_same_tokens_alone(text_folder, tmp_path, monkeypatch):
-    """A vocabulary of the same size in another order is another one. One token without BOS has nothing to score."""
+    """A vocabulary of the same size in another order is another one. One token without BOS has
+    nothing to score."""
     other, text = shutil.copytree(text_folder, tmp_path / "other"), tmp_path / "text.txt"
     text.write_text("the little cat and a big dog went to play in the park. " * 9)
     file = other / "tokenizer.model"
-    a, b, c = b"\x01a\x15", b"\x01b\x15", b"\x01\0\x15"  # the pieces "a" and "b", a length before each
+    # the pieces "a" and "b", a length before each
+    a, b, c = (b"\x01a\x15", b"\x01b\x15", b"\x01\0\x15")
     data = file.read_bytes()
     assert data.count(a) == data.count(b) == 1
     file.write_bytes(data.replace(a, c).replace(b, a).replace(c, b))
 
     def run(*flags):
-        command = ["perplexity", "--checkpoint", text_folder, "--text", text, "--device", "cpu", *flags]
+        command = [
+            "perplexity",
+            "--checkpoint",
+            text_folder,
+            "--text",
+            text,
+            "--device",
+            "cpu",
+            *flags,
+        ]
         monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
         return perplexity.run(perplexity.parse_args())
 
@@ -904,7 +1185,8 @@ def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkey
     pack_model(model)
     assert model.config.tie_embeddings and torch.equal(model.embed(tokens), want)
     assert not model.lm_head.codes.is_meta
-    # aten's int8 kernel, for processors whose integer products overflow, reads the stored codes themselves.
+    # aten's int8 kernel, for processors whose integer products overflow, reads the stored codes
+    # themselves.
     assert model.layers[0].ffn.down.codes.is_meta == (scheme != "int8" or cpu.sums_exactly())
 
 
@@ -912,9 +1194,10 @@ def test_a_tied_head_keeps_the_rows_that_are_looked_up(folder_of, scheme, monkey
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [1, 3, 12, 32, 172])
 def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
-    """Kernels read sixteen inputs at once. Of rows that are no multiple of that, one read beyond the end of the last
-    row, of codes and of activations: what stands behind both here would show, and did crash. Against float64; rounding
-    of the result and of float32 sums, and of int4's scales and zeros to the activations' type."""
+    """Kernels read sixteen inputs at once. Of rows that are no multiple of that, one read beyond
+    the end of the last row, of codes and of activations: what stands behind both here would show,
+    and did crash. Against float64; rounding of the result and of float32 sums, and of int4's scales
+    and zeros to the activations' type."""
     if scheme == "int4-g32":
         columns = 32 * columns  # whole groups, an odd number of them too
     generator = torch.Generator().manual_seed(0)
@@ -929,7 +1212,8 @@ def test_a_packed_product_reads_its_rows_alone(columns, dtype, scheme):
         x.copy_(torch.randn(rows, columns, generator=generator))
         size = x.double().abs() @ w.abs().T
         error = (packed(x).double() - x.double() @ w.T).abs()
-        bound = (40 if scheme == "int4-g32" else 4) * torch.finfo(dtype).eps  # a zero of int4 is up to 15 scales
+        # a zero of int4 is up to 15 scales
+        bound = (40 if scheme == "int4-g32" else 4) * torch.finfo(dtype).eps
         assert (error <= bound * size + 1e-3 * torch.finfo(dtype).eps).all(), rows
 
 
@@ -937,19 +1221,39 @@ def test_plain_weights_that_overflow_float16_are_refused(text_folder, tmp_path):
     model = load_model(text_folder, dtype=torch.float32, pack=False)
     model.norm.weight.data[5] = 1e5
     save_model(model, tmp_path / "large", config_json(text_folder))
-    flags = ["--checkpoint", str(tmp_path / "large"), "--scheme", "int8", "--output", str(tmp_path / "q")]
-    with pytest.raises(ValueError, match=r"norm\.weight: its weights overflow torch\.float16; --dtype bfloat16"):
-        quantize_program.run(quantize_command.parse_args([*flags, "--dtype", "float16"]))
+    flags = [
+        "--checkpoint",
+        str(tmp_path / "large"),
+        "--scheme",
+        "int8",
+        "--output",
+        str(tmp_path / "q"),
+    ]
+    with pytest.raises(
+        ValueError, match=r"norm\.weight: its weights overflow torch\.float16; --dtype bfloat16"
+    ):
+        quantized_folder.run(quantize_command.parse_args([*flags, "--dtype", "float16"]))
     assert not (tmp_path / "q").exists()
     quantize_command.main([*flags, "--dtype", "bfloat16"])
-    assert load_model(tmp_path / "q", pack=False).norm.weight[5] == torch.tensor(1e5, dtype=torch.bfloat16)
+    assert load_model(tmp_path / "q", pack=False).norm.weight[5] == torch.tensor(
+        1e5, dtype=torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_plain_weights_dtype_changes_no_code(dtype, text_folder, tmp_path):
     """Weights of float32, and merged ones, are rounded once: to their codes, as while loading."""
     quantize_command.main(
-        ["--checkpoint", str(text_folder), "--scheme", "int8", "--dtype", dtype, "--output", str(tmp_path / "q")]
+        [
+            "--checkpoint",
+            str(text_folder),
+            "--scheme",
+            "int8",
+            "--dtype",
+            dtype,
+            "--output",
+            str(tmp_path / "q"),
+        ]
     )
     got = load_model(tmp_path / "q", dtype=getattr(torch, dtype), pack=False)
     want = load_model(text_folder, dtype=getattr(torch, dtype), quantize="int8", pack=False)

@@ -4,7 +4,6 @@ import json
 import math
 import resource
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -22,68 +21,80 @@ from cli.report import (
     decided,
     origin,
     peak_memory_gb,
-    speculation,
     speculative,
 )
 from cli.report import summary as lines_of
+from decoding.costs import Costs, expected_tokens
 from decoding.sampling import Sampling
 from decoding.scheduler import Request
-from decoding.timing import StepRecord, Timing, TokenRecord
+from decoding.statistics import StepRecord, Timing, TokenRecord
 from drafts.pard import PardDraft
 from model import KVCache
-from speculative import Costs, DraftLength, expected_tokens
+from speculative import DraftLength
 
 COSTS = Costs(0.1, {3: 0.06}, {3: 0.12})  # c = 0.2, v = 1.2
 FIRST = TokenRecord(0, 0, -1, 0.0, first=True)
-PLAIN = TokenRecord(0, 0, -1, 0.0, first=False)  # a plain step, or a round that had nothing to draft for the row
+# a plain step, or a round that had nothing to draft for the row
+PLAIN = TokenRecord(0, 0, -1, 0.0, first=False)
 
 
 def tokens(accepted: int, shown: int, overlap: float = 0.5) -> list[TokenRecord]:
     """A round that drafted 3."""
-    return [TokenRecord(i, 3, accepted, overlap if i < 3 else 0.0, first=False) for i in range(shown)]
+    return [
+        TokenRecord(i, 3, accepted, overlap if i < 3 else 0.0, first=False) for i in range(shown)
+    ]
 
 
 def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timing:
     """Rows that all take part in all steps, which draft so many tokens."""
-    records = [StepRecord(k, seconds / len(ks), 0.0, 0.0, (1,) * len(rows)) for k in ks]
-    facts = {"steps": records, "decode_s": seconds, "sampling": Sampling(0), "max_new_tokens": 99}
-    return Timing([Request(i, [1], token_records=row, tokens=[1] * len(row), **facts) for i, row in enumerate(rows)])
+    positions = (1,) * len(rows)
+    records = [StepRecord(k, seconds / len(ks), 0.1, 0.2, positions, COSTS) for k in ks]
+    timing = Timing()
+    for i, row in enumerate(rows):
+        request = Request(i, [1], Sampling(0), 99, tokens=[1] * len(row), token_records=row)
+        request.steps = records
+        request.decode_s = seconds
+        timing.requests.append(request)
+    return timing
 
 
 def engine(k: int = 3) -> SimpleNamespace:
     return SimpleNamespace(
-        drafts=True, identical=True, drafter=True, models=[torch.nn.Linear(2, 2)], speculate_k=k, costs=COSTS
+        drafts=True,
+        identical=True,
+        drafter=True,
+        models=[torch.nn.Linear(2, 2)],
+        speculate_k=k,
+        costs=COSTS,
     )
 
 
 def test_statistics_by_hand():
-    """Three rounds of K = 3: two accepted and corrected; all accepted and a bonus; first rejected, at the end. Then a
-    plain step."""
+    """Three rounds of K = 3: two accepted and corrected; all accepted and a bonus; first rejected,
+    at the end. Then a plain step."""
     row = [FIRST, *tokens(2, 3), *tokens(3, 4), *tokens(0, 1), PLAIN]
     A, C, B, P = ACCEPTED, CORRECTED, BONUS, PLAIN_TOKEN
     assert [origin(token) for token in row] == [P, A, A, C, A, A, A, B, C, P]
-    found = speculation(
-        RowStatistics(row), Counter({3: 3, 0: 1}), 3, COSTS, seconds=0.6, draft_s=0.2, verify_s=0.3, c_ops=0.1
-    )
+    found = speculative(engine(), [batch([row], [3, 3, 3, 0], seconds=0.6)])
+    assert found["draft_s"] == pytest.approx(0.4) and found["verify_s"] == pytest.approx(0.6)
     assert found["rounds"] == 4 and found["rounds_by_k"] == {0: 1, 3: 3}
     assert found["drafted"] == 9 and found["accepted"] == 5
     assert found["accepted_by_position"] == [2, 2, 1] and found["reached_by_position"] == [3, 2, 2]
-    assert found["alpha"] == found["d_lk"] == 0.5 and found["tokens_per_round"] == 9 / 4
+    assert found["alpha"] == 0.5 and found["tokens_per_round"] == 9 / 4
     assert found["c"] == pytest.approx(0.2) and found["v"] == pytest.approx(1.2)
     assert found["measured_speedup"] == pytest.approx(9 * 0.1 / 0.6)
     assert found["predicted_speedup"] == pytest.approx(9 / (3 * (0.6 + 1.2) + 1))
     assert found["tokens_per_round_iid"] == pytest.approx((3 * 1.875 + 1) / 4)
     assert found["predicted_speedup_iid"] == pytest.approx((3 * 1.875 + 1) / (3 * 1.8 + 1))
-    assert found["operations"] == pytest.approx((3 * 4.3 + 1) / 9)
     twice = RowStatistics(row + row)
     assert twice.tokens == 18 and twice.accepted[0] == 4 and twice.rounds[3] == 6
-    empty = speculation(RowStatistics([]), Counter(), 3, None, 0.0, 0.0, 0.0)
-    assert empty["alpha"] is None and empty["rounds"] == 0 and len(lines_of(empty)) == 3
+    empty = speculative(engine(), [batch([[]], [], seconds=0.0)])
+    assert empty["alpha"] is None and empty["rounds"] == 0 and len(lines_of(empty)) == 4
 
 
 def test_the_speed_up_of_a_batch_is_that_of_its_rows():
-    """Eight rows that each decode as fast as they would plainly have a speed-up of 1, not of 8. A row that ends early
-    is not charged for what the others then take."""
+    """Eight rows that each decode as fast as they would plainly have a speed-up of 1, not of 8. A
+    row that ends early is not charged for what the others then take."""
     row = [FIRST, *tokens(2, 3), *tokens(2, 3)]
     for rows in (1, 8):
         found = speculative(engine(), [batch([row] * rows, [3, 3], seconds=0.6)])
@@ -91,13 +102,15 @@ def test_the_speed_up_of_a_batch_is_that_of_its_rows():
         assert found["predicted_speedup"] == pytest.approx(6 / 3.6)
     timing = batch([row, row[:4]], [3, 3], seconds=0.6)
     timing.requests[1].decode_s = 0.2
-    assert speculative(engine(), [timing], row=1)["measured_speedup"] == pytest.approx(3 * 0.1 / 0.2)
+    assert speculative(engine(), [timing], row=1)["measured_speedup"] == pytest.approx(
+        3 * 0.1 / 0.2
+    )
     assert speculative(engine(), [timing])["measured_speedup"] == pytest.approx(9 * 0.1 / 0.8)
 
 
 def test_a_round_costs_a_row_the_same_where_only_another_row_matched():
-    """Two rows, four rounds: the second row matched in one of them. Acceptance is that of matches, so what it promises
-    holds for that share of the rounds alone."""
+    """Two rows, four rounds: the second row matched in one of them. Acceptance is that of matches,
+    so what it promises holds for that share of the rounds alone."""
     always, once = [FIRST, *4 * tokens(2, 3)], [FIRST, PLAIN, PLAIN, *tokens(2, 3), PLAIN]
     timing = batch([always, once], [3, 3, 3, 3], seconds=1.0)
     found = speculative(engine(), [timing], row=1)
@@ -126,40 +139,45 @@ def test_without_a_round_there_is_no_speed_up_and_no_draft_pass():
 
 
 def test_a_chat_tells_the_share_of_all_drafted_tokens():
-    """Three tokens were drafted, the first was rejected: none of three, not none of one. Then two of three."""
-    request = Request(0, [1], Sampling(0), 99, tokens=[1] * 5, token_records=[FIRST, *tokens(0, 1), *tokens(2, 3)])
-    request.steps = [1, 2]
-    printer = SimpleNamespace(ids=request.tokens, finish_reason=lambda: "length")
-    answer = SimpleNamespace(printer=printer, request=request, row=SimpleNamespace(ids=[1]))
-    assert statistics(answer, SimpleNamespace(max_new_tokens=5)).endswith("2.00 tokens a round, 33% accepted")
+    """Three tokens were drafted, the first was rejected: none of three, not none of one. Then two
+    of three."""
+    records = [FIRST, *tokens(0, 1), *tokens(2, 3)]
+    request = Request(0, [1], Sampling(0), 99, tokens=[1] * 5, token_records=records, steps=[1, 2])
+    answer = SimpleNamespace(prompt=[1], finish_reason="length", request=request)
+    assert statistics(answer).endswith("2.00 tokens a round, 33% accepted")
 
 
 def test_a_row_without_any_match_is_charged_for_the_rounds_of_others():
     timing = batch([[FIRST, *tokens(3, 4)], [FIRST, PLAIN]], [3], seconds=0.36)
     found = speculative(engine(), [timing], row=1)
     assert found["predicted_speedup"] == pytest.approx(1 / 1.8) and found["alpha"] is None
-    assert found["measured_speedup"] is None, "nothing was drafted for it: drafting has no speed-up to measure"
+    assert found["measured_speedup"] is None, (
+        "nothing was drafted for it: drafting has no speed-up to measure"
+    )
 
 
 def test_steps_count_by_the_costs_of_their_own_threads():
-    """Three plain tokens with one thread at 0.3 s, then a round of four with two threads at 0.1 s a plain step."""
+    """Three plain tokens with one thread at 0.3 s, then a round of four with two threads at 0.1 s a
+    plain step."""
     slow, fast = Costs(0.3, {3: 0.1}, {3: 0.4}), Costs(0.1, {3: 0.03}, {3: 0.15})
     timing = batch([[FIRST, PLAIN, PLAIN, PLAIN, *tokens(3, 4)]], [0, 0, 0, 3], seconds=1.0)
     request = timing.requests[0]
-    request.steps = [step._replace(costs=slow if step.k == 0 else fast) for step in request.steps]
+    costs = [slow if step.k == 0 else fast for step in request.steps]
+    request.steps = [step._replace(costs=c) for step, c in zip(request.steps, costs)]
     found = speculative(engine(), [timing])
-    assert found["measured_speedup"] == pytest.approx((3 * 0.3 + 4 * 0.1) / timing.row_s[0])
+    assert found["measured_speedup"] == pytest.approx((3 * 0.3 + 4 * 0.1) / request.decode_s)
     assert found["predicted_speedup"] == pytest.approx(7 / (3 + 0.18 / 0.1))
 
 
 def test_the_best_k_is_said_to_be_the_best_of_what_was_measured():
     found = speculative(engine(), [batch([[FIRST, *tokens(3, 4, overlap=0.9)]], [3], seconds=0.2)])
-    assert found["best_of"] == [0, 3] and found["best_k"] == 3
-    assert lines_of(found)[-1].endswith("best of K = 0, 3 would have been 3 with 1.91")
+    assert found["best_k"] == 3
+    assert lines_of(found)[2].endswith("K = 3 would be the best, with 1.91")
 
 
 def test_auto_drafts_less_where_few_rows_match():
-    """Acceptance is perfect where something matches: with all rows the longest K pays, with one in eight none does."""
+    """Acceptance is perfect where something matches: with all rows the longest K pays, with one in
+    eight none does."""
     costs = Costs(1.0, {1: 0.0, 3: 0.0}, {1: 1.2, 3: 1.5})
     assert costs.best(1.0) == (3, 4 / 1.5) and costs.best(1.0, 1 / 8) == (0, 1.0)
     assert costs.best(1.0, 0.5)[1] == pytest.approx((1 + 0.5 * (expected_tokens(1.0, 3) - 1)) / 1.5)
@@ -175,7 +193,8 @@ def test_auto_drafts_less_where_few_rows_match():
 def test_a_row_that_failed_before_its_first_token_takes_no_other_rows_figures():
     row = [FIRST, *tokens(2, 3), *tokens(2, 3)]
     timing = batch([[], row], [3, 3], seconds=0.6)
-    timing.requests[0].steps, timing.requests[0].decode_s = [], 0.0
+    timing.requests[0].steps = []
+    timing.requests[0].decode_s = 0.0
     alone = batch([row], [3, 3], seconds=0.6)
     expected = speculative(engine(), [alone])
     assert speculative(engine(), [timing]) == speculative(engine(), [timing], row=1) == expected
@@ -183,8 +202,12 @@ def test_a_row_that_failed_before_its_first_token_takes_no_other_rows_figures():
 
 
 def test_the_rate_of_a_row_counts_the_tokens_of_its_steps():
-    """A prompt's last token may run in a step, which then decides the first token too. A failed row has no token."""
-    request, step = Request(0, [1], Sampling(0), 9, tokens=[1, 2, 3]), StepRecord(0, 0.1, 0.0, 0.1, (1,))
+    """A prompt's last token may run in a step, which then decides the first token too. A failed row
+    has no token."""
+    request, step = (
+        Request(0, [1], Sampling(0), 9, tokens=[1, 2, 3]),
+        StepRecord(0, 0.1, 0.0, 0.1, (1,)),
+    )
     for steps, count in ((2, 2), (3, 3)):
         request.steps = [step] * steps
         assert decided([request]) == count
@@ -194,7 +217,9 @@ def test_the_rate_of_a_row_counts_the_tokens_of_its_steps():
 
 def test_a_broken_draft_leaves_numbers():
     """NaN is not JSON, and would stay in the mean that draft lengths follow from."""
-    found = speculative(engine(), [batch([[FIRST, *tokens(0, 1, math.nan), *tokens(2, 3)]], [3, 3], seconds=0.2)])
+    found = speculative(
+        engine(), [batch([[FIRST, *tokens(0, 1, math.nan), *tokens(2, 3)]], [3, 3], seconds=0.2)]
+    )
     assert found["alpha"] == 0.5
     json.dumps(found, allow_nan=False)
     length = DraftLength("auto", Costs(1.0, {1: 0.0, 3: 0.0}, {1: 1.2, 3: 1.5}))
@@ -205,9 +230,10 @@ def test_a_broken_draft_leaves_numbers():
 
 
 def test_no_speed_up_is_measured_where_nothing_was_drafted():
-    """Plain steps are as long as plain steps: another number only says that the machine has changed since then."""
+    """Plain steps are as long as plain steps: another number only says that the machine has changed
+    since then."""
     found = speculative(engine(), [batch([[FIRST, PLAIN, PLAIN]], [0, 0], seconds=0.1)])
-    assert found["measured_speedup"] is None and "speed-up – measured" in lines_of(found)[-1]
+    assert found["measured_speedup"] is None and "speed-up – measured" in lines_of(found)[2]
 
 
 @pytest.mark.parametrize("system, maxrss", [("linux", 2_000_000), ("darwin", 2_048_000_000)])

@@ -1,4 +1,5 @@
-"""A room can be deleted: the demo still tells its story, and an option that needs the room ends in an ImportError."""
+"""A room can be deleted: the demo still tells its story, and an option that needs the room ends in
+an ImportError."""
 
 import json
 import re
@@ -11,20 +12,24 @@ import pytest
 from conftest import ROOT
 
 KEPT = ("__init__.py", "registry.py")
-DRAFTERS = [f"drafts/{file.name}" for file in (ROOT / "drafts").glob("*.py") if file.name not in KEPT]
+DRAFTERS = [
+    f"drafts/{file.name}" for file in (ROOT / "drafts").glob("*.py") if file.name not in KEPT
+]
 DEMO = ["--max_new_tokens", "4", "--device", "cpu"]
 # Files to delete, flags that need them, the module that the error names.
 ROOMS = {
     "drafts": (DRAFTERS, ["--draft", "ngram"], "drafts.ngram"),
     "formats": (
-        ["loading/quantized", "loading/gguf.py", "loading/gguf_metadata.py"], ["--checkpoint", "a.gguf"],
+        ["loading/quantized", "loading/gguf.py", "loading/gguf_metadata.py"],
+        ["--checkpoint", "a.gguf"],
         "loading.gguf_metadata",
     ),
     "caches": (["decoding/kv_8bit.py"], ["--kv_cache_dtype", "int8"], "decoding.kv_8bit"),
     "gpu": (["weights/gpu.py"], ["--quantize", "mxfp4"], "weights.gpu"),
     "programs": (["scripts", "benchmarks", "docs", "examples", "tests"], [], ""),
-}  # fmt: skip
-# Several runs in one process, because a start takes seconds. On a CPU a GPU's kernels are never packed: pretend.
+}
+# Several runs in one process, because a start takes seconds. On a CPU a GPU's kernels are never
+# packed: pretend.
 DRIVER = """
 import json, runpy, sys
 from cli.process import prepare
@@ -46,7 +51,11 @@ for flags in json.loads(sys.argv.pop()):
 def copy_without(copy: Path, files: list[str]) -> None:
     """The project as git has it, without these files and folders."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for name in listed.stdout.splitlines():
         if not any(Path(name).is_relative_to(file) for file in files) and (ROOT / name).is_file():
@@ -93,7 +102,16 @@ def test_the_demo_runs_without(room, story, tmp_path):
 def test_without_the_other_formats_quantize_fails_before_it_writes(scheme, tmp_path):
     """int8 and fp8 are saved in a format of other programs; int4 is not, and needs no room."""
     copy_without(tmp_path, ["loading/quantized"])
-    command = [sys.executable, "quantize.py", "--checkpoint", "checkpoints/demo", "--scheme", scheme, "--output", "out"]
+    command = [
+        sys.executable,
+        "quantize.py",
+        "--checkpoint",
+        "checkpoints/demo",
+        "--scheme",
+        scheme,
+        "--output",
+        "out",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     if scheme == "int4-g32":
         assert done.returncode == 0 and (tmp_path / "out/config.json").exists(), done.stderr

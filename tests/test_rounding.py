@@ -1,8 +1,8 @@
-"""exactness.py and what rests on it: a pass over K + 1 positions rounds as K + 1 passes over one, so that drafted
-greedy text is plain greedy text, bit for bit.
+"""exact/ and what rests on it: a pass over K + 1 positions rounds as K + 1 passes over one, so that
+drafted greedy text is plain greedy text, bit for bit.
 
-Made-up kernels that add in another order for some shapes show that the self-checks see it; models of random weights,
-that all logits are the same bits; the demo, that texts are.
+Made-up kernels that add in another order for some shapes show that the self-checks see it; models
+of random weights, that all logits are the same bits; the demo, that texts are.
 """
 
 import contextlib
@@ -15,22 +15,28 @@ import random
 import pytest
 import torch
 from conftest import ROOT
+from steps import token_records
 from torch import Tensor
 
+import decoding.engine as engines
 import decoding.runner as runner
-import generate as engines
-from decoding.exactness import invariant_multiples
+from decoding.costs import Costs
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from decoding.timing import Timing
+from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
-from generate import Engine, generate
-from loading.checkpoint import load_model, random_model
+from exact import products
+from exact.attention import invariant_multiples, round_up_length
+from exact.probes import cancelling
+from exact.products import RowSplit, invariant_row_counts
+from generate import generate
+from loading.checkpoint import load_model
+from loading.models import random_model
 from model import Config, FeedForward
-from speculative import AUTO_K, Costs, DraftLength, ModelDraft, layer_subset
+from speculative import Drafter, DraftLength, ModelDraft, layer_subset
 from tests.attacks import drift
-from weights import cpu
-from weights.cpu import multiply_in_parts, prepack_weight
-from weights.rounding import cancelling, invariant_row_counts
+from weights import cpu, linears
+from weights.cpu import prepack_weight
 from weights.walker import batch_invariant_rows, pack_model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,7 +47,8 @@ def bits(x: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, backwards: bool) -> Tensor:
-    """Sums (…, n) -> (…) in float32, one number after the other from one end. torch's own cumsum adds in float64."""
+    """Sums (…, n) -> (…) in float32, one number after the other from one end. torch's own cumsum
+    adds in float64."""
     return torch.from_numpy((x.flip(-1) if backwards else x).float().numpy().cumsum(-1)[..., -1])
 
 
@@ -55,20 +62,38 @@ def threads(n: int):
         torch.set_num_threads(before)
 
 
-# -------------------------------------------------------------------------------------- what is multiplied
+# ----------------------------------------------------------------------------- what is multiplied
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [64, 577, 2048])
 def test_sums_that_cancel(n, dtype):
-    """A check that multiplies numbers whose float32 sums are exact, in whatever order, sees nothing."""
+    """A check that multiplies numbers whose float32 sums are exact, in whatever order, sees
+    nothing."""
     x = cancelling(16, n, dtype)
     assert x.shape == (16, n) and x.dtype == dtype and x.isfinite().all()
     assert (x.double().sum(1) == 0).all()
     assert (in_order(x, False) != in_order(x, True)).sum() >= 12
 
 
-# -------------------------------------------------------------------------------- products that round alike
+def test_the_example_of_the_essay():
+    """The numbers in exact/__init__.py."""
+    terms = torch.tensor([2.0**24, 1, -(2.0**24), -1])
+    assert in_order(terms, backwards=False) == -1
+    assert in_order(terms[::2], False) + in_order(terms[1::2], False) == 0
+    sizes = []
+
+    def product(x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return x
+
+    split = RowSplit((12, 16, 32, 128), splits_larger=True, is_exact=True)
+    assert len(split.multiply(product, torch.zeros(6, 1))) == 6 and sizes == [12]
+    assert len(split.multiply(product, torch.zeros(300, 1))) == 300 and sizes[1:] == [128, 128, 128]
+    assert round_up_length(701, 32) == 704
+
+
+# ---------------------------------------------------------------------- products that round alike
 
 ADDS_BACKWARDS = {  # rows of a product and their places -> which of them it adds up backwards
     "never": lambda M, row: False,
@@ -98,11 +123,14 @@ ADDS_BACKWARDS = {  # rows of a product and their places -> which of them it add
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_widths_of_made_up_kernels(name, max_first, row_counts, dtype):
-    """Any order for all shapes is as good; a shape that a kernel adds up otherwise must not be let in."""
+    """Any order for all shapes is as good; a shape that a kernel adds up otherwise must not be let
+    in."""
 
     def product(x: Tensor) -> Tensor:
         backwards = [ADDS_BACKWARDS[name](len(x), row) for row in range(len(x))]
-        return torch.stack([in_order(row, back) for row, back in zip(x, backwards, strict=True)])[:, None]
+        return torch.stack([in_order(row, back) for row, back in zip(x, backwards, strict=True)])[
+            :, None
+        ]
 
     with threads(2):
         found = invariant_row_counts(product, 192, dtype, range(1, 17), max_first)
@@ -112,21 +140,32 @@ def test_widths_of_made_up_kernels(name, max_first, row_counts, dtype):
 def test_no_widths_where_results_depend_on_the_call():
     calls = itertools.count()
     with threads(2):
-        assert invariant_row_counts(lambda x: x[:, :1] + next(calls), 64, torch.float32, range(1, 5), max_first=1) == []
+        assert (
+            invariant_row_counts(
+                lambda x: x[:, :1] + next(calls), 64, torch.float32, range(1, 5), max_first=1
+            )
+            == []
+        )
 
 
-# ------------------------------------------------------------------------------- attention that rounds alike
+# -------------------------------------------------------------------- attention that rounds alike
 
 
 def made_up(where):
-    """Attention that adds up the keys of query `at` of T one by one, backwards where(T, rows, S, at)."""
+    """Attention that adds up the keys of query `at` of T one by one, backwards where(T, rows, S,
+    at)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         (B, H, T, E), (rows, S) = q.shape, bias.shape[2:]
         picked = [0, T - 1]  # the others are not looked at, and all heads are alike
         scores = q[0, 0, picked].double() @ k[0, 0].double().T + bias[0, 0, picked]  # (2, S), exact
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()[:, None].float() * v[0, 0].float().T  # (2, E, S)
-        first, last = (in_order(each, where(T, rows, S, at)) for each, at in zip(weights, picked, strict=True))
+        # (2, E, S)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()[:, None].float() * v[
+            0, 0
+        ].float().T
+        first, last = (
+            in_order(each, where(T, rows, S, at)) for each, at in zip(weights, picked, strict=True)
+        )
         return torch.stack([first] * (T == 1) or [first, *[last] * (T - 1)]).expand(B, H, T, E)
 
     return attend
@@ -147,12 +186,27 @@ def made_up(where):
         (lambda T, rows, S, at: T > 1 and at == 0, None),
         (lambda T, rows, S, at: torch.get_num_threads() > 1, None),
     ],
-    ids=["honest", "keys/32", "keys/512", "one row", "rows/8", "both", "far", "prompts", "six", "first", "threads"],
+    ids=[
+        "honest",
+        "keys/32",
+        "keys/512",
+        "one row",
+        "rows/8",
+        "both",
+        "far",
+        "prompts",
+        "six",
+        "first",
+        "threads",
+    ],
 )
 def test_tiles_of_made_up_attention(where, tile):
     """What a kernel adds up otherwise for some shape is either avoided by the tile or refused."""
     with threads(2):
-        assert invariant_multiples(made_up(where), 1, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16)) == tile
+        assert (
+            invariant_multiples(made_up(where), 1, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16))
+            == tile
+        )
 
 
 def test_attention_elsewhere_is_not_vouched_for():
@@ -162,7 +216,7 @@ def test_attention_elsewhere_is_not_vouched_for():
     assert invariant_multiples(attend, 1, 4, 2, 16, torch.empty(1, device="meta")) is None
 
 
-# -------------------------------------------------------------------------------------- products in parts
+# ------------------------------------------------------------------------------ products in parts
 
 
 @pytest.mark.parametrize("row_counts", [(1, 2, 3, 8), (2, 5), (4,)])
@@ -178,11 +232,12 @@ def test_parts_and_padding_give_each_row_what_it_gets_alone(row_counts):
     alone = product(x)
     for M in range(1, len(x) + 1):
         sizes.clear()
-        y = multiply_in_parts(product, x[:M], row_counts)
+        y = RowSplit(row_counts, splits_larger=True).multiply(product, x[:M])
         assert y.shape == (M, 1) and torch.equal(y.nan_to_num(-1), alone[:M].nan_to_num(-1))
         assert set(sizes) <= set(row_counts) and len(sizes) == math.ceil(M / row_counts[-1])
     sizes.clear()
-    multiply_in_parts(product, x, row_counts, max_split=len(x) - 1), multiply_in_parts(product, x[:3], ())
+    RowSplit(row_counts).multiply(product, x)
+    RowSplit().multiply(product, x[:3])
     assert sizes == [len(x), 3], "cut although there were too many rows, or no row_counts"
 
 
@@ -192,7 +247,8 @@ def test_products_give_each_row_what_it_gets_alone(out, n, dtype):
     """The kernels themselves, with weights that do not cancel, and with a row of NaN between."""
     generator = torch.Generator().manual_seed(0)
     packed = prepack_weight(torch.randn(out, n, generator=generator).to(dtype))
-    M = 3 * packed.row_counts[-1] if packed.row_counts[-1] < 64 else packed.row_counts[-1] + 9
+    max_rows = packed.row_split.row_counts[-1]
+    M = 3 * max_rows if max_rows < 64 else max_rows + 9
     x = torch.randn(M, n, generator=generator).to(dtype)
     alone = torch.cat([packed(row[None]) for row in x])
     for M in (*range(1, 34), len(x)):
@@ -205,25 +261,42 @@ def test_products_give_each_row_what_it_gets_alone(out, n, dtype):
         assert torch.equal(bits(y[3:]), bits(alone[3:M])), "a row's NaN reached another"
 
 
-# --------------------------------------------------------------------------------------- the law of the bits
+# ---------------------------------------------------------------------------- the law of the bits
 
 SHAPE = Config(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, ffn_dim=96, vocab_size=131, max_seq_length=2100,
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=16,
+    ffn_dim=96,
+    vocab_size=131,
+    max_seq_length=2100,
     norm_eps=1e-5,
-)  # fmt: skip
+)
 EXPERTS = {
-    "sparse": (True, True), "n_experts": 6, "n_chosen": 2, "expert_dim": 64, "expert_bias": True, "router_bias": True,
-    "gate_limit": 7.0, "gate_alpha": 1.702, "sinks": True, "shared_dim": 32,
+    "sparse": (True, True),
+    "n_experts": 6,
+    "experts_per_token": 2,
+    "expert_dim": 64,
+    "expert_bias": True,
+    "router_bias": True,
+    "gate_limit": 7.0,
+    "gate_alpha": 1.702,
+    "sinks": True,
+    "shared_dim": 32,
     "family": "qwen2_moe",
-}  # fmt: skip
+}
 WIDTHS = (1, 2, 3, 6, 9)
-# Where passes begin: before a block of 512 keys ends; where a window is gathered by passes over one position and not
-# over nine, and where those of both have more keys than the window's blocks; and in a window's own first block.
+# Where passes begin: before a block of 512 keys ends; where a window is gathered by passes over one
+# position and not over nine, and where those of both have more keys than the window's blocks; and
+# in a window's own first block.
 PLACES = {None: (500,), 510: (1012, 1525), 600: (590, 1525)}
 
 
 def large_numbers(config: Config, **options):
-    """Random weights, ten times as large as usual, so that attention looks at few keys and logits differ."""
+    """Random weights, ten times as large as usual, so that attention looks at few keys and logits
+    differ."""
     model = random_model(config, pack=False, **options)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim() > 1 and not options.get("quantize"):
@@ -262,12 +335,18 @@ SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
         *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
         *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1), (None, 16))),
         ("float32", 600, 14),
-        *(pytest.param(scheme, 600, "experts", marks=pytest.mark.attack) for scheme in ("bfloat16", "float32", "int8")),
+        *(
+            pytest.param(scheme, 600, "experts", marks=pytest.mark.attack)
+            for scheme in ("bfloat16", "float32", "int8")
+        ),
     ],
 )
 def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
-    """Whatever is summed in another order in a wider pass, a longer one, or beside other rows, would show."""
-    dtype, quantize = (getattr(torch, scheme), None) if "float" in scheme else (torch.bfloat16, scheme)
+    """Whatever is summed in another order in a wider pass, a longer one, or beside other rows,
+    would show."""
+    dtype, quantize = (
+        (getattr(torch, scheme), None) if "float" in scheme else (torch.bfloat16, scheme)
+    )
     if R == "experts":  # rows of a pass go different ways, and meet others there
         config = dataclasses.replace(SHAPE, n_kv_heads=2, **EXPERTS)
     else:
@@ -284,15 +363,21 @@ def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
         plain = logits(engine, tokens, begins, n, 1)
         assert plain.std() > 0.01 and plain.argmax(-1).unique().numel() > 5, "nothing to tell apart"
         for width in WIDTHS[1:]:
-            assert torch.equal(bits(logits(engine, tokens, begins, n, width)), bits(plain)), (begin, width)
+            assert torch.equal(bits(logits(engine, tokens, begins, n, width)), bits(plain)), (
+                begin,
+                width,
+            )
         for width in WIDTHS:
             one = logits(alone, tokens[2:], begins[2:], n, width)
-            assert torch.equal(bits(one), bits(plain[2:])), f"position {begin}, width {width}: alone otherwise"
+            assert torch.equal(bits(one), bits(plain[2:])), (
+                f"position {begin}, width {width}: alone otherwise"
+            )
 
 
 @pytest.mark.parametrize("control, R", [("lengths", 4), ("queries", 1), ("rows", 4)])
 def test_each_measure_is_needed(control, R):
-    """Without it the same comparison finds other bits in float32, so that it could have found them above."""
+    """Without it the same comparison finds other bits in float32, so that it could have found them
+    above."""
     tokens = torch.randint(0, 131, (1, 200), generator=torch.Generator().manual_seed(1))
     with drift.UNDONE[control]():
         model = large_numbers(dataclasses.replace(SHAPE, n_kv_heads=4 // R), dtype=torch.float32)
@@ -302,7 +387,7 @@ def test_each_measure_is_needed(control, R):
         pytest.skip("this processor rounds alike without it")
 
 
-# ------------------------------------------------------------------------------------------ the law of texts
+# ------------------------------------------------------------------------------- the law of texts
 
 PROMPTS = ("Once upon a time", "Tom had a red ball. He did not like", "The")
 LAYERS = (0, 1, 2, 5)
@@ -327,7 +412,9 @@ def prompt_ids() -> list[list[int]]:
     return [tokenizer.encode(text) for text in PROMPTS]
 
 
-def texts(engine: Engine, prompts: list[list[int]], n: int, sampling: Sampling = GREEDILY, **options) -> list[list]:
+def texts(
+    engine: Engine, prompts: list[list[int]], n: int, sampling: Sampling = GREEDILY, **options
+) -> list[list]:
     rows = [[] for _ in prompts]
     for row, id in generate(
         engine.model, prompts, sampling=sampling, max_new_tokens=n, engine=engine, seed=5, **options
@@ -341,7 +428,11 @@ def any_k(monkeypatch):
     """Where a draft length is "auto", any that it could choose, whatever the clock says."""
     generator = random.Random(0)
     monkeypatch.setattr(
-        DraftLength, "choose", lambda self, *_: self.fixed if self.fixed is not None else generator.choice((0, *AUTO_K))
+        DraftLength,
+        "choose",
+        lambda self, *_: (
+            self.fixed if self.fixed is not None else generator.choice((0, *Drafter.auto_k))
+        ),
     )
 
 
@@ -349,14 +440,26 @@ def any_k(monkeypatch):
 def test_a_gate_has_the_same_bits_in_any_row(dtype):
     """Four threads divide a large tensor inside a row, where vector code meets the remainder."""
     config = Config(
-        dim=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, ffn_dim=14336, vocab_size=9, max_seq_length=9,
+        dim=8,
+        n_layers=1,
+        n_heads=1,
+        n_kv_heads=1,
+        head_dim=8,
+        ffn_dim=14336,
+        vocab_size=9,
+        max_seq_length=9,
         norm_eps=1e-5,
-    )  # fmt: skip
+    )
     ffn, num_threads = FeedForward(config, config.ffn_dim, False), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         for rows in (5, 6, 7, 10):
-            x = torch.randn(rows, 2 * config.ffn_dim, generator=torch.Generator().manual_seed(rows)).to(dtype) * 3
+            x = (
+                torch.randn(
+                    rows, 2 * config.ffn_dim, generator=torch.Generator().manual_seed(rows)
+                ).to(dtype)
+                * 3
+            )
             alone = torch.cat([ffn.gated(row[None]) for row in x])
             assert torch.equal(ffn.gated(x), alone), rows
     finally:
@@ -376,7 +479,8 @@ def plain_texts(quantize: str | None, rows: int) -> list[list]:
 @pytest.mark.parametrize("quantize", [None, "int4-g32"], ids=["bfloat16", "int4-g32"])
 @pytest.mark.parametrize("drafter", ["ngram", "layers", "model"])
 def test_drafted_greedy_text_is_plain_greedy_text(drafter, quantize, rows, any_k):
-    """Any sum of another order somewhere would sooner or later choose the other of two near ties."""
+    """Any sum of another order somewhere would sooner or later choose the other of two near
+    ties."""
     model = demo(quantize)
     made = {
         "ngram": NgramDraft,
@@ -385,7 +489,8 @@ def test_drafted_greedy_text_is_plain_greedy_text(drafter, quantize, rows, any_k
     }[drafter]
     for k in (1, 5, "auto") if rows == 3 and quantize is None else ("auto",):
         engine = Engine(model, rows, 160, drafter=made(), speculate_k=k)
-        engine.costs = Costs(1.0, dict.fromkeys(AUTO_K, 1.0), dict.fromkeys(AUTO_K, 1.0))
+        same = dict.fromkeys(Drafter.auto_k, 1.0)
+        engine.costs = Costs(1.0, same, same)
         assert engine.identical
         assert texts(engine, prompt_ids()[:rows], N_NEW) == plain_texts(quantize, rows), k
 
@@ -405,25 +510,27 @@ def test_sampled_text_of_no_drafted_token_is_plain_text(rows):
 
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_draft_that_is_the_target_is_always_accepted(k):
-    """p / q is 1 only where both passes, over one or two positions and over K + 1, have the same bits: with other bits
-    a drafted token is refused about once in a thousand."""
+    """p / q is 1 only where both passes, over one or two positions and over K + 1, have the same
+    bits: with other bits a drafted token is refused about once in a thousand."""
     model = demo()
     engine = Engine(model, 3, 260, drafter=ModelDraft(model), speculate_k=k)
     timing = Timing()
     texts(engine, prompt_ids(), 120, Sampling(1.0), timing=timing)
-    for records in timing.tokens:
+    for records in token_records(timing):
         drafted = [record for record in records if not record.first]
         assert all(record.accepted == record.k == k for record in drafted)
         assert min(record.overlap for record in drafted if record.index < k) > 1 - 1e-5
         assert sum(record.index == 0 for record in drafted) >= 119 // (k + 1)
 
 
-# ------------------------------------------------------------------------------- chats, and prompts in chunks
+# ------------------------------------------------------------------- chats, and prompts in chunks
 
 
 def held(engine: Engine, length: int) -> list[Tensor]:
     """Keys and values up to a position, bits."""
-    return [bits(x[:, :, :length]) for cache in engine.runner.caches.layers for x in (cache.k, cache.v)]
+    return [
+        bits(x[:, :, :length]) for cache in engine.runner.caches.layers for x in (cache.k, cache.v)
+    ]
 
 
 def same_held(one: Engine, other: Engine, length: int) -> bool:
@@ -435,7 +542,8 @@ def same_held(one: Engine, other: Engine, length: int) -> bool:
 @pytest.mark.parametrize("k", [0, 5])
 @pytest.mark.attack
 def test_a_kept_conversation_is_a_fresh_one(k, quantize):
-    """What was decoded token by token, or drafted, stands in the caches as a prompt of the same ids would write it."""
+    """What was decoded token by token, or drafted, stands in the caches as a prompt of the same ids
+    would write it."""
     model, (prompt, more, _) = demo(quantize), prompt_ids()
     kept = Engine(model, 1, 400, drafter=NgramDraft() if k else None, speculate_k=k)
     (first,) = texts(kept, [prompt], 80)
@@ -448,7 +556,10 @@ def test_a_kept_conversation_is_a_fresh_one(k, quantize):
     assert same_held(kept, fresh, len(ids) + 59)
     tokens, pos = torch.tensor([[*ids, *kept_text[0]]]), torch.tensor([len(ids) + 59])
     with torch.inference_mode():
-        here, there = (model(tokens[:, -1:], pos, engine.runner.slice_to(len(ids) + 60)) for engine in (kept, fresh))
+        here, there = (
+            model(tokens[:, -1:], pos, engine.runner.slice_to(len(ids) + 60))
+            for engine in (kept, fresh)
+        )
     assert torch.equal(bits(here), bits(there))
 
 
@@ -468,7 +579,7 @@ def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch
     assert same_held(whole, cut, length - 40 + 39)
 
 
-# ------------------------------------------------------------------------------------------- what is vouched for
+# ---------------------------------------------------------------------------- what is vouched for
 
 
 def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkeypatch):
@@ -480,13 +591,11 @@ def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkey
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "fp8"])
 def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme, monkeypatch):
-    config = dataclasses.replace(SHAPE, vocab_size=137)  # no other test's: what was tried is remembered
-    monkeypatch.setattr(cpu, "invariant_row_counts", lambda *given, **options: [])
-    for name in ("int8_row_counts", "int4_row_counts"):
-        monkeypatch.setattr(cpu, name, lambda *given: [])
-    uncached = cpu.PackedWeights.find_row_counts.__func__.__wrapped__
-    monkeypatch.setattr(cpu.PackedWeights, "find_row_counts", uncached.__get__(cpu.PlainWeights))
-    model = large_numbers(config, quantize=scheme)
+    # they remember
+    monkeypatch.setattr(cpu, "find_packed_split", products.find_packed_split.__wrapped__)
+    monkeypatch.setattr(linears, "find_kernel_split", products.find_kernel_split.__wrapped__)
+    monkeypatch.setattr(products, "invariant_row_counts", lambda *given, **options: [])
+    model = large_numbers(SHAPE, quantize=scheme)
     assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).identical
     tokens = torch.arange(20)[None]
     assert model(tokens, torch.arange(20)).isfinite().all(), "and yet it decodes"

@@ -1,7 +1,9 @@
-"""Row i of a batch gets what its prompt gets alone, bit for bit, wherever an engine says `identical`.
+"""Row i of a batch gets what its prompt gets alone, bit for bit, wherever an engine says
+`identical`.
 
-Over weights, caches, drafted and plain decoding, batches of 1 to 8, and prompts on both sides of every length at which
-a kernel was ever chosen: 16, 64 and 256 rows. A control breaks the rule and must be seen.
+Over weights, caches, drafted and plain decoding, batches of 1 to 8, and prompts on both sides of
+every length at which a kernel was ever chosen: 16, 64 and 256 rows. A control breaks the rule and
+must be seen.
 """
 
 import functools
@@ -12,10 +14,11 @@ import torch
 from test_rounding import SHAPE, large_numbers
 
 import decoding.kv_8bit as caches
+from decoding.engine import Engine
 from decoding.kv_8bit import KINDS
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
-from generate import Engine, generate
+from generate import generate
 from weights import linears
 
 WEIGHTS = ("bfloat16", "float32", "int8", "int4-g32")
@@ -25,7 +28,9 @@ N_NEW, S = 16, 280
 
 @functools.cache
 def model_of(weights: str):
-    dtype, quantize = (getattr(torch, weights), None) if "float" in weights else (torch.bfloat16, weights)
+    dtype, quantize = (
+        (getattr(torch, weights), None) if "float" in weights else (torch.bfloat16, weights)
+    )
     return large_numbers(SHAPE, dtype=dtype, quantize=quantize)
 
 
@@ -49,28 +54,44 @@ def drafter_of(k: int) -> NgramDraft | None:
 
 
 @functools.cache
-def alone(weights: str, kind: str, number: int, sampling: Sampling) -> tuple[list[int], list[torch.Tensor]]:
+def alone(
+    weights: str, kind: str, number: int, sampling: Sampling
+) -> tuple[list[int], list[torch.Tensor]]:
     """A prompt's text, plain, and what its positions left in the caches."""
-    engine = Engine(model_of(weights), 1, S, kind=KINDS[kind])
+    engine = Engine(model_of(weights), 1, S, cache_type=KINDS[kind])
     (text,) = rows_of(engine, [number], sampling)
     return text, left_behind(engine, 0, number)
 
 
 def left_behind(engine: Engine, row: int, number: int) -> list[torch.Tensor]:
     end = LENGTHS[number] + N_NEW - 1
-    return [x.clone() for layer in engine.runner.caches.layers for x in layer.at(slice(row, row + 1), 0, end).values()]
+    return [
+        x.clone()
+        for layer in engine.runner.caches.layers
+        for x in layer.at(slice(row, row + 1), 0, end).values()
+    ]
 
 
 def check_batch(weights: str, kind: str, k: int, numbers: list[int], sampling: Sampling) -> None:
-    """AssertionError if the text of a row, or its keys and values, are not those that it has alone."""
-    engine = Engine(model_of(weights), len(numbers), S, kind=KINDS[kind], drafter=drafter_of(k), speculate_k=k)
+    """AssertionError if the text of a row, or its keys and values, are not those that it has
+    alone."""
+    engine = Engine(
+        model_of(weights),
+        len(numbers),
+        S,
+        cache_type=KINDS[kind],
+        drafter=drafter_of(k),
+        speculate_k=k,
+    )
     assert engine.identical
     texts = rows_of(engine, numbers, sampling)
     for row, number in enumerate(numbers):
         text, parts = alone(weights, kind, number, sampling)
         assert texts[row] == text, f"prompt of {LENGTHS[number]} tokens in row {row} of {numbers}"
         for x, y in zip(left_behind(engine, row, number), parts, strict=True):
-            assert torch.equal(x, y), f"keys or values of {LENGTHS[number]} tokens in row {row} of {numbers}"
+            assert torch.equal(x, y), (
+                f"keys or values of {LENGTHS[number]} tokens in row {row} of {numbers}"
+            )
 
 
 def batches(count: int, seed: int) -> list[list[int]]:
@@ -121,7 +142,8 @@ def broken_rule():
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
 def test_a_product_chosen_by_the_number_of_rows_is_seen(scheme, monkeypatch, broken_rule):
-    """Negative control: one row takes the kernel, and two that decode together take another product."""
+    """Negative control: one row takes the kernel, and two that decode together take another
+    product."""
     kind = {"int8": linears.Int8Linear, "int4-g32": linears.Int4Linear}[scheme]
     monkeypatch.setattr(kind, "product", by_number_of_rows(kind.product, limit=1))
     with pytest.raises(AssertionError, match="in row"):
@@ -129,7 +151,8 @@ def test_a_product_chosen_by_the_number_of_rows_is_seen(scheme, monkeypatch, bro
 
 
 def test_attention_chosen_by_the_number_of_queries_is_seen(monkeypatch, broken_rule):
-    """Negative control: one query in whole numbers, and those of a round or a prompt dequantized."""
+    """Negative control: one query in whole numbers, and those of a round or a prompt
+    dequantized."""
     in_codes = caches.Int8Cache.attend
 
     def attend(self, q, keys, sinks=None):

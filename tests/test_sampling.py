@@ -1,7 +1,8 @@
-"""sampling.py: the distribution against naive and transformers' filters, the draw and the hash against their laws.
+"""sampling.py: the distribution against naive and transformers' filters, the draw and the hash
+against their laws.
 
-Statistical tests use fixed seeds and a chi-square bound that a correct implementation exceeds with probability
-1e-6; each one's sensitivity is shown by a distorted law that it catches.
+Statistical tests use fixed seeds and a chi-square bound that a correct implementation exceeds with
+probability 1e-6; each one's sensitivity is shown by a distorted law that it catches.
 """
 
 import math
@@ -17,15 +18,16 @@ import decoding.sampling as program
 import decoding.settings as limits
 from decoding.sampling import FILTERS, INVALID, PENALTIES, Sampling, draw, uniform
 from generate import generate
-from loading.checkpoint import random_model
 from loading.config import config_from_hf
+from loading.models import random_model
 from speculative import ModelDraft, layer_subset
 
 Z = 4.75  # standard normal quantile of 1 - 1e-6
 
 
 def chi_square_too_large(counts: torch.Tensor, p: torch.Tensor) -> bool:
-    """Pearson's statistic of counts against p beyond its 1 - 1e-6 quantile (Wilson-Hilferty approximation)."""
+    """Pearson's statistic of counts against p beyond its 1 - 1e-6 quantile (Wilson-Hilferty
+    approximation)."""
     expected = p.double() * counts.sum()
     if counts[expected == 0].any():
         return True
@@ -52,7 +54,8 @@ def naive_probs(logits: list[float], temperature: float, top_k, top_p, min_p) ->
 
 
 def test_settings_are_the_fields_of_sampling():
-    """Tensors and requests follow the order of the one, and arguments by position that of the other."""
+    """Tensors and requests follow the order of the one, and arguments by position that of the
+    other."""
     defaults = {name: setting.default for name, setting in limits.SETTINGS.items()}
     assert [*vars(Sampling()).items()] == [*defaults.items(), ("logit_bias", ())]
     assert [*defaults][1:] == [*FILTERS, *PENALTIES]
@@ -61,27 +64,35 @@ def test_settings_are_the_fields_of_sampling():
 
 
 SETTINGS = st.tuples(
-    st.floats(0.05, 4), st.none() | st.integers(1, 40), st.none() | st.floats(0.01, 1), st.none() | st.floats(0, 1)
+    st.floats(0.05, 4),
+    st.none() | st.integers(1, 40),
+    st.none() | st.floats(0.01, 1),
+    st.none() | st.floats(0, 1),
 )
 
 
 @given(SETTINGS, st.integers(0, 10**6), st.integers(2, 30), st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_probs_equal_the_definition(values, seed, V, wide):
-    """Logits half a unit apart, so that float32 cannot round one filter's edge across a token... except top-p's
-    mass, where the kept sets may differ only if the mass at the edge is within rounding of top_p. `wide`: among 2^15
-    tokens that cannot occur, where thresholds are searched in larger steps."""
+    """Logits half a unit apart, so that float32 cannot round one filter's edge across a token...
+    except top-p's mass, where the kept sets may differ only if the mass at the edge is within
+    rounding of top_p. `wide`: among 2^15 tokens that cannot occur, where thresholds are searched in
+    larger steps."""
     temperature, top_k, top_p, min_p = values
     logits = torch.randperm(V, generator=torch.Generator().manual_seed(seed)).float() / 2
     want = torch.tensor(naive_probs(logits.tolist(), temperature, top_k, top_p, min_p))
-    got = Sampling(temperature, top_k, top_p, min_p).probs(F.pad(logits, (0, 2**15 * wide), value=-math.inf))
+    got = Sampling(temperature, top_k, top_p, min_p).probs(
+        F.pad(logits, (0, 2**15 * wide), value=-math.inf)
+    )
     assert not got[V:].any()
     got = got[:V]
     if (got - want).abs().max() > 1e-5:
         edges = []
         for d in (1 - 1e-5, 1 + 1e-5):
             near_p, near_min = top_p and min(1, top_p * d), min_p and min(1, min_p * d)
-            edges.append(torch.tensor(naive_probs(logits.tolist(), temperature, top_k, near_p, near_min)))
+            edges.append(
+                torch.tensor(naive_probs(logits.tolist(), temperature, top_k, near_p, near_min))
+            )
         assert min((got - edge).abs().max() for edge in edges) < 1e-4
     assert got.dtype == torch.float32 and abs(got.sum() - 1) < 1e-5
 
@@ -93,10 +104,19 @@ def test_top_k_of_zero_has_no_limit():
 
 @pytest.mark.parametrize("V", [5000, 40_000])
 def test_probs_equal_transformers_warpers(V):
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     logits = torch.randn(8, V, generator=torch.Generator().manual_seed(0)) * 4
-    for temperature, top_k, top_p, min_p in [(0.7, 50, 0.9, 0.05), (1.3, 400, 0.5, 0.01), (1.0, 7, 0.99, 0.2)]:
+    for temperature, top_k, top_p, min_p in [
+        (0.7, 50, 0.9, 0.05),
+        (1.3, 400, 0.5, 0.01),
+        (1.0, 7, 0.99, 0.2),
+    ]:
         scores = logits
         for warp in (
             TemperatureLogitsWarper(temperature),
@@ -117,20 +137,36 @@ def test_greedy_is_the_lowest_argmax_as_a_one_hot():
     assert sampling.probs(logits).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
     for u in (0.0, 0.5, 1 - 2**-24):
         noise = torch.full((2,), u)
-        assert sampling.sample(logits, noise).tolist() == [1, 0] == draw(sampling.probs(logits), noise).tolist()
+        assert (
+            sampling.sample(logits, noise).tolist()
+            == [1, 0]
+            == draw(sampling.probs(logits), noise).tolist()
+        )
 
 
-TIES = [[1.0, 3.0, 3.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0, 5.0], [0.0, 1.0, 1.0, 2.0, 2.0], [-1.0, 4.0, 0.0, 4.0, 1.0]]
+TIES = [
+    [1.0, 3.0, 3.0, 2.0, 3.0],
+    [5.0, 5.0, 5.0, 5.0, 5.0],
+    [0.0, 1.0, 1.0, 2.0, 2.0],
+    [-1.0, 4.0, 0.0, 4.0, 1.0],
+]
 ONE = [
     Sampling(temperature, top_k=1, **others)
     for temperature in (1e-6, 0.8, 1.0, 30.0)
-    for others in ({}, {"top_p": 0.3}, {"min_p": 0.9}, {"top_p": 0.9, "min_p": 1.0}, {"repetition_penalty": 1.3})
+    for others in (
+        {},
+        {"top_p": 0.3},
+        {"min_p": 0.9},
+        {"top_p": 0.9, "min_p": 1.0},
+        {"repetition_penalty": 1.3},
+    )
 ]
 
 
 def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
-    """Greedy's rule, the lowest id of those that tie, with other filters, in one batch with rows of every kind, and
-    drawn with any noise. A larger top_k keeps ties with its last token: transformers' warper is the oracle."""
+    """Greedy's rule, the lowest id of those that tie, with other filters, in one batch with rows of
+    every kind, and drawn with any noise. A larger top_k keeps ties with its last token:
+    transformers' warper is the oracle."""
     from transformers import TopKLogitsWarper
 
     logits = torch.tensor(TIES)
@@ -146,12 +182,17 @@ def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
     for kind in (program.FILTERED, program.PENALIZED):
         for row in logits:
             rows = row.expand(len(samplings), -1)
-            together = program.distribution(rows, kind, torch.stack([sampling.values for sampling in samplings]))
+            together = program.distribution(
+                rows, kind, torch.stack([sampling.values for sampling in samplings])
+            )
             for p, sampling in zip(together, samplings):
                 assert torch.equal(p, sampling.probs(row)), sampling
     plain = [sampling for sampling in samplings if sampling.kind in (program.GREEDY, program.PLAIN)]
-    together = program.distribution(logits[0].expand(len(plain), -1), program.PLAIN,
-                                    torch.stack([sampling.values for sampling in plain]))  # fmt: skip
+    together = program.distribution(
+        logits[0].expand(len(plain), -1),
+        program.PLAIN,
+        torch.stack([sampling.values for sampling in plain]),
+    )
     assert all(torch.equal(p, sampling.probs(logits[0])) for p, sampling in zip(together, plain))
     for k in (2, 3, 4):
         scores = TopKLogitsWarper(k)(None, logits)
@@ -159,7 +200,8 @@ def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
 
 
 def test_a_top_k_of_one_is_greedy_in_steps_and_rounds():
-    """A model whose every token has a twin as likely: whatever the seed, temperature and draft, the text is greedy."""
+    """A model whose every token has a twin as likely: whatever the seed, temperature and draft, the
+    text is greedy."""
     config = config_from_hf({**BASE, "model_type": "llama", "tie_word_embeddings": False})
     model = random_model(config, dtype=torch.float32)
     head = model.lm_head.weight.data
@@ -177,7 +219,9 @@ def test_a_top_k_of_one_is_greedy_in_steps_and_rounds():
         rows = [Sampling(1.5, top_k=1), Sampling(0.8, top_k=1, top_p=0.5)]
         assert by_row(generate(model, prompts, sampling=rows, seed=seed, **options)) == by_row(text)
         draft = ModelDraft(layer_subset(model, [0, 1]), on_layers=[0, 1])
-        drafted = generate(model, prompts, sampling=rows, seed=seed, drafter=draft, speculate_k=3, **options)
+        drafted = generate(
+            model, prompts, sampling=rows, seed=seed, drafter=draft, speculate_k=3, **options
+        )
         assert by_row(drafted) == by_row(text)
 
 
@@ -199,7 +243,8 @@ def test_extreme_temperatures_stay_finite(temperature):
 
 
 def test_zero_probability_is_never_drawn():
-    """Trap: races and scans at noise exactly 0, or just below 1, must not land on a masked token."""
+    """Trap: races and scans at noise exactly 0, or just below 1, must not land on a masked
+    token."""
     p = torch.zeros(6, 100_003)
     p[:, 7], p[:, 50_000], p[:, 99_000] = 0.25, 0.5, 0.25
     noise = torch.tensor([0.0, 2**-24, 0.25, 0.5, 0.75, 1 - 2**-24])
@@ -207,7 +252,8 @@ def test_zero_probability_is_never_drawn():
 
 
 def test_a_total_below_one_loses_nothing():
-    """Rounding leaves totals just off 1: noise just below 1 still finds the last token, not none."""
+    """Rounding leaves totals just off 1: noise just below 1 still finds the last token, not
+    none."""
     p = torch.tensor([[0.5, 0.25, 0.25, 0.0]]) * torch.tensor([[1 - 2**-20], [1.0], [1 + 2**-20]])
     assert draw(p, torch.full((3,), 1 - 2**-24)).tolist() == [2, 2, 2]
 
@@ -223,17 +269,28 @@ def test_not_finite_logits_are_named_not_sampled():
 
 
 @pytest.mark.parametrize(
-    "values", [(-1, None, None, None), (math.nan, None, None, None), (1, -1, None, None), (1, None, 0, None),
-               (1, None, 1.1, None), (1, None, None, -0.1), (1, None, None, 2)],
-)  # fmt: skip
+    "values",
+    [
+        (-1, None, None, None),
+        (math.nan, None, None, None),
+        (1, -1, None, None),
+        (1, None, 0, None),
+        (1, None, 1.1, None),
+        (1, None, None, -0.1),
+        (1, None, None, 2),
+    ],
+)
 def test_settings_out_of_range_are_refused(values):
     with pytest.raises(ValueError, match="must"):
         Sampling(*values)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.5, top_p=0.8, min_p=0.02)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.7, top_k=12), Sampling(1.5, top_p=0.8, min_p=0.02)]
+)
 def test_draws_follow_the_distribution(sampling):
-    """30,000 draws; false alarm 1e-6. The control moves 2 % of the mass from one token to another."""
+    """30,000 draws; false alarm 1e-6. The control moves 2 % of the mass from one token to
+    another."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
     n = 30_000
     noise = uniform(torch.full((n,), 11), torch.arange(n))
@@ -249,7 +306,8 @@ def test_draws_follow_the_distribution(sampling):
 
 
 def test_uniform_is_uniform_and_independent_in_every_argument():
-    """Pairs of numbers on a 16 x 16 grid: neighbours in position, seed and purpose; 2^18 pairs, false alarm 1e-6."""
+    """Pairs of numbers on a 16 x 16 grid: neighbours in position, seed and purpose; 2^18 pairs,
+    false alarm 1e-6."""
     n = 2**18
     index, zero = torch.arange(n), torch.zeros(n, dtype=torch.int64)
     pairs = {
@@ -265,12 +323,17 @@ def test_uniform_is_uniform_and_independent_in_every_argument():
         cell = (a * 16).long() * 16 + (b * 16).long()
         assert not chi_square_too_large(cell.bincount(minlength=256).double(), flat), name
     same = (pairs["positions"][0] * 16).long()
-    assert chi_square_too_large((same * 16 + same).bincount(minlength=256).double(), flat)  # control: no independence
+    # control: no independence
+    assert chi_square_too_large((same * 16 + same).bincount(minlength=256).double(), flat)
 
 
 def test_every_bit_of_seed_and_position_counts():
-    """64 numbers of 24 bits that differ in one bit of an argument: by chance two are equal once in 8,000 choices."""
-    one_bit, zero = torch.tensor([0, *(1 << bit for bit in range(62))]), torch.zeros(63, dtype=torch.int64)
+    """64 numbers of 24 bits that differ in one bit of an argument: by chance two are equal once in
+    8,000 choices."""
+    one_bit, zero = (
+        torch.tensor([0, *(1 << bit for bit in range(62))]),
+        torch.zeros(63, dtype=torch.int64),
+    )
     assert len(set(uniform(one_bit, zero).tolist())) == 63
     assert len(set(uniform(zero[:32], one_bit[:32]).tolist())) == 32
 
@@ -289,8 +352,9 @@ def test_uniform_is_the_same_whatever_the_batch():
 
 @pytest.mark.attack
 def test_top_p_keeps_the_same_tokens_in_whatever_order_sums_are_added(monkeypatch):
-    """A GPU adds a histogram in the order in which its threads arrive. Here each call adds in another order, over
-    30,000 tokens so alike that float32's rounding of their sum is a fraction of one of them."""
+    """A GPU adds a histogram in the order in which its threads arrive. Here each call adds in
+    another order, over 30,000 tokens so alike that float32's rounding of their sum is a fraction of
+    one of them."""
     scatter_add, generator = torch.Tensor.scatter_add, torch.Generator().manual_seed(0)
 
     def unordered(self, dim, index, src):

@@ -1,7 +1,8 @@
-"""The server as its clients see it: the real `openai` package against a running one, with the demo pair.
+"""The server as its clients see it: the real `openai` package against a running one, with the demo
+pair.
 
-Expected answers come from `generate` on the same model, one prompt at a time without a draft. Servers are forks of this
-process, so that none takes the seconds of importing torch.
+Expected answers come from `generate` on the same model, one prompt at a time without a draft.
+Servers are forks of this process, so that none takes the seconds of importing torch.
 """
 
 import asyncio
@@ -30,10 +31,10 @@ import torch
 from conftest import ROOT, started, status_of
 from safetensors.torch import load_file, save_file
 
-import generate as engine_room
-from cli.session import Session
+import decoding.engine as engine_room
+from decoding.engine import Engine
 from decoding.sampling import Sampling, uniform
-from generate import Engine, generate
+from generate import LLM, generate
 from loading.checkpoint import load_model
 from loading.tokenizer import load_tokenizer
 from scripts import serve, serve_flags
@@ -45,8 +46,11 @@ pytestmark = pytest.mark.attack  # half a minute on two cores
 
 DEMO = ROOT / "checkpoints" / "demo"
 DRAFT = ["--draft_checkpoint", str(ROOT / "checkpoints" / "demo-draft"), "--speculate_k", "3"]
-PROMPTS = [f"{who} {did}" for who in ("Once upon a time", "One day, Tom", "The dog", "Lily and Sam") for did in (
-    "saw", "went to the park and", "was sad. ", "had a big red ball")]  # fmt: skip
+PROMPTS = [
+    f"{who} {did}"
+    for who in ("Once upon a time", "One day, Tom", "The dog", "Lily and Sam")
+    for did in ("saw", "went to the park and", "was sad. ", "had a big red ball")
+]
 
 
 class Running:
@@ -54,14 +58,27 @@ class Running:
 
     def __init__(self, folder: Path, *flags: str):
         self.log = folder / f"log{len(list(folder.iterdir()))}"
-        argv = ["--checkpoint", str(DEMO), "--device", "cpu", "--threads", "1", "--no-compile", "--port", "0", *flags]
+        argv = [
+            "--checkpoint",
+            str(DEMO),
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--no-compile",
+            "--port",
+            "0",
+            *flags,
+        ]
         self.pid, self.status = started(lambda: serve.main(argv), self.log), None
         end = time.monotonic() + 120
         while "listening on" not in (text := self.log.read_text() if self.log.exists() else ""):
             assert time.monotonic() < end and os.waitpid(self.pid, os.WNOHANG) == (0, 0), text
             time.sleep(0.02)
         self.url = text.split("listening on ")[1].split()[0]
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120
+        )
 
     def ask(self, prompt, **others):
         usual = {"model": "demo", "max_tokens": 40, "temperature": 0}
@@ -69,7 +86,10 @@ class Running:
 
     def raw(self, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
         """Status and body of a request as no client of OpenAI's would make it."""
-        all_headers = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        all_headers = {
+            "Content-Type": "application/json",
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
         try:
             with urllib.request.urlopen(
                 urllib.request.Request(self.url + path, body, all_headers), timeout=60
@@ -130,7 +150,9 @@ def plain_answer(model, tokenizer):
     return decode
 
 
-def test_completion_whole_and_streamed_is_what_the_prompt_alone_gives(server, plain_answer, tokenizer):
+def test_completion_whole_and_streamed_is_what_the_prompt_alone_gives(
+    server, plain_answer, tokenizer
+):
     text, ids = plain_answer(PROMPTS[0])
     answer = server.ask(PROMPTS[0])
     chunks = list(server.ask(PROMPTS[0], stream=True, stream_options={"include_usage": True}))
@@ -139,25 +161,38 @@ def test_completion_whole_and_streamed_is_what_the_prompt_alone_gives(server, pl
     assert answer.choices[0].finish_reason == parts[-1].finish_reason == "length"
     assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
     for usage in (answer.usage, chunks[-1].usage):
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(tokenizer.encode(PROMPTS[0])), len(ids))
+        assert (usage.prompt_tokens, usage.completion_tokens) == (
+            len(tokenizer.encode(PROMPTS[0])),
+            len(ids),
+        )
     for timings in (answer.choices[0].timings, parts[-1].timings):
-        assert timings["ttft_s"] > 0 and timings["decode_tok_s"] > 0 and timings["speculative"]["accepted"] > 0
+        assert (
+            timings["ttft_s"] > 0
+            and timings["decode_tok_s"] > 0
+            and timings["speculative"]["accepted"] > 0
+        )
     assert server.ask(tokenizer.encode(PROMPTS[0])).choices[0].text == text  # ids for a prompt
 
 
 def test_a_chat_goes_on_where_its_caches_end(server, plain_answer):
-    """Without a template a conversation is its texts, a line each, so the second turn's prompt is known here."""
+    """Without a template a conversation is its texts, a line each, so the second turn's prompt is
+    known here."""
     messages = [{"role": "user", "content": "One day, Lily found"}]
     options = {"model": "demo", "temperature": 0, "max_completion_tokens": 20}
     first = server.client.chat.completions.create(messages=messages, **options).choices[0].message
-    assert first.role == "assistant" and first.content == plain_answer(messages[0]["content"], 20)[0]
+    assert (
+        first.role == "assistant" and first.content == plain_answer(messages[0]["content"], 20)[0]
+    )
     messages += [
         {"role": "assistant", "content": first.content},
         {"role": "user", "content": [{"type": "text", "text": "Then"}]},
     ]
     stream = list(server.client.chat.completions.create(messages=messages, stream=True, **options))
     answer_text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert answer_text == plain_answer("\n".join(["One day, Lily found", first.content, "Then"]), 20)[0]
+    assert (
+        answer_text
+        == plain_answer("\n".join(["One day, Lily found", first.content, "Then"]), 20)[0]
+    )
     assert stream[0].choices[0].delta.role == "assistant"
     assert stream[-1].choices[0].timings["cached_tokens"] >= 4
 
@@ -175,12 +210,14 @@ def test_stop_strings_end_before_themselves(server, plain_answer):
         assert accepted == choice.timings["speculative"]["accepted"]
     alone = server.ask(PROMPTS[0], max_tokens=0, echo=True, stop=[*"abehiltw", " ", ","]).choices[0]
     assert (alone.text, alone.finish_reason) == (PROMPTS[0], "length")
-    choice = server.ask(PROMPTS[0], stop=text[-3:] + "zzz").choices[0]  # what could have become one is not lost
+    # what could have become one is not lost
+    choice = server.ask(PROMPTS[0], stop=text[-3:] + "zzz").choices[0]
     assert (choice.text, choice.finish_reason) == (text, "length")
 
 
 def test_special_tokens_of_prompts_and_stop_strings(server):
-    """parse_special of /v1/completions, and a stop string that names the token which a bias makes certain."""
+    """parse_special of /v1/completions, and a stop string that names the token which a bias makes
+    certain."""
     tokenizer = load_tokenizer(DEMO)
     prompt = f"{PROMPTS[0]}</s> The"
     for value, ids in ((True, [1, *tokenizer.parse(prompt)]), (False, tokenizer.encode(prompt))):
@@ -198,11 +235,15 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     three = server.ask(PROMPTS[1], n=3, seed=5, **settings).choices
     assert [choice.timings["rows"] for choice in three] == [3, 3, 3]
     alone = [server.ask(PROMPTS[1], seed=seed, **settings).choices[0] for seed in (5, 6, 7)]
-    assert [choice.text for choice in three] == [choice.text for choice in alone] and len({c.text for c in three}) == 3
+    assert [choice.text for choice in three] == [choice.text for choice in alone] and len(
+        {c.text for c in three}
+    ) == 3
     assert alone[0].timings["rows"] == 1
-    usage = server.ask(PROMPTS[1], n=3, **settings).usage  # of a prompt that is counted once, and was kept three times
+    # of a prompt that is counted once, and was kept three times
+    usage = server.ask(PROMPTS[1], n=3, **settings).usage
     assert usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens
-    usage = server.ask("Sue met nine purple zebras", n=4, **settings).usage  # new but for BOS, in each of four rows
+    # new but for BOS, in each of four rows
+    usage = server.ask("Sue met nine purple zebras", n=4, **settings).usage
     assert usage.prompt_tokens_details.cached_tokens == 1
     four = server.ask([PROMPTS[2], PROMPTS[3]], n=2, seed=5, **settings).choices
     assert [choice.index for choice in four] == [0, 1, 2, 3]
@@ -210,7 +251,10 @@ def test_rows_of_a_batch_are_each_their_seed_alone(server):
     first, second = (server.ask(PROMPTS[1], n=3, **settings).choices for _ in range(2))
     assert len({choice.timings["seed"] for choice in [*first, *second]}) == 6  # no draw is repeated
     unseeded = server.ask(PROMPTS[1], **settings).choices[0]
-    assert server.ask(PROMPTS[1], seed=unseeded.timings["seed"], **settings).choices[0].text == unseeded.text
+    assert (
+        server.ask(PROMPTS[1], seed=unseeded.timings["seed"], **settings).choices[0].text
+        == unseeded.text
+    )
 
 
 def test_equal_prompts_of_a_request_differ_without_a_seed(server):
@@ -227,7 +271,9 @@ def test_too_many_answers_are_refused_before_their_prompts_are_read(server):
     for n, param in ((128, "n"), (1, "prompt")):
         body = json.dumps({"prompt": [[1]] * 4000, "n": n, "max_tokens": 1}).encode()
         status, answer = server.raw("/v1/completions", body)
-        assert (status, answer["error"]["param"]) == (400, param) and "256 that may wait" in answer["error"]["message"]
+        assert (status, answer["error"]["param"]) == (400, param) and "256 that may wait" in answer[
+            "error"
+        ]["message"]
     assert time.monotonic() - begin < 2
 
 
@@ -243,28 +289,41 @@ def test_a_newcomer_ends_while_a_long_answer_runs(server, plain_answer):
 def test_a_request_for_many_answers_delays_another_by_one_at_most(serving, plain_answer):
     running = serving("--batch_size", "1")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        many = pool.submit(running.ask, "Once there was a", n=40, max_tokens=24, temperature=30, seed=0)
+        many = pool.submit(
+            running.ask, "Once there was a", n=40, max_tokens=24, temperature=30, seed=0
+        )
         time.sleep(0.3)  # it decodes
         choice = running.ask(PROMPTS[0], max_tokens=4).choices[0]
         assert not many.done() and choice.text == plain_answer(PROMPTS[0], 4)[0]
         done = many.result()
     starts = sorted(other.timings["queue_s"] for other in done.choices)
-    # It waits for the rest of the answer that runs, and for one more: it comes between three starts in a row.
+    # It waits for the rest of the answer that runs, and for one more: it comes between three starts
+    # in a row.
     longest = max(third - first for first, third in zip(starts, starts[2:]))
     assert len(done.choices) == 40 and choice.timings["queue_s"] <= longest
 
 
 def test_sixteen_clients_of_all_kinds_at_once_get_what_they_get_alone(server, plain_answer):
     settings = [
-        {"temperature": 0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8, "top_p": 0.7, "seed": 4},
-        {"temperature": 0, "logprobs": 3}, {"temperature": 1, "logprobs": 2, "echo": True, "seed": 5},
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 0.8, "top_p": 0.7, "seed": 4},
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 1, "logprobs": 2, "echo": True, "seed": 5},
         {"temperature": 0.7, "seed": 6, "extra_body": {"top_k": 5, "draft": False}},
         {"temperature": 0, "frequency_penalty": 1.5, "extra_body": {"repetition_penalty": 1.3}},
-        {"temperature": 0.8, "presence_penalty": 2, "seed": 7, "logit_bias": {"13": -100, "300": 1.5}},
-    ] * 2  # fmt: skip
+        {
+            "temperature": 0.8,
+            "presence_penalty": 2,
+            "seed": 7,
+            "logit_bias": {"13": -100, "300": 1.5},
+        },
+    ] * 2
 
     def ask(number: int) -> tuple:
-        choice = server.ask(PROMPTS[number], **{"max_tokens": 10 + number} | settings[number]).choices[0]
+        choice = server.ask(
+            PROMPTS[number], **{"max_tokens": 10 + number} | settings[number]
+        ).choices[0]
         return choice.text, choice.logprobs and choice.logprobs.tokens
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -286,25 +345,42 @@ def test_log_probabilities_are_the_models(server, model, tokenizer, plain_answer
     assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
     assert logprobs.tokens[len(prompt) :] == [tokenizer.pieces()[id].decode() for id in ids]
     close = [expected[i, id].item() for i, id in enumerate((prompt + ids)[1:])]
-    assert logprobs.token_logprobs[1:] == pytest.approx(close, abs=0.05)  # bfloat16: other shapes, other rounding
+    # bfloat16: other shapes, other rounding
+    assert logprobs.token_logprobs[1:] == pytest.approx(close, abs=0.05)
     for i, top in enumerate(logprobs.top_logprobs[1:]):
         assert max(top.values()) == pytest.approx(expected[i].max().item(), abs=0.05)
     messages = [{"role": "user", "content": PROMPTS[0]}]
     chat = server.client.chat.completions.create(
-        model="demo", messages=messages, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3, stream=True
+        model="demo",
+        messages=messages,
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
     )
-    entries = [entry for chunk in chat if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    entries = [
+        entry
+        for chunk in chat
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert [entry.logprob for entry in entries] == pytest.approx(close[len(prompt) - 1 :], abs=0.05)
     assert [len(entry.top_logprobs) for entry in entries] == [3] * 12
-    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == plain_answer(PROMPTS[0], 12)[0]
+    assert (
+        b"".join(bytes(entry.bytes) for entry in entries).decode()
+        == plain_answer(PROMPTS[0], 12)[0]
+    )
     scored = server.ask(PROMPTS[0], max_tokens=0, logprobs=0, echo=True).choices[0]
     assert scored.text == PROMPTS[0] and len(scored.logprobs.tokens) == len(prompt)
 
 
 @pytest.mark.parametrize("draft", [[], DRAFT], ids=["plain", "drafted"])
-def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(serving, tokenizer, monkeypatch, draft):
-    """In chunks of 16 here: log-probabilities are those of one pass, whatever a slot has stored; four answers cost one
-    prompt; and a client that decodes is not in the way."""
+def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(
+    serving, tokenizer, monkeypatch, draft
+):
+    """In chunks of 16 here: log-probabilities are those of one pass, whatever a slot has stored;
+    four answers cost one prompt; and a client that decodes is not in the way."""
     monkeypatch.setattr(engine_room, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(engine_room, "PROMPT_LOGITS", 7 * 2048)
     running = serving("--dtype", "float32", "--batch_size", "4", *draft)
@@ -330,7 +406,9 @@ def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(serving, token
         assert len(other.result()) > 2
     for number, choice in enumerate(four):
         ids = (prompt, prompt[:40])[number // 4]
-        assert choice.logprobs.token_logprobs[1:-2] == pytest.approx(close[: len(ids) - 1], abs=1e-4)
+        assert choice.logprobs.token_logprobs[1:-2] == pytest.approx(
+            close[: len(ids) - 1], abs=1e-4
+        )
         if number % 3 == 0:
             alone = running.ask(ids, **options | {"seed": 3 + number % 4, "echo": False})
             assert choice.text.endswith(alone.choices[0].text)
@@ -339,28 +417,33 @@ def test_an_echoed_prompt_runs_once_in_chunks_while_others_decode(serving, token
 
 
 def test_clients_decode_between_the_chunks_of_an_echo(model, tokenizer):
-    """Steps of the decoder, one by one: each runs one chunk of the echo and one step of the other client's answer."""
+    """Steps of the decoder, one by one: each runs one chunk of the echo and one step of the other
+    client's answer."""
     engine = Engine(model, 2, 512, logprobs=0)
     engine.chunk = 16
-    session = Session(engine, tokenizer, Sampling(0), tokenizer.stop_ids)
+    llm = LLM.over(engine, tokenizer)
 
     async def steps() -> tuple[list[int], list]:
-        job, decoder = Job(asyncio.get_running_loop()), Decoder(session, 9)
+        job, decoder = Job(asyncio.get_running_loop()), Decoder(llm, 9)
         request = read_request({"prompt": "a", "max_tokens": 50}, False, "m", Sampling(0))
-        first = Row(job, request, 0, tokenizer.encode("Once upon"), 50, 0, session)
+        first = Row(job, request, 0, tokenizer.encode("Once upon"), 50, 0, tokenizer)
         decoder.add([first])
         decoder.step(0)
-        echo = read_request({"prompt": "a", "echo": True, "logprobs": 0, "max_tokens": 0}, False, "m", Sampling(0))
-        second = Row(Job(job.loop), echo, 0, [1, *range(5, 104)], 0, 0, session)
+        echo = read_request(
+            {"prompt": "a", "echo": True, "logprobs": 0, "max_tokens": 0}, False, "m", Sampling(0)
+        )
+        second = Row(Job(job.loop), echo, 0, [1, *range(5, 104)], 0, 0, tokenizer)
         decoder.add([second])
         numbers = []
         while not second.is_finished and len(numbers) < 20:
-            numbers.append(len(first.printer.ids))
+            numbers.append(len(first.ids))
             decoder.step(0)
         return numbers, second.request.prompt_logprobs
 
     numbers, scores = asyncio.run(steps())
-    assert len(numbers) == 7 and numbers == [*range(numbers[0], numbers[0] + 7)] and len(scores) == 99
+    assert (
+        len(numbers) == 7 and numbers == [*range(numbers[0], numbers[0] + 7)] and len(scores) == 99
+    )
 
 
 def test_tokens_say_where_they_came_from(server, plain_answer):
@@ -369,14 +452,22 @@ def test_tokens_say_where_they_came_from(server, plain_answer):
     tokens, result = choice.tokens, choice.timings["speculative"]
     assert "".join(token["text"] for token in tokens) == choice.text
     counts = Counter(token["origin"] for token in tokens)
-    assert counts["plain"] == 1 and counts["accepted"] == result["accepted"] and counts["corrected"] > 0
+    assert (
+        counts["plain"] == 1
+        and counts["accepted"] == result["accepted"]
+        and counts["corrected"] > 0
+    )
     assert max(token["round"] for token in tokens) == result["rounds"] + 1
     for token in tokens:
-        assert 0 < token["p"] <= 1 and (token["q"] is None) == (token["origin"] in ("bonus", "plain"))
+        assert 0 < token["p"] <= 1 and (token["q"] is None) == (
+            token["origin"] in ("bonus", "plain")
+        )
     overlaps = [token["overlap"] for token in tokens if token["q"] is not None]
     assert sum(overlaps) / len(overlaps) == pytest.approx(result["alpha"])
     plain = server.ask(PROMPTS[1], extra_body={"tokens": True, "draft": False}).choices[0]
-    assert {token["origin"] for token in plain.tokens} == {"plain"} and plain.timings["speculative"] is None
+    assert {token["origin"] for token in plain.tokens} == {"plain"} and plain.timings[
+        "speculative"
+    ] is None
     assert plain.text == plain_answer(PROMPTS[1])[0]
 
 
@@ -388,20 +479,28 @@ def test_a_client_that_leaves_frees_its_row(server, plain_answer, tokenizer):
     stream.close()
     full = tokenizer.encode("Once there was a") + ids
     after = server.ask(full, max_tokens=1).choices[0]
-    assert len(tokenizer.encode("Once there was a")) <= after.timings["cached_tokens"] < len(full) - 20
+    assert (
+        len(tokenizer.encode("Once there was a")) <= after.timings["cached_tokens"] < len(full) - 20
+    )
     waiting = [server.ask(prompt, max_tokens=300, stream=True) for prompt in PROMPTS[:8]]
     for stream in waiting:
         stream.close()
-    assert server.ask("Once there was a", max_tokens=10).choices[0].text == plain_answer("Once there was a", 10)[0]
+    assert (
+        server.ask("Once there was a", max_tokens=10).choices[0].text
+        == plain_answer("Once there was a", 10)[0]
+    )
 
 
 def test_clients_that_leave_delay_no_end(serving):
-    """Each leaves before its answer is complete. The server forgets their connections, and ends at once on SIGTERM."""
+    """Each leaves before its answer is complete. The server forgets their connections, and ends at
+    once on SIGTERM."""
     running = serving()
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 400}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     for _ in range(4):
-        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as connection:
+        with socket.create_connection(
+            ("127.0.0.1", int(running.url.rpartition(":")[2]))
+        ) as connection:
             connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
             time.sleep(0.1)
     assert running.ask(PROMPTS[1], max_tokens=4).choices[0].text
@@ -410,7 +509,10 @@ def test_clients_that_leave_delay_no_end(serving):
 
 
 def json_format(schema: dict) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 REFUSED = {
@@ -423,9 +525,17 @@ REFUSED = {
     "an impossible mass": ({"top_p": 1.5}, 400, "top_p"),
     "a stop that is no text": ({"extra_body": {"stop": [3]}}, 400, "stop"),
     "more tokens than it may have": ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
-    "special tokens in the text": ({"extra_body": {"skip_special_tokens": False}}, 400, "skip_special_tokens"),
+    "special tokens in the text": (
+        {"extra_body": {"skip_special_tokens": False}},
+        400,
+        "skip_special_tokens",
+    ),
     "an effort": ({"extra_body": {"reasoning_effort": "high"}}, 400, "reasoning_effort"),
-    "a stop token that there is not": ({"extra_body": {"stop_token_ids": [99999]}}, 400, "stop_token_ids"),
+    "a stop token that there is not": (
+        {"extra_body": {"stop_token_ids": [99999]}},
+        400,
+        "stop_token_ids",
+    ),
     "JSON without an end": (
         {"extra_body": {"ignore_eos": True, "response_format": {"type": "json_object"}}},
         400,
@@ -442,9 +552,21 @@ REFUSED = {
         400,
         "response_format",
     ),
-    "no format of answers": ({"extra_body": {"response_format": {"type": "xml"}}}, 400, "response_format"),
-    "no schema": ({"extra_body": {"response_format": {"type": "json_schema"}}}, 400, "response_format"),
-    "a broken schema": ({"extra_body": {"response_format": json_format({"type": "objct"})}}, 400, "response_format"),
+    "no format of answers": (
+        {"extra_body": {"response_format": {"type": "xml"}}},
+        400,
+        "response_format",
+    ),
+    "no schema": (
+        {"extra_body": {"response_format": {"type": "json_schema"}}},
+        400,
+        "response_format",
+    ),
+    "a broken schema": (
+        {"extra_body": {"response_format": json_format({"type": "objct"})}},
+        400,
+        "response_format",
+    ),
     "both lengths": ({"extra_body": {"max_completion_tokens": 3}}, 400, "max_tokens"),
 }
 
@@ -460,7 +582,11 @@ def test_unsupported_keys_are_refused_by_name(server, case):
 
 
 def test_bodies_and_paths_that_mean_nothing(server):
-    path, chat, fine = "/v1/completions", "/v1/chat/completions", b'{"prompt": "a", "max_tokens": 1}'
+    path, chat, fine = (
+        "/v1/completions",
+        "/v1/chat/completions",
+        b'{"prompt": "a", "max_tokens": 1}',
+    )
     for status, result in (
         (400, server.raw(path, b"{")),
         (400, server.raw(path, b"[" * 100_000)),
@@ -469,10 +595,19 @@ def test_bodies_and_paths_that_mean_nothing(server):
         (400, server.raw(path, rb'{"prompt": "a", "stop": ["b", "\ud83d"]}')),
         (
             400,
-            server.raw(chat, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'),
+            server.raw(
+                chat, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'
+            ),
         ),
         (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}')),
-        (400, server.raw(chat, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}')),
+        (
+            400,
+            server.raw(
+                chat,
+                b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x":'
+                b" 1}}",
+            ),
+        ),
         (413, server.raw(path, b" " * (serve.MAX_BODY_BYTES + 1))),
         (415, server.raw(path, fine, Content_Type="text/plain")),
         (403, server.raw(path, fine, Host="rebound.example")),
@@ -480,7 +615,12 @@ def test_bodies_and_paths_that_mean_nothing(server):
         (404, server.raw("/v1/models/../../etc/passwd")),
         (405, server.raw(path)),
     ):
-        assert result[0] == status and set(result[1]["error"]) == {"message", "type", "param", "code"}, result
+        assert result[0] == status and set(result[1]["error"]) == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }, result
         assert "Traceback" not in result[1]["error"]["message"]
     assert server.raw(path, fine, Host="localhost")[0] == 200
     assert server.raw("/v1/models")[1]["data"][0]["id"] == "demo"
@@ -491,7 +631,12 @@ def test_the_page_fetches_nothing_from_elsewhere(server):
     with urllib.request.urlopen(server.url) as answer:
         page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
     assert "connect-src 'self'" in policy and "default-src 'none'" in policy
-    assert "http://" not in page and "https://" not in page and " src=" not in page and "@import" not in page
+    assert (
+        "http://" not in page
+        and "https://" not in page
+        and " src=" not in page
+        and "@import" not in page
+    )
 
 
 def test_key_queue_and_time_are_bounded(serving):
@@ -515,12 +660,25 @@ def test_key_queue_and_time_are_bounded(serving):
         ("https://b.example", True),
         ("http://c.example", False),
     ):
-        headers = {"Origin": origin, "Access-Control-Request-Method": "POST",
-                   "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}  # fmt: skip
-        preflight = urllib.request.Request(running.url + "/v1/completions", headers=headers, method="OPTIONS")
+        headers = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+        }
+        preflight = urllib.request.Request(
+            running.url + "/v1/completions", headers=headers, method="OPTIONS"
+        )
         with contextlib.nullcontext() if is_allowed else pytest.raises(urllib.error.HTTPError):
-            assert urllib.request.urlopen(preflight).headers["Access-Control-Allow-Origin"] == origin
-    for scheme, status in (("bearer k", 200), ("BEARER k", 200), ("Basic k", 401), ("k", 401), ("Bearer ", 401)):
+            assert (
+                urllib.request.urlopen(preflight).headers["Access-Control-Allow-Origin"] == origin
+            )
+    for scheme, status in (
+        ("bearer k", 200),
+        ("BEARER k", 200),
+        ("Basic k", 401),
+        ("k", 401),
+        ("Bearer ", 401),
+    ):
         assert running.raw("/v1/models", Authorization=scheme)[0] == status
     running.client = running.client.with_options(api_key="k")
     assert running.raw("/v1/models", Authorization="bearer k")[0] == 200
@@ -531,13 +689,16 @@ def test_key_queue_and_time_are_bounded(serving):
     with pytest.raises(openai.BadRequestError, match="may wait"):
         running.ask("a", n=3)
     assert running.ask("One", max_tokens=2).choices[0].finish_reason == "length"
-    with pytest.raises(openai.APIStatusError, match="answer_s") as caught:  # sampled nearly evenly: no end comes early
+    # sampled nearly evenly: no end comes early
+    with pytest.raises(openai.APIStatusError, match="answer_s") as caught:
         running.ask("a", max_tokens=500, temperature=30, n=2)
     assert caught.value.status_code == 504
     running.client = running.client.with_options(timeout=5)
     codes = []
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(running.ask, "a", max_tokens=500, temperature=30) for _ in range(8)]:
+        for done in [
+            pool.submit(running.ask, "a", max_tokens=500, temperature=30) for _ in range(8)
+        ]:
             codes.append(getattr(done.exception(), "status_code", 200))
     assert codes.count(429) >= 4 and set(codes) <= {429, 504}, codes
     assert running.end(signal.SIGINT) == 130
@@ -560,7 +721,10 @@ def test_sigterm_finishes_running_requests_and_accepts_no_others(serving, plain_
 def test_sigint_ends_at_once_though_a_request_is_half_sent(serving):
     running = serving("--answer_s", "20")
     with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+            b" application/json\r\n"
+        )
         connection.sendall(head + b"Content-Length: 9\r\n\r\n{")
         time.sleep(0.2)
         begin = time.monotonic()
@@ -569,24 +733,38 @@ def test_sigint_ends_at_once_though_a_request_is_half_sent(serving):
 
 def test_a_name_of_the_host_may_have_capitals(serving, monkeypatch):
     create = socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda address, **others: create(("127.0.0.1", 0), **others))
+    monkeypatch.setattr(
+        socket, "create_server", lambda address, **others: create(("127.0.0.1", 0), **others)
+    )
     running = serving("--host", "MyBox")
     running.url = running.url.replace("MyBox", "127.0.0.1")
-    assert [running.raw("/v1/models", Host=name)[0] for name in ("MyBox", "mybox", "other")] == [200, 200, 403]
+    assert [running.raw("/v1/models", Host=name)[0] for name in ("MyBox", "mybox", "other")] == [
+        200,
+        200,
+        403,
+    ]
 
 
 def test_ids_of_the_model_alone_have_log_probabilities(serving, tmp_path, tokenizer):
-    """Its embedding has more rows than the tokenizer has tokens. Here they are as likely as a full stop."""
+    """Its embedding has more rows than the tokenizer has tokens. Here they are as likely as a full
+    stop."""
     folder = shutil.copytree(DEMO, tmp_path / "padded")
-    weights, config = load_file(DEMO / "model.safetensors"), json.loads((DEMO / "config.json").read_text())
+    weights, config = (
+        load_file(DEMO / "model.safetensors"),
+        json.loads((DEMO / "config.json").read_text()),
+    )
     embedding = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = torch.cat((embedding, embedding[tokenizer.encode("a.")[-1]].expand(64, -1)))
+    weights["model.embed_tokens.weight"] = torch.cat(
+        (embedding, embedding[tokenizer.encode("a.")[-1]].expand(64, -1))
+    )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(embedding) + 64}))
     running = serving("--checkpoint", str(folder))
     options = {"model": "padded", "logprobs": 20, "temperature": 1, "max_tokens": 60, "seed": 1}
     logprobs = running.ask("Once", **options).choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.top_logprobs) and any("" in top for top in logprobs.top_logprobs)
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) and any(
+        "" in top for top in logprobs.top_logprobs
+    )
 
 
 def test_flags_are_the_defaults_of_requests(serving, plain_answer):
@@ -596,13 +774,21 @@ def test_flags_are_the_defaults_of_requests(serving, plain_answer):
     assert running.ask(PROMPTS[0]).choices[0].text == text[: text.index(text[20:25])]
     assert running.ask(PROMPTS[0], stop=["zzz"]).choices[0].text == text
     assert running.ask(PROMPTS[0], stop=[]).choices[0].text == text
-    assert serve.parse_args(["--batch", "8"]).batch_size == 8 and serve.parse_args([]).batch_size == 4
+    assert [serve.parse_args(flags).options.run.batch_size for flags in (["--batch", "8"], [])] == [
+        8,
+        4,
+    ]
 
 
 def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
-    for flags, flag in ((["--prompt", "a"], "--prompt"), (["--json"], "--json"), (["--port", "70000"], "--port"),
-                         (["--output", "x"], "--output"), (["--ordered"], "--ordered"),
-                         (["--cors", "http://a.example/"], "--cors http://a.example/: an origin is")):  # fmt: skip
+    for flags, flag in (
+        (["--prompt", "a"], "--prompt"),
+        (["--json"], "--json"),
+        (["--port", "70000"], "--port"),
+        (["--output", "x"], "--output"),
+        (["--ordered"], "--ordered"),
+        (["--cors", "http://a.example/"], "--cors http://a.example/: an origin is"),
+    ):
         with pytest.raises(SystemExit) as exit:
             serve.main([*flags, "--device", "cpu"])
         assert exit.value.code == 2 and flag in capsys.readouterr().err
@@ -612,10 +798,23 @@ def test_flags_that_mean_nothing_to_a_server_are_refused(capsys):
 
 
 def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
-    neutral = {"presence_penalty": 0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "user": "me"}
-    ask = read_request({"messages": [{"role": "user", "content": "a"}], **neutral}, True, "m", Sampling(0.5))
+    neutral = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "tools": [],
+        "response_format": {"type": "text"},
+        "user": "me",
+    }
+    ask = read_request(
+        {"messages": [{"role": "user", "content": "a"}], **neutral}, True, "m", Sampling(0.5)
+    )
     assert ask.sampling == Sampling(0.5) and ask.prompts == [[{"role": "user", "content": "a"}]]
-    for message in ({"content": "a", "tool_calls": [{}]}, {"content": None}, {}, {"content": "a", "audio": {"id": 1}}):
+    for message in (
+        {"content": "a", "tool_calls": [{}]},
+        {"content": None},
+        {},
+        {"content": "a", "audio": {"id": 1}},
+    ):
         with pytest.raises(Refusal, match="messages"):
             read_request({"messages": [{"role": "user", **message}]}, True, "m", Sampling())
     with pytest.raises(Refusal):
@@ -624,15 +823,27 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
     with pytest.raises(Refusal, match="top_logprobs = 3 needs logprobs = true") as caught:
         read_request(chat, True, "m", Sampling())
     assert caught.value.body["error"]["param"] == "top_logprobs"
-    numbers = [read_request(chat | keys, True, "m", Sampling()) for keys in ({"logprobs": True}, {"top_logprobs": 0})]
+    numbers = [
+        read_request(chat | keys, True, "m", Sampling())
+        for keys in ({"logprobs": True}, {"top_logprobs": 0})
+    ]
     assert [request.num_logprobs for request in numbers] == [3, None]
     named = [{"role": "user", "content": "a", "name": "Bob"}]
     assert read_request({"messages": named}, True, "m", Sampling()).prompts == [named]
-    assert read_request({"messages": [named[0] | {"name": None}]}, True, "m", Sampling()).prompts == ask.prompts
+    assert (
+        read_request({"messages": [named[0] | {"name": None}]}, True, "m", Sampling()).prompts
+        == ask.prompts
+    )
     refusing = [{"role": "assistant", "content": None, "refusal": "I will not."}]
     answered = [{"role": "assistant", "content": "I will not."}]
     assert read_request({"messages": refusing}, True, "m", Sampling()).prompts == [answered]
-    thoughts = {"role": "assistant", "content": "a", "reasoning_content": "b", "reasoning": "b", "thinking": "b"}
+    thoughts = {
+        "role": "assistant",
+        "content": "a",
+        "reasoning_content": "b",
+        "reasoning": "b",
+        "thinking": "b",
+    }
     assert read_request({"messages": [thoughts]}, True, "m", Sampling()).prompts == [[thoughts]]
     for arguments in ('{"x":1}', {"x": 1}, "", None, "missing"):
         function = {"name": "f"} | ({} if arguments == "missing" else {"arguments": arguments})
@@ -642,24 +853,38 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
         assert read == ({} if arguments in (None, "missing") else arguments)
     tools = [{"type": "function", "function": {"name": "f"}}]
     for value in ("auto", "none"):
-        request = read_request({"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling())
+        request = read_request(
+            {"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling()
+        )
         assert request.tools == (tools if value == "auto" else None)
     for arguments in ("[" * 100_000, "[1]", "{", "x", 3, [1]):
-        call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        call = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
         with pytest.raises(Refusal, match="the arguments must be a JSON object"):
             read_request({"messages": [call]}, True, "m", Sampling())
     assert read_request({"prompt": "a", "n": None, "best_of": 1}, False, "m", Sampling()).n == 1
     ask_logprobs = read_request({"prompt": "a", "logprobs": 2}, False, "m", Sampling())
-    first = Token(1, "One", top_logprobs=[[1, -0.5], [1, -0.5], [0, -1.0]])  # its piece begins with a blank
-    logprobs = Answer(ask_logprobs, "m", [b"a", b" One"]).choice(Event(0, [first], None))["logprobs"]
+    # its piece begins with a blank
+    first = Token(1, "One", top_logprobs=[[1, -0.5], [1, -0.5], [0, -1.0]])
+    logprobs = Answer(ask_logprobs, "m", [b"a", b" One"]).choice(Event(0, [first], None))[
+        "logprobs"
+    ]
     assert logprobs["top_logprobs"] == [{"One": -0.5, "a": -1.0}] and logprobs["tokens"] == ["One"]
     choice = Answer(ask, "m", []).choice(Event(0, [Token(5, "é"), Token(6, "")], None))
     assert choice["message"]["content"] == "é" and serve.json_response(choice).body.isascii()
 
 
 def test_the_pages_table_of_other_servers_keys_is_true():
-    """Every key of the table in the code stands there, at its values, and at others it is refused by name."""
-    page = (ROOT / "docs" / "serve.md").read_text().partition("## Keys of other servers")[2].partition("\n\nPaths")[0]
+    """Every key of the table in the code stands there, at its values, and at others it is refused
+    by name."""
+    page = (
+        (ROOT / "docs" / "serve.md")
+        .read_text()
+        .partition("## Keys of other servers")[2]
+        .partition("\n\nPaths")[0]
+    )
     rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) > 10
     keys_of_page = set()
@@ -677,27 +902,106 @@ def test_the_pages_table_of_other_servers_keys_is_true():
     assert not {*NEUTRAL, "best_of", "add_special_tokens", "repeat_last_n"} - keys_of_page - fields
 
 
-# What clients of these servers send when nobody has set anything, from their request types and clients.
+# What clients of these servers send when nobody has set anything, from their request types and
+# clients.
 DEFAULTS = [
-    {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
-     "reasoning_effort": "none", "verbosity": "medium", "modalities": ["text"], "tool_choice": "auto", "tools": [],
-     "stop": None, "logit_bias": None, "frequency_penalty": 0, "top_p": 1, "n": 1, "stream_options": None},
-    {"use_beam_search": False, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
-     "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0,
-     "skip_special_tokens": True, "spaces_between_special_tokens": True, "truncate_prompt_tokens": None,
-     "prompt_logprobs": None, "allowed_token_ids": None, "bad_words": [], "priority": 0, "request_id": "r",
-     "return_tokens_as_token_ids": False, "return_token_ids": None, "cache_salt": None, "vllm_xargs": None,
-     "include_reasoning": True, "add_generation_prompt": True, "continue_final_message": False, "documents": None},
-    {"top_k": -1, "regex": None, "ebnf": None, "stop_regex": None, "no_stop_trim": False, "ignore_eos": False,
-     "lora_path": None, "session_params": None, "return_hidden_states": False, "separate_reasoning": True,
-     "stream_reasoning": True, "rid": None, "custom_logit_processor": None, "return_routed_experts": False},
-    {"repeat_penalty": 1.0, "repeat_last_n": 64, "typical_p": 1, "dynatemp_range": 0.0, "dynatemp_exponent": 1.0,
-     "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "xtc_probability": 0.0,
-     "xtc_threshold": 0.1, "top_n_sigma": -1.0, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "grammar": "",
-     "top_k": 0, "n_probs": 0, "min_keep": 0, "n_keep": 0, "n_discard": 0, "id_slot": -1, "cache_prompt": True,
-     "max_tokens": -1, "n_predict": None, "timings_per_token": False, "samplers": None, "reasoning_format": "none",
-     "return_progress": False, "post_sampling_probs": False, "logit_bias": [], "lora": [], "stop": [""]},
-]  # fmt: skip
+    {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "reasoning_effort": "none",
+        "verbosity": "medium",
+        "modalities": ["text"],
+        "tool_choice": "auto",
+        "tools": [],
+        "stop": None,
+        "logit_bias": None,
+        "frequency_penalty": 0,
+        "top_p": 1,
+        "n": 1,
+        "stream_options": None,
+    },
+    {
+        "use_beam_search": False,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "length_penalty": 1.0,
+        "stop_token_ids": [],
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "truncate_prompt_tokens": None,
+        "prompt_logprobs": None,
+        "allowed_token_ids": None,
+        "bad_words": [],
+        "priority": 0,
+        "request_id": "r",
+        "return_tokens_as_token_ids": False,
+        "return_token_ids": None,
+        "cache_salt": None,
+        "vllm_xargs": None,
+        "include_reasoning": True,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "documents": None,
+    },
+    {
+        "top_k": -1,
+        "regex": None,
+        "ebnf": None,
+        "stop_regex": None,
+        "no_stop_trim": False,
+        "ignore_eos": False,
+        "lora_path": None,
+        "session_params": None,
+        "return_hidden_states": False,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+        "rid": None,
+        "custom_logit_processor": None,
+        "return_routed_experts": False,
+    },
+    {
+        "repeat_penalty": 1.0,
+        "repeat_last_n": 64,
+        "typical_p": 1,
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "dry_multiplier": 0,
+        "dry_base": 1.75,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "top_n_sigma": -1.0,
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1,
+        "grammar": "",
+        "top_k": 0,
+        "n_probs": 0,
+        "min_keep": 0,
+        "n_keep": 0,
+        "n_discard": 0,
+        "id_slot": -1,
+        "cache_prompt": True,
+        "max_tokens": -1,
+        "n_predict": None,
+        "timings_per_token": False,
+        "samplers": None,
+        "reasoning_format": "none",
+        "return_progress": False,
+        "post_sampling_probs": False,
+        "logit_bias": [],
+        "lora": [],
+        "stop": [""],
+    },
+]
 
 
 def test_keys_of_other_servers_at_their_defaults_change_nothing():
@@ -706,42 +1010,77 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
     text = read_request({"prompt": "a"}, False, "m", Sampling(0.5))
     for keys in DEFAULTS:
         asked = read_request({"messages": messages, **keys}, True, "m", Sampling(0.5))
-        completed = read_request({"prompt": "a", "add_special_tokens": True, **keys}, False, "m", Sampling(0.5))
+        completed = read_request(
+            {"prompt": "a", "add_special_tokens": True, **keys}, False, "m", Sampling(0.5)
+        )
         for request, plain in ((asked, chat), (completed, text)):
-            assert request.sampling.kind == plain.sampling.kind and request.sampling.temperature == 0.5
-            assert request.prompts == plain.prompts and not request.stop and not request.stop_token_ids
+            assert (
+                request.sampling.kind == plain.sampling.kind and request.sampling.temperature == 0.5
+            )
+            assert (
+                request.prompts == plain.prompts and not request.stop and not request.stop_token_ids
+            )
             assert request.num_logprobs is None and not request.echo and not request.ignore_eos
-    both = {"prompt": "a", "logprobs": False, "top_logprobs": 0, "best_of": 2, "n": 2, "echo": False}
+    both = {
+        "prompt": "a",
+        "logprobs": False,
+        "top_logprobs": 0,
+        "best_of": 2,
+        "n": 2,
+        "echo": False,
+    }
     assert read_request(both, False, "m", Sampling()).num_logprobs is None
     assert read_request({"prompt": "a", "logprobs": 0}, False, "m", Sampling()).num_logprobs == 0
-    limited = [read_request({"prompt": "a", key: x}, False, "m", Sampling()).max_new_tokens for key, x in (
-        ("n_predict", 7), ("max_tokens", -1), ("max_completion_tokens", -1), ("n_predict", -1))]  # fmt: skip
+    limited = [
+        read_request({"prompt": "a", key: x}, False, "m", Sampling()).max_new_tokens
+        for key, x in (
+            ("n_predict", 7),
+            ("max_tokens", -1),
+            ("max_completion_tokens", -1),
+            ("n_predict", -1),
+        )
+    ]
     assert limited == [7, 2**31, 2**31, 2**31]  # no limit but the context's
     unlimited = read_request({"prompt": "a", "top_k": -1}, False, "m", Sampling(0.5, top_k=4))
     assert unlimited.sampling == Sampling(0.5, top_k=0)  # not the server's default
     penalized = Sampling(0, repetition_penalty=1.3)
     unpenalized = read_request({"prompt": "a", "repeat_penalty": 1.0}, False, "m", penalized)
     assert unpenalized.sampling == Sampling(0)  # not the server's default either
-    with pytest.raises(Refusal, match="repeat_last_n"):  # a window counts beside the server's own penalty
+    # a window counts beside the server's own penalty
+    with pytest.raises(Refusal, match="repeat_last_n"):
         read_request({"prompt": "a", "repeat_last_n": 64}, False, "m", penalized)
     limits = {"max_tokens": -1, "max_completion_tokens": 2}
     assert read_request({"messages": messages, **limits}, True, "m", Sampling()).max_new_tokens == 2
-    for key, value in (("min_tokens", 1), ("repeat_penalty", 1.1), ("mirostat", 2), ("ignore_eos", 1), ("top_k", -2),
-                       ("max_tokens", -2), ("id_slot", 0), ("cache_prompt", False), ("min_tokens", False),
-                       ("reasoning_effort", "low"), ("n_predict", "7"), ("best_of", 2),
-                       ("lora", [{"id": 0}])):  # fmt: skip
+    for key, value in (
+        ("min_tokens", 1),
+        ("repeat_penalty", 1.1),
+        ("mirostat", 2),
+        ("ignore_eos", 1),
+        ("top_k", -2),
+        ("max_tokens", -2),
+        ("id_slot", 0),
+        ("cache_prompt", False),
+        ("min_tokens", False),
+        ("reasoning_effort", "low"),
+        ("n_predict", "7"),
+        ("best_of", 2),
+        ("lora", [{"id": 0}]),
+    ):
         with pytest.raises(Refusal) as caught:
             read_request({"prompt": "a", key: value}, False, "m", Sampling())
         param = {"n_predict": "max_tokens"}.get(key, key)
         assert caught.value.body["error"]["param"] == param, key
-    for keys, key in (({"repeat_last_n": 64, "presence_penalty": 1}, "repeat_last_n"),
-                      ({"n_predict": 3, "max_tokens": 4}, "n_predict")):  # fmt: skip
+    for keys, key in (
+        ({"repeat_last_n": 64, "presence_penalty": 1}, "repeat_last_n"),
+        ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
+    ):
         with pytest.raises(Refusal, match=key):
             read_request({"prompt": "a", **keys}, False, "m", Sampling())
 
 
 def test_end_tokens_of_a_request(server, plain_answer, tokenizer):
-    """ignore_eos decodes past the end, a request's own stop tokens end it, and their text stays away."""
+    """ignore_eos decodes past the end, a request's own stop tokens end it, and their text stays
+    away."""
     end, most = sorted(tokenizer.stop_ids)[0], {"max_tokens": 30}
     text, ids = plain_answer(PROMPTS[0], 30)
     at = next(i for i, id in enumerate(ids) if i > 8 and id not in ids[:i])
@@ -750,27 +1089,47 @@ def test_end_tokens_of_a_request(server, plain_answer, tokenizer):
     assert text.startswith(choice.text) and len(choice.text) < len(text)
     bias = {"logit_bias": {str(end): 100}}  # the model ends at once
     for ignored, reason, number in ((False, "stop", 1), (None, "stop", 1), (True, "length", 30)):
-        choice = server.ask(PROMPTS[0], **most, **bias, extra_body={"ignore_eos": ignored}).choices[0]
-        assert (choice.finish_reason, choice.timings["tokens"]) == (reason, number) and not choice.text
+        choice = server.ask(PROMPTS[0], **most, **bias, extra_body={"ignore_eos": ignored}).choices[
+            0
+        ]
+        assert (choice.finish_reason, choice.timings["tokens"]) == (
+            reason,
+            number,
+        ) and not choice.text
 
 
 def test_usage_comes_with_every_chunk_on_request(server, tokenizer):
     num_prompt_tokens = len(tokenizer.encode(PROMPTS[0]))
     for final in (True, None):
         options = {"continuous_usage_stats": True} | ({"include_usage": True} if final else {})
-        chunks = list(server.ask(PROMPTS[0], stream=True, stream_options=options, echo=True, n=2, seed=1))
+        chunks = list(
+            server.ask(PROMPTS[0], stream=True, stream_options=options, echo=True, n=2, seed=1)
+        )
         counts = [chunk.usage.completion_tokens for chunk in chunks]
         assert counts == sorted(counts) and counts[-1] == 80 and len(set(counts)) > 2
         assert all(chunk.usage.prompt_tokens == num_prompt_tokens for chunk in chunks)
-        assert all(chunk.usage.total_tokens == num_prompt_tokens + n for chunk, n in zip(chunks, counts))
+        assert all(
+            chunk.usage.total_tokens == num_prompt_tokens + n for chunk, n in zip(chunks, counts)
+        )
         assert (chunks[-1].choices == []) == bool(final)
-    options = {"continuous_usage_stats": True, "include_usage": False}  # as in vLLM, no usage at all
+    # as in vLLM, no usage at all
+    options = {"continuous_usage_stats": True, "include_usage": False}
     chunks = list(server.ask(PROMPTS[0], stream=True, stream_options=options))
     assert all(chunk.usage is None for chunk in chunks)
-    chat = {"messages": [{"role": "user", "content": "One"}], "model": "demo", "max_tokens": 3, "stream": True}
-    chunks = list(server.client.chat.completions.create(**chat, stream_options={"continuous_usage_stats": True}))
+    chat = {
+        "messages": [{"role": "user", "content": "One"}],
+        "model": "demo",
+        "max_tokens": 3,
+        "stream": True,
+    }
+    chunks = list(
+        server.client.chat.completions.create(
+            **chat, stream_options={"continuous_usage_stats": True}
+        )
+    )
     assert all(chunk.usage is not None for chunk in chunks)
-    server.ask("a", stream=False, max_tokens=1, stream_options={"include_usage": False})  # asks for nothing
+    # asks for nothing
+    server.ask("a", stream=False, max_tokens=1, stream_options={"include_usage": False})
 
 
 def test_a_chats_role_comes_with_its_first_token():
@@ -785,13 +1144,22 @@ def test_a_chats_role_comes_with_its_first_token():
         await asyncio.sleep(0.05)
         assert not first.done()
         end = {"finish_reason": "length", "timings": {"tokens": 1, "cached_tokens": 0}}
-        for event in (Event(1, [Token(5, "x", round=1)]), Event(0, [Token(5, "y", round=1)], end), Event(1, [], end)):
+        for event in (
+            Event(1, [Token(5, "x", round=1)]),
+            Event(0, [Token(5, "y", round=1)], end),
+            Event(1, [], end),
+        ):
             job.send(event)
         received = [await first, *[line async for line in events]]
-        return [json.loads(line.removeprefix("data: ")) for line in received if "[DONE]" not in line]
+        return [
+            json.loads(line.removeprefix("data: ")) for line in received if "[DONE]" not in line
+        ]
 
     choices = [line["choices"][0] for line in asyncio.run(lines())]
-    shown = [(choice["index"], choice["delta"].get("role"), choice["delta"].get("content")) for choice in choices]
+    shown = [
+        (choice["index"], choice["delta"].get("role"), choice["delta"].get("content"))
+        for choice in choices
+    ]
     assert shown[:4] == [(1, "assistant", ""), (1, None, "x"), (0, "assistant", ""), (0, None, "y")]
 
 
@@ -799,13 +1167,27 @@ def test_empty_stop_strings_are_ignored(server, plain_answer):
     text = plain_answer(PROMPTS[0])[0]
     for stop in ("", [""], ["", ""]):
         assert server.ask(PROMPTS[0], stop=stop).choices[0].text == text
-    assert server.ask(PROMPTS[0], stop=[text[20:25], ""]).choices[0].text == text[: text.index(text[20:25])]
-    assert len(read_request({"prompt": "a", "stop": [*"abcdefghijklmnop", ""]}, False, "m", Sampling()).stop) == 16
+    assert (
+        server.ask(PROMPTS[0], stop=[text[20:25], ""]).choices[0].text
+        == text[: text.index(text[20:25])]
+    )
+    assert (
+        len(
+            read_request(
+                {"prompt": "a", "stop": [*"abcdefghijklmnop", ""]}, False, "m", Sampling()
+            ).stop
+        )
+        == 16
+    )
 
 
 def test_a_seed_of_minus_one_is_random(server):
     settings = {"temperature": 1, "max_tokens": 8}
-    choices = [choice for _ in range(2) for choice in server.ask([PROMPTS[1]] * 2, n=2, seed=-1, **settings).choices]
+    choices = [
+        choice
+        for _ in range(2)
+        for choice in server.ask([PROMPTS[1]] * 2, n=2, seed=-1, **settings).choices
+    ]
     seeds = [choice.timings["seed"] for choice in choices]
     assert len(set(seeds)) == 8 and all(0 <= seed < 2**53 + 4 for seed in seeds)
     assert server.ask(PROMPTS[1], seed=seeds[5], **settings).choices[0].text == choices[5].text
@@ -814,21 +1196,38 @@ def test_a_seed_of_minus_one_is_random(server):
 def test_paths_without_a_version_head_and_a_hint(server):
     chat = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'
     assert server.raw("/chat/completions", chat)[1]["object"] == "chat.completion"
-    assert server.raw("/completions", b'{"prompt": "a", "max_tokens": 1}')[1]["object"] == "text_completion"
-    assert server.raw("/models")[1] == server.raw("/v1/models")[1] and server.raw("/models/demo")[0] == 200
+    assert (
+        server.raw("/completions", b'{"prompt": "a", "max_tokens": 1}')[1]["object"]
+        == "text_completion"
+    )
+    assert (
+        server.raw("/models")[1] == server.raw("/v1/models")[1]
+        and server.raw("/models/demo")[0] == 200
+    )
     for path in ("/v1/v1/chat/completions", "/chat", "/v1/responses"):
         status, body = server.raw(path, chat)
         assert status == 404 and "/v1/chat/completions" in body["error"]["message"]
     for path in ("/health", "/", "/v1/models"):
-        with urllib.request.urlopen(urllib.request.Request(server.url + path, method="HEAD")) as answer:
-            assert answer.status == 200 and int(answer.headers["Content-Length"]) > 0 and answer.read() == b""
+        with urllib.request.urlopen(
+            urllib.request.Request(server.url + path, method="HEAD")
+        ) as answer:
+            assert (
+                answer.status == 200
+                and int(answer.headers["Content-Length"]) > 0
+                and answer.read() == b""
+            )
 
 
 def test_too_long_a_prompt_says_so_in_openais_words(server):
     """litellm and others look for them, and for the code."""
     chat = {"messages": [{"role": "user", "content": "a dog " * 600}], "model": "demo"}
-    for ask in (functools.partial(server.ask, "a dog " * 600), lambda: server.client.chat.completions.create(**chat)):
-        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 512 tokens") as caught:
+    for ask in (
+        functools.partial(server.ask, "a dog " * 600),
+        lambda: server.client.chat.completions.create(**chat),
+    ):
+        with pytest.raises(
+            openai.BadRequestError, match="This model's maximum context length is 512 tokens"
+        ) as caught:
             ask()
         assert caught.value.code == "context_length_exceeded"
 
@@ -840,17 +1239,28 @@ def test_a_line_for_every_request_and_refusal(server, serving):
     for path, body in (
         ("/v1/completions", {"prompt": secret, "temperature": -7}),
         ("/v1/completions", {"prompt": {"secret": secret}}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image", "x": secret}]}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image", "x": secret}]}]},
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"x": secret}}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": secret, "function_call": secret}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": secret, "function_call": secret}]},
+        ),
     ):
         assert server.raw(path, json.dumps(body).encode())[0] == 400
     server.raw("/nowhere/%1b[31m", b"{}")
     time.sleep(0.1)
     text = server.log.read_text()
-    assert '"POST /v1/completions HTTP/1.1" 200' in text and '"POST /v1/completions HTTP/1.1" 400' in text
+    assert (
+        '"POST /v1/completions HTTP/1.1" 200' in text
+        and '"POST /v1/completions HTTP/1.1" 400' in text
+    )
     assert "POST /v1/completions: 400, temperature = -7" in text and "POST /nowhere/" in text
-    assert "messages[0]: a part that is not text" in text and "function_call is not supported" in text
+    assert (
+        "messages[0]: a part that is not text" in text and "function_call is not supported" in text
+    )
     assert secret not in text and secret[4:20] not in text and "\x1b[31m" not in text
     quiet = serving("--log_level", "error")
     quiet.raw("/v1/completions", b"{")
@@ -866,10 +1276,15 @@ def test_seeds_are_int64_and_decide_an_answer(server):
         with pytest.raises(Refusal, match="seed"):
             read_request({"prompt": "a", "seed": seed}, False, "m", Sampling())
     settings = {"temperature": 1, "max_tokens": 16, "n": 2}
-    texts = [[c.text for c in server.ask("a", seed=seed, **settings).choices] for seed in (-2, -2, 2**63 - 1, -(2**63))]
+    texts = [
+        [c.text for c in server.ask("a", seed=seed, **settings).choices]
+        for seed in (-2, -2, 2**63 - 1, -(2**63))
+    ]
     assert texts[0] == texts[1] != texts[2]
     assert texts[2][1] == texts[3][0]  # the seed after the largest is the smallest
-    noise = [uniform(torch.full((64,), seed), torch.arange(64)) for seed in (-1, 2**63 - 1, -(2**63), 0)]
+    noise = [
+        uniform(torch.full((64,), seed), torch.arange(64)) for seed in (-1, 2**63 - 1, -(2**63), 0)
+    ]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(noise, 2))
 
 
@@ -887,14 +1302,14 @@ def test_a_key_comes_from_a_flag_a_file_or_the_environment(monkeypatch, tmp_path
     os.write(writer, b"from-pipe")
     os.close(writer)
     args = serve.parse_args(["--api_key_file", f"/dev/fd/{reader}"])
-    serve_flags.check_server_flags(args)
     assert serve_flags.read_api_key(args) == "from-pipe"
     os.close(reader)
     for flags, message in (
-        (("--api_key", ""), "--api_key: a key must be visible ASCII"), (("--api_key", "schlüssel"), "visible ASCII"),
+        (("--api_key", ""), "--api_key: a key must be visible ASCII"),
+        (("--api_key", "schlüssel"), "visible ASCII"),
         (("--api_key", "k", "--api_key_file", str(file)), "one of them"),
         (("--api_key_file", str(tmp_path / "none")), "none"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             key(*flags)
     monkeypatch.setenv("QUICKDRAFT_API_KEY", "")
@@ -909,13 +1324,19 @@ def test_a_broken_host_and_a_client_that_leaves_are_no_bugs(server):
     before = server.log.read_text()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        )
         connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
         time.sleep(0.2)
     assert server.raw("/v1/completions", fine)[0] == 200
     time.sleep(0.2)
     lines = server.log.read_text().removeprefix(before)
-    assert "Traceback" not in lines and "ERROR" not in lines and "the client left before the body's end" in lines
+    assert (
+        "Traceback" not in lines
+        and "ERROR" not in lines
+        and "the client left before the body's end" in lines
+    )
 
 
 def test_text_offsets_index_the_text(server, tokenizer):
@@ -930,14 +1351,23 @@ def test_text_offsets_index_the_text(server, tokenizer):
         assert "".join(logprobs.tokens) == choice.text
         assert len(logprobs.tokens) == 6 + echo * len(tokenizer.encode(prompt))
         parts = [chunk.choices[0].logprobs for chunk in server.ask(prompt, stream=True, **options)]
-        assert [offset for part in parts if part for offset in part.text_offset] == logprobs.text_offset
+        assert [
+            offset for part in parts if part for offset in part.text_offset
+        ] == logprobs.text_offset
 
 
 def test_max_tokens_are_clipped_to_the_room_that_the_prompt_leaves(server, tokenizer):
     prompt = [1, *[tokenizer.encode("Once")[-1]] * 499]
-    for ask in (server.ask, lambda ids, **keys: server.ask(ids, **keys, extra_body={"max_completion_tokens": 5000})):
-        answer = ask(prompt, max_tokens=5000, temperature=30)  # sampled nearly evenly: no end comes early
-        assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 512 - 500
+    for ask in (
+        server.ask,
+        lambda ids, **keys: server.ask(ids, **keys, extra_body={"max_completion_tokens": 5000}),
+    ):
+        # sampled nearly evenly: no end comes early
+        answer = ask(prompt, max_tokens=5000, temperature=30)
+        assert (
+            answer.choices[0].finish_reason == "length"
+            and answer.usage.completion_tokens == 512 - 500
+        )
     with pytest.raises(openai.BadRequestError, match="512 positions: shorten the prompt") as caught:
         server.ask([*prompt, *prompt[:12]], max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
@@ -952,7 +1382,11 @@ class Pet(pydantic.BaseModel, extra="forbid"):
 def test_answers_obey_a_schema_drafted_or_not_beside_free_ones(server, plain_answer):
     """Streamed too, with several answers, and through the client's parser."""
     schema = Pet.model_json_schema()
-    options = {"extra_body": {"response_format": json_format(schema)}, "prompt": "Tom has a", "max_tokens": 120}
+    options = {
+        "extra_body": {"response_format": json_format(schema)},
+        "prompt": "Tom has a",
+        "max_tokens": 120,
+    }
     with concurrent.futures.ThreadPoolExecutor() as pool:
         free = pool.submit(server.ask, PROMPTS[0])
         sampled = pool.submit(server.ask, **options, temperature=1, n=3)
@@ -961,14 +1395,28 @@ def test_answers_obey_a_schema_drafted_or_not_beside_free_ones(server, plain_ans
     for choice in (greedy, *sampled.result().choices):
         assert choice.finish_reason == "stop" and Pet.model_validate_json(choice.text, strict=True)
     assert greedy.timings["speculative"]["drafted"] > 0
-    plain = server.ask(**{**options, "extra_body": {**options["extra_body"], "draft": False}}).choices[0]
+    plain = server.ask(
+        **{**options, "extra_body": {**options["extra_body"], "draft": False}}
+    ).choices[0]
     assert plain.text == greedy.text and plain.timings["speculative"] is None
-    assert "".join(chunk.choices[0].text for chunk in server.ask(**options, stream=True)) == greedy.text
+    assert (
+        "".join(chunk.choices[0].text for chunk in server.ask(**options, stream=True))
+        == greedy.text
+    )
     short = server.ask(**{**options, "max_tokens": 3}).choices[0]
     assert short.finish_reason == "length" and greedy.text.startswith(short.text)
-    chat = {"messages": [{"role": "user", "content": "Tom has a"}], "model": "demo", "max_tokens": 120}
-    assert isinstance(server.client.chat.completions.parse(**chat, response_format=Pet).choices[0].message.parsed, Pet)
-    answer = server.client.chat.completions.create(**chat, temperature=0, response_format={"type": "json_object"})
+    chat = {
+        "messages": [{"role": "user", "content": "Tom has a"}],
+        "model": "demo",
+        "max_tokens": 120,
+    }
+    assert isinstance(
+        server.client.chat.completions.parse(**chat, response_format=Pet).choices[0].message.parsed,
+        Pet,
+    )
+    answer = server.client.chat.completions.create(
+        **chat, temperature=0, response_format={"type": "json_object"}
+    )
     assert answer.choices[0].message.content.startswith("{")
 
 
@@ -994,39 +1442,60 @@ def test_an_agent_frameworks_client(server):
 
 
 def test_tools_and_their_results_reach_the_template(serving, tmp_path):
-    """The raw text comes back; a template that mentions no tools refuses them (the demo's folder has none)."""
+    """The raw text comes back; a template that mentions no tools refuses them (the demo's folder
+    has none)."""
     folder = tmp_path / "folder"
     shutil.copytree(DEMO, folder)
     template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
         "{% for m in messages %}{{ m.content if m.content is defined else '-' }}"
-        "{% for c in m.tool_calls or [] %} {{ c.function.name }}({{ c.function.arguments.name }}){% endfor %} "
+        "{% for c in m.tool_calls or [] %} {{ c.function.name }}({{ c.function.arguments.name"
+        " }}){% endfor %} "
         "{% endfor %}"
     )
     (folder / "chat_template.jinja").write_text(template)
     running = serving("--checkpoint", str(folder))
-    call = {"id": "1", "type": "function", "function": {"name": "call", "arguments": '{"name": "Max"}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "call", "arguments": '{"name": "Max"}'},
+    }
     messages = [
-        {"role": "user", "content": "Tom"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "Tom"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "barks"},
-    ]  # fmt: skip
+    ]
     tools = [{"type": "function", "function": {"name": "call", "parameters": {}}}]
-    ask = functools.partial(running.client.chat.completions.create, model="folder", max_tokens=8, temperature=0)
+    ask = functools.partial(
+        running.client.chat.completions.create, model="folder", max_tokens=8, temperature=0
+    )
     text = ask(messages=messages, tools=tools).choices[0].message.content
     prompt = load_tokenizer(folder).parse("call Tom - call(Max) barks ")
     assert text == running.ask(prompt, model="folder", max_tokens=8).choices[0].text
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     running = serving("--checkpoint", str(folder))
     body = json.dumps({"messages": messages[:1], "tools": tools}).encode()
     status, answer = running.raw("/v1/chat/completions", body)
-    assert status == 400 and "the chat template does not mention tools" in answer["error"]["message"]
+    assert (
+        status == 400 and "the chat template does not mention tools" in answer["error"]["message"]
+    )
     for changed, reason in (
-        ({"messages": messages[1:]}, "messages[0], role 'assistant': the chat template leaves out its tool_calls"),
-        ({"messages": messages[:1], "chat_template_kwargs": {"x": 1}}, "the chat template does not read x"),
+        (
+            {"messages": messages[1:]},
+            "messages[0], role 'assistant': the chat template leaves out its tool_calls",
+        ),
+        (
+            {"messages": messages[:1], "chat_template_kwargs": {"x": 1}},
+            "the chat template does not read x",
+        ),
     ):
         status, answer = running.raw("/v1/chat/completions", json.dumps(changed).encode())
         assert status == 400 and reason in answer["error"]["message"]
-    body = json.dumps({"messages": messages[:1], "tools": tools, "tool_choice": "required"}).encode()
+    body = json.dumps(
+        {"messages": messages[:1], "tools": tools, "tool_choice": "required"}
+    ).encode()
     assert running.raw("/v1/chat/completions", body)[1]["error"]["param"] == "tool_choice"
 
 
@@ -1037,7 +1506,16 @@ def test_the_evaluation_harness_gets_eval_lms_figures(serving):
 
     from scripts import eval_lm
 
-    flags = ["--checkpoint", str(DEMO), "--tasks", "stories", "--include_path", "benchmarks/tasks", "--limit", "4"]
+    flags = [
+        "--checkpoint",
+        str(DEMO),
+        "--tasks",
+        "stories",
+        "--include_path",
+        "benchmarks/tasks",
+        "--limit",
+        "4",
+    ]
     manager = TaskManager(include_path=str(ROOT / "benchmarks" / "tasks"))
     running = serving("--dtype", "float32")
     about = {"model": "demo", "base_url": f"{running.url}/v1/completions", "tokenizer": str(DEMO)}
@@ -1052,16 +1530,22 @@ def test_the_evaluation_harness_gets_eval_lms_figures(serving):
         assert served[metric] == pytest.approx(direct[metric], rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------- the page
+# --------------------------------------------------------------------------------------- the page
 
 
 @pytest.fixture(scope="module")
 def chromium():
     """A headless Chromium of the system's."""
-    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    binary = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if binary is None:
         pytest.skip("no chromium on this machine: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright: pip install playwright"
+    )
     playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=binary, args=["--no-sandbox"])
@@ -1071,15 +1555,19 @@ def chromium():
 
 @pytest.fixture
 def page(chromium, server):
-    """The server's page, just opened: greedy, 60 tokens an answer. It may raise no error and ask no other server."""
+    """The server's page, just opened: greedy, 60 tokens an answer. It may raise no error and ask no
+    other server."""
     from playwright.sync_api import expect
 
     errors = []
     opened = chromium.new_page(viewport={"width": 1000, "height": 720})
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("request", lambda request: request.url.startswith(server.url) or errors.append(request.url))
+    opened.on(
+        "request", lambda request: request.url.startswith(server.url) or errors.append(request.url)
+    )
     opened.goto(server.url)
-    expect(opened.locator("#about")).to_contain_text("drafted by")  # and the server's temperature is in its field
+    # and the server's temperature is in its field
+    expect(opened.locator("#about")).to_contain_text("drafted by")
     opened.fill("#temperature", "0")
     opened.fill("#most", "60")
     yield opened
@@ -1109,25 +1597,41 @@ def test_page_streams_what_is_typed_and_colours_it(page, plain_answer):
     assert page.text_content("article.assistant") == text
     grown = page.evaluate("seen => [...seen]", seen)
     assert len(grown) > 2 and all(text.startswith(part) for part in grown)  # it came piece by piece
-    blue, red = (page.evaluate(
-        "name => getComputedStyle(document.querySelector(`article.assistant .${name}`)).color", name
-    ) for name in ("accepted", "corrected"))  # fmt: skip
+    blue, red = (
+        page.evaluate(
+            "name => getComputedStyle(document.querySelector(`article.assistant .${name}`)).color",
+            name,
+        )
+        for name in ("accepted", "corrected")
+    )
     plain = page.evaluate("getComputedStyle(document.querySelector('article.assistant')).color")
     assert len({blue, red, plain}) == 3
     page.uncheck("#colours")
-    assert page.evaluate("getComputedStyle(document.querySelector('article.assistant .accepted')).color") == plain
+    assert (
+        page.evaluate(
+            "getComputedStyle(document.querySelector('article.assistant .accepted')).color"
+        )
+        == plain
+    )
     page.check("#colours")
     line = page.text_content("#live")
-    assert all(fact in line for fact in ("tok/s", "α 0.", "tokens a round")) and "plain decoding" not in line
+    assert (
+        all(fact in line for fact in ("tok/s", "α 0.", "tokens a round"))
+        and "plain decoding" not in line
+    )
 
 
 @pytest.mark.browser
 def test_page_asks_for_what_is_typed_and_loses_nothing(page):
-    """An empty temperature or limit is the server's default; a message that gets no answer stays in its box."""
+    """An empty temperature or limit is the server's default; a message that gets no answer stays in
+    its box."""
     from playwright.sync_api import expect
 
     bodies = []
-    page.on("request", lambda request: request.post_data and bodies.append(json.loads(request.post_data)))
+    page.on(
+        "request",
+        lambda request: request.post_data and bodies.append(json.loads(request.post_data)),
+    )
     assert page.locator("#most").evaluate("input => input.defaultValue") == ""
     page.fill("#temperature", "")
     page.fill("#most", "3")
@@ -1158,7 +1662,8 @@ def test_page_tells_p_and_q_by_mouse_and_by_keys(page):
     expect(page.locator("#send")).to_have_text("Send")
     page.hover("article.assistant .corrected >> nth=0")
     tip = page.text_content("#tip")
-    assert tip.startswith("corrected") and "p 1.0000 of the target, q 0.0000 of the draft" in tip  # greedy: 0 or 1
+    # greedy: 0 or 1
+    assert tip.startswith("corrected") and "p 1.0000 of the target, q 0.0000 of the draft" in tip
     page.locator("#log").focus()
     page.mouse.move(0, 0)
     page.keyboard.press("ArrowRight")
@@ -1215,7 +1720,9 @@ def test_page_follows_an_answer_until_somebody_scrolls_up(page, button, width):
     wait_until(page, "!following")
     num_tokens = page.evaluate("log.querySelectorAll('[data-origin]').length")
     expect(page.locator("#send")).to_have_text("Send")
-    assert page.evaluate("log.querySelectorAll('[data-origin]').length") > num_tokens, "it was still growing"
+    assert page.evaluate("log.querySelectorAll('[data-origin]').length") > num_tokens, (
+        "it was still growing"
+    )
     assert page.evaluate(below) > 20
 
 
@@ -1229,7 +1736,10 @@ def test_page_stops_shows_errors_and_fits_a_phone(page, plain_answer):
     expect(page.locator("article.assistant [data-origin]").first).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#send")).to_have_text("Send")
-    assert page.locator("article.assistant [data-origin]").count() < len(plain_answer("Once there was a", 300)[1]) - 5
+    assert (
+        page.locator("article.assistant [data-origin]").count()
+        < len(plain_answer("Once there was a", 300)[1]) - 5
+    )
     page.fill("#prompt", "a dog " * 2000)
     page.keyboard.press("Enter")
     expect(page.locator("article.error")).to_contain_text("positions")

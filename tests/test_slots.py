@@ -1,7 +1,8 @@
-"""Requests that come and go: each gets, bit for bit, what it gets alone, whatever comes, ends or is aborted beside it.
+"""Requests that come and go: each gets, bit for bit, what it gets alone, whatever comes, ends or is
+aborted beside it.
 
-A schedule is random: who comes when, with which prompt, sampling and length, who is aborted. The oracle is an engine of
-one slot that has never seen another text.
+A schedule is random: who comes when, with which prompt, sampling and length, who is aborted. The
+oracle is an engine of one slot that has never seen another text.
 """
 
 import dataclasses
@@ -12,10 +13,11 @@ import torch
 from test_dflash import dflash_folder
 from test_drafts import eagle_folder, pard_folder
 
+import decoding.engine as program
+import decoding.readback as clock
 import decoding.scheduler as scheduler
-import decoding.slots
-import decoding.timing as clock
-import generate as program
+import decoding.state
+from decoding.engine import Engine
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
 from drafts.dflash import DFlashDraft, load_dflash
@@ -23,17 +25,21 @@ from drafts.eagle import EagleDraft, load_eagle
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
 from drafts.suffix import SuffixDraft
-from generate import Engine, generate
+from generate import generate
 from loading.checkpoint import load_model
 from model import KVCache
 from speculative import ModelDraft, layer_subset
 from weights.walker import pack_model
 
 SAMPLINGS = (
-    Sampling(0), Sampling(0.9), Sampling(1.2, top_k=9), Sampling(0.7, top_p=0.8, min_p=0.01),
-    Sampling(0, repetition_penalty=1.3), Sampling(0.9, top_k=20, presence_penalty=0.7, frequency_penalty=-0.3),
+    Sampling(0),
+    Sampling(0.9),
+    Sampling(1.2, top_k=9),
+    Sampling(0.7, top_p=0.8, min_p=0.01),
+    Sampling(0, repetition_penalty=1.3),
+    Sampling(0.9, top_k=20, presence_penalty=0.7, frequency_penalty=-0.3),
     Sampling(1.1, logit_bias=((5, 3.0), (9, -100.0)), repetition_penalty=0.9),
-)  # fmt: skip
+)
 V, LENGTH = 131, 150
 
 
@@ -41,7 +47,9 @@ V, LENGTH = 131, 150
 def model_of(folder_of):
     models = {}
 
-    def make(dtype: torch.dtype = torch.float32, quantize: str | None = None, family: str = "llama-3"):
+    def make(
+        dtype: torch.dtype = torch.float32, quantize: str | None = None, family: str = "llama-3"
+    ):
         key = dtype, quantize, family
         if key not in models:
             models[key] = pack_model(load_model(folder_of(family), dtype=dtype, quantize=quantize))
@@ -72,7 +80,11 @@ def drafter_of(kind: str, model):
         return DFlashDraft(load_dflash(DRAFT_FOLDERS["dflash"], model))
     if kind.startswith("suffix"):  # sampled text depends on a pool's earlier answers
         return SuffixDraft() if kind == "suffix, pool" else SuffixDraft(pool_tokens=0)
-    return {"none": None, "ngram": NgramDraft(2), "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2])}[kind]
+    return {
+        "none": None,
+        "ngram": NgramDraft(2),
+        "layers": ModelDraft(layer_subset(model, [0, 2]), [0, 2]),
+    }[kind]
 
 
 @dataclasses.dataclass
@@ -84,7 +96,8 @@ class Arrival:
 
 
 def arrivals(seed: int, n: int = 12) -> list[Arrival]:
-    """Prompts short and long, of which some begin alike, with lengths and samplings of all kinds."""
+    """Prompts short and long, of which some begin alike, with lengths and samplings of all
+    kinds."""
     rng = random.Random(seed)
     beginnings = [[rng.randrange(3, V) for _ in range(40)] for _ in range(2)]
     plan = []
@@ -94,15 +107,26 @@ def arrivals(seed: int, n: int = 12) -> list[Arrival]:
             prompt = rng.choice(beginnings)[: rng.randrange(1, 41)] + prompt
         new = rng.choice((1, 2, 9, 25))
         options = {
-            "sampling": rng.choice(SAMPLINGS), "max_new_tokens": new, "seed": number,
+            "sampling": rng.choice(SAMPLINGS),
+            "max_new_tokens": new,
+            "seed": number,
             "stop_ids": {rng.randrange(V)} if rng.random() < 0.3 else (),
-        }  # fmt: skip
-        plan.append(Arrival(rng.randrange(30), prompt, options, rng.randrange(45) if rng.random() < 0.2 else None))
+        }
+        plan.append(
+            Arrival(
+                rng.randrange(30),
+                prompt,
+                options,
+                rng.randrange(45) if rng.random() < 0.2 else None,
+            )
+        )
     return plan
 
 
 def alone(model, engine_options: dict, drafter: str, arrival: Arrival) -> list[int]:
-    engine = Engine(model, 1, LENGTH, drafter=drafter_of(drafter, model), speculate_k=3, **engine_options)
+    engine = Engine(
+        model, 1, LENGTH, drafter=drafter_of(drafter, model), speculate_k=3, **engine_options
+    )
     return [id for _, id in generate(model, [arrival.prompt], engine=engine, **arrival.options)]
 
 
@@ -124,7 +148,14 @@ def run_schedule(engine: Engine, plan: list[Arrival]) -> list[list[int]]:
 
 def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> list[int]:
     """The arrivals of a random schedule whose tokens are not those that they get alone."""
-    engine = Engine(model, num_slots, LENGTH, drafter=drafter_of(drafter, model), speculate_k=3, **engine_options)
+    engine = Engine(
+        model,
+        num_slots,
+        LENGTH,
+        drafter=drafter_of(drafter, model),
+        speculate_k=3,
+        **engine_options,
+    )
     engine.chunk = 16  # most prompts take several, between others' steps; alone they take one
     plan, wrong = arrivals(seed), []
     for index, (arrival, tokens) in enumerate(zip(plan, run_schedule(engine, plan))):
@@ -140,10 +171,19 @@ def parted(model, drafter: str, num_slots: int, seed: int, **engine_options) -> 
 TRAINED = ("pard", "eagle3", "dflash")
 
 
-@pytest.mark.parametrize("num_slots", [5, *(pytest.param(n, marks=pytest.mark.attack) for n in (1, 2, 8))])
+@pytest.mark.parametrize(
+    "num_slots", [5, *(pytest.param(n, marks=pytest.mark.attack) for n in (1, 2, 8))]
+)
 @pytest.mark.parametrize(
     "drafter",
-    ["none", "ngram", "suffix", "model", "layers", *(pytest.param(x, marks=pytest.mark.attack) for x in TRAINED)],
+    [
+        "none",
+        "ngram",
+        "suffix",
+        "model",
+        "layers",
+        *(pytest.param(x, marks=pytest.mark.attack) for x in TRAINED),
+    ],
 )
 def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
     model = model_of()
@@ -152,7 +192,8 @@ def test_each_request_equals_itself_alone(model_of, drafter, num_slots):
 
 @pytest.mark.parametrize("num_slots", [1, 3, 8])
 def test_greedy_requests_with_a_pool_equal_themselves_alone(model_of, num_slots, monkeypatch):
-    """Whatever the pool has read by then. `parted` compares with an engine that has never seen another text."""
+    """Whatever the pool has read by then. `parted` compares with an engine that has never seen
+    another text."""
     monkeypatch.setitem(globals(), "SAMPLINGS", (Sampling(0), Sampling(0, repetition_penalty=1.3)))
     assert not parted(model_of(), "suffix, pool", num_slots, seed=num_slots)
 
@@ -162,37 +203,50 @@ def test_a_pool_forgets_the_oldest_answers(model_of):
     engine = Engine(model_of(), 2, 150, drafter=drafter, speculate_k=3)
     tokens = run_schedule(engine, plan)
     drafter.expect([], 0)
-    assert not drafter.texts and not drafter.guesses
+    assert not drafter.texts
     sizes = [len(text.ids) for text in drafter.pool]
     assert max(sizes) <= 100 < sum(map(len, tokens)) and all(sizes)
-    last = max(range(20), key=lambda i: (plan[i].abort_at is None) * (plan[i].step + len(tokens[i])))
+    last = max(
+        range(20), key=lambda i: (plan[i].abort_at is None) * (plan[i].step + len(tokens[i]))
+    )
     assert str(tokens[last])[1:-1] in str([*drafter.pool[0].ids, -1, *drafter.pool[1].ids])
 
 
 @pytest.mark.parametrize("kind", [KVCache, pytest.param(Int8Cache, marks=pytest.mark.attack)])
-@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.attack), "int4-g32"])
+@pytest.mark.parametrize(
+    "quantize", [None, pytest.param("int8", marks=pytest.mark.attack), "int4-g32"]
+)
 @pytest.mark.parametrize("drafter", ["none", "model"])
 def test_in_16_bits_too(model_of, quantize, kind, drafter):
     model = model_of(torch.bfloat16, quantize)
-    if Engine(model, 4, LENGTH, kind=kind).identical:
-        assert not parted(model, drafter, 4, seed=7, kind=kind)
+    if Engine(model, 4, LENGTH, cache_type=kind).identical:
+        assert not parted(model, drafter, 4, seed=7, cache_type=kind)
 
 
-@pytest.mark.parametrize("family", ["mistral-v0.1", "phi-4-mini", pytest.param("gpt-oss", marks=pytest.mark.attack)])
+@pytest.mark.parametrize(
+    "family", ["mistral-v0.1", "phi-4-mini", pytest.param("gpt-oss", marks=pytest.mark.attack)]
+)
 def test_windows_long_texts_and_sinks(model_of, family):
     """phi-4-mini rotates a text by how long it may become; its texts here are short and long."""
     assert not parted(model_of(family=family), "model", 4, seed=3)
 
 
 def test_equal_prompts_run_once(model_of, monkeypatch):
-    """All but their last token comes from the first, and that one runs in a step beside others. Until then nobody may
-    copy its position: the longer prompt has two tokens to run."""
+    """All but their last token comes from the first, and that one runs in a step beside others.
+    Until then nobody may copy its position: the longer prompt has two tokens to run."""
     model, passes = model_of(), []
     prompt, hidden = [(7 * i) % V for i in range(40)], model.hidden
-    settings = [{"sampling": SAMPLINGS[i], "max_new_tokens": 9 if i else 1, "seed": i} for i in range(5)]
-    plan = [Arrival(2 if i else 0, prompt + [5] * (i == 4), options, None) for i, options in enumerate(settings)]
+    settings = [
+        {"sampling": SAMPLINGS[i], "max_new_tokens": 9 if i else 1, "seed": i} for i in range(5)
+    ]
+    plan = [
+        Arrival(2 if i else 0, prompt + [5] * (i == 4), options, None)
+        for i, options in enumerate(settings)
+    ]
     engine = Engine(model, 4, LENGTH)
-    monkeypatch.setattr(engine.runner, "hidden", lambda *inputs: passes.append(1) or hidden(*inputs))
+    monkeypatch.setattr(
+        engine.runner, "hidden", lambda *inputs: passes.append(1) or hidden(*inputs)
+    )
     for arrival, tokens in zip(plan, run_schedule(engine, plan), strict=True):
         assert tokens == alone(model, {}, "none", arrival)
     assert len(passes) == 2
@@ -201,15 +255,17 @@ def test_equal_prompts_run_once(model_of, monkeypatch):
 @pytest.mark.attack
 @pytest.mark.parametrize("broken", ["prefix", "parking", "mixed kinds"])
 def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
-    """The negative control: a newcomer that trusts one position too many, rows that are not parked, and rows that share
-    the first one's sampling."""
+    """The negative control: a newcomer that trusts one position too many, rows that are not parked,
+    and rows that share the first one's sampling."""
     if broken == "prefix":
         usual = scheduler.common_prefix
         monkeypatch.setattr(scheduler, "common_prefix", lambda x, y: min(len(x), usual(x, y) + 1))
     elif broken == "parking":
         monkeypatch.setattr(program.State, "park", lambda self, slot: self.done[slot].fill_(False))
     else:
-        monkeypatch.setattr(decoding.slots, "common_kind", lambda requests: next(iter(requests)).kind)
+        monkeypatch.setattr(
+            decoding.state, "common_kind", lambda requests: next(iter(requests)).kind
+        )
     wrong = set()
     for seed in (7, 13):
         wrong |= set(parted(model_of(), "none", 5, seed=seed))
@@ -218,9 +274,11 @@ def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
 
 @pytest.mark.parametrize("kind", ["model", "pard"])
 def test_a_parked_slot_keeps_its_positions_in_the_drafts_cache(model_of, kind):
-    """A slot whose text nearly fills the context is free, and others beside it decode plainly, so that a later round
-    lets the draft catch up. What the slot holds for another request stays."""
-    length = 380  # with a round's 3 tokens, just below twice the 192 that lengths are rounded up to here
+    """A slot whose text nearly fills the context is free, and others beside it decode plainly, so
+    that a later round lets the draft catch up. What the slot holds for another request stays."""
+    length = (
+        380  # with a round's 3 tokens, just below twice the 192 that lengths are rounded up to here
+    )
     model, prompt = model_of(), [(7 * i) % V for i in range(length - 10)]
 
     def run(engine: Engine, ids: list[int], new: int, draft: bool, until: int):
@@ -233,7 +291,9 @@ def test_a_parked_slot_keeps_its_positions_in_the_drafts_cache(model_of, kind):
     def keys(engine: Engine, index: int) -> torch.Tensor:
         slot = engine.scheduler.slots[index]
         assert slot.ids[: len(prompt)] == prompt and slot.num_draft >= len(prompt)
-        return torch.stack([layer.k[index, :, : slot.num_draft] for layer in engine.drafter.runner.caches.layers])
+        return torch.stack(
+            [layer.k[index, :, : slot.num_draft] for layer in engine.drafter.runner.caches.layers]
+        )
 
     drafter = drafter_of(kind, model)
     drafter.model.config = dataclasses.replace(drafter.model.config, max_seq_length=length)
@@ -249,7 +309,8 @@ def test_a_parked_slot_keeps_its_positions_in_the_drafts_cache(model_of, kind):
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_free_slot_claims_no_position_that_the_draft_has_not_run(model_of, lag, monkeypatch):
-    """The last plain steps of a request are unread, as on a GPU, when a round of another one begins."""
+    """The last plain steps of a request are unread, as on a GPU, when a round of another one
+    begins."""
     monkeypatch.setattr(clock, "host_lag", lambda device: lag)
     model = model_of()
     engine = Engine(model, 2, LENGTH, drafter=drafter_of("model", model), speculate_k=3)

@@ -1,65 +1,84 @@
-"""speculative.py: the law of the output is the target's, whatever drafts; greedy output is plain greedy output.
+"""speculative.py: the law of the output is the target's, whatever drafts; greedy output is plain
+greedy output.
 
-A false alarm of a chi-square test here has probability below 1e-6 (each asks for p > 1e-6, on fixed seeds); each has
-controls, broken on purpose, that the same test must catch with p < 1e-12.
+A false alarm of a chi-square test here has probability below 1e-6 (each asks for p > 1e-6, on fixed
+seeds); each has controls, broken on purpose, that the same test must catch with p < 1e-12.
 """
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import STEADY_S
 from reference import naive_penalties
-from steps import prefill_all, start_all_alike
+from steps import prefill_all, start_all_alike, token_records
 from torch import Tensor
 
-import decoding.timing as clock
+import decoding.readback as clock
+import decoding.state
 import speculative
 from cli.report import RowStatistics
+from decoding.costs import Costs, expected_tokens
+from decoding.engine import Engine
 from decoding.runner import ModelRunner
-from decoding.sampling import INVALID, PENALIZED, Sampling
+from decoding.sampling import (
+    ACCEPT,
+    DRAFT_DRAW,
+    INVALID,
+    PENALIZED,
+    Sampling,
+    round_uniform,
+    uniform,
+)
 from decoding.scheduler import Request
-from decoding.slots import State
-from decoding.timing import Timing
+from decoding.state import State
+from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import Engine, generate
-from loading.checkpoint import random_model
+from generate import generate
+from loading.models import random_model
 from model import Config, Transformer
 from speculative import (
-    Costs,
     Drafter,
     DraftLength,
     ModelDraft,
     accept,
     acceptance,
-    expected_tokens,
+    block_acceptance,
     layer_subset,
-    operations,
     parse_layers,
     residual,
-    speedup,
-)  # fmt: skip
+)
 
 SAMPLINGS = [
-    Sampling(0), Sampling(0.3), Sampling(1), Sampling(2), Sampling(1, top_k=3), Sampling(1, top_p=0.8),
-    Sampling(2, min_p=0.2), Sampling(0.7, top_k=4, top_p=0.9, min_p=0.05),
-]  # fmt: skip
+    Sampling(0),
+    Sampling(0.3),
+    Sampling(1),
+    Sampling(2),
+    Sampling(1, top_k=3),
+    Sampling(1, top_p=0.8),
+    Sampling(2, min_p=0.2),
+    Sampling(0.7, top_k=4, top_p=0.9, min_p=0.05),
+]
 
 
 def name(sampling: Sampling) -> str:
-    return " ".join(f"{key}={value}" for key, value in dataclasses.asdict(sampling).items() if value is not None)
+    return " ".join(
+        f"{key}={value}" for key, value in dataclasses.asdict(sampling).items() if value is not None
+    )
 
 
-# ------------------------------------------------------------------------------- the step, without sampling
+# --------------------------------------------------------------------- the step, without sampling
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=name)
 @pytest.mark.parametrize("V", [2, 1000, 50_000])
 def test_identity_of_distributions(V, sampling):
-    """What a token is after one decision: q a + (1 - sum q a) residual = p, for every token, to 1e-6."""
+    """What a token is after one decision: q a + (1 - sum q a) residual = p, for every token, to
+    1e-6."""
     generator = torch.Generator().manual_seed(V)
     p, q = (sampling.probs(3 * torch.randn(64, V, generator=generator)) for _ in range(2))
     q[:8], p[8:16] = p[:8], q[8:16].roll(1, 0)
@@ -70,12 +89,14 @@ def test_identity_of_distributions(V, sampling):
     assert (law - p).abs().max() < 1e-6
     unclamped = (p - q) / (p - q).sum(-1, keepdim=True).clamp(min=1e-6)
     broken = kept + (1 - kept.sum(-1, keepdim=True)) * unclamped
-    assert (broken - p).abs().max() > 1e-3, "the identity holds for a wrong residual: nothing is shown"
+    assert (broken - p).abs().max() > 1e-3, (
+        "the identity holds for a wrong residual: nothing is shown"
+    )
 
 
 def exact_next(p: Tensor, q: Tensor) -> Tensor:
-    """The law of the token that accept() puts first, for one drafted token: through accept() itself, by giving it every
-    drafted token and every decision on a grid of noise."""
+    """The law of the token that accept() puts first, for one drafted token: through accept()
+    itself, by giving it every drafted token and every decision on a grid of noise."""
     V, n = p.numel(), 4096
     grid = (torch.arange(n) + 0.5) / n
     law = torch.zeros(V)
@@ -91,39 +112,184 @@ def exact_next(p: Tensor, q: Tensor) -> Tensor:
 
 
 def test_accept_has_the_law_of_the_target():
-    """Through the function itself; grid error below 2 / sqrt(4096) per replaced mass, controls far above."""
+    """Through the function itself; grid error below 2 / sqrt(4096) per replaced mass, controls far
+    above."""
     generator = torch.Generator().manual_seed(0)
     for V in (2, 5, 9):
         p, q = (torch.randn(V, generator=generator).mul(2).softmax(-1) for _ in range(2))
         assert (exact_next(p, q) - p).abs().max() < 5e-3 < (q - p).abs().max()
 
 
+def kept_and_law(p: Tensor, q: Tensor, K: int, block: bool, scaled=True) -> tuple[float, Tensor]:
+    """Exactly, by summing over all drafts and all outcomes of a decision: the mean number of kept
+    tokens, and the law (V,) * (K + 1) of what a round and plain draws behind it give. p and q (V,
+    V) are the laws of a token given the one before it, float64; token 0 comes before the first."""
+    V = len(p)
+    mean, law = 0.0, torch.zeros((V,) * (K + 1), dtype=torch.float64)
+    plain = torch.zeros((V,) * (K + 2), dtype=torch.float64)  # of K + 1 tokens after each token
+    for text in itertools.product(range(V), repeat=K + 2):
+        plain[text] = math.prod(p[a, b] for a, b in itertools.pairwise(text))
+    for draft in itertools.product(range(V), repeat=K):
+        before = [0, *draft]
+        p_rows, q_rows = p[before][None], q[before[:-1]][None]  # (1, K + 1, V), (1, K, V)
+        drafted = torch.tensor(draft)[None, :, None]
+        p_drafted = p_rows[:, :K].gather(2, drafted)[..., 0]
+        q_drafted = q_rows.gather(2, drafted)[..., 0]
+        if block:
+            h, factor = block_acceptance(p_drafted, q_drafted, p_rows, q_rows)
+        else:
+            h, factor = acceptance(p_drafted, q_drafted), torch.ones(1, K + 1)
+        for n in range(K + 1):
+            if block:  # the largest kept
+                prob = (h[0, n - 1] if n else 1) * (1 - h[0, n:]).prod()
+            else:  # the first rejected
+                prob = h[0, :n].prod() * (1 - h[0, n] if n < K else 1)
+            prob = (prob * q_drafted.prod()).item()
+            mean += prob * n
+            after = p_rows[0, n] * (factor[0, n] if scaled else 1)
+            next_law = residual(after, q_rows[0, n] if n < K else torch.zeros(V))
+            for token in range(V):
+                rest = plain[token].sum(tuple(range(K - n, K + 1))).flatten()
+                law[(*draft[:n], token)] += (prob * next_law[token] * rest).view((V,) * (K - n))
+    return mean, law
+
+
+def random_laws(V: int, seed: int) -> Tensor:
+    logits = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return logits.mul(1.5).softmax(-1)
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("V, K", [(2, 1), (2, 4), (3, 2), (4, 3)])
+def test_a_round_has_the_law_of_the_target(V, K, block):
+    """Both rules, to float64's rounding, with the wrong residual as a control."""
+    p, q = random_laws(V, 4), random_laws(V, 5)
+    want = torch.zeros((V,) * (K + 1), dtype=torch.float64)
+    for text in itertools.product(range(V), repeat=K + 1):
+        want[text] = math.prod(p[a, b] for a, b in itertools.pairwise((0, *text)))
+    mean, law = kept_and_law(p, q, K, block)
+    assert (law - want).abs().max() < 1e-12
+    token_mean, _ = kept_and_law(p, q, K, block=False)
+    assert mean >= token_mean - 1e-12 and (mean > token_mean + 1e-3) == (block and K > 1)
+    if block and V > 2:  # of two tokens, a residual is one of them whatever the factor
+        _, wrong = kept_and_law(p, q, K, block, scaled=False)
+        assert (wrong - want).abs().max() > 1e-3
+
+
+def test_blocks_keep_more_tokens():
+    """Figures of S, section 3: 10/9 tokens one by one, 11/9 in blocks of two."""
+    p = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).expand(2, 2)
+    q = p.flip(1)
+    assert kept_and_law(p, q, 2, block=False)[0] == pytest.approx(10 / 9)
+    assert kept_and_law(p, q, 2, block=True)[0] == pytest.approx(11 / 9)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_accept_follows_its_formulas(block):
+    """The function against the exact mean and law of the next token, 10^5 draws: within 5 standard
+    errors."""
+    V, K, n = 3, 3, 100_000
+    generator = torch.Generator().manual_seed(0)
+    p, q = random_laws(V, 4), random_laws(V, 5)
+    tokens = [torch.zeros(n, dtype=torch.int64)]
+    for _ in range(K):
+        tokens.append(torch.multinomial(q[tokens[-1]], 1, generator=generator)[:, 0])
+    before = torch.stack(tokens, dim=1)  # (n, K + 1)
+    kept, token = accept(before[:, 1:], q[before[:, :-1]], p[before], generator, block=block)
+    mean, law = kept_and_law(p, q, K, block)
+    assert abs(kept.double().mean() - mean) < 5 * kept.double().std() / n**0.5
+    first = torch.where(kept > 0, before[:, 1], token)
+    share = first.bincount(minlength=V) / n
+    assert (share - law.sum((1, 2, 3))).abs().max() < 5 * 0.5 / n**0.5
+
+
+def chain(rows: int, length: int, numbers: Callable) -> Tensor:
+    """Texts (rows, length) of two tokens, decoded in rounds of 3 drafted ones, in blocks."""
+    K = 3
+    p, q = random_laws(2, 4).float(), random_laws(2, 5).float()
+    seed = torch.arange(rows)[:, None]
+    tokens = torch.zeros(rows, length + K + 2, dtype=torch.int64)
+    pos = torch.zeros(rows, 1, dtype=torch.int64)  # of the last decided token
+    while pos.min() < length:
+        start = pos.clamp(max=length)
+        for i in range(1, K + 1):
+            last = tokens.gather(1, start + i - 1)
+            u = numbers(seed, start, torch.tensor([i]), DRAFT_DRAW)
+            tokens.scatter_(1, start + i, (u >= q[last[:, 0], :1]).long())
+        ahead = torch.arange(K + 1)
+        before = tokens.gather(1, start + ahead)  # (rows, K + 1)
+        to_accept = numbers(seed.expand(-1, K), start, ahead[1:], ACCEPT)
+        to_draw = uniform(seed.expand(-1, K + 1), start + ahead + 1)
+        n, token = accept(
+            before[:, 1:], q[before[:, :-1]], p[before], noise=(to_accept, to_draw), block=True
+        )
+        tokens.scatter_(1, start + n[:, None] + 1, token[:, None])
+        pos = start + n[:, None] + 1
+    return tokens[:, 1 : length + 1]
+
+
+@pytest.mark.parametrize("keyed_by_position", [False, True])
+def test_numbers_of_a_round_are_used_in_no_other(keyed_by_position):
+    """Over several rounds: numbers that belong to positions are read by a decision before theirs,
+    and bias it the second time. p-value of a correct program below 1e-6 with that probability."""
+
+    def at_position(seed, start, offset, purpose):
+        return uniform(seed, start.expand_as(seed) + offset, purpose)
+
+    length = 6
+    texts = chain(200_000, length, at_position if keyed_by_position else round_uniform)
+    counts = (texts @ 2 ** torch.arange(length - 1, -1, -1)).bincount(minlength=2**length)
+    p = random_laws(2, 4)
+    law = [
+        math.prod(p[a, b] for a, b in itertools.pairwise((0, *text)))
+        for text in itertools.product(range(2), repeat=length)
+    ]
+    value = p_value(counts, torch.tensor(law, dtype=torch.float64))
+    assert value < 1e-12 if keyed_by_position else value > 1e-6
+
+
 def test_accept_by_hand():
-    """Rows: all kept; first rejected; second rejected; q(x) = 0; p(x) = 0 at u = 0; p = q rejected by nothing."""
+    """Rows: all kept; first rejected; second rejected; q(x) = 0; p(x) = 0 at u = 0; p = q rejected
+    by nothing."""
     one = lambda i: torch.eye(4)[i]  # noqa: E731
     half = torch.tensor([0.5, 0.5, 0.0, 0.0])
     quarter = torch.full((4,), 0.25)
-    q = torch.stack([torch.stack(row) for row in [(half, half)] * 3 + [(one(1), half)] + [(half, half)] * 2])
+    q = torch.stack(
+        [torch.stack(row) for row in [(half, half)] * 3 + [(one(1), half)] + [(half, half)] * 2]
+    )
     drafted = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [0, 1], [1, 0]])
-    p = torch.stack([
-        torch.stack(row) for row in [
-            (half, half, one(3)), (one(2), half, one(3)), (half, quarter, one(3)), (quarter, half, one(3)),
-            (one(1), half, one(3)), (half, half, half),
+    p = torch.stack(
+        [
+            torch.stack(row)
+            for row in [
+                (half, half, one(3)),
+                (one(2), half, one(3)),
+                (half, quarter, one(3)),
+                (quarter, half, one(3)),
+                (one(1), half, one(3)),
+                (half, half, half),
+            ]
         ]
-    ])  # fmt: skip
-    u = torch.tensor([[0.99, 0.99], [0.0, 0.0], [0.0, 0.6], [0.0, 0.0], [0.0, 0.0], [1 - 2**-24] * 2])
+    )
+    u = torch.tensor(
+        [[0.99, 0.99], [0.0, 0.0], [0.0, 0.6], [0.0, 0.0], [0.0, 0.0], [1 - 2**-24] * 2]
+    )
     n, token = accept(drafted, q, p, noise=(u, torch.full((6, 3), 0.7)))
     assert n.tolist() == [2, 0, 1, 0, 0, 2]
-    # residuals: row 1 one(2); row 2 quarter - half -> ids 2, 3; row 3 quarter - one(1) -> 0, 2, 3; row 4 one(1)
+    # residuals: row 1 one(2); row 2 quarter - half -> ids 2, 3; row 3 quarter - one(1) -> 0, 2, 3;
+    # row 4 one(1)
     assert token.tolist() == [3, 2, 3, 3, 1, 1]
 
 
 def test_the_next_token_takes_its_own_positions_number():
-    """0, 1 and 2 acceptances of id 0 drawn for sure, against a target that likes four ids equally: the replacement is
-    one of three by the first or second number, the token after both one of four by the third."""
+    """0, 1 and 2 acceptances of id 0 drawn for sure, against a target that likes four ids equally:
+    the replacement is one of three by the first or second number, the token after both one of four
+    by the third."""
     q, p = torch.eye(4)[0].expand(3, 2, 4), torch.full((3, 3, 4), 0.25)
     u = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.1, 0.1]])
-    n, token = accept(torch.zeros(3, 2, dtype=torch.int64), q, p, noise=(u, torch.tensor([[0.1, 0.4, 0.9]] * 3)))
+    n, token = accept(
+        torch.zeros(3, 2, dtype=torch.int64), q, p, noise=(u, torch.tensor([[0.1, 0.4, 0.9]] * 3))
+    )
     assert n.tolist() == [0, 1, 2] and token.tolist() == [1, 2, 3]
 
 
@@ -140,7 +306,8 @@ def test_accept_at_temperature_0_is_comparison():
 
 
 def test_what_is_not_a_number():
-    """NaN in q is a rejection and the token p's; NaN in p is INVALID, for the host to name. 16 bits are no trap."""
+    """NaN in q is a rejection and the token p's; NaN in p is INVALID, for the host to name. 16 bits
+    are no trap."""
     p, q = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]), torch.full((1, 1, 2), math.nan)
     n, token = accept(torch.tensor([[0]]), q, p)
     assert (n.item(), token.item()) == (0, 1)
@@ -148,7 +315,12 @@ def test_what_is_not_a_number():
     assert (n.item(), token.item()) == (0, INVALID)
     near = torch.tensor([0.5, 0.5 + 2**-20]).half()  # trap: a residual that sums to 0 in 16 bits
     assert residual(near.float(), near.float()).sum() == pytest.approx(1, abs=1e-3)
-    n, token = accept(torch.tensor([[1]]), near.expand(1, 1, 2), near.expand(1, 2, 2), torch.Generator().manual_seed(0))
+    n, token = accept(
+        torch.tensor([[1]]),
+        near.expand(1, 1, 2),
+        near.expand(1, 2, 2),
+        torch.Generator().manual_seed(0),
+    )
     assert n.item() == 1 and token.item() in (0, 1)
 
 
@@ -161,10 +333,18 @@ def test_accept_with_a_generator_is_reproducible_and_shaped():
     assert n.tolist() == [0, 0, 0] and token.shape == (3,)
 
 
-# ------------------------------------------------------------------------------------ whole sequences
+# -------------------------------------------------------------------------------- whole sequences
 
 TINY = Config(
-    dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=4, max_seq_length=32, norm_eps=1e-5
+    dim=16,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    ffn_dim=24,
+    vocab_size=4,
+    max_seq_length=32,
+    norm_eps=1e-5,
 )
 
 
@@ -180,7 +360,8 @@ def tiny(seed: int, scale: float = 25.0, **changes) -> Transformer:
 
 
 def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling) -> Tensor:
-    """Exact probabilities of all V^n continuations, in float64 products of the model's own distributions."""
+    """Exact probabilities of all V^n continuations, in float64 products of the model's own
+    distributions."""
     V = model.config.vocab_size
     tails = torch.tensor(list(itertools.product(range(V), repeat=n)))  # (V^n, n)
     tokens = torch.cat((torch.tensor(prompt).expand(len(tails), -1), tails), dim=1)
@@ -188,7 +369,8 @@ def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling)
         logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
     logits = logits.clone()
     if sampling.kind == PENALIZED:
-        for i in range(n):  # V^(n - i) rows in a row share their first i tokens, and with them the next one's law
+        # V^(n - i) rows in a row share their first i tokens, and with them the next one's law
+        for i in range(n):
             for rows in torch.arange(len(tails)).split(V ** (n - i)):
                 text = tokens[rows[0], : len(prompt) + i].tolist()
                 logits[rows, i] = naive_penalties(logits[rows[0], i], text, len(prompt), sampling)
@@ -196,7 +378,8 @@ def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling)
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
-    """Of a chi-square test; outcomes expected fewer than five times are one bin, impossible ones must not happen."""
+    """Of a chi-square test; outcomes expected fewer than five times are one bin, impossible ones
+    must not happen."""
     if counts[law == 0].sum() > 0:
         return 0.0
     expected = law / law.sum() * counts.sum()
@@ -209,16 +392,18 @@ def p_value(counts: Tensor, law: Tensor) -> float:
 
 
 TAIL, ROWS = 5, 4096
-FILTERED_ROWS = 128  # at a time: a filter's histogram has 1,024 bins for each of four tokens, and must fit a cache
+# at a time: a filter's histogram has 1,024 bins for each of four tokens, and must fit a cache
+FILTERED_ROWS = 128
 LONG_PROMPT = [1, 2, 3, 1, 2, 0, 3, 1, 2]  # has n-grams to look up
 
 
-def sequences(model, drafter, sampling: Sampling, k, runs: int = 4, logits_processor=None) -> Tensor:
-    """Counts (V^TAIL,) of what ROWS x runs speculative generations gave, each row with a seed of its own."""
+def sequences(model, drafter, sampling: Sampling, k, runs: int = 4, **options) -> Tensor:
+    """Counts (V^TAIL,) of what ROWS x runs speculative generations gave, each row with a seed of
+    its own."""
     V, counts = model.config.vocab_size, 0
     begin, end = len(LONG_PROMPT), len(LONG_PROMPT) + TAIL
     rows = ROWS if sampling.kind == "plain" else FILTERED_ROWS
-    engine = Engine(model, rows, end, drafter=drafter, speculate_k=k, logits_processor=logits_processor)
+    engine = Engine(model, rows, end, drafter=drafter, speculate_k=k, **options)
     for seed in range(0, ROWS * runs, rows):
         start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(seed, seed + rows)))
         with torch.inference_mode():
@@ -245,25 +430,31 @@ def drafter_of(kind: str, model: Transformer) -> Drafter:
         *(
             pytest.param(*case, marks=pytest.mark.attack)
             for case in [
-                ("model", Sampling(1.5, top_k=3, top_p=0.9), 2), ("layers", Sampling(0.8, top_p=0.8), 2),
-                ("ngram", Sampling(1), 3), ("model", Sampling(0.3), 8),
+                ("model", Sampling(1.5, top_k=3, top_p=0.9), 2),
+                ("layers", Sampling(0.8, top_p=0.8), 2),
+                ("ngram", Sampling(1), 3),
+                ("model", Sampling(0.3), 8),
             ]
         ),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
-                ("model", Sampling(2), 1), ("model", Sampling(1, min_p=0.3), 4),
-                ("layers", Sampling(1), 3), ("ngram", Sampling(0.8, top_k=3), 2),
+                ("model", Sampling(2), 1),
+                ("model", Sampling(1, min_p=0.3), 4),
+                ("layers", Sampling(1), 3),
+                ("ngram", Sampling(0.8, top_k=3), 2),
             ]
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sequences_have_the_targets_joint_law(kind, sampling, k):
-    """Five tokens over several rounds of different lengths, 16,384 sequences (4,096 where filters leave fewer outcomes)
-    against all 1,024 probabilities."""
+    """Five tokens over several rounds of different lengths, 16,384 sequences (4,096 where filters
+    leave fewer outcomes) against all 1,024 probabilities."""
     model = tiny(3)
-    counts = sequences(model, drafter_of(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1)
+    counts = sequences(
+        model, drafter_of(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1
+    )
     law = joint_law(model, LONG_PROMPT, TAIL, sampling)
     assert p_value(counts, law) > 1e-6
 
@@ -298,18 +489,25 @@ def test_penalised_sequences_have_the_targets_joint_law(kind):
 @pytest.mark.attack
 def test_penalties_blind_to_drafted_tokens_are_caught(monkeypatch):
     """All positions of a round see the tokens that were decided before it."""
-    model, penalize = tiny(3), State.penalize
-    monkeypatch.setattr(State, "penalize", lambda self, logits, pos: penalize(self, logits, pos[:, :1].expand_as(pos)))
+    model, penalize = tiny(3), decoding.state.penalize
+    monkeypatch.setattr(
+        decoding.state,
+        "penalize",
+        lambda logits, tokens, pos, *rest: penalize(
+            logits, tokens, pos[:, :1].expand_as(pos), *rest
+        ),
+    )
     law = joint_law(model, LONG_PROMPT, TAIL, PENALTIES)
     assert p_value(sequences(model, drafter_of("model", model), PENALTIES, 3, runs=1), law) < 1e-12
 
 
-def accept_everything(tokens, q, p, generator=None, *, noise):
+def accept_everything(tokens, q, p, generator=None, *, noise, block):
     return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]))
 
 
 class DropsTheUnlikely(ModelDraft):
-    """After the draw, a token of low q is thrown away and another drawn in its place: looks harmless, is not."""
+    """After the draw, a token of low q is thrown away and another drawn in its place: looks
+    harmless, is not."""
 
     def propose(self, state):
         tokens, probs = super().propose(state)
@@ -326,25 +524,41 @@ BROKEN = ["accepts everything", "residual", "q(x) = 0", "drops the unlikely"]
 @pytest.mark.parametrize("broken", ["same noise", *BROKEN])
 def test_a_broken_law_is_caught(broken, monkeypatch):
     model, drafter, sampling = tiny(3), ModelDraft(tiny(7, n_layers=1)), Sampling(1)
+    options = {}
     if broken == "accepts everything":
         monkeypatch.setattr(speculative, "accept", accept_everything)
     elif broken == "residual":  # not clamped: the absolute difference stands for it
-        monkeypatch.setattr(speculative, "residual", lambda p, q: (p - q).abs() / (p - q).abs().sum(-1, keepdim=True))
+        monkeypatch.setattr(
+            speculative,
+            "residual",
+            lambda p, q: (p - q).abs() / (p - q).abs().sum(-1, keepdim=True),
+        )
     elif broken == "q(x) = 0":
-        monkeypatch.setattr(speculative, "acceptance", lambda p, q: (p / q).nan_to_num(1).clamp(max=1))
+        monkeypatch.setattr(
+            speculative, "acceptance", lambda p, q: (p / q).nan_to_num(1).clamp(max=1)
+        )
         drafter = NgramDraft(2)  # proposes zeros where nothing matches
+        options = {"verification": "token"}
     elif broken == "drops the unlikely":
         drafter = DropsTheUnlikely(tiny(7, n_layers=1))
     else:  # the decision to accept and the draft's draw must be independent
         monkeypatch.setattr(speculative, "ACCEPT", speculative.DRAFT_DRAW)
-    counts = sequences(model, drafter, sampling, 3)
+    counts = sequences(model, drafter, sampling, 3, **options)
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) < 1e-12
 
 
-# ------------------------------------------------------------------------------------ greedy = plain greedy
+# -------------------------------------------------------------------------- greedy = plain greedy
 
 V = 61
-BASE = {"vocab_size": V, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "n_layers": 4, "max_seq_length": 96}
+BASE = {
+    "vocab_size": V,
+    "dim": 32,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "n_layers": 4,
+    "max_seq_length": 96,
+}
 PROMPTS = [[5, 9, 17, 5, 9], [40, 3, 59, 12, 7, 60, 20, 12, 7], [8], [4, 4, 4, 4]]
 
 
@@ -352,7 +566,9 @@ class Noise(Drafter):
     """Worse than random: proposes what it knows nothing about, and says so with a confident q."""
 
     def propose(self, state):
-        tokens = (state.tokens.gather(1, state.pos[:, None]) * 7 + torch.arange(state.k) * 13 + 5) % V
+        tokens = (
+            state.tokens.gather(1, state.pos[:, None]) * 7 + torch.arange(state.k) * 13 + 5
+        ) % V
         return tokens, torch.nn.functional.one_hot(tokens, V).float()
 
 
@@ -391,7 +607,8 @@ def any_drafter(kind: str, target: Transformer, draft: Transformer) -> Drafter:
         "early exit": lambda: ModelDraft(layer_subset(target, [0]), on_layers=[0]),
         "ngram": lambda: NgramDraft(2),
         "ngram1": lambda: NgramDraft(1),
-        "suffix": lambda: SuffixDraft(pool_tokens=0),  # a pool would make sampled text depend on earlier answers
+        # a pool would make sampled text depend on earlier answers
+        "suffix": lambda: SuffixDraft(pool_tokens=0),
         "suffix, pool": SuffixDraft,
         "noise": Noise,
         "poison": Poison,
@@ -416,27 +633,42 @@ class PlainObject:
         assert n_accepted.dim() == 1 and n_accepted.min() >= 0
 
 
-DRAFTERS = ["model", "itself", "layers", "early exit", "ngram", "ngram1", "suffix", "noise", "poison"]
+DRAFTERS = [
+    "model",
+    "itself",
+    "layers",
+    "early exit",
+    "ngram",
+    "ngram1",
+    "suffix",
+    "noise",
+    "poison",
+]
 
 
 def rows_of(model, prompts, **options) -> list[list[int]]:
     out = [[] for _ in prompts]
-    for row, id in generate(model, prompts, **{"sampling": Sampling(0), "max_new_tokens": 30, **options}):
+    for row, id in generate(
+        model, prompts, **{"sampling": Sampling(0), "max_new_tokens": 30, **options}
+    ):
         out[row].append(id)
     return out
 
 
 @pytest.fixture(scope="module")
 def margins():
-    """The pair's greedy output; and that no decision hangs on rounding: M = 1 and M = K + 1 products of float32 differ
-    by some 1e-5 for these logits (of size 10), so the two top logits of every decision must be further apart."""
+    """The pair's greedy output; and that no decision hangs on rounding: M = 1 and M = K + 1
+    products of float32 differ by some 1e-5 for these logits (of size 10), so the two top logits of
+    every decision must be further apart."""
     target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     gaps = []
     for prompt, tail in zip(PROMPTS, want):
         tokens = torch.tensor([prompt + tail])
         with torch.inference_mode():
-            top = target(tokens, torch.arange(tokens.size(1)))[0, len(prompt) - 1 : -1].topk(2).values
+            top = (
+                target(tokens, torch.arange(tokens.size(1)))[0, len(prompt) - 1 : -1].topk(2).values
+            )
         gaps.append((top[:, 0] - top[:, 1]).min().item())
         assert len(set(tail)) > 10, "the target repeats itself: nothing is shown"
     print(f"smallest gap between the two top logits: {min(gaps):.4f}")
@@ -450,31 +682,43 @@ def test_greedy_equals_plain_greedy(margins, kind, k):
     target, draft, want = margins
     drafter = any_drafter(kind, target, draft)
     timing = Timing()
-    assert rows_of(target, PROMPTS, drafter=drafter, speculate_k=k, timing=timing, max_new_tokens=40) == want
+    assert (
+        rows_of(target, PROMPTS, drafter=drafter, speculate_k=k, timing=timing, max_new_tokens=40)
+        == want
+    )
     for row, prompt in enumerate(PROMPTS):
         alone = Timing()
         options = {"drafter": drafter, "speculate_k": k, "timing": alone, "max_new_tokens": 40}
         assert rows_of(target, [prompt], **options) == [want[row]]
-        counted = [[token._replace(overlap=0.0) for token in tokens] for tokens in (*alone.tokens, timing.tokens[row])]
+        counted = [
+            [token._replace(overlap=0.0) for token in tokens]
+            for tokens in (*token_records(alone), token_records(timing)[row])
+        ]
         assert counted[0] == counted[1], "a row's statistics are its own, too"
-    rows = [RowStatistics(tokens) for tokens in timing.tokens]
+    rows = [RowStatistics(tokens) for tokens in token_records(timing)]
     accepted = sum(sum(row.accepted.values()) for row in rows)
     if kind == "itself":
-        assert timing.steps == math.ceil(39 / (k + 1)), "every token of a model that drafts for itself is accepted"
-        assert [row.alpha for row in rows] == pytest.approx([1.0] * 4), "and drafted from the target's own law"
+        assert timing.steps == math.ceil(39 / (k + 1)), (
+            "every token of a model that drafts for itself is accepted"
+        )
+        assert [row.alpha for row in rows] == pytest.approx([1.0] * 4), (
+            "and drafted from the target's own law"
+        )
     elif kind not in ("noise", "poison"):
         assert accepted > 0, "nothing was accepted: nothing is shown"
 
 
 @pytest.mark.parametrize("k", [1, 5])
 def test_greedy_with_the_bare_interface(margins, k):
-    """A drafter of a user's own is told how many tokens to draft, and hears of finished rows that 0 were accepted."""
+    """A drafter of a user's own is told how many tokens to draft, and hears of finished rows that 0
+    were accepted."""
     target, _, want = margins
     assert rows_of(target, PROMPTS, drafter=PlainObject(), speculate_k=k, max_new_tokens=40) == want
 
 
 def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
-    """Its buffers and caches are the other engine's: its drafts would be read from them without a word."""
+    """Its buffers and caches are the other engine's: its drafts would be read from them without a
+    word."""
     target, draft, _ = margins
     drafter = ModelDraft(draft)
     first = Engine(target, 4, 60, drafter=drafter, speculate_k=3)
@@ -485,25 +729,31 @@ def test_a_drafter_that_serves_another_engine_by_now_is_refused(margins):
 
 @pytest.mark.parametrize("kind", ["itself", "model", "ngram", "layers", "suffix, pool"])
 def test_every_length_and_stop_inside_a_round(margins, kind):
-    """Lengths around the ends of rounds; and with stop ids nothing behind them is yielded, counted or kept."""
+    """Lengths around the ends of rounds; and with stop ids nothing behind them is yielded, counted
+    or kept."""
     target, draft, want = margins
     drafter = any_drafter(kind, target, draft)
     for n in (1, 2, 5, 6, 7, 11, 12, 13, 14):
-        assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=n) == [row[:n] for row in want]
+        assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=n) == [
+            row[:n] for row in want
+        ]
     for at in (0, 1, 4, 5, 6, 8):
         stop = {want[0][at], want[3][at + 2]}
-        cut = [row[:30][: 1 + next((i for i, id in enumerate(row) if id in stop), 29)] for row in want]
+        cut = [
+            row[:30][: 1 + next((i for i, id in enumerate(row) if id in stop), 29)] for row in want
+        ]
         engine, timing = Engine(target, 4, 60, drafter=drafter, speculate_k=5), Timing()
         got = rows_of(target, PROMPTS, engine=engine, stop_ids=stop, timing=timing)
-        assert got == cut and timing.decoded == [len(row) for row in cut]
-        assert [len(tokens) for tokens in timing.tokens] == [len(row) for row in cut]
-        for row, tokens in enumerate(timing.tokens):
+        assert got == cut == [request.tokens for request in timing.requests]
+        assert [len(tokens) for tokens in token_records(timing)] == [len(row) for row in cut]
+        for row, tokens in enumerate(token_records(timing)):
             assert [token.first for token in tokens] == [True] + [False] * (len(cut[row]) - 1)
 
 
 @pytest.mark.parametrize("kind", ["itself", "model", "layers", "ngram", "suffix, pool", "poison"])
 def test_the_end_of_the_context(margins, kind):
-    """The last round starts at the context's last position, and K drafted tokens would lie beyond it."""
+    """The last round starts at the context's last position, and K drafted tokens would lie beyond
+    it."""
     target, draft, _ = margins
     drafter = any_drafter(kind, target, draft)
     prompts = [PROMPTS[1], PROMPTS[1] * 5]
@@ -517,7 +767,9 @@ def test_the_end_of_the_context(margins, kind):
 def test_a_request_that_is_aborted_ends_its_statistics(margins):
     target, _, want = margins
     engine = Engine(target, 4, 60, drafter=ModelDraft(target_copy(target)))
-    ids = [engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=30) for prompt in PROMPTS]
+    ids = [
+        engine.add_request(prompt, sampling=Sampling(0), max_new_tokens=30) for prompt in PROMPTS
+    ]
     requests = [engine.requests[id] for id in ids]
     while len(requests[1].tokens) < 7:
         engine.step()
@@ -532,16 +784,22 @@ def test_a_request_that_is_aborted_ends_its_statistics(margins):
 
 
 def test_a_shared_cache_keeps_no_trace(margins):
-    """Rubbish written by the drafter where the round is: the same tokens, and bit for bit the same cache."""
+    """Rubbish written by the drafter where the round is: the same tokens, and bit for bit the same
+    cache."""
     target, _, _ = margins
     caches = []
     for drafter in (Noise(), Poison()):
         engine = Engine(target, 4, 60, drafter=drafter, speculate_k=5)
         rows_of(target, PROMPTS, engine=engine)
-        caches.append([
-            [cache.k[slot.index, :, : len(slot.ids)].clone() for cache in engine.runner.caches.layers]
-            for slot in engine.scheduler.slots
-        ])  # fmt: skip
+        caches.append(
+            [
+                [
+                    cache.k[slot.index, :, : len(slot.ids)].clone()
+                    for cache in engine.runner.caches.layers
+                ]
+                for slot in engine.scheduler.slots
+            ]
+        )
     assert all(torch.equal(a, b) for rows in zip(*caches) for a, b in zip(*rows))
     assert max(layer.abs().max() for row in caches[1] for layer in row) < 1e4
 
@@ -554,19 +812,22 @@ def test_a_draft_that_is_not_a_number_changes_nothing(margins):
 
 
 def test_a_draft_model_keeps_nothing_of_a_call(margins):
-    """After a call without an engine both models answer a direct call as before, longer than any cache was."""
+    """After a call without an engine both models answer a direct call as before, longer than any
+    cache was."""
     target, draft, _ = margins
     tokens, pos = torch.tensor([PROMPTS[1] * 10]), torch.arange(90)
     with torch.inference_mode():
         before = [model(tokens, pos) for model in (target, draft)]
         rows_of(target, PROMPTS, drafter=ModelDraft(draft), max_new_tokens=5)
-        assert all(torch.equal(model(tokens, pos), want) for model, want in zip((target, draft), before))
+        assert all(
+            torch.equal(model(tokens, pos), want) for model, want in zip((target, draft), before)
+        )
 
 
 @pytest.mark.parametrize("draft_v", [V - 9, V + 7])
 def test_padded_vocabularies_may_differ(margins, draft_v):
-    """Ids that only one side has: the draft never sees or proposes one it should not, and the target's law is whole
-    (its greedy output holds ids that a shorter draft lacks)."""
+    """Ids that only one side has: the draft never sees or proposes one it should not, and the
+    target's law is whole (its greedy output holds ids that a shorter draft lacks)."""
     target, _, want = margins
     other = tiny(0, 14, **{**BASE, "n_layers": 1, "vocab_size": draft_v})
     assert max(map(max, want)) >= V - 9
@@ -576,7 +837,11 @@ def test_padded_vocabularies_may_differ(margins, draft_v):
 def test_a_sliding_window_and_qk_norm():
     target, draft = pair(windows=(None, 7, 7, None), qk_norm="heads")
     want = rows_of(target, PROMPTS, max_new_tokens=50)
-    for drafter in (ModelDraft(draft), ModelDraft(layer_subset(target, [0, 1]), on_layers=[0, 1]), NgramDraft(1)):
+    for drafter in (
+        ModelDraft(draft),
+        ModelDraft(layer_subset(target, [0, 1]), on_layers=[0, 1]),
+        NgramDraft(1),
+    ):
         assert rows_of(target, PROMPTS, max_new_tokens=50, drafter=drafter, speculate_k=4) == want
 
 
@@ -584,7 +849,12 @@ def test_a_sliding_window_and_qk_norm():
 def test_a_sampled_row_equals_its_prompt_alone(margins, kind):
     """Fixed K: what a row gets does not depend on its company, n-grams of its own included."""
     target, draft, _ = margins
-    options = {"sampling": Sampling(0.4), "seed": 5, "drafter": any_drafter(kind, target, draft), "speculate_k": 4}
+    options = {
+        "sampling": Sampling(0.4),
+        "seed": 5,
+        "drafter": any_drafter(kind, target, draft),
+        "speculate_k": 4,
+    }
     alone = [rows_of(target, [prompt], **options)[0] for prompt in PROMPTS]
     assert rows_of(target, PROMPTS, **options) == alone
     assert rows_of(target, PROMPTS, **options | {"seed": 6}) != alone
@@ -601,11 +871,14 @@ def test_a_late_host_reads_the_same(margins, monkeypatch):
         for kind in ("model", "layers", "ngram", "suffix", "suffix, pool"):
             drafter = any_drafter(kind, target, draft)
             assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=40) == want
-            assert rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=40, stop_ids=stop) == cut
+            assert (
+                rows_of(target, PROMPTS, drafter=drafter, max_new_tokens=40, stop_ids=stop) == cut
+            )
 
 
 def test_turns_keep_both_caches(margins):
-    """A second turn on the same engine: what both caches are said to hold, they hold, after a full acceptance too."""
+    """A second turn on the same engine: what both caches are said to hold, they hold, after a full
+    acceptance too."""
     target, draft, _ = margins
     for drafter in (ModelDraft(target_copy(target)), ModelDraft(draft)):
         engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)
@@ -618,18 +891,31 @@ def test_turns_keep_both_caches(margins):
             timing = Timing()
             got = rows_of(target, [second], engine=engine, timing=timing, max_new_tokens=20)
             fresh, other = Timing(), ModelDraft(drafter.model)
-            assert got == rows_of(target, [second], drafter=other, speculate_k=3, timing=fresh, max_new_tokens=20)
-            same = [[token._replace(overlap=round(token.overlap, 3)) for token in t.tokens[0]] for t in (timing, fresh)]
+            assert got == rows_of(
+                target, [second], drafter=other, speculate_k=3, timing=fresh, max_new_tokens=20
+            )
+            same = [
+                [token._replace(overlap=round(token.overlap, 3)) for token in t.tokens[0]]
+                for t in (timing, fresh)
+            ]
             assert same[0] == same[1] and timing.prompt_tokens == 4
 
 
-# --------------------------------------------------------------------- compiled, without syncs, of any length
+# --------------------------------------------------------- compiled, without syncs, of any length
 
 
 class NoSync(torch.utils._python_dispatch.TorchDispatchMode):
     """Fails when the host asks the device for a value."""
 
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "masked_select", "unique")
+    FORBIDDEN = (
+        "_local_scalar_dense",
+        "nonzero",
+        "item",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "unique",
+    )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
@@ -641,7 +927,9 @@ class NoSync(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["model", "layers", "ngram"])
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1), Sampling(1, top_k=5, top_p=0.9)], ids=name)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0), Sampling(1), Sampling(1, top_k=5, top_p=0.9)], ids=name
+)
 def test_no_host_sync_inside_a_round(margins, kind, sampling):
     target, draft, _ = margins
     engine = Engine(target, 4, 60, drafter=any_drafter(kind, target, draft), speculate_k=3)
@@ -656,12 +944,15 @@ def test_no_host_sync_inside_a_round(margins, kind, sampling):
 
 @pytest.mark.compiled
 def test_compiled_rounds_of_a_model():
-    """Compiled and ragged: greedy is plain greedy, and nothing compiles after warm-up. The target is that of
-    test_drafts.py's compiled rounds, which leave it much of their code; -m long has windows."""
+    """Compiled and ragged: greedy is plain greedy, and nothing compiles after warm-up. The target
+    is that of test_drafts.py's compiled rounds, which leave it much of their code; -m long has
+    windows."""
     target, draft = pair()
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     options = {"compile": True, "compile_prompts": False}
-    engine = Engine(target, 4, 96, drafter=any_drafter("model", target, draft), speculate_k=3, **options)
+    engine = Engine(
+        target, 4, 96, drafter=any_drafter("model", target, draft), speculate_k=3, **options
+    )
     engine.warm_up("greedy")
     with torch.compiler.set_stance("fail_on_recompile"):
         assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=40) == want
@@ -671,8 +962,8 @@ def test_compiled_rounds_of_a_model():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["model", "layers", "ngram", "suffix"])
 def test_compiled_rounds(kind):
-    """Compiled, ragged, with a window: greedy is plain greedy; 200 rounds of changing K, length and temperature compile
-    nothing after warm-up; sampled rows are what eager code gives."""
+    """Compiled, ragged, with a window: greedy is plain greedy; 200 rounds of changing K, length and
+    temperature compile nothing after warm-up; sampled rows are what eager code gives."""
     target, draft = pair(windows=(None, 9, 9, None))
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     sampled = {"sampling": Sampling(0.7), "seed": 3, "max_new_tokens": 40}
@@ -692,13 +983,16 @@ def test_compiled_rounds(kind):
             with torch.inference_mode():
                 prefill_all(engine, PROMPTS, 80, Sampling(temperature))
                 for number in range(100):
-                    engine.run(engine.rows(0, 4), 10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7])
+                    engine.run(
+                        engine.rows(0, 4), 10 + number % 80, (3, 0, 1, 1, 0, 0, 3)[number % 7]
+                    )
 
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
-    """After 70 plain steps of a ragged batch the draft's cache must be what drafting all along would have left. A
-    deep draft's keys hang on what stands before them: what was missed is filled in from the oldest on."""
+    """After 70 plain steps of a ragged batch the draft's cache must be what drafting all along
+    would have left. A deep draft's keys hang on what stands before them: what was missed is filled
+    in from the oldest on."""
     target, draft, _ = margins
     draft = target_copy(target) if deep else draft
     prompts = [PROMPTS[1] * 2, PROMPTS[2]]
@@ -719,15 +1013,18 @@ def test_coming_back_from_plain_steps_fills_the_drafts_cache(margins, deep):
             draft.hidden(tokens, torch.arange(n), alone)
         for layer, cache in enumerate(after):
             assert torch.allclose(cache[row, :, :n], alone.layers[layer].k[0], atol=1e-4)
-            assert not torch.allclose(before[layer][row, :, len(prompt) : n], cache[row, :, len(prompt) : n], atol=1e-4)
+            assert not torch.allclose(
+                before[layer][row, :, len(prompt) : n], cache[row, :, len(prompt) : n], atol=1e-4
+            )
 
 
-# ----------------------------------------------------------------------------------- length, figures, theory
+# ------------------------------------------------------------------------ length, figures, theory
 
 
 @pytest.mark.parametrize("short_s", [0.002, 0.1])
 def test_short_steps_are_calibrated_behind_others_of_their_kind(monkeypatch, short_s):
-    """Steps of 2 ms count only behind another of their kind, where they take half as long; long ones run once each."""
+    """Steps of 2 ms count only behind another of their kind, where they take half as long; long
+    ones run once each."""
     engine = Engine(tiny(0), 1, 64, drafter=NgramDraft(), speculate_k=3)
     kinds = []
 
@@ -746,7 +1043,8 @@ def test_short_steps_are_calibrated_behind_others_of_their_kind(monkeypatch, sho
 
 
 def test_auto_is_lossless_and_finds_what_pays(margins):
-    """Costs are given, not measured: a perfect cheap draft goes to the longest K, a hopeless one to plain steps."""
+    """Costs are given, not measured: a perfect cheap draft goes to the longest K, a hopeless one to
+    plain steps."""
     target, draft, want = margins
     cheap = Costs(1.0, {k: 0.05 * k for k in (1, 2, 3, 5, 8)}, dict.fromkeys((1, 2, 3, 5, 8), 1.1))
     used = {}
@@ -756,7 +1054,9 @@ def test_auto_is_lossless_and_finds_what_pays(margins):
             rows_of(target, PROMPTS, engine=engine)
         engine.costs, timing = cheap, Timing()
         assert rows_of(target, PROMPTS, engine=engine, timing=timing, max_new_tokens=40) == want
-        used[kind] = RowStatistics(token for tokens in timing.tokens for token in tokens).rounds
+        used[kind] = RowStatistics(
+            token for tokens in token_records(timing) for token in tokens
+        ).rounds
     assert used["itself"].keys() == {8}
     assert used["noise"][0] > 0.8 * used["noise"].total()
 
@@ -774,36 +1074,47 @@ def test_draft_length_leaves_and_comes_back():
         length.observe(0.95)
     assert length.choose() == 5
     assert DraftLength(3).choose() == 3 == DraftLength(3, costs).choose()
-    # Costs are measured to a few percent: 1.8 tokens for 1.77 plain steps are not worth it, for 1.7 they are.
-    assert [DraftLength("auto", Costs(1.0, {1: 0.5}, {1: v})).choose() for v in (1.27, 1.2)] == [0, 1]
+    # Costs are measured to a few percent: 1.8 tokens for 1.77 plain steps are not worth it, for 1.7
+    # they are.
+    assert [DraftLength("auto", Costs(1.0, {1: 0.5}, {1: v})).choose() for v in (1.27, 1.2)] == [
+        0,
+        1,
+    ]
 
 
 def test_theory_against_simulation_and_sums():
-    """E[tokens] as the mean of a geometric variable capped at K + 1 (standard error below 0.01), and by hand."""
+    """E[tokens] as the mean of a geometric variable capped at K + 1 (standard error below 0.01),
+    and by hand."""
     generator = torch.Generator().manual_seed(0)
     for alpha, k in ((0.3, 1), (0.8, 5), (0.95, 8)):
         kept = (torch.rand(200_000, k, generator=generator) < alpha).long().cumprod(1).sum(1)
-        assert expected_tokens(alpha, k) == pytest.approx((kept + 1).double().mean().item(), abs=0.05)
+        assert expected_tokens(alpha, k) == pytest.approx(
+            (kept + 1).double().mean().item(), abs=0.05
+        )
         assert expected_tokens(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
     assert expected_tokens(1.0, 4) == 5 and expected_tokens(0.0, 4) == 1
-    assert speedup(0.8, 5, 0.1) == pytest.approx((1 - 0.8**6) / (0.2 * 1.5))  # L theorem 3.8
-    assert speedup(0.8, 5, 0.1, 1.5) == pytest.approx((1 - 0.8**6) / (0.2 * 2.0))
-    assert operations(0.8, 5, 0.1) == pytest.approx(0.2 * 6.5 / (1 - 0.8**6))  # L theorem 3.11
+    for v in (1.0, 1.5):  # with v = 1, L theorem 3.8: c = 0.1
+        by_hand = (1 - 0.8**6) / (0.2 * (5 * 0.1 + v))
+        assert Costs(1.0, {5: 0.5}, {5: v}).speedup(5, 0.8) == pytest.approx(by_hand)
     costs = Costs(2.0, {2: 0.8, 5: 2.0}, {2: 2.4, 5: 3.0})
     assert (costs.c(2), costs.v(5), costs.round(2), costs.round(0)) == (0.2, 1.5, 0.4 + 1.2, 1.0)
     assert costs.best(0.0) == (0, 1.0) and costs.best(0.9) == (5, expected_tokens(0.9, 5) / 2.5)
 
 
 def test_a_drafter_that_reads_plain_tokens_makes_plain_steps_dearer():
-    """Costs by hand: a plain step takes 2 s and 0.5 s of the drafter; a round of 2 tokens 0.5 s and 2.5 s."""
+    """Costs by hand: a plain step takes 2 s and 0.5 s of the drafter; a round of 2 tokens 0.5 s and
+    2.5 s."""
     costs = Costs(2.0, {0: 0.5, 2: 0.5}, {2: 2.5})
     assert (costs.round(0), costs.round(2)) == (1.25, 1.5)
     assert costs.best(0.0) == (0, 1 / 1.25)
     assert costs.best(1.0) == (2, 3 / 1.5)
     # Half of the steps are rounds, which yield 2 tokens more.
-    assert costs.speedup(2, 1.0, 0.5, 0.5) == pytest.approx((1 + 0.5 * 2) / (0.5 * 1.5 + 0.5 * 1.25))
+    assert costs.speedup(2, 1.0, 0.5, 0.5) == pytest.approx(
+        (1 + 0.5 * 2) / (0.5 * 1.5 + 0.5 * 1.25)
+    )
     length = DraftLength("auto", costs)
-    length.overlap, length.weight = 0.24, 1.0  # a round yields 1.30 tokens at a cost of 1.5, a plain step 1 at 1.25
+    # a round yields 1.30 tokens at a cost of 1.5, a plain step 1 at 1.25
+    length.overlap, length.weight = (0.24, 1.0)
     assert length.choose() == 2
     length.overlap = 0.18  # 1.21 tokens: less than MIN_GAIN above the rate of plain steps
     assert length.choose() == 0
@@ -814,7 +1125,10 @@ def test_prompt_lookup_finds_the_last_match_and_repeats_it():
     for slot, prompt in enumerate([[1, 2, 3, 1, 2, 4, 1, 2], [5, 5, 5], [1, 2, 3, 4], [7]]):
         state.fill(slot, Request(slot, prompt, Sampling(0), max_new_tokens=3))
         state.activate(slot, len(prompt))
-    drafter, target = NgramDraft(2), ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False)
+    drafter, target = (
+        NgramDraft(2),
+        ModelRunner(tiny(0, vocab_size=9), 4, 16, slack=5, compile=False),
+    )
     drafter.setup(state, 4, target, lambda function, state: function)
     drafter.update(state)
     assert state.can_draft.tolist() == [True, True, False, False]
@@ -836,4 +1150,8 @@ def test_layers_are_parsed_and_checked():
         with pytest.raises(ValueError, match="0 to 3"):
             layer_subset(model, kept)
     view = layer_subset(model, [0, 3])
-    assert view.layers[1] is model.layers[3] and view.embed is model.embed and model.config.n_layers == 4
+    assert (
+        view.layers[1] is model.layers[3]
+        and view.embed is model.embed
+        and model.config.n_layers == 4
+    )

@@ -12,7 +12,8 @@ from test_program import Terminal, run
 from cli.flags import parse_args
 from cli.main import main
 from cli.main import run as run_args
-from loading.checkpoint import load_model, save_model
+from loading.checkpoint import load_model
+from loading.saving import save_model
 from loading.tokenizer import load_tokenizer
 from speculative import layer_subset
 
@@ -21,7 +22,10 @@ from speculative import layer_subset
 def draft_folder(text_folder, tmp_path_factory):
     """The first layer of text_folder's model, as a folder of its own with the same tokenizer."""
     folder = tmp_path_factory.mktemp("draft")
-    hf = json.loads((text_folder / "config.json").read_text()) | {"num_hidden_layers": 1, "layer_types": None}
+    hf = json.loads((text_folder / "config.json").read_text()) | {
+        "num_hidden_layers": 1,
+        "layer_types": None,
+    }
     model = layer_subset(load_model(text_folder), [0])
     save_model(model, folder, hf)
     for name in ("tokenizer.model", "tokenizer_config.json"):
@@ -31,25 +35,49 @@ def draft_folder(text_folder, tmp_path_factory):
 
 def drafts(draft_folder) -> dict[str, list]:
     return {
-        "checkpoint": ["--draft_checkpoint", draft_folder], "ngram": ["--draft", "ngram:1"],
+        "checkpoint": ["--draft_checkpoint", draft_folder],
+        "ngram": ["--draft", "ngram:1"],
         "suffix": ["--draft", "suffix"],
         "layers": ["--draft", "layers:0-1"],
-    }  # fmt: skip
+    }
 
 
 KEYS = {
-    "k", "rounds", "drafted", "accepted", "accepted_by_position", "alpha", "c", "v", "tokens_per_round",
-    "measured_speedup", "predicted_speedup", "draft_s", "verify_s",
-}  # fmt: skip
+    "k",
+    "rounds",
+    "drafted",
+    "accepted",
+    "accepted_by_position",
+    "alpha",
+    "c",
+    "v",
+    "tokens_per_round",
+    "measured_speedup",
+    "predicted_speedup",
+    "draft_s",
+    "verify_s",
+}
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "ngram", "suffix", "layers"])
-@pytest.mark.parametrize("k", ["3", *(pytest.param(k, marks=pytest.mark.attack) for k in ("auto", "0"))])
+@pytest.mark.parametrize(
+    "k", ["3", *(pytest.param(k, marks=pytest.mark.attack) for k in ("auto", "0"))]
+)
 def test_greedy_json_per_row(text_folder, draft_folder, capsys, tmp_path, kind, k):
-    """Same ids as without a drafter, batch 1 and 2; the promised keys; counts that fit together, row by row."""
+    """Same ids as without a drafter, batch 1 and 2; the promised keys; counts that fit together,
+    row by row."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the little cat went\nplay in the park with a dog\n")
-    common = ("--checkpoint", text_folder, "--prompt_file", prompts, "--temperature", 0, "--dtype", "float32")
+    common = (
+        "--checkpoint",
+        text_folder,
+        "--prompt_file",
+        prompts,
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+    )
     common = (*common, "--max_new_tokens", 40, "--ignore_eos")
     plain, _ = run(capsys, *common)
     for batch_size in (1, 2):
@@ -59,7 +87,6 @@ def test_greedy_json_per_row(text_folder, draft_folder, capsys, tmp_path, kind, 
         for row in rows:
             found = row["speculative"]
             assert found.keys() >= KEYS and str(found["k"]) == k
-            assert found["c_ops"] == 0 if kind in ("ngram", "suffix") else 0 < found["c_ops"] < 1
             assert sum(found["accepted_by_position"]) == found["accepted"] <= found["drafted"]
             assert found["drafted"] == sum(int(k) * n for k, n in found["rounds_by_k"].items())
             assert found["tokens_per_round"] == pytest.approx(39 / found["rounds"])
@@ -72,36 +99,78 @@ def test_greedy_json_per_row(text_folder, draft_folder, capsys, tmp_path, kind, 
 
 def test_a_stop_string_cuts_the_statistics(text_folder, draft_folder, capsys):
     """The row's last token completes the stop string; nothing behind it is counted."""
-    common = ("--checkpoint", text_folder, "--prompt", "a big", "--temperature", 0, "--dtype", "float32")
-    common = (*common, "--max_new_tokens", 60, "--ignore_eos", *drafts(draft_folder)["layers"], "--draft", "layers:0-2")
+    common = (
+        "--checkpoint",
+        text_folder,
+        "--prompt",
+        "a big",
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+    )
+    common = (
+        *common,
+        "--max_new_tokens",
+        60,
+        "--ignore_eos",
+        *drafts(draft_folder)["layers"],
+        "--draft",
+        "layers:0-2",
+    )
     free = run(capsys, *common)[0][0]
     stop = free["text"][20:23]
     cut = run(capsys, *common, "--stop", stop)[0][0]
-    assert cut["text"] == free["text"][: free["text"].index(stop)] and cut["finish_reason"] == "stop"
+    assert (
+        cut["text"] == free["text"][: free["text"].index(stop)] and cut["finish_reason"] == "stop"
+    )
     n = len(cut["tokens"])
     assert n < 60 and cut["tokens"] == free["tokens"][:n]
     found = cut["speculative"]
-    assert found["accepted"] + found["rounds"] in (n - 1, n)  # the last round may end inside its draft
+    # the last round may end inside its draft
+    assert found["accepted"] + found["rounds"] in (n - 1, n)
     assert found["tokens_per_round"] == pytest.approx((n - 1) / found["rounds"])
 
 
 @pytest.mark.compiled
 @pytest.mark.long
 def test_compiled_on_the_command_line(text_folder, draft_folder, capsys):
-    common = ("--checkpoint", text_folder, "--prompt", "the", "--temperature", 0, "--dtype", "float32", "--ignore_eos")
+    common = (
+        "--checkpoint",
+        text_folder,
+        "--prompt",
+        "the",
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+        "--ignore_eos",
+    )
     common = (*common, "--max_new_tokens", 20)
     plain, _ = run(capsys, *common)
-    rows, err = run(capsys, *common, "--draft_checkpoint", draft_folder, "--speculate_k", 2, "--compile")
+    rows, err = run(
+        capsys, *common, "--draft_checkpoint", draft_folder, "--speculate_k", 2, "--compile"
+    )
     assert rows[0]["tokens"] == plain[0]["tokens"] and "compiled" in err
 
 
 def test_a_shorter_draft_context(text_folder, draft_folder, capsys, tmp_path):
-    """A draft of a shorter context does not shorten the target's: the text is the plain one, and a line says where the
-    draft ends."""
+    """A draft of a shorter context does not shorten the target's: the text is the plain one, and a
+    line says where the draft ends."""
     folder = shutil.copytree(draft_folder, tmp_path / "short")
     hf = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 50}
     (folder / "config.json").write_text(json.dumps(hf))
-    common = ("--checkpoint", text_folder, "--prompt", "the", "--ignore_eos", "--temperature", 0, "--dtype", "float32")
+    common = (
+        "--checkpoint",
+        text_folder,
+        "--prompt",
+        "the",
+        "--ignore_eos",
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+    )
     notice = "the draft's context ends at 50 positions; texts decode plainly beyond it"
     for num_tokens, is_said in ((70, True), (40, False)):
         options = ("--max_new_tokens", num_tokens)
@@ -114,23 +183,49 @@ def test_a_shorter_draft_context(text_folder, draft_folder, capsys, tmp_path):
 def test_a_chat_keeps_both_caches(text_folder, draft_folder, capsys, monkeypatch, tmp_path):
     """Three turns: the same answers with a drafter as without, prefixes kept."""
     folder = shutil.copytree(text_folder, tmp_path / "chat")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[a]")
-    common = ["--checkpoint", folder, "--interactive", "--temperature", 0, "--dtype", "float32", "--ignore_eos"]
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[a]"
+    )
+    common = [
+        "--checkpoint",
+        folder,
+        "--interactive",
+        "--temperature",
+        0,
+        "--dtype",
+        "float32",
+        "--ignore_eos",
+    ]
     common += ["--max_new_tokens", 12, "--device", "cpu"]
     answers = []
-    for options in ([], ["--draft_checkpoint", draft_folder], ["--draft", "layers:0", "--speculate_k", "auto"]):
+    for options in (
+        [],
+        ["--draft_checkpoint", draft_folder],
+        ["--draft", "layers:0", "--speculate_k", "auto"],
+    ):
         monkeypatch.setattr(sys, "stdin", io.StringIO("the little cat\na big dog\nplay\n"))
         run_args(parse_args([str(part) for part in common + options]))
         out, err = capsys.readouterr()
         answers.append(out)
-        assert (" 0 kept" not in err.split("kept", 1)[1]) and ("tokens a round" in err) == bool(options)
+        assert (" 0 kept" not in err.split("kept", 1)[1]) and ("tokens a round" in err) == bool(
+            options
+        )
     assert answers[0] == answers[1] == answers[2] and answers[0].strip()
 
 
 @pytest.mark.attack
 def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_folder, capsys):
     """Blue: accepted; red: in the place of a rejected one. The text itself is the same."""
-    common = ["--draft", "layers:0-1", "--temperature", "0", "--dtype", "float32", "--ignore_eos", "--show_drafts"]
+    common = [
+        "--draft",
+        "layers:0-1",
+        "--temperature",
+        "0",
+        "--dtype",
+        "float32",
+        "--ignore_eos",
+        "--show_drafts",
+    ]
     terminal = Terminal(text_folder, *common, "--max_new_tokens", "60")
     terminal.wait_for("> ")
     terminal.type("the little cat\n")
@@ -142,7 +237,9 @@ def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_fold
     plain = shown
     for code in ("\x1b[34m", "\x1b[31m", "\x1b[0m"):
         plain = plain.replace(code, "")
-    arguments = [str(a) for a in ("--checkpoint", text_folder, *common, "--prompt", "the little cat")]
+    arguments = [
+        str(a) for a in ("--checkpoint", text_folder, *common, "--prompt", "the little cat")
+    ]
     run_args(parse_args([*arguments, "--max_new_tokens", "60", "--device", "cpu"]))
     out = capsys.readouterr().out
     assert out == plain.replace("\r\n", "\n") + "\n" and "\x1b" not in out
@@ -154,11 +251,11 @@ def test_show_drafts_colours_a_terminal_and_nothing_else(text_folder, draft_fold
         (["--draft_checkpoint", "nowhere"], "nowhere"),
         (["--draft", "layers:0-9"], "--draft layers:0-9: layers"),
         (["--draft", "layers:2-1"], "--draft layers:2-1: '2-1' is no layer"),
-        (["--draft", "ngram:0"], "ngram:0 must match at least 1 token"),
+        (["--draft", "ngram:0"], "--draft ngram:0: '0' is no number of tokens"),
         (["--draft", "ngram:x"], "--draft ngram:x"),
         (["--draft", "magic"], "--draft magic: expected"),
-        (["--draft", "ngram", "--speculate_k", "-1"], "--speculate_k -1 must be a number"),
-        (["--draft", "ngram", "--speculate_k", "many"], "--speculate_k many"),
+        (["--draft", "ngram", "--speculate_k", "-1"], "--speculate_k: -1 must be a number"),
+        (["--draft", "ngram", "--speculate_k", "many"], "--speculate_k: many"),
         (["--draft", "ngram", "--draft_checkpoint", "x"], "not allowed with"),
         (["--speculate_k", "3"], "--speculate_k and --show_drafts need"),
         (["--show_drafts"], "--speculate_k and --show_drafts need"),
@@ -171,7 +268,13 @@ def test_user_errors(text_folder, arguments, names, monkeypatch, capsys):
         main()
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert exit.value.code == 2 and out == "" and len(lines) == 1 and names in lines[0] and "Traceback" not in err
+    assert (
+        exit.value.code == 2
+        and out == ""
+        and len(lines) == 1
+        and names in lines[0]
+        and "Traceback" not in err
+    )
 
 
 def test_pieces_tell_tokenizers_apart(text_folder):

@@ -1,5 +1,6 @@
-"""Suffix decoding (drafts/suffix.py): look-ups against a search by brute force, drafts that come late or end early, the
-law of sampled text with earlier answers, and the pool's file. Other files try it as one drafter of many."""
+"""Suffix decoding (drafts/suffix.py): look-ups against a search by brute force, drafts that come
+late or end early, the law of sampled text with earlier answers, and the pool's file. Other files
+try it as one drafter of many."""
 
 import collections
 import functools
@@ -8,22 +9,24 @@ import time
 
 import pytest
 import torch
+from steps import token_records
 from test_speculative import BASE, PROMPTS, NoSync, joint_law, p_value, rows_of, tiny
 
-import decoding.timing as clock
+import decoding.readback as clock
 import drafts.suffix as suffix
 from cli.flags import parse_args
 from cli.main import run as run_args
+from decoding.engine import Engine
 from decoding.sampling import Sampling
-from decoding.timing import Timing
+from decoding.statistics import Timing
 from drafts.suffix import Guess, SuffixDraft, Text
-from generate import Engine, generate
+from generate import generate
 from speculative import Costs, DraftLength
 
 
 def text_of(ids: list[int], seed: int | None = None) -> Text:
     text = Text()
-    text.extend(ids, [seed] * len(ids))
+    text.extend(ids, seed)
     return text
 
 
@@ -41,12 +44,18 @@ def test_continuations_by_hand():
     assert tokens_of([2, 7, 3, 2, 8, 3, 2, 7, 4, 2], depth=1)[0] == 7, "the most frequent one"
     assert tokens_of([2, 7, 3, 2, 8, 4, 2], depth=1)[0] == 8, "of equal ones the latest"
     guesses = text_of([2, 7, 3, 2, 8, 3, 2, 7, 4]).continuation([2], 24, 9)
-    assert guesses == [Guess(7, 2 / 3, 1), Guess(4, 1 / 2, 2)], "its share, and the length of the match before it"
+    assert guesses == [Guess(7, 2 / 3, 1), Guess(4, 1 / 2, 2)], (
+        "its share, and the length of the match before it"
+    )
     unsure = [n for i in range(20) for n in (1, 10 + i)]
     assert text_of(unsure).continuation([1], 24, 9) == [], "a draft ends below a product of 0.1"
     answers = text_of([1, 2, -1, 2, 5, -1, 3, -1])
-    assert [g.token for g in answers.continuation([1, 2], 24, 9)] == [], "an answer that ended has no continuation"
-    assert [g.token for g in answers.continuation([9, 2], 24, 9)] == [5], "and none leads into the next"
+    assert [g.token for g in answers.continuation([1, 2], 24, 9)] == [], (
+        "an answer that ended has no continuation"
+    )
+    assert [g.token for g in answers.continuation([9, 2], 24, 9)] == [5], (
+        "and none leads into the next"
+    )
 
 
 @pytest.mark.parametrize("symbols", [2, 4, 30])
@@ -54,10 +63,15 @@ def test_the_longest_suffix_as_brute_force_finds_it(symbols, monkeypatch):
     monkeypatch.setattr(suffix, "MAX_OCCURRENCES", 1000)
     rng = random.Random(symbols)
     for _ in range(150):
-        ids, depth = [rng.randrange(symbols) for _ in range(rng.randrange(1, 60))], rng.randrange(1, 12)
+        ids, depth = (
+            [rng.randrange(symbols) for _ in range(rng.randrange(1, 60))],
+            rng.randrange(1, 12),
+        )
         lengths = {}
         for end in range(len(ids) - 1):
-            lengths[end] = next(n for n in range(99) if n == min(depth, end + 1) or ids[end - n] != ids[-1 - n])
+            lengths[end] = next(
+                n for n in range(99) if n == min(depth, end + 1) or ids[end - n] != ids[-1 - n]
+            )
         longest = max(lengths.values(), default=0)
         counts = collections.Counter(ids[end + 1] for end, n in lengths.items() if n == longest > 0)
         guesses = text_of(ids).continuation(ids, depth, 9)
@@ -69,7 +83,7 @@ def test_the_longest_suffix_as_brute_force_finds_it(symbols, monkeypatch):
             assert counts[guesses[0].token] == max(counts.values())
 
 
-# ------------------------------------------------------------------------------------------------- rounds
+# ----------------------------------------------------------------------------------------- rounds
 
 
 def options_of(drafter: SuffixDraft, **more) -> dict:
@@ -82,15 +96,24 @@ def model():
 
 
 def test_answers_are_drafted_from_earlier_ones(model):
-    """The second time every token of an answer is known; a row's draft may be shorter than its round."""
+    """The second time every token of an answer is known; a row's draft may be shorter than its
+    round."""
     want, drafter = rows_of(model, PROMPTS, max_new_tokens=60), SuffixDraft()
     engine = Engine(model, 4, 96, drafter=drafter, speculate_k=5)
     timings = [Timing(), Timing()]
     for timing in timings:
         assert rows_of(model, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
     steps = [timing.steps for timing in timings]
-    assert steps[1] <= 20 < steps[0], "some ten rounds of six tokens, and a few until the match is long"
-    records = [token for timing in timings for row in timing.tokens for token in row if not token.first]
+    assert steps[1] <= 20 < steps[0], (
+        "some ten rounds of six tokens, and a few until the match is long"
+    )
+    records = [
+        token
+        for timing in timings
+        for row in token_records(timing)
+        for token in row
+        if not token.first
+    ]
     assert {0, 2, 5} < {token.k for token in records} <= set(range(6))
     assert all(token.accepted <= token.k for token in records)
     assert all(token.overlap == 0 for token in records if token.index >= token.k)
@@ -105,7 +128,8 @@ def test_answers_are_drafted_from_earlier_ones(model):
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
 def test_drafts_of_late_tokens(model, monkeypatch, lag):
-    """Rounds run ahead of the reading, as on a GPU. Drafts still count where they agree with the tokens since."""
+    """Rounds run ahead of the reading, as on a GPU. Drafts still count where they agree with the
+    tokens since."""
     want = rows_of(model, PROMPTS, max_new_tokens=60)
     monkeypatch.setattr(clock, "host_lag", lambda device: lag)
     engine = Engine(model, 4, 96, drafter=SuffixDraft(), speculate_k=3)
@@ -117,17 +141,20 @@ def test_drafts_of_late_tokens(model, monkeypatch, lag):
 
 
 def test_a_draft_that_disagrees_with_later_tokens_is_none(model, monkeypatch):
-    """The negative control: without the comparison wrong drafts are verified, and still no token is wrong."""
+    """The negative control: without the comparison wrong drafts are verified, and still no token is
+    wrong."""
     want = rows_of(model, PROMPTS, max_new_tokens=60)
     monkeypatch.setattr(clock, "host_lag", lambda device: 2)
     alphas = []
     for broken in (False, True):
         if broken:
-            monkeypatch.setattr(SuffixDraft, "align", functools.partialmethod(unaligned, SuffixDraft.align))
+            monkeypatch.setattr(
+                SuffixDraft, "align", functools.partialmethod(unaligned, SuffixDraft.align)
+            )
         engine = Engine(model, 4, 96, drafter=SuffixDraft(), speculate_k=3)
         for timing in (Timing(), Timing()):
             assert rows_of(model, PROMPTS, engine=engine, timing=timing, max_new_tokens=60) == want
-        drafted = [t for row in timing.tokens for t in row if t.index < t.k]
+        drafted = [t for row in token_records(timing) for t in row if t.index < t.k]
         alphas.append(sum(t.index < t.accepted for t in drafted) / len(drafted))
     assert alphas[0] > alphas[1] + 0.05
 
@@ -139,18 +166,24 @@ def unaligned(self, align, state, k):
 
 
 def test_k_follows_the_expected_length():
-    costs = Costs(1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {1: 1.1, 2: 1.3, 3: 1.5, 5: 1.7, 8: 2.5})
+    costs = Costs(
+        1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {1: 1.1, 2: 1.3, 3: 1.5, 5: 1.7, 8: 2.5}
+    )
     choose = DraftLength("auto", costs).choose
     assert choose([[]]) == 0 and choose([[0.05]]) == 0, "a poor guess is not worth a round"
     assert choose([[0.9]]) == 1 and choose([[0.9, 0.8]]) == 2 and choose([[0.9, 0.1]]) == 1
     assert choose([[0.99**i for i in range(1, 9)]]) == 8
-    assert choose([[0.9], [], [], []]) == 1 and choose([[0.3], [], [], []]) == 0, "all rows pay for one's draft"
+    assert choose([[0.9], [], [], []]) == 1 and choose([[0.3], [], [], []]) == 0, (
+        "all rows pay for one's draft"
+    )
     assert DraftLength(5).choose([[0.1]]) == 5
 
 
 def test_auto_learns_that_matches_lie(model):
     """Tokens show without a round whether a draft would have been accepted."""
-    costs = Costs(1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {k: 1 + 0.3 * k for k in (1, 2, 3, 5, 8)})
+    costs = Costs(
+        1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {k: 1 + 0.3 * k for k in (1, 2, 3, 5, 8)}
+    )
     drafter = SuffixDraft(pool_tokens=0)
     engine = Engine(model, 1, 96, drafter=drafter, speculate_k="auto")
     engine.costs = costs
@@ -177,28 +210,29 @@ def test_the_host_waits_for_nothing(model):
         engine.step()
     for _ in range(12):
         with torch.inference_mode(), NoSync():
-            step, launch = engine.plan(engine.scheduler.decoding())
-            result = engine.run(*step)
-        engine.readback.send(result, launch)
+            step = engine.plan(engine.scheduler.decoding())
+            result = engine.run(step.rows, step.length, step.k)
+        engine.readback.send(result, step)
         engine.read(0)
     assert any(request.token_records[-1].k for request in engine.requests.values())
 
 
-# --------------------------------------------------------------------------------------------------- requests
+# --------------------------------------------------------------------------------------- requests
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("same_noise", [False, True])
 def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
-    """The same prompt with the same seed twice: the second answer must have the target's law over all seeds too. A
-    draft from the first one, which came from the same noise, would break it: the negative control."""
+    """The same prompt with the same seed twice: the second answer must have the target's law over
+    all seeds too. A draft from the first one, which came from the same noise, would break it: the
+    negative control."""
     if same_noise:
         monkeypatch.setattr(suffix, "noise_seed", lambda request: None)
     model = tiny(3)
     V, prompt, n = model.config.vocab_size, [1, 2, 3], 3
     engine, counts = Engine(model, 1, 12, drafter=SuffixDraft(), speculate_k=2), torch.zeros(V**n)
     options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n}
-    for seed in range(800):
+    for seed in range(1600):
         engine.drafter.pool = [Text(), Text()]
         for _ in range(2):
             tokens = [id for _, id in generate(model, [prompt], seed=seed, **options)]
@@ -208,10 +242,11 @@ def test_earlier_answers_of_a_seed_keep_the_law(monkeypatch, same_noise):
 
 
 def test_a_look_up_ends_among_the_requests_own_seed():
-    """However many answers of the seed a pool has: a look-up visits a bounded number of positions."""
+    """However many answers of the seed a pool has: a look-up visits a bounded number of
+    positions."""
     for num_own, is_drafted in ((10, True), (1000, False)):
         pool = text_of([7, 5, -1], seed=1)
-        pool.extend([7, 6, -1] * num_own, [2] * (3 * num_own))
+        pool.extend([7, 6, -1] * num_own, 2)
         assert [guess.token for guess in pool.continuation([7], 24, 1, seed=2)] == [5] * is_drafted
 
 
@@ -226,18 +261,25 @@ def test_look_ups_are_time_of_the_steps_and_of_the_drafter():
     options = {"engine": engine, "sampling": Sampling(0), "max_new_tokens": 20, "timing": timing}
     assert len([*generate(engine.model, [[1, 2, 3, 1, 2]], **options)]) == 20
     assert timing.decode_s >= timing.draft_s >= 0.01 * timing.steps > 0
-    assert timing.row_s == [pytest.approx(timing.decode_s)]
+    (request,) = timing.requests
+    assert request.decode_s == pytest.approx(timing.decode_s)
 
 
 def test_no_draft_of_the_slots_last_request_is_left():
-    """With one_width a round runs where nothing is drafted: it must not find the draft of another text."""
-    for length in range(19, 28):  # of the second prompt; one of them ends where the first request's draft began
+    """With one_width a round runs where nothing is drafted: it must not find the draft of another
+    text."""
+    # of the second prompt; one of them ends where the first request's draft began
+    for length in range(19, 28):
         records = []
         for prompts in ([[9, 8, 7] * 6, [*range(20, 20 + length)]], [[*range(20, 20 + length)]]):
             model = tiny(3, vocab_size=60, max_seq_length=64)
-            engine = Engine(model, 1, 60, drafter=SuffixDraft(pool_tokens=0), speculate_k=3, one_width=True)
+            engine = Engine(
+                model, 1, 60, drafter=SuffixDraft(pool_tokens=0), speculate_k=3, one_width=True
+            )
             for prompt in prompts:
-                favourite = Sampling(0, logit_bias=((9, 100.0),)) if prompt[0] == 9 else Sampling(1.5)
+                favourite = (
+                    Sampling(0, logit_bias=((9, 100.0),)) if prompt[0] == 9 else Sampling(1.5)
+                )
                 id = engine.add_request(prompt, sampling=favourite, seed=1, max_new_tokens=9)
                 request = engine.requests[id]
                 while engine.has_unfinished():
@@ -246,13 +288,13 @@ def test_no_draft_of_the_slots_last_request_is_left():
         assert records[0] == records[1]
 
 
-# ------------------------------------------------------------------------------------------------ flags
+# ------------------------------------------------------------------------------------------ flags
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--draft", "suffix:0"], "suffix:0 must match at least 1 token"),
+        (["--draft", "suffix:0"], "--draft suffix:0: '0' is no number of tokens to match"),
         (["--draft", "suffix:x"], "--draft suffix:x: 'x' is no number"),
     ],
 )

@@ -1,6 +1,6 @@
-"""loading/tokenizer.py: ids equal to the libraries' own, text back without a broken character."""
+"""loading/tokenizer.py and loading/tokenizers/: the libraries' own ids, text back without a broken
+character."""
 
-import base64
 import itertools
 import json
 import random
@@ -15,46 +15,26 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_chat_templates import CONVERSATIONS
 
-from loading.tokenizer import StopStrings, copy_files, load_tokenizer
-from loading.vocabularies import BYTE_OF_CHAR, LLAMA3_PATTERN
+from loading.tokenizer import load_tokenizer
+from loading.tokenizers.ranks import LLAMA3_PATTERN
+from loading.tokenizers.tokenizer_json import TokenizersRuntime
 
 TEXTS = [
-    "the little cat", "  two spaces, a\ttab\nand a line ", "", " ", "日本語のテキスト", "한국어 텍스트", "ภาษาไทย",
-    "naïve café Straße", "👩‍👩‍👧‍👦 joined, 🎉 alone", "2024 + 17 = 2041",
-    "</s> and <s> are text", "\u200b\ufeff zero width",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sp_folder(story_tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sp")
-    shutil.copy(story_tokenizer, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def json_folder(tmp_path_factory):
-    """A byte-level BPE as Llama 3 and Qwen have it: NFC, specials, a post-processor that puts BOS in front."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-
-    folder = tmp_path_factory.mktemp("json")
-    model = tokenizers.Tokenizer(models.BPE())
-    model.normalizer = normalizers.NFC()
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|begin|>", "<|end_of_text|>", "<|eot_id|>"],
-    )  # fmt: skip
-    model.train_from_iterator(["the little cat and the big dog went to the park"] * 9, trainer)
-    model.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    model.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin|>", "eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": [1]}))
-    return folder
+    "the little cat",
+    "  two spaces, a\ttab\nand a line ",
+    "",
+    " ",
+    "日本語のテキスト",
+    "한국어 텍스트",
+    "ภาษาไทย",
+    "naïve café Straße",
+    "👩‍👩‍👧‍👦 joined, 🎉 alone",
+    "2024 + 17 = 2041",
+    "</s> and <s> are text",
+    "\u200b\ufeff zero width",
+]
 
 
 def test_sentencepiece_ids_are_sentencepieces_own(sp_folder):
@@ -64,7 +44,11 @@ def test_sentencepiece_ids_are_sentencepieces_own(sp_folder):
     tokenizer = load_tokenizer(sp_folder)
     for text in TEXTS:
         assert tokenizer.encode(text, bos=False) == own.encode(text)
-        assert tokenizer.encode(text) == tokenizer.encode(text, bos=True) == [own.bos_id(), *own.encode(text)]
+        assert (
+            tokenizer.encode(text)
+            == tokenizer.encode(text, bos=True)
+            == [own.bos_id(), *own.encode(text)]
+        )
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -92,7 +76,8 @@ def test_streaming_equals_batch_decoding_and_never_splits_a_character(name, requ
         pieces = [stream.feed(id) for id in ids]
         end = stream.flush()
         assert "".join(pieces) + end == tokenizer.decode(ids)
-        # sentencepiece itself cannot tell its space mark from a space; NFC is this tokenizer.json's normalizer
+        # sentencepiece itself cannot tell its space mark from a space; NFC is this tokenizer.json's
+        # normalizer
         kept = text.replace("▁", " ") if name == "sp_folder" else unicodedata.normalize("NFC", text)
         assert tokenizer.decode(ids) == kept
         assert end == "" and sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
@@ -104,7 +89,8 @@ def test_an_unfinished_character_is_flushed_as_a_replacement(sp_folder):
     tokenizer = load_tokenizer(sp_folder)
     ids = tokenizer.encode("cat 🎉", bos=False)
     assert tokenizer.decode(ids[:-1]) == "cat \ufffd"
-    assert tokenizer.decode([10**6, -1, *ids]) == "cat 🎉"  # ids beyond the vocabulary are padding rows: no text
+    # ids beyond the vocabulary are padding rows: no text
+    assert tokenizer.decode([10**6, -1, *ids]) == "cat 🎉"
 
 
 def test_a_continuation_keeps_its_leading_space(sp_folder):
@@ -121,12 +107,20 @@ def test_special_tokens_are_invisible(sp_folder, json_folder):
 
 
 def test_text_that_spells_a_special_token_stays_text(sp_folder, json_folder):
-    """Traps: tiktoken raises on it; the tokenizers library turns a user's text into control tokens."""
-    for folder, specials in ((sp_folder, ["<s>", "</s>", "<unk>"]), (json_folder, ["<|begin|>", "<|eot_id|>"])):
+    """Traps: tiktoken raises on it; the tokenizers library turns a user's text into control
+    tokens."""
+    for folder, specials in (
+        (sp_folder, ["<s>", "</s>", "<unk>"]),
+        (json_folder, ["<|begin|>", "<|eot_id|>"]),
+    ):
         tokenizer = load_tokenizer(folder)
         for special in specials:
             ids = tokenizer.encode(f"a{special}b", bos=False)
-            assert len(ids) > 4 and not {0, 1, 2} & set(ids) and tokenizer.decode(ids) == f"a{special}b"
+            assert (
+                len(ids) > 4
+                and not {0, 1, 2} & set(ids)
+                and tokenizer.decode(ids) == f"a{special}b"
+            )
 
 
 def test_stop_ids_come_from_every_place(sp_folder, json_folder, tmp_path):
@@ -153,7 +147,9 @@ def test_bos_policy_is_the_folders(sp_folder, json_folder, tmp_path):
     """Trap: Qwen's config names a bos_token_id, but its tokenizer puts none in front."""
     folder = shutil.copytree(sp_folder, tmp_path / "sp")
     (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert load_tokenizer(folder).encode("cat") == load_tokenizer(sp_folder).encode("cat", bos=False)
+    assert load_tokenizer(folder).encode("cat") == load_tokenizer(sp_folder).encode(
+        "cat", bos=False
+    )
     folder = shutil.copytree(json_folder, tmp_path / "json")
     content = json.loads((folder / "tokenizer.json").read_text())
     content["post_processor"] = None
@@ -161,7 +157,9 @@ def test_bos_policy_is_the_folders(sp_folder, json_folder, tmp_path):
     (folder / "tokenizer_config.json").write_text('{"bos_token": null}')
     (folder / "config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.bos_id is None and tokenizer.encode("cat", bos=True) == tokenizer.encode("cat", bos=False)
+    assert tokenizer.bos_id is None and tokenizer.encode("cat", bos=True) == tokenizer.encode(
+        "cat", bos=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,10 @@ def test_bos_policy_is_the_folders(sp_folder, json_folder, tmp_path):
         ({}, "neither tokenizer.model nor tokenizer.json"),
         ({"tokenizer.model": "garbage"}, "tokenizer.model: not a sentencepiece model"),
         ({"tokenizer.json": "{}"}, "tokenizer.json: not a tokenizer"),
-        ({"tokenizer.json": "{}", "tokenizer_config.json": "{"}, "tokenizer_config.json: not readable as JSON"),
+        (
+            {"tokenizer.json": "{}", "tokenizer_config.json": "{"},
+            "tokenizer_config.json: not readable as JSON",
+        ),
     ],
 )
 def test_broken_tokenizers_are_named(tmp_path, files, names):
@@ -189,8 +190,16 @@ def test_broken_tokenizers_are_named(tmp_path, files, names):
         ("config.json", '{"eos_token_id": "2"}', "config.json: eos_token_id = '2'"),
         ("generation_config.json", "[]", "generation_config.json: expected a JSON object"),
         ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is broken"),
-        ("tokenizer_config.json", '{"chat_template": "{{ x"}', "tokenizer_config.json: the chat template is broken"),
-        ("chat_template.json", '{"chat_template": "{{ x"}', "chat_template.json: the chat template is broken"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": "{{ x"}',
+            "tokenizer_config.json: the chat template is broken",
+        ),
+        (
+            "chat_template.json",
+            '{"chat_template": "{{ x"}',
+            "chat_template.json: the chat template is broken",
+        ),
         ("chat_template.json", "{", "chat_template.json: not readable as JSON"),
     ],
 )
@@ -202,18 +211,7 @@ def test_broken_files_beside_a_tokenizer_are_named(json_folder, tmp_path, name, 
     assert names in str(error.value)
 
 
-# -------------------------------------------------------------------------------------------- tiktoken
-
-
-@pytest.fixture(scope="module")
-def tiktoken_folder(tmp_path_factory):
-    """Llama 3's file format: 256 bytes, some merges, ranks in order."""
-    folder = tmp_path_factory.mktemp("tiktoken")
-    merges = (b"th", b"the", b" t", b" th", b" the", b"ca", b"cat", b" cat", b"12", b"  ")
-    tokens = [*(bytes([byte]) for byte in range(256)), *merges]
-    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
-    (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
-    return folder, tokens
+# --------------------------------------------------------------------------------------- tiktoken
 
 
 def test_tiktoken_ranks_are_told_from_sentencepiece_and_encode_as_tiktoken(tiktoken_folder):
@@ -222,7 +220,10 @@ def test_tiktoken_ranks_are_told_from_sentencepiece_and_encode_as_tiktoken(tikto
     folder, tokens = tiktoken_folder
     tokenizer = load_tokenizer(folder)
     own = tiktoken.Encoding(
-        "own", pat_str=LLAMA3_PATTERN, mergeable_ranks={t: i for i, t in enumerate(tokens)}, special_tokens={}
+        "own",
+        pat_str=LLAMA3_PATTERN,
+        mergeable_ranks={t: i for i, t in enumerate(tokens)},
+        special_tokens={},
     )
     first = len(tokens)
     for text in [*TEXTS, "the cat 1234", "<|eot_id|> and <|begin_of_text|> are text"]:
@@ -234,25 +235,21 @@ def test_tiktoken_ranks_are_told_from_sentencepiece_and_encode_as_tiktoken(tikto
     assert tokenizer.stop_ids == {first + 1, first + 8, first + 9}
 
 
-def test_llama_30_and_31_special_tokens(tiktoken_folder, tmp_path):
-    """3.0 has reserved names where 3.1 put new ones; its config.json has plain RoPE."""
-    folder, tokens = shutil.copytree(tiktoken_folder[0], tmp_path / "m"), tiktoken_folder[1]
+def test_llama_3s_special_tokens(tiktoken_folder):
+    """As its reference code has them, whose ids follow the ranks."""
+    folder, tokens = tiktoken_folder
     first = len(tokens)
-    new = load_tokenizer(folder).specials
-    assert len(new) == 256 and new["<|python_tag|>"] == first + 10 and new["<|reserved_special_token_2|>"] == first + 11
-    (folder / "config.json").write_text('{"rope_scaling": null, "eos_token_id": 300}')
-    old = load_tokenizer(folder)
-    assert old.specials["<|reserved_special_token_2|>"] == first + 4 and "<|python_tag|>" not in old.specials
-    assert old.specials["<|eot_id|>"] == first + 9 == new["<|eot_id|>"]
-    assert old.stop_ids == {first + 1, first + 9, 300}
-    for scaled in ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {"rope_parameters": {"factor": 8.0}}):
-        (folder / "config.json").write_text(json.dumps(scaled))
-        assert load_tokenizer(folder).specials == new
+    specials = load_tokenizer(folder).specials
+    assert len(specials) == 256 and specials["<|python_tag|>"] == first + 10
+    assert specials["<|eot_id|>"] == first + 9
+    assert specials["<|reserved_special_token_2|>"] == first + 11
+    assert specials["<|reserved_special_token_246|>"] == first + 255
 
 
 @pytest.mark.attack
 def test_a_megabyte_encodes_in_bounded_time(tiktoken_folder, sp_folder, json_folder):
-    """Without a space, and of spaces alone: tiktoken's own regular expression overflows on those."""
+    """Without a space, and of spaces alone: tiktoken's own regular expression overflows on
+    those."""
     for folder in (tiktoken_folder[0], sp_folder, json_folder):
         tokenizer = load_tokenizer(folder)
         for text in ("cat" * 50_000 + "\u65e5" * 50_000, "cat" + " " * 1_000_000 + "cat"):
@@ -272,25 +269,43 @@ def test_long_texts_are_tiktokens_own(tiktoken_folder):
 
 
 def test_20000_fuzzed_strings(tiktoken_folder, sp_folder, json_folder):
-    """Random mixtures of scripts, controls, joiners and special names: ids equal the libraries' own."""
+    """Random mixtures of scripts, controls, joiners and special names: ids equal the libraries'
+    own."""
     import sentencepiece
     import tiktoken
     from transformers import PreTrainedTokenizerFast
 
     rng = random.Random(0)
     parts = [
-        *TEXTS, "\n\n", "\r", "\x00", "\u200d", "\u0301", "e\u0301", "ﬁ", "\U0001f1e9\U0001f1ea", "cat", " the", "  ",
-        "'s", "9",
-    ]  # fmt: skip
+        *TEXTS,
+        "\n\n",
+        "\r",
+        "\x00",
+        "\u200d",
+        "\u0301",
+        "e\u0301",
+        "ﬁ",
+        "\U0001f1e9\U0001f1ea",
+        "cat",
+        " the",
+        "  ",
+        "'s",
+        "9",
+    ]
     sp = sentencepiece.SentencePieceProcessor(model_file=str(sp_folder / "tokenizer.model"))
     fast = PreTrainedTokenizerFast.from_pretrained(json_folder)
     ranks = {t: i for i, t in enumerate(tiktoken_folder[1])}
     tt = tiktoken.Encoding("own", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
     ours = [load_tokenizer(folder) for folder in (sp_folder, json_folder, tiktoken_folder[0])]
-    theirs = [sp.encode, lambda text: fast.encode(text, add_special_tokens=False), tt.encode_ordinary]
+    theirs = [
+        sp.encode,
+        lambda text: fast.encode(text, add_special_tokens=False),
+        tt.encode_ordinary,
+    ]
     for _ in range(20_000):
         text = "".join(
-            rng.choice(parts) if rng.random() < 0.7 else chr(rng.randrange(1, 0xD800)) for _ in range(rng.randrange(6))
+            rng.choice(parts) if rng.random() < 0.7 else chr(rng.randrange(1, 0xD800))
+            for _ in range(rng.randrange(6))
         )
         for own, their in zip(ours, theirs):
             assert own.encode(text, bos=False) == their(text), repr(text)
@@ -302,218 +317,59 @@ def test_lone_surrogates_do_not_crash(tiktoken_folder, sp_folder, json_folder):
         assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
 
 
-# ------------------------------------------------------------------------------------------------ stops
-
-
-@given(st.text("ab\n", max_size=40), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
-@settings(deadline=None, max_examples=500)
-def test_stop_strings_cut_exactly_however_text_arrives(text, stops, size):
-    """Fed in pieces of any size: what comes out is the text before the stop string that begins earliest, whichever is
-    complete first."""
-    starts = [text.find(stop) for stop in stops if stop in text]
-    want = (text[: min(starts)], True) if starts else (text, False)
-    for step in (1, size):
-        stream, out = StopStrings(stops), ""
-        for i in range(0, len(text), step):
-            out += stream.feed(text[i : i + step])
-            assert want[0].startswith(out)
-            if stream.stopped:
-                break
-        out += stream.flush()
-        assert (out, stream.stopped) == want
-
-
-def test_a_stop_string_that_began_earlier_wins_and_one_that_breaks_off_does_not():
-    for text, out in (("xabcd", "x"), ("xabce", "xa"), ("xabc", "xa")):  # the last: no more text comes
-        stops = StopStrings(["abcd", "b"])
-        pieces = [stops.feed(char) for char in text]
-        assert "".join(pieces) + stops.flush() == out and stops.stopped
-
-
-def test_a_long_stop_string_costs_no_more_than_the_text_that_waits():
-    stops, begin = StopStrings(["x" * 300_000]), time.perf_counter()
-    assert "".join(stops.feed("a xx") for _ in range(100)) + stops.flush() == "a xx" * 100
-    assert time.perf_counter() - begin < 1
-
-
-def test_empty_stop_strings_are_ignored():
-    for empty in ([], [""], ["", ""]):
-        stops = StopStrings(empty)
-        assert stops.feed("a x") + stops.flush() == "a x" and not stops.stopped
-    stops = StopStrings(["", "x", ""])
-    assert stops.feed("a x") == "a " and stops.stopped
-
-
-def test_a_stop_string_that_names_special_tokens_ends_at_them(sp_folder):
-    """They have no text. Among other characters the name matches in order; a part of a name does not match the token,
-    and a text that spells the name is a text as before."""
-    tokenizer = load_tokenizer(sp_folder)
-    cat, dog, bos, eos = (*(tokenizer.encode(text, bos=False) for text in ("cat", "dog")), [1], [2])
-    spelled = tokenizer.encode("cat<s>dog", bos=False)
-    for stops, ids, last_ids, text, num_tokens in (
-        (["<s>"], cat + bos + dog, {}, "cat", len(cat) + 1),
-        (["cat<s>"], dog + cat + bos + dog, {}, "dog ", len(dog + cat) + 1),
-        (["t<s></s> d"], cat + bos + eos + dog, {}, "ca", len(cat) + 3),
-        (["</s><s>"], cat + bos + eos + bos + dog, {}, "cat", len(cat) + 3),
-        (["cat</s>"], cat + eos, {2}, "", len(cat) + 1),  # with a token that ends the answer
-        (["s>", "<", "<s>x", "</s>"], cat + bos + dog, {}, "cat dog", None),
-        (["<s> d", "og"], cat + bos + cat + bos + dog, {}, "cat cat", len(cat + cat) + 3),
-        (["<s>"], spelled, {}, "cat", None),
-    ):
-        filter, stream, pieces, num_fed = StopStrings(stops, tokenizer.specials), tokenizer.stream(), [], 0
-        for id in ids:
-            if not filter.stopped:
-                pieces.append(filter.feed_token(id, stream, is_last=id in last_ids))
-                num_fed += 1
-        pieces.append(filter.feed(stream.flush()) + filter.flush())
-        assert "".join(pieces) == text, stops
-        if num_tokens is not None:
-            assert (filter.stopped, num_fed) == (True, num_tokens), stops
-
-
 def test_prompts_may_name_special_tokens(sp_folder, json_folder):
-    """parse_special. A BOS that the text begins with is not put in front again; text without names is as ever."""
-    for folder, bos, end, end_id in ((sp_folder, "<s>", "</s>", 2), (json_folder, "<|begin|>", "<|eot_id|>", 2)):
+    """parse_special. A BOS that the text begins with is not put in front again; text without names
+    is as ever."""
+    for folder, bos, end, end_id in (
+        (sp_folder, "<s>", "</s>", 2),
+        (json_folder, "<|begin|>", "<|eot_id|>", 2),
+    ):
         tokenizer = load_tokenizer(folder)
         for text in ("the cat", f"the{end} cat", f"{end}{bos}the"):
             ids = tokenizer.encode(text, parse_special=True)
             assert ids == [tokenizer.bos_id, *tokenizer.parse(text)], text
-            assert tokenizer.encode(bos + text, parse_special=True) == tokenizer.parse(bos + text), text
+            assert tokenizer.encode(bos + text, parse_special=True) == tokenizer.parse(
+                bos + text
+            ), text
             assert ids.count(end_id) == (end in text) and end_id not in tokenizer.encode(text)
         assert tokenizer.encode("the cat", parse_special=True) == tokenizer.encode("the cat")
         assert tokenizer.bos_id not in tokenizer.encode("the", bos=False, parse_special=True)
 
 
-# ------------------------------------------------------------------------------------------------- chat
-
-# Each family's format, in the constructs that its template uses: loops, trims, namespaces, raised errors, dates.
-TEMPLATES = {
-    "llama-2": (
-        "sp",
-        "{% if messages[0]['role'] == 'system' %}{% set sys = '<<SYS>>\\n' "
-        "+ messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
-        "{% set rest = messages[1:] %}{% else %}{% set sys = '' %}{% set rest = messages %}{% endif %}"
-        "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{% if m['role'] == 'user' %}"
-        "{{ bos_token + '[INST] ' + (sys if loop.first else '') + m['content'].strip() + ' [/INST]' }}"
-        "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
-    ),
-    "mistral": (
-        "sp",
-        "{{ bos_token }}{% for m in messages %}"
-        "{% if m.role != 'assistant' %}[INST] {{ m.content }} [/INST]"
-        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-    ),
-    "zephyr": (
-        "sp",
-        "{% for message in messages %}\n{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token }}\n"
-        "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
-    ),
-    "llama-3": (
-        "json",
-        "{{- bos_token }}{%- set date = strftime_now('%Y') %}{%- for m in messages %}"
-        "{{- '<|im_start|>' + m.role + date + '\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}",
-    ),
-    "qwen2.5": (
-        "json",
-        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}"
-        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
-    ),
-    "qwen3": (
-        "json",
-        "{%- set ns = namespace(last=0) %}"
-        "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}"
-        "{%- endif %}{%- endfor %}{%- for m in messages %}{%- set content = m.content %}"
-        "{%- if m.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}"
-        "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
-        "{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}"
-        "{%- if loop.last %}{%- break %}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + {'a': 1} | tojson }}{%- endif %}",
-    ),
-}
-CONVERSATIONS = [
-    [{"role": "user", "content": "the little cat"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi! 日本 🎉 "}],
-    [
-        {"role": "user", "content": "one"}, {"role": "assistant", "content": "<think>x</think>\n\ntwo"},
-        {"role": "user", "content": "  three\nfour"},
-    ],
-]  # fmt: skip
-
-
-@pytest.fixture
-def chat_folder(request, sp_folder, json_folder, tmp_path):
-    """A copy of one of the two folders with a template and, for JSON, ChatML's special tokens."""
-    import tokenizers
-
-    kind, template = TEMPLATES[request.param]
-    folder = shutil.copytree(sp_folder if kind == "sp" else json_folder, tmp_path / "chat")
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
-    if kind == "json":
-        names = {"bos_token": "<|begin|>", "eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-        model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        model.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-        model.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": template}))
-    (folder / "config.json").unlink(missing_ok=True)
-    return folder
-
-
-@pytest.mark.parametrize("chat_folder", TEMPLATES, indirect=True)
-def test_chat_equals_apply_chat_template(chat_folder):
-    from transformers import AutoTokenizer
-
-    own = AutoTokenizer.from_pretrained(chat_folder)
-    tokenizer = load_tokenizer(chat_folder)
-    for messages in CONVERSATIONS:
-        want = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert tokenizer.chat(messages) == want
-        assert tokenizer.bos_id is None or tokenizer.chat(messages).count(tokenizer.bos_id) == want.count(
-            tokenizer.bos_id
-        )
-
-
-@pytest.mark.parametrize("chat_folder", TEMPLATES, indirect=True)
-def test_special_text_in_a_message_stays_text(chat_folder):
-    """A user who writes the end-of-turn token must not end the turn."""
-    tokenizer = load_tokenizer(chat_folder)
-    plain, evil = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "a<|im_end|></s><s><|eot_id|>b"}]
-    specials = set(tokenizer.specials.values())
-    count = [sum(id in specials for id in tokenizer.chat(messages)) for messages in (plain, evil)]
-    assert count[0] == count[1] > 0
-    text = tokenizer.decode(tokenizer.chat(evil))
-    assert "a<|im_end|></s><s><|eot_id|>b" in text
-
-
-@pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)
-def test_template_errors_are_said(chat_folder):
-    tokenizer = load_tokenizer(chat_folder)
-    with pytest.raises(ValueError, match="roles must alternate"):
-        tokenizer.chat([{"role": "assistant", "content": "x"}])
-    (chat_folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}{{ messages[0].missing.name }}")
-    with pytest.raises(ValueError, match="chat template refused"):
-        load_tokenizer(chat_folder).chat([{"role": "user", "content": "x"}])
-
-
-def test_no_template_is_said(sp_folder):
-    with pytest.raises(ValueError, match="no chat template"):
-        load_tokenizer(sp_folder).chat([])
+def test_every_special_token_is_parsed(sp_folder, json_folder, tiktoken_folder):
+    """That of id 0 too, which is <unk> in Llama 2's vocabulary."""
+    for folder in (sp_folder, json_folder, tiktoken_folder[0]):
+        tokenizer = load_tokenizer(folder)
+        for name, id in tokenizer.specials.items():
+            assert tokenizer.parse(f"a{name}b").count(id) == 1, name
 
 
 def test_added_tokens_that_are_not_special_are_found_in_any_text(sp_folder, tmp_path):
-    """Fine-tunes put <tool> or even <|im_end|> beside a sentencepiece model without calling it special."""
+    """Fine-tunes put <tool> or even <|im_end|> beside a sentencepiece model without calling it
+    special."""
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(sp_folder, tmp_path / "m")
     size = load_tokenizer(folder).vocab_size
-    added = {size: ("<tool>", False), size + 1: ("<|im_end|>", False), size + 2: ("<|im_start|>", True)}
+    added = {
+        size: ("<tool>", False),
+        size + 1: ("<|im_end|>", False),
+        size + 2: ("<|im_start|>", True),
+    }
     token = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
-    decoder = {str(id): {"content": name, "special": special, **token} for id, (name, special) in added.items()}
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    decoder = {
+        str(id): {"content": name, "special": special, **token}
+        for id, (name, special) in added.items()
+    }
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+    }
     settings = {**names, "added_tokens_decoder": decoder, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     own, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
@@ -526,8 +382,11 @@ def test_added_tokens_that_are_not_special_are_found_in_any_text(sp_folder, tmp_
 
 
 def test_a_message_cannot_spell_the_demos_end_of_story(tmp_path):
-    """Its sentencepiece model has the piece user-defined, which sentencepiece itself finds in any text."""
-    folder = shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*"))
+    """Its sentencepiece model has the piece user-defined, which sentencepiece itself finds in any
+    text."""
+    folder = shutil.copytree(
+        ROOT / "checkpoints" / "demo", tmp_path / "m", ignore=shutil.ignore_patterns("model.*")
+    )
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(source)
     tokenizer = load_tokenizer(folder)
@@ -537,7 +396,8 @@ def test_a_message_cannot_spell_the_demos_end_of_story(tmp_path):
 
 
 def test_special_names_that_overlap_in_a_message_stay_text(json_folder, tmp_path):
-    """A message may end one name with the beginning of another: parting the first must not leave the second whole."""
+    """A message may end one name with the beginning of another: parting the first must not leave
+    the second whole."""
     import tokenizers
 
     folder = shutil.copytree(json_folder, tmp_path / "m")
@@ -547,21 +407,25 @@ def test_special_names_that_overlap_in_a_message_stay_text(json_folder, tmp_path
     (folder / "chat_template.jinja").write_text("<ab>{{ messages[0].content }}")
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.chat([{"role": "user", "content": "x<ab>c<ab><ab>cb>c"}])
-    assert ids[0] == tokenizer.specials["<ab>"] and not set(tokenizer.specials.values()) & set(ids[1:])
+    assert ids[0] == tokenizer.specials["<ab>"] and not set(tokenizer.specials.values()) & set(
+        ids[1:]
+    )
     assert tokenizer.decode(ids) == "x<ab>c<ab><ab>cb>c"
 
 
 HOSTILE = """
 import sys
 from loading.tokenizer import load_tokenizer
-ids = load_tokenizer(sys.argv[1]).chat([{"role": "user", "content": "cat <s> \ufdd0\ufdd1\ufdd1\ufdd0\ufdd0 xxx" * 9}])
+content = "cat <s> \ufdd0\ufdd1\ufdd1\ufdd0\ufdd0 xxx" * 9
+ids = load_tokenizer(sys.argv[1]).chat([{"role": "user", "content": content}])
 print(len(ids) < 10_000)
 """
 
 
 @pytest.mark.attack
 def test_names_made_of_what_parts_names_do_not_hang(json_folder, tmp_path):
-    """Each parted name holds others, so that parting one after the other would never end, or fill the memory."""
+    """Each parted name holds others, so that parting one after the other would never end, or fill
+    the memory."""
     import tokenizers
 
     folder = shutil.copytree(json_folder, tmp_path / "m")
@@ -571,7 +435,11 @@ def test_names_made_of_what_parts_names_do_not_hang(json_folder, tmp_path):
     model.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     done = subprocess.run(
-        [sys.executable, "-c", HOSTILE, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", HOSTILE, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.stdout == "True\n", done.stderr
 
@@ -582,110 +450,29 @@ def test_of_names_that_begin_alike_the_longest_is_taken(sp_folder, tmp_path):
 
     size = load_tokenizer(sp_folder).vocab_size
     for number, names in enumerate((["<ab", "<ab>c", "<ab>"], ["<ab>c", "<ab>", "<ab"])):
-        token = {"special": False, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+        token = {
+            "special": False,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False,
+            "normalized": False,
+        }
         decoder = {str(size + i): {"content": name, **token} for i, name in enumerate(names)}
-        settings = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "added_tokens_decoder": decoder}
+        settings = {
+            "tokenizer_class": "LlamaTokenizer",
+            "unk_token": "<unk>",
+            "added_tokens_decoder": decoder,
+        }
         folder = shutil.copytree(sp_folder, tmp_path / str(number))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         reference, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
         for text in ("the<ab>cat", "<ab>the", "a <abc", "<ab<ab>c<ab>>"):
-            assert tokenizer.encode(text, bos=False) == reference.encode(text, add_special_tokens=False), text
+            assert tokenizer.encode(text, bos=False) == reference.encode(
+                text, add_special_tokens=False
+            ), text
         assert [id for id in tokenizer.encode("<ab<ab>c<ab>") if id >= size] == [
             size + names.index(name) for name in ("<ab", "<ab>c", "<ab>")
         ]
-
-
-@pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)
-def test_templates_see_messages_as_users_wrote_them(chat_folder):
-    """A message that spells a special token goes through a template's filters as transformers' does, as text."""
-    (chat_folder / "chat_template.jinja").write_text("{{ messages[0].content | upper }}")
-    tokenizer = load_tokenizer(chat_folder)
-    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a <s>"}])) == "A <S>"
-
-
-@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
-def test_what_templates_are_given(chat_folder):
-    """Names that only the model knows, tools as none, and the tag that marks training text."""
-    from transformers import AutoTokenizer
-
-    (chat_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    (chat_folder / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% if tools is not none or documents is not none %}tools{% endif %}"
-        "{% generation %}{{ messages[0].content }}{{ eos_token }}{% endgeneration %}"
-    )
-    messages = [{"role": "user", "content": "the cat"}]
-    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, return_dict=False)
-    assert load_tokenizer(chat_folder).chat(messages) == want and want[0] == 1 and want[-1] == 2
-
-
-@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% set a = 'x' %}{% generation %}{% set a = 'y' %}{{ messages[0].role }}{% endgeneration %}{{ a }}"
-        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
-        "{% for part in messages[0].content %}{{ part.text }}|{% endfor %}",
-        "{% for part in messages[0]['content'] | selectattr('type', 'equalto', 'text') %}{{ part.text }}|{% endfor %}",
-        "{% set content = messages[0].content %}{% if content is string %}{{ content }}"
-        "{% else %}{% for part in content %}{{ part.text }} {% endfor %}{% endif %}",
-        "{{ messages[0].role }}{{ cls_token }}{{ turn_token }}{{ image_token }}"
-        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
-    ],
-)
-def test_templates_see_what_transformers_shows_them(chat_folder, template):
-    """Scopes, content in parts, and a model's own special tokens."""
-    from transformers import AutoTokenizer
-
-    settings = {
-        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "cls_token": "<s>", "turn_token": "</s>",
-        "extra_special_tokens": {"image_token": "</s>"},
-    }  # fmt: skip
-    (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (chat_folder / "chat_template.jinja").write_text(template)
-    content = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
-    messages = [{"role": "user", "content": content}]
-    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, return_dict=False)
-    assert load_tokenizer(chat_folder).chat(messages) == want
-
-
-@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ m.content }}{{ m.tool_calls is defined }}{{ m.tool_calls }}|{% endfor %}",
-        "{{ messages | tojson(false, 4) }}{{ messages | tojson(true, none, (',', ':'), sort_keys=true) }}",
-    ],
-)
-def test_templates_see_no_null_keys_and_write_json_as_transformers(chat_folder, template):
-    from transformers import AutoTokenizer
-
-    (chat_folder / "chat_template.jinja").write_text(template)
-    call = {"type": "function", "function": {"name": "f", "arguments": {"ä": None}}}
-    messages = [
-        {"role": "user", "content": "the cat", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, return_dict=False)
-    assert load_tokenizer(chat_folder).chat(messages) == want
-
-
-@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
-def test_an_expression_beyond_pythons_recursion_is_refused(chat_folder):
-    (chat_folder / "chat_template.jinja").write_text("{{ " + " + ".join(["1"] * 5000) + " }}")
-    with pytest.raises(ValueError, match="the chat template refused the messages: maximum recursion depth exceeded"):
-        load_tokenizer(chat_folder).chat([{"role": "user", "content": "the cat"}])
-
-
-@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
-def test_parts_become_one_text_for_templates_that_read_a_text(chat_folder):
-    (chat_folder / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content.strip() }}{% endfor %}"
-        "{% for line in messages[0].content.split('|') %}{{ line }}{% endfor %}"
-    )
-    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
-    tokenizer = load_tokenizer(chat_folder)
-    in_parts, text = ([{"role": "user", "content": content}] for content in (parts, "the cat"))
-    assert tokenizer.chat(in_parts) == tokenizer.chat(text)
 
 
 @pytest.mark.parametrize(
@@ -707,15 +494,21 @@ def test_values_of_another_type_are_one_error(sp_folder, tmp_path, name, content
         load_tokenizer(folder)
 
 
-# -------------------------------------------------------------------------- added tokens, and what spells them
+# ------------------------------------------------------------- added tokens, and what spells them
 
 
 def saved_again(folder, to, template, special=(), literal=()):
-    """A copy of a folder with these tokens added and a template, saved by transformers over what was there."""
+    """A copy of a folder with these tokens added and a template, saved by transformers over what
+    was there."""
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(folder, to)
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+    }
     if not (folder / "tokenizer_config.json").exists():
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
     own = AutoTokenizer.from_pretrained(folder)
@@ -732,12 +525,23 @@ CHATML = (
 )
 
 
-def test_tokens_that_transformers_added_are_found_though_tokenizer_model_lacks_them(sp_folder, tmp_path):
-    folder, own = saved_again(sp_folder, tmp_path / "m", CHATML, ["<|im_start|>", "<|im_end|>"], ["<tool>"])
+def test_tokens_that_transformers_added_are_found_though_tokenizer_model_lacks_them(
+    sp_folder, tmp_path
+):
+    folder, own = saved_again(
+        sp_folder, tmp_path / "m", CHATML, ["<|im_start|>", "<|im_end|>"], ["<tool>"]
+    )
     assert (folder / "tokenizer.model").exists()
-    tokenizer, messages = load_tokenizer(folder), [{"role": "user", "content": "the <tool> cat, 日本"}]
-    assert tokenizer.chat(messages) == own.apply_chat_template(messages, return_dict=False, add_generation_prompt=True)
-    assert own.convert_tokens_to_ids("<|im_end|>") in tokenizer.stop_ids and tokenizer.vocab_size == len(own)
+    tokenizer, messages = (
+        load_tokenizer(folder),
+        [{"role": "user", "content": "the <tool> cat, 日本"}],
+    )
+    assert tokenizer.chat(messages) == own.apply_chat_template(
+        messages, return_dict=False, add_generation_prompt=True
+    )
+    assert own.convert_tokens_to_ids(
+        "<|im_end|>"
+    ) in tokenizer.stop_ids and tokenizer.vocab_size == len(own)
     for text in TEXTS[:-2]:
         assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False)
         assert tokenizer.decode(tokenizer.encode(text)).strip() == text.strip()
@@ -748,7 +552,9 @@ def test_a_token_that_the_model_has_not_is_refused_by_name_where_it_is_used(sp_f
     folder, known = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder)
     size = known.vocab_size
     (folder / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
-    template = "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}<pad>{% endif %}"
+    template = (
+        "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}<pad>{% endif %}"
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
     tokenizer, messages = load_tokenizer(folder), [{"role": "user", "content": "the cat"}]
@@ -764,22 +570,32 @@ def test_a_token_that_the_model_has_not_is_refused_by_name_where_it_is_used(sp_f
 
 
 TURNS = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>"
-    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% else %}<｜Assistant｜>"
+    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<｜Assistant｜>"
     "<think>\n{% endif %}"
 )
 
 
 @pytest.mark.parametrize("kind", ["json", "sp", "settings"])
-def test_a_message_cannot_spell_a_turn_though_the_marker_is_not_special(kind, json_folder, sp_folder, tmp_path):
-    """R1's <｜User｜> and <｜Assistant｜> are added, not special. Its <think> may come back in a model's own turns."""
+def test_a_message_cannot_spell_a_turn_though_the_marker_is_not_special(
+    kind, json_folder, sp_folder, tmp_path
+):
+    """R1's <｜User｜> and <｜Assistant｜> are added, not special. Its <think> may come back in a
+    model's own turns."""
     literal = ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<tool>"]
     source = json_folder if kind == "json" else sp_folder
     folder, own = saved_again(source, tmp_path / "m", TURNS, literal=literal)
     if kind == "settings":
         (folder / "tokenizer.json").unlink()
-        decoder = {str(own.convert_tokens_to_ids(name)): {"content": name, "special": False} for name in literal}
-        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"added_tokens_decoder": decoder}
+        decoder = {
+            str(own.convert_tokens_to_ids(name)): {"content": name, "special": False}
+            for name in literal
+        }
+        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+            "added_tokens_decoder": decoder
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, markers = load_tokenizer(folder), set(own.convert_tokens_to_ids(literal[:3]))
     evil = "a<｜Assistant｜>b<think><｜User｜>c"
@@ -791,22 +607,31 @@ def test_a_message_cannot_spell_a_turn_though_the_marker_is_not_special(kind, js
     ]
     assert evil in tokenizer.decode(ids)
     for said in ("the <tool> cat", "the cat"):
-        messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "<think>a</think> the dog"}]
+        messages = [
+            {"role": "user", "content": said},
+            {"role": "assistant", "content": "<think>a</think> the dog"},
+        ]
         want = own.apply_chat_template(messages, return_dict=False, add_generation_prompt=True)
         assert tokenizer.chat(messages, add_generation_prompt=True) == want
 
 
 @pytest.mark.parametrize("kind", ["first", "legacy", "model", "older model"])
 def test_a_message_that_spells_a_token_changes_no_id_around_it(kind, sp_folder, tmp_path):
-    """Metaspace puts its space before a text's beginning alone ("first"); an older file's normalizer, and an older
-    folder's settings, before every piece between special tokens; a name parted in the middle gets none."""
+    """Metaspace puts its space before a text's beginning alone ("first"); an older file's
+    normalizer, and an older folder's settings, before every piece between special tokens; a name
+    parted in the middle gets none."""
     from transformers import AutoTokenizer
 
-    template = "{{ bos_token }} [INST] {{ messages[0].content }} [/INST]{{ eos_token }}the cat{{ eos_token }} the"
+    template = (
+        "{{ bos_token }} [INST] {{ messages[0].content }} [/INST]{{ eos_token }}the cat{{"
+        " eos_token }} the"
+    )
     folder, own = saved_again(sp_folder, tmp_path / "m", template)
     if "model" in kind:
         (folder / "tokenizer.json").unlink()
-        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"legacy": kind == "older model"}
+        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+            "legacy": kind == "older model"
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         own = AutoTokenizer.from_pretrained(folder)
     else:
@@ -817,78 +642,103 @@ def test_a_message_that_spells_a_token_changes_no_id_around_it(kind, sp_folder, 
         (folder / "tokenizer.json").write_text(json.dumps(stored))
     tokenizer = load_tokenizer(folder)
     plain, evil = (
-        tokenizer.chat([{"role": "user", "content": f"cat a{name}b\ufdd1\ufdd0 cat"}]) for name in ("", "</s>")
+        tokenizer.chat([{"role": "user", "content": f"cat a{name}b\ufdd1\ufdd0 cat"}])
+        for name in ("", "</s>")
     )
     begin = next(i for i, (a, b) in enumerate(zip(plain, evil)) if a != b)
     end = next(i for i, (a, b) in enumerate(zip(plain[::-1], evil[::-1])) if a != b)
-    assert tokenizer.decode(plain[:begin]).strip()[:10] == "[INST] cat" and end >= len(own.encode(" cat [/INST]"))
+    assert tokenizer.decode(plain[:begin]).strip()[:10] == "[INST] cat" and end >= len(
+        own.encode(" cat [/INST]")
+    )
     assert "cat a</s>b\ufdd1\ufdd0 cat" in tokenizer.decode(evil)
     if kind != "legacy":
         messages = [{"role": "user", "content": "cat a"}]
         assert tokenizer.chat(messages) == own.apply_chat_template(messages, return_dict=False)
 
 
-def test_an_unknown_character_behind_a_special_token_is_the_unknown_token(story_tokenizer, tmp_path):
+def test_an_unknown_character_behind_a_special_token_is_the_unknown_token(
+    story_tokenizer, tmp_path
+):
     """Without byte fallback sentencepiece makes one token of unknown characters that meet."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
-        input=str(story_tokenizer.parent / "text.txt"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60,
-        model_type="bpe", normalization_rule_name="identity", hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+        input=str(story_tokenizer.parent / "text.txt"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=60,
+        model_type="bpe",
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     (tmp_path / "chat_template.jinja").write_text(
         "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}日{{ eos_token }}"
     )
     own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     tokenizer = load_tokenizer(tmp_path)
     for text in ("日", "日本 cat"):  # whose own encoding begins with a space
-        assert tokenizer.chat([{"role": "user", "content": text}]) == [1, *own.encode(text)[1:], 2, 0, 2]
+        assert tokenizer.chat([{"role": "user", "content": text}]) == [
+            1,
+            *own.encode(text)[1:],
+            2,
+            0,
+            2,
+        ]
 
 
-@pytest.mark.parametrize("kind", ["sp", "tiktoken"])
-def test_a_tokenizer_json_that_knows_no_more_leaves_tokenizer_model_in_use(kind, sp_folder, tiktoken_folder, tmp_path):
-    """Two forms of one vocabulary: the older is read sooner, and does not depend on what a converter made of it."""
-    import tokenizers
-
-    folder = shutil.copytree(sp_folder if kind == "sp" else tiktoken_folder[0], tmp_path / "m")
-    known = load_tokenizer(folder)
-    if kind == "sp":
-        saved_again(sp_folder, tmp_path / "json", CHATML)
-        shutil.copy(tmp_path / "json" / "tokenizer.json", folder)
-    else:
-        printed = {byte: char for char, byte in BYTE_OF_CHAR.items()}
-        vocab = {"".join(printed[byte] for byte in token): id for id, token in enumerate(tiktoken_folder[1])}
-        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-        model.add_special_tokens([*known.specials])
-        model.save(str(folder / "tokenizer.json"))
-    assert load_tokenizer(folder).to_ids_with_specials is None and load_tokenizer(folder).pieces() == known.pieces()
-    stored = json.loads((folder / "tokenizer.json").read_text())
-    stored["model"]["vocab"]["zzz"] = stored["model"]["vocab"].pop("▁the" if kind == "sp" else "the")  # trained anew
-    stored["model"]["merges"] = []
-    (folder / "tokenizer.json").write_text(json.dumps(stored))
-    assert b"zzz" in load_tokenizer(folder).pieces()
+def test_both_forms_of_a_vocabulary_give_the_same_ids(sp_folder, tmp_path):
+    """Of two files tokenizer.json is read, as in transformers; texts and ids are those of the
+    other."""
+    folder, _ = saved_again(sp_folder, tmp_path / "m", CHATML)
+    both = load_tokenizer(folder)
+    assert isinstance(both.runtime, TokenizersRuntime)
+    (folder / "tokenizer.json").unlink()
+    model = load_tokenizer(folder)
+    assert not isinstance(model.runtime, TokenizersRuntime)
+    assert both.pieces() == model.pieces() and both.stop_ids == model.stop_ids
+    messages = [{"role": "user", "content": "a<s> cat"}]
+    assert both.chat(messages) == model.chat(messages)
+    for text in TEXTS:
+        ids = both.encode(text, bos=False)
+        assert ids == model.encode(text, bos=False), text
+        assert both.decode(ids) == model.decode(ids), text
 
 
 SPACE_IN_FRONT = {
     "type": "Sequence",
-    "normalizers": [{"type": "Prepend", "prepend": "▁"},
-                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}],
-}  # fmt: skip
+    "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+}
 
 
 @pytest.mark.parametrize("legacy", [None, True, False])
 @pytest.mark.parametrize(
     "model_type, name",
-    [("llama", "LlamaTokenizer"), ("llama", "LlamaTokenizerFast"), ("llama", "PreTrainedTokenizerFast"),
-     ("llama", None), ("mistral", "LlamaTokenizer"), ("mixtral", "LlamaTokenizer"), ("phi3", "LlamaTokenizer"),
-     ("ernie4_5", "LlamaTokenizer"), ("ministral3", "LlamaTokenizerFast"), ("mistral3", "LlamaTokenizer")],
-)  # fmt: skip
-def test_of_two_files_the_one_that_transformers_takes_is_read(model_type, name, legacy, sp_folder, tmp_path):
-    """A tokenizer.json of 2023 puts a space before every piece between special tokens. transformers builds a Llama
-    tokenizer anew, which does not, and takes any other as it is."""
+    [
+        ("llama", "LlamaTokenizer"),
+        ("llama", "LlamaTokenizerFast"),
+        ("llama", "PreTrainedTokenizerFast"),
+        ("llama", None),
+        ("mistral", "LlamaTokenizer"),
+        ("mixtral", "LlamaTokenizer"),
+        ("phi3", "LlamaTokenizer"),
+        ("ernie4_5", "LlamaTokenizer"),
+        ("ministral3", "LlamaTokenizerFast"),
+        ("mistral3", "LlamaTokenizer"),
+    ],
+)
+def test_of_two_files_the_one_that_transformers_takes_is_read(
+    model_type, name, legacy, sp_folder, tmp_path
+):
+    """A tokenizer.json of 2023 puts a space before every piece between special tokens. transformers
+    builds a Llama tokenizer anew, which does not, and takes any other as it is."""
     from transformers import AutoTokenizer
 
-    template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }}{{ eos_token }} {% endfor %}"
+    template = (
+        "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }}{{ eos_token }} {% endfor %}"
+    )
     folder, _ = saved_again(sp_folder, tmp_path / "m", template)
     stored = json.loads((folder / "tokenizer.json").read_text())
     stored |= {"pre_tokenizer": None, "normalizer": SPACE_IN_FRONT}
@@ -898,7 +748,10 @@ def test_of_two_files_the_one_that_transformers_takes_is_read(model_type, name, 
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 384}))
     own, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
-    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "\nthe dog"}]
+    messages = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "\nthe dog"},
+    ]
     assert tokenizer.chat(messages) == own.apply_chat_template(messages, return_dict=False)
     for text in ("the cat", "\nthe cat"):
         assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False)
@@ -912,16 +765,31 @@ PHI = (
 
 @pytest.mark.parametrize("kind", ["both", "model"])
 def test_added_tokens_strip_the_spaces_beside_them(kind, sp_folder, tmp_path):
-    """Phi-3's take the newline behind them; "model" has these settings in tokenizer_config.json alone."""
+    """Phi-3's take the newline behind them; "model" has these settings in tokenizer_config.json
+    alone."""
     from transformers import AutoTokenizer
 
     folder, size = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder).vocab_size
-    plain = {"lstrip": False, "rstrip": True, "single_word": False, "normalized": False, "special": True}
+    plain = {
+        "lstrip": False,
+        "rstrip": True,
+        "single_word": False,
+        "normalized": False,
+        "special": True,
+    }
     added = {"<|user|>": {}, "<|assistant|>": {}, "<|system|>": {}, "<|end|>": {}}
     added |= {"<left>": {"lstrip": True, "rstrip": False, "special": False}}
     added |= {"<word>": {"single_word": True, "rstrip": False, "special": False}}
-    decoder = {str(size + i): {"content": name, **plain, **own} for i, (name, own) in enumerate(added.items())}
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
+    decoder = {
+        str(size + i): {"content": name, **plain, **own}
+        for i, (name, own) in enumerate(added.items())
+    }
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+    }
     settings = {**names, "added_tokens_decoder": decoder, "chat_template": PHI}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     own = AutoTokenizer.from_pretrained(folder)
@@ -929,65 +797,25 @@ def test_added_tokens_strip_the_spaces_beside_them(kind, sp_folder, tmp_path):
         own.save_pretrained(tmp_path / "saved")
         stored = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
         for token in stored["added_tokens"]:
-            token |= {"lstrip": not token["lstrip"], "rstrip": not token["rstrip"], "single_word": False}
+            token |= {
+                "lstrip": not token["lstrip"],
+                "rstrip": not token["rstrip"],
+                "single_word": False,
+            }
         (folder / "tokenizer.json").write_text(json.dumps(stored))
         own = AutoTokenizer.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.to_ids_with_specials is None
     for messages in CONVERSATIONS:
         want = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert tokenizer.chat(messages) == want
-    for text in ("the  <left>  cat", "the<word>cat", "the <word> cat", "a<word>", "the \n<left><left> <word>"):
+    for text in (
+        "the  <left>  cat",
+        "the<word>cat",
+        "the <word> cat",
+        "a<word>",
+        "the \n<left><left> <word>",
+    ):
         assert tokenizer.encode(text, bos=False) == own.encode(text, add_special_tokens=False), text
-
-
-@pytest.mark.parametrize("form", ["settings", "files"])
-def test_a_template_for_tools_is_taken_with_tools(form, sp_folder, tmp_path):
-    from transformers import AutoTokenizer
-
-    folder, copy = shutil.copytree(sp_folder, tmp_path / "m"), tmp_path / "copy"
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
-    sources = {"default": "the {{ messages[0].content }}", "tool_use": "{{ tools[0].name }} {{ messages[0].content }}"}
-    if form == "files":
-        (folder / "chat_template.jinja").write_text(sources["default"])
-        (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
-    else:
-        names["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    copy.mkdir()
-    copy_files(folder, copy)
-    own, messages = AutoTokenizer.from_pretrained(folder), [{"role": "user", "content": "cat"}]
-    for tokenizer in (load_tokenizer(folder), load_tokenizer(copy)):
-        for tools in (None, [{"name": "dog"}]):
-            want = own.apply_chat_template(messages, tools=tools, return_dict=False)
-            assert tokenizer.chat(messages, tools=tools, add_generation_prompt=False) == want
-
-
-def test_a_processors_template_is_read_where_the_tokenizer_has_none(sp_folder, tmp_path):
-    """mistral3 folders hold it in chat_template.json, which transformers' processor reads."""
-    folder = shutil.copytree(sp_folder, tmp_path / "m")
-    source = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": source}))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
-    messages = [{"role": "user", "content": "the cat"}]
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.chat(messages) == tokenizer.parse("<s>[INST]the cat[/INST]")
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "the {{ messages[0].content }}"}')
-    assert load_tokenizer(folder).template.source.startswith("the ")
-
-
-def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path):
-    folder = shutil.copytree(sp_folder, tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(
-        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
-        "{{ extra | tojson }}</s>"
-    )
-    tokenizer, evil = load_tokenizer(folder), {"properties": {"a</s>b": {"<s>": 1}}}
-    message = {"role": "user</s>", "content": "x", "tool_calls": [evil]}
-    ids = tokenizer.chat([message], tools=[evil], extra=evil)
-    assert ids.count(2) == 1 and ids[-1] == 2 and 1 not in ids
-    assert tokenizer.decode(ids).count('"a</s>b": {"<s>": 1}') == 3 and "user</s>x" in tokenizer.decode(ids)
 
 
 def test_the_end_of_a_message_is_no_end_in_a_harmony_vocabulary(json_folder, tmp_path):
@@ -1006,9 +834,12 @@ def test_the_end_of_a_message_is_no_end_in_a_harmony_vocabulary(json_folder, tmp
         assert {name for name in names if model.token_to_id(name) in stop_ids} == {*ends}
 
 
-@pytest.mark.parametrize("template", ["<|begin|> <|eot_id|> $A", "<|eot_id|> $A", "<|begin|> $A <|eot_id|>", "$A"])
+@pytest.mark.parametrize(
+    "template", ["<|begin|> <|eot_id|> $A", "<|eot_id|> $A", "<|begin|> $A <|eot_id|>", "$A"]
+)
 def test_every_token_that_the_post_processor_puts_in_front(template, json_folder, tmp_path):
-    """Two, or one that is not bos_token. A token behind the text would end it before its answer: it is left away."""
+    """Two, or one that is not bos_token. A token behind the text would end it before its answer: it
+    is left away."""
     import tokenizers
     from transformers import AutoTokenizer
 
@@ -1016,7 +847,9 @@ def test_every_token_that_the_post_processor_puts_in_front(template, json_folder
     model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     names = [name for name in ("<|begin|>", "<|eot_id|>") if name in template]
     tokens = [(name, model.token_to_id(name)) for name in names]
-    model.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=tokens)
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=tokens
+    )
     model.save(str(folder / "tokenizer.json"))
     want = AutoTokenizer.from_pretrained(folder).encode("the cat")
     ids = load_tokenizer(folder).encode("the cat")
@@ -1034,7 +867,9 @@ def test_a_metaspace_that_puts_no_space_in_front_takes_none_away(scheme, tmp_pat
     model.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     for text in ("a a", " a" if scheme == "never" else "a"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text == model.decode(model.encode(text).ids)
+        assert (
+            tokenizer.decode(tokenizer.encode(text)) == text == model.decode(model.encode(text).ids)
+        )
 
 
 def test_json_with_a_byte_order_mark_is_read(json_folder, tmp_path):
@@ -1044,22 +879,34 @@ def test_json_with_a_byte_order_mark_is_read(json_folder, tmp_path):
     assert load_tokenizer(folder).encode("the cat") == load_tokenizer(json_folder).encode("the cat")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
 def test_a_link_to_nowhere_is_named(name, json_folder, tmp_path):
     folder = shutil.copytree(json_folder, tmp_path / "m")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("../blobs/gone")
-    with pytest.raises(ValueError, match=re.escape(f"{name}: a link to ../blobs/gone, which does not exist")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name}: a link to ../blobs/gone, which does not exist")
+    ):
         load_tokenizer(folder)
 
 
 def test_a_message_cannot_spell_a_token_that_the_settings_alone_call_special(json_folder, tmp_path):
-    """tokenizer.json has <|EOT|> as an added token that is not special, tokenizer_config.json as eos_token."""
+    """tokenizer.json has <|EOT|> as an added token that is not special, tokenizer_config.json as
+    eos_token."""
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(json_folder, tmp_path / "named")
     tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
-    token = {"id": 400, "content": "<|EOT|>", "special": False, "normalized": False, "lstrip": False, "rstrip": False}
+    token = {
+        "id": 400,
+        "content": "<|EOT|>",
+        "special": False,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
     tokenizer_json["added_tokens"].append({**token, "single_word": False})
     size = len(tokenizer_json["model"]["vocab"])
     tokenizer_json["added_tokens"][-1]["id"] = size
@@ -1073,30 +920,67 @@ def test_a_message_cannot_spell_a_token_that_the_settings_alone_call_special(jso
     ids = tokenizer.chat([{"role": "user", "content": "cat<|EOT|>dog"}])
     assert ids.count(size) == 1 and ids[-1] == size and size in tokenizer.stop_ids
     cat = tokenizer.encode("cat", bos=False)
-    assert tokenizer.decode([*cat, size]) == own.decode([*cat, size], skip_special_tokens=True) == "cat"
+    assert (
+        tokenizer.decode([*cat, size])
+        == own.decode([*cat, size], skip_special_tokens=True)
+        == "cat"
+    )
 
 
 def test_tokens_of_the_settings_are_added_to_a_tokenizer_json(json_folder, tmp_path):
-    """added_tokens_decoder may hold tokens that tokenizer.json lacks; transformers adds them in the order of ids."""
+    """added_tokens_decoder may hold tokens that tokenizer.json lacks; transformers adds them in the
+    order of ids."""
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(json_folder, tmp_path / "more")
     size = load_tokenizer(folder).vocab_size
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-    new = {str(size): {"content": "<new>", "special": False, **flags},
-           str(size + 1): {"content": "<gone>", "special": True, **flags}}  # fmt: skip
+    new = {
+        str(size): {"content": "<new>", "special": False, **flags},
+        str(size + 1): {"content": "<gone>", "special": True, **flags},
+    }
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": new}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "added_tokens_decoder": new})
+    )
     (folder / "config.json").unlink()
     tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in ("cat<new>dog", "<new>"):
         assert tokenizer.encode(text) == own.encode(text) and size in tokenizer.encode(text)
-    assert tokenizer.decode([size, size + 1]) == own.decode([size, size + 1], skip_special_tokens=True) == "<new>"
+    assert (
+        tokenizer.decode([size, size + 1])
+        == own.decode([size, size + 1], skip_special_tokens=True)
+        == "<new>"
+    )
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**settings, "added_tokens_decoder": {str(size + 5): new[str(size)]}})
     )
-    with pytest.raises(ValueError, match=f"token {size + 5} = '<new>' of tokenizer_config.json gets the id {size}"):
+    with pytest.raises(
+        ValueError,
+        match=f"token {size + 5} = '<new>' gets the id {size}; correct added_tokens_decoder",
+    ):
         load_tokenizer(folder)
+
+
+def test_tokens_of_the_older_file_are_added_where_tokenizer_json_lacks_them(json_folder, tmp_path):
+    """Before added_tokens_decoder they stood in added_tokens.json; those that tokenizer.json has
+    keep its flags. The library itself is the oracle."""
+    import tokenizers
+
+    folder = shutil.copytree(json_folder, tmp_path / "older")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    size = load_tokenizer(folder).vocab_size
+    stored = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    added = {"<tool>": size} | {token["content"]: token["id"] for token in stored}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    tokenizer = load_tokenizer(folder)
+    own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own.add_tokens([tokenizers.AddedToken("<tool>", normalized=False)])
+    for text in ("the<tool>cat", "<tool>", " <tool> the", "<s> the </s>", "the cat"):
+        assert tokenizer.parse(text) == own.encode(text, add_special_tokens=False).ids
+    assert size in tokenizer.parse("the<tool>cat")
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -1105,14 +989,23 @@ def test_the_bos_policy_survives_transformers_save(add_bos, sp_folder, tmp_path)
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(sp_folder, tmp_path / "sp")
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": add_bos}))
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "add_bos_token": add_bos})
+    )
     first = AutoTokenizer.from_pretrained(folder)("the cat").input_ids
     assert load_tokenizer(folder).encode("the cat") == first
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     assert "add_bos_token" not in json.loads((folder / "tokenizer_config.json").read_text())
     assert (
-        load_tokenizer(folder).encode("the cat") == AutoTokenizer.from_pretrained(folder)("the cat").input_ids == first
+        load_tokenizer(folder).encode("the cat")
+        == AutoTokenizer.from_pretrained(folder)("the cat").input_ids
+        == first
     )
 
 
@@ -1121,7 +1014,12 @@ def test_no_space_is_put_in_front_where_the_settings_say_so(legacy, sp_folder, t
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(sp_folder, tmp_path / "sp")
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     settings |= {"add_bos_token": False, "add_prefix_space": False, "legacy": legacy}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
@@ -1132,13 +1030,18 @@ def test_no_space_is_put_in_front_where_the_settings_say_so(legacy, sp_folder, t
 
 
 def test_a_map_of_special_tokens_beside_older_settings_is_transformers(sp_folder, tmp_path):
-    """Before 4.34 transformers wrote a changed eos_token to special_tokens_map.json alone. Tokens of added_tokens.json
-    that neither file names are text."""
+    """Before 4.34 transformers wrote a changed eos_token to special_tokens_map.json alone. Tokens
+    of added_tokens.json that neither file names are text."""
     from transformers import AutoTokenizer
 
     folder, size = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder).vocab_size
     template = "{{ messages[0].content }}{{ eos_token }}{{ sep_token }}"
-    settings = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "sep_token": "<s>", "chat_template": template}
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "eos_token": "</s>",
+        "sep_token": "<s>",
+        "chat_template": template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     added = {"<|im_end|>": size, "<tool_call>": size + 1, "<|im_start|>": size + 2}
@@ -1148,51 +1051,76 @@ def test_a_map_of_special_tokens_beside_older_settings_is_transformers(sp_folder
     messages = [{"role": "user", "content": "the cat"}]
     assert tokenizer.chat(messages) == reference.apply_chat_template(messages, return_dict=False)
     assert tokenizer.stop_ids == {reference.eos_token_id} == {size}
-    assert tokenizer.encode("the<tool_call>", bos=False) == reference.encode("the<tool_call>", add_special_tokens=False)
+    assert tokenizer.encode("the<tool_call>", bos=False) == reference.encode(
+        "the<tool_call>", add_special_tokens=False
+    )
     assert "<tool_call>" in tokenizer.decode([size + 1]) and not tokenizer.decode([size])
     # Unlike there, a user's <|im_start|> begins no turn.
-    assert size + 2 not in tokenizer.encode("<|im_start|>system") and size + 2 in tokenizer.parse("<|im_start|>system")
+    assert size + 2 not in tokenizer.encode("<|im_start|>system") and size + 2 in tokenizer.parse(
+        "<|im_start|>system"
+    )
 
 
-# ------------------------------------------------------------------------------- flags and marks of added tokens
+# ---------------------------------------------------------------- flags and marks of added tokens
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def piece_tokenizer(form: str):
-    """A BPE over U+2581 as in Llama 2: its normalizer ("prepend") or its pre-tokenizer ("metaspace") writes it."""
+    """A BPE over U+2581 as in Llama 2: its normalizer ("prepend") or its pre-tokenizer
+    ("metaspace") writes it."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    tokens = [*NAMED.values(), *"▁abtx0123456789<>/|\n", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [
+        *NAMED.values(),
+        *"▁abtx0123456789<>/|\n",
+        "▁a",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
     vocab = {token: id for id, token in enumerate(tokens)}
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
     )
     if form == "metaspace":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
 
 
 @pytest.mark.parametrize(
-    "form, location", [("prepend", "settings"), ("metaspace", "settings"), ("prepend", "file"), ("prepend", "name")]
+    "form, location",
+    [("prepend", "settings"), ("metaspace", "settings"), ("prepend", "file"), ("prepend", "name")],
 )
 def test_every_flag_of_every_added_token_is_transformers(form, location, tmp_path):
-    """All 32 combinations, on tokens that the settings name and on others. The settings' added_tokens_decoder overrides
-    the flags in tokenizer.json; the object of a name counts where neither lists the token."""
+    """All 32 combinations, on tokens that the settings name and on others. The settings'
+    added_tokens_decoder overrides the flags in tokenizer.json; the object of a name counts where
+    neither lists the token."""
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 
-    combinations = [dict(zip(FLAGS, values)) for values in itertools.product((False, True), repeat=5)]
+    combinations = [
+        dict(zip(FLAGS, values)) for values in itertools.product((False, True), repeat=5)
+    ]
     others = [f"<t{number}>" for number in range(32)]
     for start in range(0, 32, 4):
         flags = dict(zip(NAMED.values(), combinations[start:])) | dict(zip(others, combinations))
-        in_file = {name: {key: not value for key, value in token.items()} for name, token in flags.items()}
+        in_file = {
+            name: {key: not value for key, value in token.items()} for name, token in flags.items()
+        }
         if location != "settings":
             in_file = flags
         model = piece_tokenizer(form)
@@ -1204,20 +1132,29 @@ def test_every_flag_of_every_added_token_is_transformers(form, location, tmp_pat
                 model.token_to_id(name): {"content": name, **token} for name, token in flags.items()
             }
         if location == "name":
-            settings |= {key: {"__type": "AddedToken", "content": name, **flags[name]} for key, name in NAMED.items()}
+            settings |= {
+                key: {"__type": "AddedToken", "content": name, **flags[name]}
+                for key, name in NAMED.items()
+            }
         model.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
         for name in flags if start == 0 else NAMED.values():
             texts = [f"{name}a", f"a{name}b", f" a \n{name}\n b {name}", f"ab {name}<t7> {name} a"]
             for text in texts:
-                assert tokenizer.parse(text) == reference.encode(text, add_special_tokens=False), (name, text)
-                as_text = reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
+                assert tokenizer.parse(text) == reference.encode(text, add_special_tokens=False), (
+                    name,
+                    text,
+                )
+                as_text = reference(
+                    text, add_special_tokens=False, split_special_tokens=True
+                ).input_ids
                 assert tokenizer.encode(text, bos=False) == as_text, (name, text)
 
 
 def test_special_tokens_that_only_a_list_names(tmp_path):
-    """Names of additional_special_tokens that are in the vocabulary, but not among its added tokens."""
+    """Names of additional_special_tokens that are in the vocabulary, but not among its added
+    tokens."""
     from tokenizers import AddedToken, Tokenizer
     from transformers import AutoTokenizer
 
@@ -1227,7 +1164,13 @@ def test_special_tokens_that_only_a_list_names(tmp_path):
     model = Tokenizer.from_str(json.dumps(stored))
     model.add_tokens([AddedToken("<t>", normalized=False)])
     model.save(str(tmp_path / "tokenizer.json"))
-    left = {"__type": "AddedToken", "content": "<b>", "lstrip": True, "normalized": False, "special": True}
+    left = {
+        "__type": "AddedToken",
+        "content": "<b>",
+        "lstrip": True,
+        "normalized": False,
+        "special": True,
+    }
     for key, value in (
         ("additional_special_tokens", ["<x>", left, "<t>"]),
         ("extra_special_tokens", ["<x>", left, "<t>"]),
@@ -1237,25 +1180,48 @@ def test_special_tokens_that_only_a_list_names(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         tokenizer, reference = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
         for text in ("a<x>b", "a <b> a", "a <t>a"):
-            assert tokenizer.parse(text) == reference.encode(text, add_special_tokens=False), (key, text)
+            assert tokenizer.parse(text) == reference.encode(text, add_special_tokens=False), (
+                key,
+                text,
+            )
             as_text = reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
             assert tokenizer.encode(text, bos=False) == as_text, (key, text)
 
 
 def test_added_tokens_decode_as_in_the_library(tmp_path):
-    """Added tokens go through a tokenizer.json's decoder like all others, with U+2581, <0x09>, Ġ and Ċ in them."""
+    """Added tokens go through a tokenizer.json's decoder like all others, with U+2581, <0x09>, Ġ
+    and Ċ in them."""
     from tokenizers import AddedToken, Regex, decoders
 
     replace, byte_fallback = decoders.Replace("▁", " "), decoders.ByteFallback()
     library_decoders = {
-        "llama": decoders.Sequence([replace, byte_fallback, decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+        "llama": decoders.Sequence(
+            [replace, byte_fallback, decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
         "gemma": decoders.Sequence([replace, byte_fallback, decoders.Fuse()]),
         "metaspace": decoders.Metaspace(),
-        "nested": decoders.Sequence([decoders.Sequence([byte_fallback, decoders.Metaspace("_")]), decoders.Fuse()]),
+        "nested": decoders.Sequence(
+            [decoders.Sequence([byte_fallback, decoders.Metaspace("_")]), decoders.Fuse()]
+        ),
         "regex": decoders.Sequence([decoders.Replace(Regex("[▁_]"), " "), decoders.Fuse()]),
         "bytes": decoders.ByteLevel(),
     }
-    names = ["▁▁", "▁<tag>", "a▁b", "<0x09>", "<0x4a>", "<0xG0>", "a_b", "Ġ", "ĠĠa", "Ċ", "<tag>", "日", "Ġ日", "\t"]
+    names = [
+        "▁▁",
+        "▁<tag>",
+        "a▁b",
+        "<0x09>",
+        "<0x4a>",
+        "<0xG0>",
+        "a_b",
+        "Ġ",
+        "ĠĠa",
+        "Ċ",
+        "<tag>",
+        "日",
+        "Ġ日",
+        "\t",
+    ]
     for form, normalized, (label, decoder) in itertools.product(
         ("prepend", "metaspace"), (False, True), library_decoders.items()
     ):
@@ -1274,8 +1240,15 @@ def test_added_tokens_beside_a_sentencepiece_file_decode_as_in_transformers(sp_f
 
     folder, size = shutil.copytree(sp_folder, tmp_path / "m"), load_tokenizer(sp_folder).vocab_size
     names = ["▁▁", "▁<tag>", "<0x4a>", "<tag>"]
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    settings["added_tokens_decoder"] = {size + i: {"content": name, "special": False} for i, name in enumerate(names)}
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    settings["added_tokens_decoder"] = {
+        size + i: {"content": name, "special": False} for i, name in enumerate(names)
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     cat = tokenizer.encode("cat", bos=False)
@@ -1292,17 +1265,25 @@ def prefix_models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prefix")
     for dummy_prefix in (True, False):
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter((ROOT / "checkpoints" / "stories.txt").read_text().splitlines()[:100]),
-            model_prefix=str(folder / str(dummy_prefix)), vocab_size=330, model_type="bpe", byte_fallback=True,
-            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=dummy_prefix,
-            hard_vocab_limit=False, minloglevel=2,
-        )  # fmt: skip
+            sentence_iterator=iter(
+                (ROOT / "checkpoints" / "stories.txt").read_text().splitlines()[:100]
+            ),
+            model_prefix=str(folder / str(dummy_prefix)),
+            vocab_size=330,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=dummy_prefix,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
     return {dummy_prefix: folder / f"{dummy_prefix}.model" for dummy_prefix in (True, False)}
 
 
 def test_the_space_in_front_is_transformers_whatever_the_file_says(prefix_models, tmp_path):
-    """transformers writes add_dummy_prefix = false when it saves a tokenizer of `legacy: false`, and puts the space
-    there itself, before a text that does not begin with one."""
+    """transformers writes add_dummy_prefix = false when it saves a tokenizer of `legacy: false`,
+    and puts the space there itself, before a text that does not begin with one."""
     from transformers import AutoTokenizer
 
     texts = [
@@ -1319,10 +1300,18 @@ def test_the_space_in_front_is_transformers_whatever_the_file_says(prefix_models
         "</s>the</s>\nx",
     ]
     for dummy_prefix, legacy, add_prefix_space, name in itertools.product(
-        (True, False), (True, False, None), (True, False, None), ("LlamaTokenizer", "CodeLlamaTokenizer")
+        (True, False),
+        (True, False, None),
+        (True, False, None),
+        ("LlamaTokenizer", "CodeLlamaTokenizer"),
     ):
         shutil.copy(prefix_models[dummy_prefix], tmp_path / "tokenizer.model")
-        settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": name}
+        settings = {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "tokenizer_class": name,
+        }
         settings |= {"legacy": legacy, "add_prefix_space": add_prefix_space}
         settings = {key: value for key, value in settings.items() if value is not None}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -1331,4 +1320,7 @@ def test_the_space_in_front_is_transformers_whatever_the_file_says(prefix_models
             ids = reference.encode(text, add_special_tokens=False)
             assert tokenizer.parse(text) == ids, (dummy_prefix, settings, text)
             if name == "LlamaTokenizer":  # the other class strips a space that it never put there
-                assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True), (settings, text)
+                assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True), (
+                    settings,
+                    text,
+                )

@@ -1,4 +1,5 @@
-"""Tensor parallelism: what a rank holds, without processes; and two and four gloo ranks against one process."""
+"""Tensor parallelism: what a rank holds, without processes; and two and four gloo ranks against one
+process."""
 
 import contextlib
 import dataclasses
@@ -23,26 +24,34 @@ from safetensors.torch import load_file, save_file
 from tp_worker import FORKS, run_case
 
 import cli.errors as edge
-import decoding.timing as timing
+import decoding.readback as timing
 import loading.checkpoint as checkpoint
-import quantize
+import loading.files as files
+import loading.models as models
+import loading.weight_names as weight_names
 import tp
-from loading.checkpoint import load_config, load_model, save_model
+from loading.checkpoint import load_config, load_model
 from loading.quantized.merged_experts import split_experts
-from quantize import FORMATS, dequantize_tensor
+from loading.saving import save_model
 from scripts import tp_plan
 from scripts.tp_plan import plan
 from tp import Ranks, shard_range
-from weights.walker import quantized_linears
+from weights import formats
+from weights.formats import FORMATS, dequantize_tensor
+from weights.walker import quantize_model, quantized_linears
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCHEMES = list(FORMATS)
 DIVISIBLE = [name for name in FAMILIES if FAMILIES[name].get("num_attention_heads", 4) % 4 == 0]
 
 WIDE = {  # every group of inputs divides over four ranks, which are more than the KV heads
-    **BASE, "model_type": "qwen2", "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2,
+    **BASE,
+    "model_type": "qwen2",
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
     **rope(10000.0),
-}  # fmt: skip
+}
 
 
 def random_folder(folder, hf: dict, seed: int = 3):
@@ -57,7 +66,8 @@ def random_folder(folder, hf: dict, seed: int = 3):
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory):
-    """ "tied" and "untied" folders of WIDE, and "draft", a smaller model with the same vocabulary."""
+    """ "tied" and "untied" folders of WIDE, and "draft", a smaller model with the same
+    vocabulary."""
     root = tmp_path_factory.mktemp("wide")
     small = {**BASE, "model_type": "llama", "num_hidden_layers": 1, **rope(10000.0)}
     return {
@@ -67,18 +77,18 @@ def wide(tmp_path_factory):
     }
 
 
-# --------------------------------------------------------------------------------- what a rank holds
+# ------------------------------------------------------------------------------ what a rank holds
 
 
 def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str | None = None):
-    """What load_model would hold on one rank, without the others: a folder that is stored as it will be held."""
+    """What load_model would hold on one rank, without the others: a folder that is stored as it
+    will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
-    model = checkpoint.allocate(checkpoint.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    readers = split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
-    read = checkpoint.tensor_reader(readers)
+    model = models.allocate(models.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
+    read = files.tensor_reader(split_experts(checkpoint.Checkpoint(folder).tensors))
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
-        checkpoint.fill(model, [name], read, ranks)
+        models.fill(model, [name], read, ranks)
     return model
 
 
@@ -86,24 +96,32 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def joined(folder, world: int, scheme: str | None = None, head: str | None = None) -> dict[str, torch.Tensor]:
-    """Every stored tensor put together again from what the ranks hold, by its Hugging Face name alone."""
+def joined(
+    folder, world: int, scheme: str | None = None, head: str | None = None
+) -> dict[str, torch.Tensor]:
+    """Every stored tensor put together again from what the ranks hold, by its Hugging Face name
+    alone."""
     config = load_config(folder)
     held: dict[str, list[torch.Tensor]] = {}
     for rank in range(world):
         model = part_of(folder, rank, world, scheme, head)
         for name, parameter in model.named_parameters():
-            for source, part in checkpoint.pieces(config, name, parameter, Ranks(rank, world)):
+            for source, part in weight_names.pieces(config, name, parameter, Ranks(rank, world)):
                 held.setdefault(source, []).append(part)
     found = {}
     for source, parts in held.items():
-        if "qkv_proj" in source or "gate_up_proj" in source:  # fused as published: each rank has some of every part
+        # fused as published: each rank has some of every part
+        if "qkv_proj" in source or "gate_up_proj" in source:
             H, G, E = config.n_heads // world, max(1, config.n_kv_heads // world), config.head_dim
             sizes = [H * E, G * E, G * E] if "qkv_proj" in source else [len(parts[0]) // 2] * 2
-            copies = max(1, world // config.n_kv_heads)  # of a KV head, where there are fewer than ranks
+            # of a KV head, where there are fewer than ranks
+            copies = max(1, world // config.n_kv_heads)
             each = [[part.split(sizes)[i] for part in parts] for i in range(len(sizes))]
             found[source] = torch.cat(
-                [torch.cat(rows[:: copies if i and "qkv" in source else 1]) for i, rows in enumerate(each)]
+                [
+                    torch.cat(rows[:: copies if i and "qkv" in source else 1])
+                    for i, rows in enumerate(each)
+                ]
             )
             continue
         by_inputs = any(name in source for name in ("o_proj", "down_proj", ".w2."))
@@ -115,22 +133,26 @@ def joined(folder, world: int, scheme: str | None = None, head: str | None = Non
             continue
         if any(name in source for name in ("k_proj", "v_proj")) and world > config.n_kv_heads:
             copies = world // config.n_kv_heads
-            assert all(torch.equal(bits(parts[i]), bits(parts[i // copies * copies])) for i in range(world)), source
+            assert all(
+                torch.equal(bits(parts[i]), bits(parts[i // copies * copies])) for i in range(world)
+            ), source
             parts = parts[::copies]
         found[source] = torch.cat(parts, dim=1 if by_inputs else 0)
         if source.startswith(("model.embed", "lm_head")):
-            assert not found[source][config.vocab_size :].float().any(), "a vocabulary's padding is zeros"
+            assert not found[source][config.vocab_size :].float().any(), (
+                "a vocabulary's padding is zeros"
+            )
             found[source] = found[source][: config.vocab_size]
     return found
 
 
 def same(found: dict, folder) -> None:
-    read = split_experts(checkpoint.open_shards(checkpoint.shards(folder)))
-    for name, (_, reader) in read.items():
+    tensors = split_experts(checkpoint.Checkpoint(folder).tensors)
+    for name, stored in tensors.items():
         if name in found or not load_config(folder).tie_embeddings:
-            want = reader.get_tensor(name)
+            want = stored[...]
             assert torch.equal(bits(found[name].to(want.dtype)), bits(want)), name
-    assert found.keys() <= read.keys()
+    assert found.keys() <= tensors.keys()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -144,22 +166,30 @@ def test_parts_join_to_every_tensor(family, world, folder_of):
 @pytest.mark.attack
 def test_parts_join_to_every_tensor_of_every_format(scheme, world, wide, tmp_path):
     """The head quantized too, which cuts packed codes and their scales by an uneven vocabulary."""
-    hf = json.loads((wide["untied"] / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": scheme}}
+    hf = json.loads((wide["untied"] / "config.json").read_text()) | {
+        "quantization": {"scheme": scheme, "head": scheme}
+    }
     save_model(
-        load_model(wide["untied"], dtype=torch.float32, quantize=scheme, head=scheme, pack=False), tmp_path / "q", hf
+        load_model(wide["untied"], dtype=torch.float32, quantize=scheme, head=scheme, pack=False),
+        tmp_path / "q",
+        hf,
     )
     same(joined(tmp_path / "q", world, scheme, scheme), tmp_path / "q")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_stored_part_dequantizes_to_its_slice(scheme, wide, tmp_path):
-    """By definition, on the fused matrices: rank 1 of 2 holds the second half of q's rows, then of k's, then of v's,
-    and of down's columns."""
-    hf = json.loads((wide["untied"] / "config.json").read_text()) | {"quantization": {"scheme": scheme, "head": None}}
+    """By definition, on the fused matrices: rank 1 of 2 holds the second half of q's rows, then of
+    k's, then of v's, and of down's columns."""
+    hf = json.loads((wide["untied"] / "config.json").read_text()) | {
+        "quantization": {"scheme": scheme, "head": None}
+    }
     whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False)
     save_model(whole, tmp_path / "q", hf)
     part = part_of(tmp_path / "q", 1, 2, scheme)
-    q, k, v = dequantize_tensor(whole.layers[1].attention.qkv.parts(), scheme).split((512, 256, 256))
+    q, k, v = dequantize_tensor(whole.layers[1].attention.qkv.parts(), scheme).split(
+        (512, 256, 256)
+    )
     want = torch.cat([matrix[len(matrix) // 2 :] for matrix in (q, k, v)])
     assert torch.equal(dequantize_tensor(part.layers[1].attention.qkv.parts(), scheme), want)
     want = dequantize_tensor(whole.layers[1].ffn.down.parts(), scheme)[:, 256:]
@@ -176,9 +206,16 @@ class Shape:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 40), st.integers(1, 400), st.integers(1, 16))
+@given(
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(1, 400),
+    st.integers(1, 16),
+)
 def test_shares_cover_everything_once(G, R, F, V, world):
-    """In order, without gaps; a query head lies where its KV head does; what does not divide is refused."""
+    """In order, without gaps; a query head lies where its KV head does; what does not divide is
+    refused."""
     shape = Shape(G * R, G, F, V)
     for units in ("n_heads", "ffn_dim", "n_kv_heads", "vocab_size"):
         n = getattr(shape, units)
@@ -196,8 +233,12 @@ def test_shares_cover_everything_once(G, R, F, V, world):
             assert [id for one in shares for id in range(one.begin, one.end)] == list(range(n))
     if (G * R) % world == 0 and (G % world == 0 or world % G == 0):
         for rank in range(world):
-            heads, kv = shard_range(shape, "n_heads", rank, world), shard_range(shape, "n_kv_heads", rank, world)
-            per_head = (heads.end - heads.begin) // (kv.end - kv.begin)  # R as the rank's shapes say it
+            heads, kv = (
+                shard_range(shape, "n_heads", rank, world),
+                shard_range(shape, "n_kv_heads", rank, world),
+            )
+            # R as the rank's shapes say it
+            per_head = (heads.end - heads.begin) // (kv.end - kv.begin)
             for i, head in enumerate(range(heads.begin, heads.end)):
                 assert head // R == kv.begin + i // per_head
 
@@ -206,8 +247,18 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
     cases = [
         ("smollm2", 2, None, r"num_attention_heads = 9 cannot be divided over 2 ranks"),
         ("llama-3", 3, None, r"num_attention_heads = 4 cannot be divided over 3 ranks"),
-        ("llama-3", 2, "mxfp4", r"ffn.down: 96 inputs over 2 ranks are 48 each, which splits a group of 32"),
-        ("llama-3", 4, "int4-g32", r"attention.out: 64 inputs over 4 ranks are 16 each, which splits a group of 32"),
+        (
+            "llama-3",
+            2,
+            "mxfp4",
+            r"ffn.down: 96 inputs over 2 ranks are 48 each, which splits a group of 32",
+        ),
+        (
+            "llama-3",
+            4,
+            "int4-g32",
+            r"attention.out: 64 inputs over 4 ranks are 16 each, which splits a group of 32",
+        ),
     ]
     for family, world, scheme, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -218,14 +269,15 @@ def test_what_cannot_be_divided_is_refused_with_both_numbers(folder_of, wide):
     config = dataclasses.replace(load_config(folder_of("llama-3")), n_heads=12, n_kv_heads=4)
     with pytest.raises(ValueError, match=r"num_key_value_heads = 4 cannot be divided over 6 ranks"):
         tp.check_divisible(config, 6)
-    tp.check_divisible(dataclasses.replace(load_config(folder_of("llama-3")), ffn_dim=98), 2)  # 49 inputs, no groups
+    # 49 inputs, no groups
+    tp.check_divisible(dataclasses.replace(load_config(folder_of("llama-3")), ffn_dim=98), 2)
 
 
 def test_a_format_that_needs_whole_rows_is_not_cut(monkeypatch):
     """Somebody's own format, with a scale a row that is no maximum."""
-    monkeypatch.setitem(FORMATS, "mean", quantize.Format(8))
+    monkeypatch.setitem(FORMATS, "mean", formats.Format(8))
     with pytest.raises(ValueError, match="mean needs full rows"):
-        quantize.quantize_tensor(torch.ones(2, 4), "mean", row_max=torch.ones(2))
+        formats.quantize_tensor(torch.ones(2, 4), "mean", row_max=torch.ones(2))
 
 
 class Listening(Ranks):
@@ -241,8 +293,8 @@ parts: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_of_a_product_add_up(world, folder_of):
-    """What the ranks sum behind `out`, `down` and the embedding is what one process has there: every bias once, every
-    row of the embedding from the one rank that holds it."""
+    """What the ranks sum behind `out`, `down` and the embedding is what one process has there:
+    every bias once, every row of the embedding from the one rank that holds it."""
     folder = folder_of("llama-biased")
     whole = load_model(folder, dtype=torch.float32)
     inputs = {"layers.1.attention.out": torch.randn(3, 64), "layers.1.ffn.down": torch.randn(3, 96)}
@@ -252,12 +304,15 @@ def test_parts_of_a_product_add_up(world, folder_of):
         for rank in range(world):
             model = tp.connect(part_of(folder, rank, world), Listening(rank, world))
             model.get_submodule(name)(x if name == "embed" else x.chunk(world, -1)[rank])
-        assert len(parts) == world and torch.allclose(sum(parts), whole.get_submodule(name)(x), atol=1e-5), name
+        assert len(parts) == world and torch.allclose(
+            sum(parts), whole.get_submodule(name)(x), atol=1e-5
+        ), name
 
 
 def test_what_ranks_say_to_each_other(monkeypatch):
-    """Three ranks' logits next to each other in rank order, the padding cut off; and rank 0's word for all. The test
-    stands in for the collectives, each of which it answers by what torch documents."""
+    """Three ranks' logits next to each other in rank order, the padding cut off; and rank 0's word
+    for all. The test stands in for the collectives, each of which it answers by what torch
+    documents."""
     V, size = 131, 44
     logits = torch.randn(2, 5, V)
     padded = torch.nn.functional.pad(logits, (0, 3 * size - V), value=9.0).split(size, -1)
@@ -281,7 +336,11 @@ class Asking(Listening):
     def max(self, x):
         said[self.rank].append(x)
         other = said[1 - self.rank]
-        return torch.maximum(x, other[len(said[self.rank]) - 1]) if len(other) >= len(said[self.rank]) else x
+        return (
+            torch.maximum(x, other[len(said[self.rank]) - 1])
+            if len(other) >= len(said[self.rank])
+            else x
+        )
 
 
 said: list[list[torch.Tensor]] = [[], []]
@@ -289,12 +348,19 @@ said: list[list[torch.Tensor]] = [[], []]
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "nvfp4"])
 def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
-    """A row's scale is that of the whole row, whatever part of it a rank reads: else its codes would be others."""
-    whole = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False).layers[1].ffn.down.parts()
+    """A row's scale is that of the whole row, whatever part of it a rank reads: else its codes
+    would be others."""
+    whole = (
+        load_model(wide["untied"], dtype=torch.float32, quantize=scheme, pack=False)
+        .layers[1]
+        .ffn.down.parts()
+    )
     said[0], said[1] = [], []
     for rank in (0, 1, 0):  # the first time, rank 0 does not know yet what rank 1 will say
         said[rank].clear()
-        model = load_model(wide["untied"], dtype=torch.float32, quantize=scheme, tp=Asking(rank, 2), pack=False)
+        model = load_model(
+            wide["untied"], dtype=torch.float32, quantize=scheme, tp=Asking(rank, 2), pack=False
+        )
         found = model.layers[1].ffn.down.parts()
     assert len(said[1]) == 4
     for name, part in whole.items():
@@ -305,65 +371,123 @@ def test_codes_of_a_rank_are_a_slice_of_the_whole_rows(scheme, wide):
 def test_a_format_of_matrices_sees_all_rows(monkeypatch):
     """A codebook for every chunk of rows would be another format."""
     monkeypatch.setitem(FORMATS, "codebook", FORKS["codebook"])
-    monkeypatch.setattr(quantize.formats, "CHUNK_WEIGHTS", 256)
-    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 65)[:, None]
-    parts, expected = quantize.quantize_tensor(weight, "codebook"), FORKS["codebook"].quantize(weight)
+    monkeypatch.setattr(formats, "CHUNK_WEIGHTS", 256)
+    weight = (
+        torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+        * torch.arange(1, 65)[:, None]
+    )
+    parts, expected = (
+        formats.quantize_tensor(weight, "codebook"),
+        FORKS["codebook"].quantize(weight),
+    )
     assert all(torch.equal(parts[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("scheme", FORKS)
 def test_a_forks_format_is_the_same_on_ranks(scheme, wide, tmp_path, monkeypatch):
-    """Whatever it must see of a weight, a row or all, a rank holds its share of what one process has: from a folder in
-    full precision, from a quantized one, and of a Linear in memory."""
+    """Whatever it must see of a weight, a row or all, a rank holds its share of what one process
+    has: from a folder in full precision, from a quantized one, and of a Linear in memory."""
     monkeypatch.setitem(FORMATS, scheme, FORKS[scheme])
-    monkeypatch.setattr(quantize.formats, "CHUNK_WEIGHTS", 4096)
+    monkeypatch.setattr(formats, "CHUNK_WEIGHTS", 4096)
     options = {"dtype": torch.float32, "quantize": scheme, "head": scheme, "pack": False}
     one = load_model(wide["untied"], **options)
-    in_memory = quantize.quantize_model(load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme)
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one.parameters(), in_memory.parameters(), strict=True))
+    in_memory = quantize_model(
+        load_model(wide["untied"], dtype=torch.float32, pack=False), scheme, scheme
+    )
+    assert all(
+        torch.equal(bits(a), bits(b))
+        for a, b in zip(one.parameters(), in_memory.parameters(), strict=True)
+    )
     save_model(one, tmp_path / "q", json.loads((wide["untied"] / "config.json").read_text()))
     for rank in range(2):
         fresh = load_model(wide["untied"], tp=Asking(rank, 2), **options)
         stored = part_of(tmp_path / "q", rank, 2, scheme, scheme)
-        for name in ("layers.1.attention.out", "layers.1.ffn.down", "layers.0.ffn.gate_up", "lm_head"):
+        for name in (
+            "layers.1.attention.out",
+            "layers.1.ffn.down",
+            "layers.0.ffn.gate_up",
+            "lm_head",
+        ):
             linear = one.get_submodule(name)
             if name.endswith("gate_up"):
-                share = torch.cat([part.chunk(2)[rank] for part in linear.dequantized(torch.float32).chunk(2)])
+                share = torch.cat(
+                    [part.chunk(2)[rank] for part in linear.dequantized(torch.float32).chunk(2)]
+                )
             elif name == "lm_head":
                 share = linear.dequantized(torch.float32)[66 * rank : 66 * rank + 66]
             else:
                 share = linear.dequantized(torch.float32).chunk(2, 1)[rank]
                 assert torch.equal(linear.shard(1, rank, 2).dequantized(torch.float32), share), name
             for model in (fresh, stored):
-                assert torch.equal(model.get_submodule(name).dequantized(torch.float32)[: len(share)], share), name
+                assert torch.equal(
+                    model.get_submodule(name).dequantized(torch.float32)[: len(share)], share
+                ), name
 
 
-# ---------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------- processes
 
 
 def launch(*arguments, nproc: int = 2, timeout: float = 1200, env: dict | None = None, **options):
     command = [*TORCHRUN, f"--nproc_per_node={nproc}", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", **(env or {})}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_ERROR_FILE": "",
+        **(env or {}),
+    }
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment, **options
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        **options,
     )
 
 
 SPARSE = ("mixtral", "qwen2-moe", "qwen3-moe-mixed", "gpt-oss")
-STRUCTURES = ("llama-2", "llama-3.2", "llama-biased", "tinyllama", "mistral-v0.1", "qwen2", "qwen3", *SPARSE)
-# A launch of all cases takes minutes: -m long has it. Four ranks share two cores, and try fewer still.
+STRUCTURES = (
+    "llama-2",
+    "llama-3.2",
+    "llama-biased",
+    "tinyllama",
+    "mistral-v0.1",
+    "qwen2",
+    "qwen3",
+    *SPARSE,
+)
+# A launch of all cases takes minutes: -m long has it. Four ranks share two cores, and try fewer
+# still.
 ON_TWO = (
     *(f"family {name}" for name in (*STRUCTURES, "smollm2")),
     *(f"scheme {scheme}" for scheme in ("int8", "int4-g32", "q4_k", "fp8-g128", "mxfp4")),
-    "fork codebook", "scheme and head mxfp6",
-    "draft sharded 0", "draft replicated 0", "draft ngram 0", "draft layers 0", "draft int8 0",
-    "draft suffix 0", "draft unequal 0", "draft sharded 0.9", "draft auto", "noisy plain sampled",
-    "noisy draft sharded 0.9", "noisy draft auto", "plain sampled", "stops", "experts int4-g32", "cache int8",
+    "fork codebook",
+    "scheme and head mxfp6",
+    "draft sharded 0",
+    "draft replicated 0",
+    "draft ngram 0",
+    "draft layers 0",
+    "draft int8 0",
+    "draft suffix 0",
+    "draft unequal 0",
+    "draft sharded 0.9",
+    "draft auto",
+    "noisy plain sampled",
+    "noisy draft sharded 0.9",
+    "noisy draft auto",
+    "plain sampled",
+    "stops",
+    "experts int4-g32",
+    "cache int8",
     "cache fp8",
-)  # fmt: skip
+)
 ON_FOUR = (
-    "family llama-3.2", "family llama-biased", "scheme int4-g32", "draft sharded 0",
-)  # fmt: skip
+    "family llama-3.2",
+    "family llama-biased",
+    "scheme int4-g32",
+    "draft sharded 0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -371,30 +495,76 @@ def cases(folder_of, wide):
     """Every family; every scheme; every drafter, greedy and sampled; by name."""
     found = {f"family {name}": {"folder": str(folder_of(name))} for name in FAMILIES}
     draft = str(wide["draft"])
-    found["experts int4-g32"] = {"folder": str(folder_of("gpt-oss")), "quantize": "int4-g32", "tokens": 24}
-    for kind in ("int8", "fp8"):  # few tokens: where ranks round otherwise, a number may get the next code
-        found[f"cache {kind}"] = {"folder": str(wide["tied"]), "cache": kind, "tokens": 12, "drafter": "ngram"}
+    found["experts int4-g32"] = {
+        "folder": str(folder_of("gpt-oss")),
+        "quantize": "int4-g32",
+        "tokens": 24,
+    }
+    # few tokens: where ranks round otherwise, a number may get the next code
+    for kind in ("int8", "fp8"):
+        found[f"cache {kind}"] = {
+            "folder": str(wide["tied"]),
+            "cache": kind,
+            "tokens": 12,
+            "drafter": "ngram",
+        }
     for scheme in SCHEMES:
-        found[f"scheme {scheme}"] = {"folder": str(wide["untied"]), "quantize": scheme, "tokens": 24}
-        found[f"scheme and head {scheme}"] = {"folder": str(wide["tied"]), "quantize": scheme, "head": scheme}
-    found |= {f"fork {name}": {"folder": str(wide["untied"]), "quantize": name, "tokens": 24} for name in FORKS}
-    for drafter in ("sharded", "replicated", "ngram", "suffix", "layers", "int8", "mxfp4", "unequal"):
+        found[f"scheme {scheme}"] = {
+            "folder": str(wide["untied"]),
+            "quantize": scheme,
+            "tokens": 24,
+        }
+        found[f"scheme and head {scheme}"] = {
+            "folder": str(wide["tied"]),
+            "quantize": scheme,
+            "head": scheme,
+        }
+    found |= {
+        f"fork {name}": {"folder": str(wide["untied"]), "quantize": name, "tokens": 24}
+        for name in FORKS
+    }
+    for drafter in (
+        "sharded",
+        "replicated",
+        "ngram",
+        "suffix",
+        "layers",
+        "int8",
+        "mxfp4",
+        "unequal",
+    ):
         for temperature in (0, 0.9):
             found[f"draft {drafter} {temperature}"] = {
-                "folder": str(wide["tied"]), "drafter": drafter, "draft": draft,
+                "folder": str(wide["tied"]),
+                "drafter": drafter,
+                "draft": draft,
                 "sampling": {"temperature": temperature},
-            }  # fmt: skip
-    found["draft auto"] = {"folder": str(wide["tied"]), "drafter": "sharded", "draft": draft, "k": "auto"}
-    found["plain sampled"] = {"folder": str(wide["tied"]), "sampling": {"temperature": 0.9, "top_p": 0.9}}
+            }
+    found["draft auto"] = {
+        "folder": str(wide["tied"]),
+        "drafter": "sharded",
+        "draft": draft,
+        "k": "auto",
+    }
+    found["plain sampled"] = {
+        "folder": str(wide["tied"]),
+        "sampling": {"temperature": 0.9, "top_p": 0.9},
+    }
     for name in ("plain sampled", "draft sharded 0.9", "draft auto"):
         found[f"noisy {name}"] = {**found[name], "noise": 0.1}
-    found["stops"] = {"folder": str(wide["tied"]), "sampling": {"temperature": 1.5}, "stops": list(range(0, 131, 9))}
+    found["stops"] = {
+        "folder": str(wide["tied"]),
+        "sampling": {"temperature": 1.5},
+        "stops": list(range(0, 131, 9)),
+    }
     return found
 
 
 def run_ranks(cases: dict, nproc: int, folder) -> dict:
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = launch(ROOT / "tests" / "tp_worker.py", folder / "cases.json", folder / "results.pt", nproc=nproc)
+    done = launch(
+        ROOT / "tests" / "tp_worker.py", folder / "cases.json", folder / "results.pt", nproc=nproc
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "results.pt")
 
@@ -413,9 +583,10 @@ def compare(name: str, got: dict, want: dict, tokens: int = 64) -> None:
 
 
 def check_ranks(nproc: int, here: dict, alone, tmp_path) -> None:
-    """Logits of batch 2 and sequence 3 within 1e-4, 64 tokens a row (24 with schemes) identical, in float32: greedy
-    ones, and sampled ones, which would differ only where a number of 24 random bits falls within rounding of a border
-    (below 1e-4 for all of them together). The worker itself asserts that every rank yields the same."""
+    """Logits of batch 2 and sequence 3 within 1e-4, 64 tokens a row (24 with schemes) identical, in
+    float32: greedy ones, and sampled ones, which would differ only where a number of 24 random bits
+    falls within rounding of a border (below 1e-4 for all of them together). The worker itself
+    asserts that every rank yields the same."""
     got = run_ranks(here, nproc, tmp_path)
     for name in here:
         want = alone(name)
@@ -425,14 +596,18 @@ def check_ranks(nproc: int, here: dict, alone, tmp_path) -> None:
             # The other rank computes something else; what rank 0 decides is all that counts.
             assert got[name]["tokens"] == got[name.removeprefix("noisy ")]["tokens"], name
         elif "draft" in name and "0.9" in name:
-            # Drafts differ in the last bit from those of one process, and with them what is accepted: another sample of
-            # the same law. What the ranks share is asserted by the worker.
+            # Drafts differ in the last bit from those of one process, and with them what is
+            # accepted: another sample of the same law. What the ranks share is asserted by the
+            # worker.
             assert [len(row) for row in got[name]["tokens"]] == [64, 64], name
         else:
             compare(name, got[name], want)
-        if name == "draft int8 0":  # a row's scale is that of the rank's part: another rounding, the same acceptance
+        # a row's scale is that of the rank's part: another rounding, the same acceptance
+        if name == "draft int8 0":
             reached, accepted = (sum(count) for count in zip(*got[name]["counts"], strict=True))
-            assert accepted > 0.8 * reached and sum(row[1] for row in want["counts"]) > 0.8 * reached
+            assert (
+                accepted > 0.8 * reached and sum(row[1] for row in want["counts"]) > 0.8 * reached
+            )
         elif name.startswith("draft") and name.endswith(" 0") and "unequal" not in name:
             assert got[name]["counts"] == want["counts"], name
     assert len(alone("stops")["tokens"][0]) < 64
@@ -471,45 +646,64 @@ def test_compiled_ranks_equal_one_process(wide, tmp_path):
 
 @pytest.mark.long
 def test_everything_compiled_on_two_ranks(wide, folder_of, tmp_path):
-    """Every scheme, every drafter, and families that differ in structure: ten minutes on two cores."""
+    """Every scheme, every drafter, and families that differ in structure: ten minutes on two
+    cores."""
     untied = str(wide["untied"])
     cases = {f"scheme {scheme}": {"folder": untied, "quantize": scheme} for scheme in SCHEMES}
     for drafter in ("sharded", "replicated", "ngram", "layers", "int8", "mxfp4"):
-        cases[f"draft {drafter}"] = {"folder": untied, "drafter": drafter, "draft": str(wide["draft"])}
+        cases[f"draft {drafter}"] = {
+            "folder": untied,
+            "drafter": drafter,
+            "draft": str(wide["draft"]),
+        }
     for family in STRUCTURES:
         cases[f"family {family}"] = {"folder": str(folder_of(family))}
     check_compiled(cases, tmp_path)
 
 
-# ------------------------------------------------------------------------------------------ tp_plan
+# ---------------------------------------------------------------------------------------- tp_plan
 
-# Bytes that a rank reads for one token, as GB/s over tokens/s of the table in gpt-fast's README (meta-pytorch/gpt-fast,
-# "Tensor Parallelism" and "Tensor Parallelism + Quantization", A100-80GB): (shape, ranks, scheme): (tokens/s, GB/s).
+# Bytes that a rank reads for one token, as GB/s over tokens/s of the table in gpt-fast's README
+# (meta-pytorch/gpt-fast, "Tensor Parallelism" and "Tensor Parallelism + Quantization", A100-80GB):
+# (shape, ranks, scheme): (tokens/s, GB/s).
 GPT_FAST = {
-    ("llama-2-7b", 1, None): (104.9, 1397.31), ("llama-2-7b", 2, None): (168.84, 1181.99),
-    ("llama-2-7b", 4, None): (254.02, 955.83), ("llama-2-7b", 8, None): (328.43, 704.10),
-    ("llama-2-70b", 2, None): (21.32, 1481.87), ("llama-2-70b", 4, None): (38.01, 1340.76),
-    ("llama-2-70b", 8, None): (62.50, 1135.29), ("llama-2-70b", 8, "int8"): (80.44, 752.04),
+    ("llama-2-7b", 1, None): (104.9, 1397.31),
+    ("llama-2-7b", 2, None): (168.84, 1181.99),
+    ("llama-2-7b", 4, None): (254.02, 955.83),
+    ("llama-2-7b", 8, None): (328.43, 704.10),
+    ("llama-2-70b", 2, None): (21.32, 1481.87),
+    ("llama-2-70b", 4, None): (38.01, 1340.76),
+    ("llama-2-70b", 8, None): (62.50, 1135.29),
+    ("llama-2-70b", 8, "int8"): (80.44, 752.04),
     ("llama-2-70b", 8, "int4-g32"): (90.77, 548.10),
-    ("llama-3.1-8b", 1, None): (93.83, 1408.37), ("llama-3.1-8b", 2, None): (149.10, 1197.32),
-    ("llama-3.1-8b", 4, None): (217.21, 986.32), ("llama-3.1-8b", 8, None): (276.01, 772.60),
-    ("llama-3.1-70b", 2, None): (16.03, 1130.81), ("llama-3.1-70b", 4, None): (37.45, 1360.53),
-    ("llama-3.1-70b", 8, None): (58.78, 1129.61), ("llama-3.1-70b", 8, "int8"): (75.58, 726.57),
+    ("llama-3.1-8b", 1, None): (93.83, 1408.37),
+    ("llama-3.1-8b", 2, None): (149.10, 1197.32),
+    ("llama-3.1-8b", 4, None): (217.21, 986.32),
+    ("llama-3.1-8b", 8, None): (276.01, 772.60),
+    ("llama-3.1-70b", 2, None): (16.03, 1130.81),
+    ("llama-3.1-70b", 4, None): (37.45, 1360.53),
+    ("llama-3.1-70b", 8, None): (58.78, 1129.61),
+    ("llama-3.1-70b", 8, "int8"): (75.58, 726.57),
     ("llama-3.1-405b", 8, "int8"): (15.60, 815.87),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape, world, scheme", GPT_FAST)
 @pytest.mark.attack
 def test_plan_agrees_with_published_bytes(shape, world, scheme):
-    """gpt-fast divides the blocks as we do; head and embedding stand whole on every rank, and its Llama-2 runs on
-    several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B also counts the cache."""
+    """gpt-fast divides the blocks as we do; head and embedding stand whole on every rank, and its
+    Llama-2 runs on several GPUs counted the embedding as read. Within 1 %: its one-GPU run of 7B
+    also counts the cache."""
     config = checkpoint.read_config(ROOT / "benchmarks" / "shapes" / f"{shape}.json")
     part, whole = plan(config, world, scheme=scheme), plan(config, 1, scheme=scheme, head=scheme)
     embedding = whole["embedding"] if "llama-2" in shape and world > 1 else 0
     tokens_s, gb_s = GPT_FAST[shape, world, scheme]
-    assert part["blocks"] + whole["head"] + embedding == pytest.approx(gb_s / tokens_s * 1e9, rel=0.01)
-    assert part["read_per_token"] < part["blocks"] + whole["head"] or world == 1, "and we divide the head too"
+    assert part["blocks"] + whole["head"] + embedding == pytest.approx(
+        gb_s / tokens_s * 1e9, rel=0.01
+    )
+    assert part["read_per_token"] < part["blocks"] + whole["head"] or world == 1, (
+        "and we divide the head too"
+    )
 
 
 class Counting(Ranks):
@@ -546,11 +740,16 @@ def test_plan_counts_what_a_rank_holds_and_sends(scheme, wide, tmp_path):
 
 def test_plan_on_the_command_line(capsys):
     shape = str(ROOT / "benchmarks" / "shapes" / "llama-3.1-70b.json")
-    tp_plan.main([shape, "--ranks", "1,6,16", "--json", "--latency", "0", "--link", "1e9", "--context", "0"])
+    tp_plan.main(
+        [shape, "--ranks", "1,6,16", "--json", "--latency", "0", "--link", "1e9", "--context", "0"]
+    )
     one, six, sixteen = map(json.loads, capsys.readouterr().out.splitlines())
     assert one["tok_s"] == pytest.approx(3350e9 / one["read_per_token"])
     assert "num_attention_heads = 64 cannot be divided over 6 ranks" in six["refused"]
-    assert sixteen["tok_s"] == pytest.approx(3350e9 / sixteen["read_per_token"], rel=1e-4) and sixteen["kv_copies"] == 2
+    assert (
+        sixteen["tok_s"] == pytest.approx(3350e9 / sixteen["read_per_token"], rel=1e-4)
+        and sixteen["kv_copies"] == 2
+    )
     tp_plan.main([shape, "--ranks", "1,8", "--memory", "80"])
     out = capsys.readouterr().out
     assert "does not fit: 141 GB" in out
@@ -581,7 +780,8 @@ def test_plan_of_what_is_quantized_already(scheme, head, wide, tmp_path, capsys)
 
 
 def test_plan_of_other_programs_config(tmp_path, capsys):
-    """gpt-oss as published has its experts in MXFP4. Which scheme holds GPTQ's matrices is not in a config.json."""
+    """gpt-oss as published has its experts in MXFP4. Which scheme holds GPTQ's matrices is not in a
+    config.json."""
     shape = json.loads((ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json").read_text())
     file = tmp_path / "oss.json"
     file.write_text(json.dumps(shape | {"quantization_config": {"quant_method": "mxfp4"}}))
@@ -590,7 +790,11 @@ def test_plan_of_other_programs_config(tmp_path, capsys):
     (plain,) = plans(capsys, ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json", "--ranks", "1")
     assert plain["weights"] - row["weights"] == experts * 2 - experts * 17 // 32
     demo = json.loads((ROOT / "checkpoints" / "demo" / "config.json").read_text())
-    file.write_text(json.dumps(demo | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}))
+    file.write_text(
+        json.dumps(
+            demo | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+        )
+    )
     with pytest.raises(SystemExit):
         tp_plan.main([str(file)])
     assert "quant_method = 'gptq'" in capsys.readouterr().err
@@ -598,33 +802,51 @@ def test_plan_of_other_programs_config(tmp_path, capsys):
 
 
 def test_plan_reads_windows_and_not_beyond_the_model(capsys):
-    """Half of gpt-oss's layers read 128 positions, however many are filled; none reads more than the model has."""
+    """Half of gpt-oss's layers read 128 positions, however many are filled; none reads more than
+    the model has."""
     shape = ROOT / "benchmarks" / "shapes" / "gpt-oss-20b.json"
     (row,) = plans(capsys, shape, "--ranks", "1", "--context", "131072")
     per_layer = 2 * 8 * 64 * 2
-    assert row["kv_read"] == 12 * per_layer * (131072 + 128) and row["kv_per_token"] == 24 * per_layer
+    assert (
+        row["kv_read"] == 12 * per_layer * (131072 + 128) and row["kv_per_token"] == 24 * per_layer
+    )
     assert row["tok_s"] == pytest.approx(3350e9 / (row["read_per_token"] + row["kv_read"]))
     with pytest.raises(SystemExit) as exit:
         tp_plan.main([str(shape), "--context", "131073"])
-    assert exit.value.code == 2 and "--context 131073 is over the model's 131072 positions" in capsys.readouterr().err
+    assert (
+        exit.value.code == 2
+        and "--context 131073 is over the model's 131072 positions" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.ranks
 def test_a_rank_reads_and_holds_its_share(wide):
-    """What `benchmarks.bench tp` counts: the files' tensors are copied once, over all ranks, but for what all hold."""
+    """What `benchmarks.bench tp` counts: the files' tensors are copied once, over all ranks, but
+    for what all hold."""
     code = f"from benchmarks.memory import *; tp_rank({str(wide['untied'])!r}, 1)"
     done = launch("--no-python", sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     parts = [json.loads(line) for line in done.stdout.splitlines()]
     config = load_config(wide["untied"])
-    for part in parts:  # float32 in the file, bfloat16 in memory; 131 rows of the vocabulary are 66 and 65 and a pad
+    # float32 in the file, bfloat16 in memory; 131 rows of the vocabulary are 66 and 65 and a pad
+    for part in parts:
         pads = 2 * (66 if part["rank"] == 0 else 65) - 2 * 66
         assert part["copied"] == 2 * part["weights"] + pads * config.dim * 4
 
 
-# ----------------------------------------------------------------------------------- the program, faults
+# ---------------------------------------------------------------------------- the program, faults
 
-GREEDY = ["--temperature", "0", "--dtype", "float32", "--max_new_tokens", "24", "--ignore_eos", "--device", "cpu"]
+GREEDY = [
+    "--temperature",
+    "0",
+    "--dtype",
+    "float32",
+    "--max_new_tokens",
+    "24",
+    "--ignore_eos",
+    "--device",
+    "cpu",
+]
 
 
 def tokens_of(stdout: str) -> list[list[int]]:
@@ -633,8 +855,19 @@ def tokens_of(stdout: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone_tokens(text_folder):
-    command = [sys.executable, "generate.py", "--checkpoint", text_folder, *GREEDY, "--json", "--prompt_file", "-"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input=STDIN, check=True)
+    command = [
+        sys.executable,
+        "generate.py",
+        "--checkpoint",
+        text_folder,
+        *GREEDY,
+        "--json",
+        "--prompt_file",
+        "-",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, input=STDIN, check=True
+    )
     return tokens_of(done.stdout)
 
 
@@ -644,7 +877,15 @@ STDIN = "the little cat\nand a big dog went\n"
 @pytest.mark.ranks
 def test_the_program_on_two_ranks(text_folder, alone_tokens):
     """Rank 0 alone reads stdin, prints JSON and shows progress."""
-    arguments = ["generate.py", "--checkpoint", text_folder, *GREEDY, "--json", "--prompt_file", "-"]
+    arguments = [
+        "generate.py",
+        "--checkpoint",
+        text_folder,
+        *GREEDY,
+        "--json",
+        "--prompt_file",
+        "-",
+    ]
     done = launch(*arguments, "--batch_size", "2", input=STDIN)
     assert done.returncode == 0, done.stderr
     assert tokens_of(done.stdout) == alone_tokens
@@ -653,16 +894,26 @@ def test_the_program_on_two_ranks(text_folder, alone_tokens):
 
 @pytest.mark.ranks
 def test_a_chat_on_two_ranks_stops_at_strings(text_folder):
-    """Turns are read by rank 0 and told to the others; a stop string, found in text, ends the row on all of them."""
+    """Turns are read by rank 0 and told to the others; a stop string, found in text, ends the row
+    on all of them."""
     common = ["--checkpoint", text_folder, "--interactive", *GREEDY]
     turns = "the little cat\na big dog\n"
     plain = subprocess.run(
-        [sys.executable, "generate.py", *common], cwd=ROOT, capture_output=True, text=True, input=turns, check=True
+        [sys.executable, "generate.py", *common],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        input=turns,
+        check=True,
     ).stdout
     stop = plain.split("\n")[0].strip()[8:11]
     cut = launch("generate.py", *common, "--stop", stop, input=turns)
     assert cut.returncode == 0, cut.stderr
-    assert plain.startswith(cut.stdout.split("\n")[0]) and stop not in cut.stdout and cut.stderr.count("tok/s]") == 2
+    assert (
+        plain.startswith(cut.stdout.split("\n")[0])
+        and stop not in cut.stdout
+        and cut.stderr.count("tok/s]") == 2
+    )
 
 
 @pytest.mark.ranks
@@ -682,11 +933,21 @@ def test_a_chat_may_wait_longer_than_the_timeout(text_folder):
 
 def test_devices_by_local_rank(monkeypatch):
     """GPU number LOCAL_RANK; more ranks than GPUs are refused by all of them alike."""
-    assert tp.local_device("cuda:1") == "cuda:1" and tp.local_device(None) is None, "without torchrun, as asked"
-    for name, value in {"WORLD_SIZE": "8", "RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
+    assert tp.local_device("cuda:1") == "cuda:1" and tp.local_device(None) is None, (
+        "without torchrun, as asked"
+    )
+    for name, value in {
+        "WORLD_SIZE": "8",
+        "RANK": "6",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert tp.local_device(None) == tp.local_device("cuda") == "cuda:2" and tp.local_device("cpu") == "cpu"
+    assert (
+        tp.local_device(None) == tp.local_device("cuda") == "cuda:2"
+        and tp.local_device("cpu") == "cpu"
+    )
     with pytest.raises(ValueError, match="--device cuda:1: with several ranks use cpu or cuda"):
         tp.local_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -712,8 +973,8 @@ def test_a_launcher_need_not_say_how_many_ranks_a_machine_has(monkeypatch):
 
 
 def test_leaving_an_nccl_group(monkeypatch):
-    """After a failure the process ends at once, since ending the group would wait for ranks that do not come; otherwise
-    the graphs that hold the group go before it does."""
+    """After a failure the process ends at once, since ending the group would wait for ranks that do
+    not come; otherwise the graphs that hold the group go before it does."""
     seen = []
     monkeypatch.setattr(tp.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(tp.dist, "get_backend", lambda: "nccl")
@@ -742,9 +1003,12 @@ def test_the_host_does_not_wait_for_ever():
 
 @pytest.mark.parametrize("timeout_s", [None, 0.1])
 def test_results_of_ranks_are_waited_for_with_a_timeout(timeout_s):
-    """One process lets the device say when it is ready; several ask again and again, to give up at the timeout."""
+    """One process lets the device say when it is ready; several ask again and again, to give up at
+    the timeout."""
     calls = []
-    event = types.SimpleNamespace(synchronize=lambda: calls.append("wait"), query=lambda: bool(calls.append("ask")))
+    event = types.SimpleNamespace(
+        synchronize=lambda: calls.append("wait"), query=lambda: bool(calls.append("ask"))
+    )
     readback = timing.Readback(torch.device("cpu"), timeout_s)
     readback.send(timing.StepResult(0, (), *torch.zeros(4, 1, 1)), "label")
     ((step, _, label),) = readback.waiting
@@ -760,7 +1024,10 @@ def test_results_of_ranks_are_waited_for_with_a_timeout(timeout_s):
     "options",
     [
         ["--max_new_tokens", "100000"],
-        *(pytest.param(flags, marks=pytest.mark.long) for flags in (["--checkpoint", "nowhere"], ["--top_k", "x"])),
+        *(
+            pytest.param(flags, marks=pytest.mark.long)
+            for flags in (["--checkpoint", "nowhere"], ["--top_k", "x"])
+        ),
     ],
 )
 def test_what_all_ranks_refuse_is_said_once(text_folder, options):
@@ -773,17 +1040,17 @@ def test_what_all_ranks_refuse_is_said_once(text_folder, options):
 FAULT = """
 import os, sys, time, signal
 sys.path.insert(0, {root!r})
-import generate
+from decoding.engine import Engine
 from cli.main import main
 rank = int(os.environ["RANK"])
 open({pids!r} + str(rank), "w").write(str(os.getpid()))
-step, count = generate.Engine.step, []
+step, count = Engine.step, []
 def counted(*args):
     count.append(1)
     if rank == 1 and len(count) == 10:
         {fault}
     return step(*args)
-generate.Engine.step = counted
+Engine.step = counted
 sys.argv = ["generate.py", *{arguments!r}]
 if rank == 1:
     sys.argv += {more!r}
@@ -792,9 +1059,15 @@ main()
 
 
 def faulty(tmp_path, arguments, fault: str = "pass", more=()):
-    """(seconds, what was printed) of two ranks, the second of which fails; neither may be left behind."""
+    """(seconds, what was printed) of two ranks, the second of which fails; neither may be left
+    behind."""
     script, pids = tmp_path / "fault.py", f"{tmp_path}/pid"
-    values = {"root": str(ROOT), "pids": pids, "arguments": [*map(str, arguments)], "more": [*map(str, more)]}
+    values = {
+        "root": str(ROOT),
+        "pids": pids,
+        "arguments": [*map(str, arguments)],
+        "more": [*map(str, more)],
+    }
     script.write_text(FAULT.format(**values, fault=fault))
     start = time.perf_counter()
     done = launch(script)
@@ -848,16 +1121,33 @@ def test_unequal_folders_and_arguments_are_found(text_folder, tmp_path):
 
 @pytest.mark.ranks
 def test_two_agents_generate_together(text_folder, alone_tokens, tmp_path):
-    """--nnodes=2: two torchrun agents, as on two machines, one rank each; LOCAL_RANK is 0 on both."""
+    """--nnodes=2: two torchrun agents, as on two machines, one rank each; LOCAL_RANK is 0 on
+    both."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+    options = [
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=localhost:{port}",
+    ]
     (tmp_path / "prompts.txt").write_text(STDIN)
-    program = ["generate.py", "--checkpoint", text_folder, *GREEDY, "--json", "--prompt_file", tmp_path / "prompts.txt"]
+    program = [
+        "generate.py",
+        "--checkpoint",
+        text_folder,
+        *GREEDY,
+        "--json",
+        "--prompt_file",
+        tmp_path / "prompts.txt",
+    ]
     command = [str(part) for part in [*TORCHRUN, *options, *program]]
     agents = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in "ab"
     ]
     printed = [agent.communicate(timeout=120) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], printed

@@ -1,5 +1,5 @@
-"""What every rank of a test runs: cases from a JSON file, results of rank 0 into another file. Started by torchrun, or
-called by the test itself as one process for comparison."""
+"""What every rank of a test runs: cases from a JSON file, results of rank 0 into another file.
+Started by torchrun, or called by the test itself as one process for comparison."""
 
 import json
 import sys
@@ -9,19 +9,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
+from steps import token_records
 
 from cli.report import RowStatistics
+from decoding.engine import Engine
 from decoding.kv_8bit import KINDS
 from decoding.sampling import Sampling
+from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
 from drafts.suffix import SuffixDraft
-from generate import Engine, Timing, generate
+from generate import generate
 from loading.checkpoint import load_model
-from quantize import quantized_copy
 from speculative import ModelDraft, layer_subset
 from tp import ALONE, Ranks, join, leave
 from weights.formats import FORMATS, Format, Int8, pack_bits, unpack_bits
-from weights.walker import pack_model
+from weights.walker import pack_model, quantized_copy
 
 
 class Ternary(Format):
@@ -32,7 +34,10 @@ class Ternary(Format):
 
     def quantize(self, w):
         scale = w.abs().mean(1).to(torch.bfloat16)
-        return {"codes": (w / scale.float()[:, None]).round().clamp(-1, 1).to(torch.int8), "scale": scale}
+        return {
+            "codes": (w / scale.float()[:, None]).round().clamp(-1, 1).to(torch.int8),
+            "scale": scale,
+        }
 
     def dequantize(self, parts):
         return parts["codes"].float() * parts["scale"].float()[:, None]
@@ -57,6 +62,8 @@ class Codebook(Format):
 
 class Halved(Int8):
     """Another rounding of a format that takes rows' largest weights, which this one does not."""
+
+    scope = "rows"
 
     def quantize(self, w):
         parts = super().quantize(w / 2)
@@ -99,12 +106,19 @@ def make_drafter(spec: str | None, model, case: dict, ranks: Ranks):
 
 
 def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
-    """Logits (2, 3, V) of a batch of two sequences of three, what both prompts continue with, and how many drafted
-    tokens were reached and accepted, row by row."""
+    """Logits (2, 3, V) of a batch of two sequences of three, what both prompts continue with, and
+    how many drafted tokens were reached and accepted, row by row."""
     if case.get("quantize") in FORKS:
         FORMATS[case["quantize"]] = FORKS[case["quantize"]]
-    options = {"quantize": case.get("quantize"), "head": case.get("head"), "tp": ranks, "pack": False}
-    model = load_model(case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), **options)
+    options = {
+        "quantize": case.get("quantize"),
+        "head": case.get("head"),
+        "tp": ranks,
+        "pack": False,
+    }
+    model = load_model(
+        case["folder"], dtype=getattr(torch, case.get("dtype", "float32")), **options
+    )
     drafter = make_drafter(case.get("drafter"), model, case, ranks)
     pack_model(model, *([drafter.model] if getattr(drafter, "model", None) else []))
     tokens = torch.tensor([[1, 2, 130], [66, 65, 64]])
@@ -112,11 +126,13 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
         logits = model(tokens, torch.arange(3))
     if ranks.rank:  # kernels that round differently, on a scale that shows
         for one in {model, getattr(drafter, "model", None) or model}:
-            one.lm_head.register_forward_hook(lambda _, args, y: y + case.get("noise", 0) * torch.randn_like(y))
+            one.lm_head.register_forward_hook(
+                lambda _, args, y: y + case.get("noise", 0) * torch.randn_like(y)
+            )
     n, sampling = case.get("tokens", 64), Sampling(**case.get("sampling", {"temperature": 0}))
     compile, k = case.get("compile", False), case.get("k", 3)
     kind = KINDS[case.get("cache", "model")]
-    engine = Engine(model, 2, 96, compile=compile, drafter=drafter, speculate_k=k, kind=kind)
+    engine = Engine(model, 2, 96, compile=compile, drafter=drafter, speculate_k=k, cache_type=kind)
     if compile:
         engine.warm_up(sampling.kind)
     if k == "auto":
@@ -126,14 +142,21 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
     with torch.compiler.set_stance("fail_on_recompile" if compile else "default"):
         stops = case.get("stops", ())
         for row, id in generate(
-            model, PROMPTS, sampling=sampling, max_new_tokens=n, engine=engine, stop_ids=stops, seed=11, timing=timing
+            model,
+            PROMPTS,
+            sampling=sampling,
+            max_new_tokens=n,
+            engine=engine,
+            stop_ids=stops,
+            seed=11,
+            timing=timing,
         ):
             found[row].append(id)
     if ranks.world > 1:
         every = [None] * ranks.world
         dist.all_gather_object(every, found)
         assert all(other == found for other in every), f"ranks disagree: {every}"
-    rows = [RowStatistics(row) for row in timing.tokens]
+    rows = [RowStatistics(row) for row in token_records(timing)]
     counts = [(sum(row.reached.values()), sum(row.accepted.values())) for row in rows]
     return {"logits": logits, "tokens": found, "counts": counts}
 
@@ -152,7 +175,9 @@ def main() -> None:
         torch.save(results, sys.argv[2])
     leave()
     threads = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
-    assert not any("gloo" in name for name in threads), f"the group's threads outlive it, and may abort: {threads}"
+    assert not any("gloo" in name for name in threads), (
+        f"the group's threads outlive it, and may abort: {threads}"
+    )
 
 
 if __name__ == "__main__":

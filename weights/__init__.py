@@ -6,7 +6,6 @@
     experts     a layer's experts, packed for a device
     cpu         products on a CPU: oneDNN's layout, activations as 8-bit digits
     gpu         products that a GPU's compiler fuses into one kernel: unpack, multiply, sum
-    rounding    probes for numbers of rows with bitwise equal results
     compiling   settings of the compiler and workarounds for it
 
 Nothing here knows checkpoints, ranks, sampling or decoding.

@@ -1,4 +1,5 @@
-"""Settings of torch's compiler, and the workarounds for it. `compiled` in generate.py calls the compiler.
+"""Settings of torch's compiler, and the workarounds for it. `compiled` in
+decoding/engine.py is the only call of torch.compile.
 
     compile_options             Inductor's settings for decode steps and for prompts
     recompile_options           keep compiled code per `torch.compile` call instead of per function
@@ -6,11 +7,13 @@
     is_small_batch              compare a number of rows that may be dynamic with a bound
     filter_guards               the conditions that compiled code checks before it runs
     probe_vector_isa            find the processor's vector instructions in the background
-    register_handle             a number for a module that the compiler cannot trace; module_of returns the module
+    register_handle             a number for a module that the compiler cannot trace; module_of
+                                returns the module
 
-Three workarounds stand where they act: `Block.forward` is a nested region, so that one block is compiled for all
-layers; `Linear.forward` flattens before a bias; `ModelRunner` keeps a position of slack and never runs one position of
-a prompt alone. benchmarks/NOTES.md has the time that each saves.
+Three workarounds stand where they act: `Block.forward` is a nested region, so that one block is
+compiled for all layers; `Linear.forward` flattens before a bias; `ModelRunner` keeps a position of
+slack and never runs one position of a prompt alone. benchmarks/NOTES.md has the time that each
+saves.
 """
 
 import functools
@@ -23,15 +26,21 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-# A value that is read more than twice is stored, so that RMSNorm is not recomputed for each output of a product. The
-# other two bounds are far above Inductor's own, with which a kernel that unpacks sixteen codes at once writes half of
-# its sums to memory.
-ONE_KERNEL = {"realize_reads_threshold": 2, "realize_acc_reads_threshold": 200, "realize_opcount_threshold": 400}
+# A value that is read more than twice is stored, so that RMSNorm is not recomputed for each output
+# of a product. The other two bounds are far above Inductor's own, with which a kernel that unpacks
+# sixteen codes at once writes half of its sums to memory.
+ONE_KERNEL = {
+    "realize_reads_threshold": 2,
+    "realize_acc_reads_threshold": 200,
+    "realize_opcount_threshold": 400,
+}
 
-# Coordinate descent also turns a product of one row into a multiplication and a sum, fused with the operations around.
+# Coordinate descent also turns a product of one row into a multiplication and a sum, fused with the
+# operations around.
 GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
 
-# Inductor's checks of sizes and alignment take 4 % of SmolLM2's step on a CPU. A CUDA graph replays without them.
+# Inductor's checks of sizes and alignment take 4 % of SmolLM2's step on a CPU. A CUDA graph replays
+# without them.
 UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 
 MAX_VARIANTS = 256  # compiled variants of one function: engines, kinds of sampling, draft lengths
@@ -44,7 +53,8 @@ _modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDicti
 
 
 def register_handle(module: nn.Module) -> Tensor:
-    """A number for a module that the compiler cannot trace: compiled code passes it to an operator of LIBRARY."""
+    """A number for a module that the compiler cannot trace: compiled code passes it to an operator
+    of LIBRARY."""
     handle = next(_handles)
     _modules[handle] = module
     return torch.tensor(handle)
@@ -56,10 +66,12 @@ def module_of(handle: Tensor) -> nn.Module:
 
 
 def recompile_options() -> dict[str, bool]:
-    """Arguments of `torch.compile` for a function that is compiled anew for each engine, kind and draft length.
+    """Arguments of `torch.compile` for a function that is compiled anew for each engine, kind and
+    draft length.
 
-    torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per call; older versions
-    get a higher limit, and `compile_options` adds an option that differs from call to call.
+    torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per
+    call; older versions get a higher limit, and `compile_options` adds an option that differs from
+    call to call.
     """
     if CAN_ISOLATE:
         return {"isolate_recompiles": True}
@@ -73,7 +85,8 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def is_small_batch(num_rows: int, max_rows: int) -> bool:
-    """Are these at most `max_rows` rows? False for compiled prompts: their number of rows is dynamic."""
+    """Are these at most `max_rows` rows? False for compiled prompts: their number of rows is
+    dynamic."""
     if not torch.compiler.is_compiling():
         return num_rows <= max_rows
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # here: imports sympy
@@ -82,32 +95,41 @@ def is_small_batch(num_rows: int, max_rows: int) -> bool:
 
 
 def filter_guards(guards: list) -> list[bool]:
-    """True for each condition to check before every call: sizes and types of the argument tensors, and conditions on
-    dynamic dimensions. The others guard modules, globals and settings, which an engine does not change. They are 1,450
-    checks and a tenth of a CPU's step for a model with 30 layers; without them the thread count may change too."""
+    """True for each condition to check before every call: sizes and types of the argument tensors,
+    and conditions on dynamic dimensions. The others guard modules, globals and settings, which an
+    engine does not change. They are 1,450 checks and a tenth of a CPU's step for a model with 30
+    layers; without them the thread count may change too."""
     return [
         guard.guard_type == "SHAPE_ENV"
-        or (guard.guard_type == "TENSOR_MATCH" and not re.search(r"_buffers|_parameters|^G\[", guard.name))
+        or (
+            guard.guard_type == "TENSOR_MATCH"
+            and not re.search(r"_buffers|_parameters|^G\[", guard.name)
+        )
         for guard in guards
     ]
 
 
 def compile_options(device: torch.device, prompts: bool) -> dict[str, object]:
-    """Inductor's settings for steps, or for prompts, which have too many lengths for CUDA graphs."""
+    """Inductor's settings for steps, or for prompts, which have too many lengths for CUDA
+    graphs."""
     if device.type == "cpu":
         probe_vector_isa()
     options = torch._inductor.list_mode_options("default" if prompts else "reduce-overhead")
     gpu_options = GPU_OPTIONS if device.type == "cuda" and not prompts else {}
-    # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads this folder, because
-    # Inductor's debug traces are off, and no key of torch's caches depends on it.
+    # Before 2.13, two calls of torch.compile with equal options share compiled code. Nothing reads
+    # this folder, because Inductor's debug traces are off, and no key of torch's caches depends on
+    # it.
     isolating_options = {} if CAN_ISOLATE else {"trace.debug_dir": f"call-{next(_call_numbers)}"}
-    return options | UNCHECKED | {"guard_filter_fn": filter_guards} | isolating_options | gpu_options
+    return (
+        options | UNCHECKED | {"guard_filter_fn": filter_guards} | isolating_options | gpu_options
+    )
 
 
 @functools.cache
 def probe_vector_isa() -> None:
-    """Find in a thread, during tracing, the vector instructions that generated C++ may use. torch would do so later and
-    wait 1.3 s for ten short programs. The result is cached for this process alone."""
+    """Find in a thread, during tracing, the vector instructions that generated C++ may use. torch
+    would do so later and wait 1.3 s for ten short programs. The result is cached for this process
+    alone."""
     from torch._inductor import cpu_vec_isa  # here: as slow to import as the rest of torch
 
     threading.Thread(target=cpu_vec_isa.valid_vec_isa_list, daemon=True).start()

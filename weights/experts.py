@@ -1,11 +1,14 @@
-"""A layer's experts (model.Mixture), packed for a device.
+"""A layer's experts (model.Experts), packed for a device.
 
-    pack_experts     replaces every Mixture of a model, the last step of loading
-    HostMixture      on a CPU: runs the chosen experts one by one, a single operator for the compiler
-    StackedMixture   on a GPU: stacks the matrices of all experts; never waits for the host, never recompiles
+    pack_experts     replaces every Experts of a model, the last step of loading
+    HostMixture      on a CPU: runs the chosen experts one by one, a single operator for the
+                     compiler
+    StackedMixture   on a GPU: stacks the matrices of all experts; never waits for the host, never
+                     recompiles
     Stack            one matrix of every expert, and the products of chosen experts
 
-A decode step reads the chosen experts only. On a GPU their rows are gathered and unpacked inside the product.
+A decode step reads the chosen experts only. On a GPU their rows are gathered and unpacked inside
+the product.
 """
 
 import torch
@@ -16,14 +19,26 @@ from weights import formats
 from weights.compiling import LIBRARY, is_small_batch, module_of, register_handle
 from weights.formats import release_memory
 
-MAX_KERNEL_ROWS = 16  # rows of x up to which the chosen experts' weights are gathered; more rows are grouped by expert
+# Up to this many rows gather the chosen experts' weights; more rows are grouped by expert.
+MAX_KERNEL_ROWS = 16
+
+# Formats whose chosen codes a kernel reads. A subclass may give codes or scales another meaning, so
+# that it computes with dequantized weights.
+WORD_FORMATS = (formats.Int4, formats.Mx)
+READ_FORMATS = (
+    *WORD_FORMATS,
+    formats.Symmetric,
+    formats.Int8,
+    formats.Fp8,
+)
 
 LIBRARY.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
 
 
 @torch.library.impl(LIBRARY, "mixture", "CPU")
 def _mixture(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
-    return module_of(handle).mixture(x.contiguous(), logits.contiguous())  # Inductor chooses strides
+    # Inductor chooses the inputs' strides.
+    return module_of(handle).mixture(x.contiguous(), logits.contiguous())
 
 
 @torch.library.register_fake("quickdraft::mixture")
@@ -32,8 +47,9 @@ def _like_x(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
 
 
 class HostMixture(nn.Module):
-    """A Mixture for a CPU. Compiled code routes, weights and sums inside one operator, which finds the mixture by its
-    handle, so that a row has the same bits compiled or not, alone or in a batch."""
+    """Experts for a CPU. Compiled code routes, weights and sums inside one operator, which finds
+    the mixture by its handle, so that a row has the same bits compiled or not, alone or in a
+    batch."""
 
     is_packed = True
 
@@ -49,104 +65,126 @@ class HostMixture(nn.Module):
 
 
 class Stack(nn.Module):
-    """One matrix of every expert, stacked: parts (experts, rows of a part, …), and the products of chosen experts.
+    """One matrix of every expert, stacked: parts (experts, rows of a part, …), and the products of
+    chosen experts.
 
-    Codes of groups are stored as 32-bit words, which a GPU's thread unpacks by shifts (weights/gpu.py).
+    Codes of groups are stored as 32-bit words, which a GPU's thread unpacks by shifts
+    (weights/gpu.py).
     """
 
     is_packed = True
 
     def __init__(self, linears: list[nn.Module]):
-        from weights import gpu
-
         super().__init__()
         first = linears[0]
-        self.in_features, self.out_features = first.in_features, first.out_features * len(linears)
+        self.in_features = first.in_features
+        self.out_features = first.out_features * len(linears)
         self.scheme = getattr(first, "scheme", None)
-        self.format = formats.FORMATS[self.scheme] if self.scheme else None
-        # A subclass may give words or scales another meaning, so that it computes with dequantized weights.
-        self.uses_words = type(self.format) in (formats.Int4, formats.Mx)
-        if len({getattr(linear, "scheme", None) for linear in linears}) > 1:
-            raise ValueError("experts of a layer are stored in several formats; on a GPU all of them need the same")
-        names = [*first.parts()] if self.scheme else ["weight"]
+        self.format = formats.FORMATS.get(self.scheme)
+        self.uses_words = type(self.format) in WORD_FORMATS
+        self.reads_codes = type(self.format) in READ_FORMATS
+        if any(getattr(linear, "scheme", None) != self.scheme for linear in linears):
+            reason = "on a GPU all of them need the same"
+            raise ValueError(f"experts of a layer are stored in several formats; {reason}")
         self.register_parameter("bias", None)
-        for name in [*names, "bias"] if first.bias is not None else names:
-            stack = None  # filled one by one: each part is freed before the next is made
-            for number, linear in enumerate(linears):
-                part = getattr(linear, name).detach()
-                if name == "codes" and self.uses_words:
-                    part = gpu.pack_words(part, self.format.bits, self.format.group)
-                stack = part.new_empty(len(linears), *part.shape) if stack is None else stack
-                stack[number] = part
-                linear.register_parameter(name, None)
-            self.register_parameter(name, nn.Parameter(stack, False))
+        names = first.parts() if self.scheme else ["weight"]
+        for name in names:
+            self.move(linears, name)
+        if first.bias is not None:
+            self.move(linears, "bias")
         release_memory()
 
-    def weights(self, dtype: torch.dtype, expert: Tensor | None = None) -> Tensor:
-        """The weights (experts, out, in) of these experts, or of all."""
-        names = self.format.shapes(1, self.in_features) if self.scheme else ("weight",)
-        parts = {name: getattr(self, name) if expert is None else getattr(self, name)[expert] for name in names}
-        if not self.scheme:
-            return parts["weight"].to(dtype)
-        w = self.unpack({name: part.flatten(0, 1) for name, part in parts.items()})
-        return w.unflatten(0, (len(parts["codes"]), -1)).to(dtype)
-
-    def unpack(self, parts: dict[str, Tensor]) -> Tensor:
-        """Parts of n rows -> float32 (n, in)."""
-        if not self.uses_words:
-            return self.format.dequantize(parts)
+    def move(self, linears: list[nn.Module], name: str) -> None:
+        """Stack a parameter of all Linears, one by one: each part is freed before the next is
+        made."""
         from weights import gpu
 
-        codes = gpu.in_order(gpu.unpack_words(parts["codes"], self.format.bits), self.format.group)
-        if isinstance(self.format, formats.Mx):
-            return self.format.weights(codes, parts["scale"])
-        return self.format.weights(codes, parts["scale"].float(), parts["zero"].float())
+        stack = None
+        for number, linear in enumerate(linears):
+            part = getattr(linear, name).detach()
+            if name == "codes" and self.uses_words:
+                part = gpu.pack_words(part, self.format.bits, self.format.group)
+            if stack is None:
+                stack = part.new_empty(len(linears), *part.shape)
+            stack[number] = part
+            linear.register_parameter(name, None)
+        self.register_parameter(name, nn.Parameter(stack, False))
+
+    def chosen(self, expert: Tensor | slice) -> dict[str, Tensor]:
+        """The parts of these experts."""
+        names = self.format.shapes(1, self.in_features)
+        return {name: getattr(self, name)[expert] for name in names}
+
+    def weights(self, dtype: torch.dtype, expert: Tensor | slice = slice(None)) -> Tensor:
+        """The weights (experts, out, in) of these experts, or of all."""
+        if not self.scheme:
+            return self.weight[expert].to(dtype)
+        parts = {}
+        for name, part in self.chosen(expert).items():
+            parts[name] = part.flatten(0, 1)  # (experts, out, …) -> (experts * out, …)
+        if self.uses_words:
+            from weights import gpu
+
+            w = gpu.decode_words(self.format, parts)  # (experts * out, in)
+        else:
+            w = self.format.dequantize(parts)
+        w = w.unflatten(0, (-1, self.codes.size(1)))  # (experts, out, in)
+        return w.to(dtype)
 
     def multiply_gathered(self, x: Tensor, expert: Tensor) -> Tensor:
-        """x (n, in), each row times the matrix of its expert (n,) -> (n, out). Compiled, it is one kernel that reads
-        the stored parts of the chosen experts."""
+        """x (n, in), each row times the matrix of its expert (n,) -> (n, out). Compiled, it is one
+        kernel that reads the stored parts of the chosen experts."""
         from weights import gpu
 
-        if self.uses_words:
-            words = self.codes[expert]  # (n, out, words)
-            codes = [c.view(*words.shape[:2], -1) for c in gpu.unpack_words(words.flatten(0, 1), self.format.bits)]
-            scale, zero = self.scale[expert], None  # (n, out, in / g)
-            if isinstance(self.format, formats.Mx):
-                values, scale = [self.format.elements(code) for code in codes], formats.power_of_two(scale)
-            else:
-                values, scale = [(code - self.format.center).float() for code in codes], scale.float()
-                zero = self.zero[expert].float()
-            factor = getattr(self.format, "factor", 1.0)
-            y = gpu.paired_sums(values, x, self.format.group, scale, factor=factor, zero=zero)
-        elif type(self.format) in (formats.Int8, formats.Fp8):
-            scale = self.scale[expert].float()[..., None]  # (n, out, 1)
-            y = gpu.paired_sums([self.codes[expert].float()], x, x.size(1), scale)
-        elif type(self.format) in (formats.Int8Groups, formats.Fp8Groups) and x.size(1) % self.format.group == 0:
-            y = gpu.paired_sums([self.codes[expert].float()], x, self.format.group, self.scale[expert].float())
+        format = self.format
+        n_inputs = x.size(1)
+        group = getattr(format, "group", 0) or n_inputs
+        if not self.reads_codes or n_inputs % group:
+            values = self.weights(torch.float32, expert)
+            y = gpu.paired_sums([values], x, n_inputs)
         else:
-            y = gpu.paired_sums([self.weights(torch.float32, expert)], x, x.size(1))
-        return y if self.bias is None else y + self.bias[expert]
+            parts = self.chosen(expert)
+            n, out, _ = parts["codes"].shape  # (n, out, in), or words
+            codes = [parts["codes"]]
+            if self.uses_words:
+                words = parts["codes"].flatten(0, 1)  # (n * out, words)
+                codes = gpu.unpack_words(words, format.bits)
+            values = [format.elements(code) for code in codes]
+            values = [value.view(n, out, -1) for value in values]
+            scale = format.group_scale(parts)
+            scale = scale.view(n, out, -1)
+            zero = parts.get("zero")
+            y = gpu.paired_sums(values, x, group, scale, factor=format.factor, zero=zero)
+        return self.add_bias(y, expert)
+
+    def add_bias(self, y: Tensor, expert: Tensor) -> Tensor:
+        if self.bias is None:
+            return y
+        return y + self.bias[expert]
 
     def multiply_grouped(self, x: Tensor, group_ends: Tensor, expert: Tensor) -> Tensor:
-        """x (n, in), sorted by expert (n,), the rows of expert e ending before group_ends[e] -> (n, out)."""
+        """x (n, in), sorted by expert (n,), the rows of expert e ending before group_ends[e] -> (n,
+        out)."""
+        weights = self.weights(x.dtype)  # (experts, out, in)
         if has_grouped_product(x):
-            y = F.grouped_mm(x, self.weights(x.dtype).mT, offs=group_ends)
+            y = F.grouped_mm(x, weights.mT, offs=group_ends)
         else:  # every expert multiplies all rows, with zeros for other experts' rows
-            y = sum(
-                F.linear(torch.where((expert == number)[:, None], x, 0), weight)
-                for number, weight in enumerate(self.weights(x.dtype))
-            )
-        return y if self.bias is None else y + self.bias[expert]
+            y = 0
+            for number, weight in enumerate(weights):
+                is_chosen = (expert == number)[:, None]  # (n, 1)
+                rows = torch.where(is_chosen, x, 0)
+                y = y + F.linear(rows, weight)
+        return self.add_bias(y, expert)
 
 
 def has_grouped_product(x: Tensor) -> bool:
-    """Does this device have a grouped product that reads the sizes of its groups itself? In dtypes other than bfloat16
-    torch reads them on the host."""
+    """Does this device have a grouped product that reads the sizes of its groups itself? In dtypes
+    other than bfloat16 torch reads them on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class StackedMixture(nn.Module):
-    """A Mixture for a GPU."""
+    """Experts for a GPU."""
 
     is_packed = True
 
@@ -154,35 +192,48 @@ class StackedMixture(nn.Module):
         super().__init__()
         self.gate_up = Stack([expert.gate_up for expert in mixture])
         self.down = Stack([expert.down for expert in mixture])
-        del mixture[1:]  # the first expert keeps the activation function of all, without its matrices
+        # The first expert stays, without its matrices, for its activation function.
+        del mixture[1:]
         mixture[0].gate_up = mixture[0].down = None
         self.mixture = mixture
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         top_experts, weight = self.mixture.route(logits)  # (N, k) each
-        gated, (N, k) = self.mixture[0].gated, top_experts.shape
+        N, k = top_experts.shape
+        gated = self.mixture[0].gated
         expert = top_experts.flatten()  # (N * k,)
         if torch.compiler.is_compiling() and is_small_batch(N, MAX_KERNEL_ROWS):
-            rows = x[:, None].expand(N, k, x.size(1)).flatten(0, 1)  # (N * k, D)
-            y = self.down.multiply_gathered(gated(self.gate_up.multiply_gathered(rows, expert)), expert)
+            rows = x[:, None].expand(N, k, x.size(1))
+            rows = rows.flatten(0, 1)  # (N * k, D)
+            y = self.gate_up.multiply_gathered(rows, expert)
+            y = self.down.multiply_gathered(gated(y), expert)
         else:
             order = expert.argsort(stable=True)
             expert = expert[order]
             experts = torch.arange(logits.size(1), device=x.device)
-            group_ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)  # (experts,)
-            y = self.gate_up.multiply_grouped(x[order // k], group_ends, expert)
-            y = self.down.multiply_grouped(gated(y), group_ends, expert)[order.argsort()]
-        return (y.view(N, k, -1).float() * weight[..., None]).sum(1).to(x.dtype)  # (N, k, D) -> (N, D)
+            group_ends = torch.searchsorted(expert, experts, right=True)  # (experts,)
+            group_ends = group_ends.to(torch.int32)
+            rows = x[order // k]  # (N * k, D)
+            y = self.gate_up.multiply_grouped(rows, group_ends, expert)
+            y = self.down.multiply_grouped(gated(y), group_ends, expert)
+            y = y[order.argsort()]
+        y = y.view(N, k, -1).float()
+        weighted = y * weight[..., None]  # (N, k, D)
+        return weighted.sum(1).to(x.dtype)
 
 
 @torch.no_grad()
 def pack_experts(model: nn.Module) -> None:
-    """Replace each Mixture, a module with a method `route`, by its packed form. On a GPU its Linears must not be packed
-    yet; on a CPU they may be packed before or after."""
+    """Replace each Experts, a module with a method `route`, by its packed form. On a GPU its
+    Linears must not be packed yet; on a CPU they may be packed before or after."""
     for layer in model.modules():
         mixture = getattr(layer, "experts", None)
-        if hasattr(mixture, "route"):
-            on_cpu = next(mixture.parameters()).device.type in ("cpu", "meta")
-            layer.experts = (HostMixture if on_cpu else StackedMixture)(mixture)
-            layer.experts._forward_hooks.update(mixture._forward_hooks)  # tensor parallelism's collectives
-            mixture._forward_hooks.clear()
+        if not hasattr(mixture, "route"):
+            continue
+        device = next(mixture.parameters()).device
+        on_host = device.type in ("cpu", "meta")
+        packed = HostMixture(mixture) if on_host else StackedMixture(mixture)
+        # Tensor parallelism's collectives.
+        packed._forward_hooks.update(mixture._forward_hooks)
+        mixture._forward_hooks.clear()
+        layer.experts = packed

@@ -1,80 +1,130 @@
 """Linears that own their weights in a stored form.
 
-    QuantizedLinear                      a Linear that owns the parts of a format: from_float, shard, pack
+    QuantizedLinear                      a Linear that owns the parts of a format: from_float,
+                                         shard, pack
     Int8Linear, Int4Linear, MxLinear     its subclasses with a kernel that reads the codes
     QuantizedEmbedding                   rows of a tied, quantized head
     PackedLinear                         plain weights in a CPU kernel's layout
 
-Stored parts are the same for every device. Packed forms depend on the device and are never sharded or saved.
+Stored parts are the same for every device. Packed forms depend on the device and are never sharded
+or saved.
 """
 
 import functools
 import math
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from exact.products import ROW_COUNTS, RowSplit, find_kernel_split
 from weights import cpu, formats
 from weights.compiling import is_small_batch, register_handle
-from weights.cpu import PackedInt8, PackedWeights, multiply_in_parts
-from weights.formats import FORMATS, dequantize_tensor, format_of, quantize_tensor, release_memory, row_chunks
+from weights.cpu import PackedInt8, PackedWeights
+from weights.formats import (
+    FORMATS,
+    dequantize_tensor,
+    format_of,
+    quantize_tensor,
+    release_memory,
+    row_chunks,
+)
 
-MAX_KERNEL_ROWS = 16  # rows of x up to which a kernel that reads the codes beats unpacking and a plain product
+# Rows of x up to which a kernel that reads the codes beats unpacking and a plain product.
+MAX_KERNEL_ROWS = 16
 FUSING_DEVICE = "cuda"  # its compiler fuses unpacking, multiplying and summing into one kernel
 KERNEL_LANES = 16  # inputs that a CPU's int8 kernel reads at once, even beyond a row's end
 KERNEL_CENTER = 8  # the code that aten's int4 kernels take for zero
 
 
-class QuantizedLinear(nn.Module):
-    """A Linear that owns its stored parts, which are parameters, and computes with the weights that they encode.
+class RowsLinear(nn.Module):
+    """A Linear by its `product` of rows x (M, in) -> (M, out), without bias."""
 
-    Until `pack`, every product unpacks the weights. This class has no kernel that reads codes: packed for a CPU it
-    holds the weights in the activations' dtype. Compiled for a GPU, a product of a few rows is one kernel with the
-    unpacking.
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        y = self.product(rows).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedLinear(RowsLinear):
+    """A Linear that owns its stored parts, which are parameters, and computes with the weights that
+    they encode.
+
+    Until `pack`, every product unpacks the weights. This class has no kernel that reads codes:
+    packed for a CPU it holds the weights in the activations' dtype. Compiled for a GPU, a product
+    of a few rows is one kernel with the unpacking.
     """
 
     has_embedding = False  # does an embedding read rows of the stored parts?
     is_packed = False
     expanded_bytes = 0  # bytes that a product reads beyond the size of the stored parts
-    row_counts: Sequence[int] = ()  # numbers of rows with bitwise equal rows in `kernel`, for classes that have one
+    # The numbers of rows in which `kernel` multiplies, for subclasses that have one.
+    row_split = RowSplit()
 
-    def __init__(self, in_features: int, out_features: int, scheme: str, bias: bool = False, device=None, dtype=None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: str,
+        bias: bool = False,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         formats.check_columns(scheme, in_features, "Linear")
-        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
-        self.format, self.dtype = FORMATS[scheme], dtype or torch.get_default_dtype()  # of activations
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.format = FORMATS[scheme]
+        self.dtype = dtype or torch.get_default_dtype()  # of activations
         self.packed: PackedWeights | None = None
-        for name, (shape, part_dtype) in self.format.shapes(out_features, in_features).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=part_dtype, device=device), False))
-        bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), False) if bias else None
-        self.register_parameter("bias", bias)
+        shapes = self.format.shapes(out_features, in_features)
+        if bias:
+            shapes["bias"] = ((out_features,), dtype)
+        for name, (shape, part_dtype) in shapes.items():
+            part = torch.empty(shape, dtype=part_dtype, device=device)
+            self.register_parameter(name, nn.Parameter(part, False))
+        if not bias:
+            self.register_parameter("bias", None)
 
     @staticmethod
     def empty(in_features: int, out_features: int, scheme: str, **options) -> "QuantizedLinear":
         """A Linear of the class with the scheme's kernel, without initial values."""
-        return KERNELS.get(type(format_of(scheme)), QuantizedLinear)(in_features, out_features, scheme, **options)
+        kernel = KERNELS.get(type(format_of(scheme)), QuantizedLinear)
+        return kernel(in_features, out_features, scheme, **options)
 
     @classmethod
     def empty_like(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
         """The same with the shape, device and dtype of `linear`."""
-        dtype = linear.dtype if isinstance(linear, QuantizedLinear) else linear.weight.dtype
-        options = {"bias": linear.bias is not None, "device": next(linear.parameters()).device, "dtype": dtype}
-        return cls.empty(linear.in_features, linear.out_features, scheme, **options)
+        is_quantized = isinstance(linear, QuantizedLinear)
+        return cls.empty(
+            linear.in_features,
+            linear.out_features,
+            scheme,
+            bias=linear.bias is not None,
+            device=next(linear.parameters()).device,
+            dtype=linear.dtype if is_quantized else linear.weight.dtype,
+        )
 
     @classmethod
+    @torch.no_grad()
     def from_float(
-        cls, linear: "nn.Linear | QuantizedLinear", scheme: str, parts: dict[str, Tensor] | None = None
+        cls,
+        linear: "nn.Linear | QuantizedLinear",
+        scheme: str,
+        parts: dict[str, Tensor] | None = None,
     ) -> "QuantizedLinear":
-        """`linear` quantized, or quantized anew, and not packed. `parts` replace rounding to the nearest code."""
+        """`linear` quantized, or quantized anew, and not packed. `parts` replace rounding to the
+        nearest code."""
         if parts is None:
             is_quantized = isinstance(linear, QuantizedLinear)
             weight = linear.dequantized(torch.float32) if is_quantized else linear.weight.detach()
             parts = quantize_tensor(weight, scheme)
         quantized = cls.empty_like(linear, scheme)
-        quantized.fill(slice(None), parts if linear.bias is None else parts | {"bias": linear.bias})
+        quantized.fill(slice(None), parts)
+        if linear.bias is not None:
+            quantized.bias.copy_(linear.bias)
         return quantized
 
     def parts(self) -> dict[str, Tensor]:
@@ -85,30 +135,27 @@ class QuantizedLinear(nn.Module):
     def fill(self, rows: slice, parts: dict[str, Tensor]) -> None:
         """Copy the parts of these rows into the parameters."""
         for name, part in parts.items():
-            getattr(self, name)[rows] = part.to(getattr(self, name).device)
-
-    def check_part(self, name: str, part: Tensor) -> None:
-        """ValueError for a stored scale or zero that is not finite."""
-        if name.endswith(".codes"):
-            return
-        is_exponent = isinstance(self.format, formats.Mx) and part.dtype == torch.uint8
-        if (part == formats.E8M0_NAN).any() if is_exponent else not part.float().isfinite().all():
-            raise ValueError(f"{name}: holds NaN or infinity")
+            getattr(self, name)[rows] = part
 
     def shard(self, dim: int, rank: int, world: int) -> "QuantizedLinear":
-        """The shard of rank `rank` of `world`: output rows (dim 0), or inputs in full groups (dim 1) with the bias on
-        rank 0 alone. A scale per row stays that of the full row. ValueError for sizes that do not divide."""
+        """The shard of rank `rank` of `world`: output rows (dim 0), or inputs in full groups (dim
+        1) with the bias on rank 0 alone. A scale per row stays that of the full row. ValueError for
+        sizes that do not divide."""
         check_unpacked(self, "sharded")
-        sizes, group = [self.out_features, self.in_features], (self.format.group or 1) if dim else 1
+        sizes = [self.out_features, self.in_features]
+        group = max(1, self.format.group) if dim == 1 else 1
         if sizes[dim] % (world * group):
-            message = f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
-            raise ValueError(f"{message} ({self.scheme})")
+            raise ValueError(
+                f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
+                f" ({self.scheme})"
+            )
         sizes[dim] //= world
         has_bias = self.bias is not None and (dim == 0 or rank == 0)
         options = {"bias": has_bias, "device": self.codes.device, "dtype": self.dtype}
         sharded = self.empty(sizes[1], sizes[0], self.scheme, **options)
-        for name, part in (self.parts() | ({"bias": self.bias} if has_bias else {})).items():
-            is_full = part.shape[dim : dim + 1] == getattr(sharded, name).shape[dim : dim + 1]  # () for a row's scales
+        for name, target in sharded.named_parameters():
+            part = getattr(self, name)
+            is_full = part.shape[dim : dim + 1] == target.shape[dim : dim + 1]  # a row's scale too
             sharded.fill(slice(None), {name: part if is_full else part.chunk(world, dim)[rank]})
         return sharded
 
@@ -118,7 +165,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Build the kernel's form for activations of `dtype`: the last step of loading, after all parts are filled."""
+        """Build the kernel's form for activations of `dtype`: the last step of loading, after all
+        parts are filled."""
         if not self.is_packed:
             self.prepack()
             self.is_packed = True
@@ -126,90 +174,103 @@ class QuantizedLinear(nn.Module):
 
     def prepack(self) -> None:
         """`pack` for this class's kernel."""
+        effect = "weights are unpacked for every product: slow"
         if self.codes.device.type == "cpu":
             weight = self.dequantized(self.dtype)
             self.packed = cpu.prepack_weight(weight)
             self.expanded_bytes = weight.nbytes - sum(part.nbytes for part in self.parts().values())
             self.free(*self.parts())
+            effect = f"weights are held in {str(self.dtype).removeprefix('torch.')} instead"
         if self.codes.device.type != "cuda":
-            warn_no_kernel(self.scheme, self.dtype, self.packed is not None)
+            warn_no_kernel(self.scheme, effect)
 
     @property
     def batch_invariant_rows(self) -> int:
         """The largest number of rows for which a row's result depends on the row alone."""
-        return self.packed.batch_invariant_rows if self.packed is not None else cpu.ANY_ROWS if self.row_counts else 0
+        row_split = self.row_split if self.packed is None else self.packed.row_split
+        return row_split.batch_invariant_rows
 
     def free(self, *names: str) -> None:
-        """Free parts that the kernel holds in its own form, unless an embedding reads them. The parameters stay on the
-        meta device with name, shape and dtype."""
-        for name in () if self.has_embedding else names:
+        """Free parts that the kernel holds in its own form, unless an embedding reads them. The
+        parameters stay on the meta device with name, shape and dtype."""
+        if self.has_embedding:
+            return
+        for name in names:
             self.register_parameter(name, nn.Parameter(getattr(self, name).to("meta"), False))
 
-    def use_kernel(self, row_counts: Sequence[int], kernel_outputs: int) -> None:
-        """Let `multiply` run `kernel` on a CPU in parts of row_counts, which round alike."""
-        self.row_counts, self.kernel_outputs = row_counts, kernel_outputs
+    def use_kernel(self, row_split: RowSplit, kernel_outputs: int) -> None:
+        """Let `multiply` run `kernel` on a CPU."""
+        self.row_split = row_split
+        self.kernel_outputs = kernel_outputs
         self.register_buffer("handle", register_handle(self), persistent=False)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x (M, in) -> (M, kernel_outputs) by `kernel`, in parts with bitwise equal rows."""
-        if is_small_batch(x.size(0), max(self.row_counts, default=0)) or not torch.compiler.is_compiling():
-            return multiply_in_parts(self.kernel, x, self.row_counts)
+        """x (M, in) -> (M, kernel_outputs) by `kernel`."""
+        max_rows = max(self.row_split.row_counts, default=0)
+        if is_small_batch(x.size(0), max_rows) or not torch.compiler.is_compiling():
+            return self.row_split.multiply(self.kernel, x)
         return torch.ops.quickdraft.packed_product(x, self.handle, self.kernel_outputs, x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out), without bias."""
         if self.packed is not None:
             return self.packed(x)
-        return self.fused_product(x) if is_fused(x) else F.linear(x, self.dequantized(x.dtype))
+        if is_fused(x):
+            return self.fused_product(x)
+        return F.linear(x, self.dequantized(x.dtype))
 
     def fused_product(self, x: Tensor) -> Tensor:
         """`product` of a few rows, in operations that a compiler fuses into one kernel."""
         from weights import gpu
 
-        if isinstance(self.format, formats.PerRow):
+        if isinstance(self.format, formats.Symmetric) and not self.format.group:
             return gpu.row_sums(self.codes.float(), x, self.scale.float())
         return gpu.row_sums(self.format.dequantize(self.parts()), x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
 
 
 def is_fused(x: Tensor) -> bool:
     """Is this a product of few rows (M, in) in code compiled for a GPU?"""
     return (
-        torch.compiler.is_compiling() and x.device.type == FUSING_DEVICE and is_small_batch(x.size(0), MAX_KERNEL_ROWS)
+        torch.compiler.is_compiling()
+        and x.device.type == FUSING_DEVICE
+        and is_small_batch(x.size(0), MAX_KERNEL_ROWS)
     )
 
 
 @functools.cache
-def warn_no_kernel(scheme: str, dtype: torch.dtype, is_unpacked: bool) -> None:
-    name = str(dtype).removeprefix("torch.")
-    effect = f"weights are held in {name} instead" if is_unpacked else "weights are unpacked for every product: slow"
+def warn_no_kernel(scheme: str, effect: str) -> None:
+    """One line on stderr for each scheme."""
     print(f"the matrices in {scheme}: no kernel here reads them; {effect}", file=sys.stderr)
 
 
 class Int8Linear(QuantizedLinear):
-    """A Linear of int8 codes with a scale per row, factored out of the product: y = (x @ codes.T) * scale.
+    """A Linear of int8 codes with a scale per row, factored out of the product: y = (x @ codes.T) *
+    scale.
 
-    On a CPU large weights multiply in integers, with float32 scales; rounding x loses less than rounding the result
-    (see `to_digits`). All other products take scales in the activations' dtype: bfloat16 rounds a float32 scale
-    (int8-float32) by 2^-9, half a last bit of the result. float16 can hold neither scales below 6e-5 nor products of
-    codes above 65,504: there the float32 scale multiplies the codes instead of the product.
+    On a CPU large weights multiply in integers, with float32 scales; rounding x loses less than
+    rounding the result (see `to_digits`). All other products take scales in the activations' dtype:
+    bfloat16 rounds a float32 scale (int8-float32) by 2^-9, half a last bit of the result. float16
+    can hold neither scales below 6e-5 nor products of codes above 65,504: there the float32 scale
+    multiplies the codes instead of the product.
     """
 
     def prepack(self):
         on_cpu = self.codes.device.type == "cpu"
         if PackedInt8.is_faster(self.codes):
-            self.packed = PackedInt8(self.codes, self.scale)
+            self.packed = cpu.prepack_int8(self.codes, self.scale)
             self.free("codes")
         elif on_cpu and self.in_features % KERNEL_LANES:
             super().prepack()
-        else:  # Cast here: Inductor's lowering does not take a scale that is computed inside the compiled product.
+        else:
+            # Cast here: Inductor's lowering takes no scale that is computed inside the product.
             dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
             self.register_buffer("kernel_scale", self.scale.to(dtype), persistent=False)
             if on_cpu:
-                self.use_kernel(cpu.int8_row_counts(dtype, torch.get_num_threads()), self.out_features)
+                threads = torch.get_num_threads()
+                row_split = find_kernel_split(
+                    cpu.int8_product_of_ones, dtype, ROW_COUNTS[:10], threads
+                )
+                self.use_kernel(row_split, self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
         if isinstance(self.packed, PackedInt8):
@@ -228,24 +289,26 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int4Linear(QuantizedLinear):
-    """A Linear of int4 codes, for aten's kernels: w = (code - 8) * scale + zero. On a CPU the number of rows must be a
-    multiple of 16, on CUDA the activations must be bfloat16.
+    """A Linear of int4 codes, for aten's kernels: w = (code - 8) * scale + zero. On a CPU the
+    number of rows must be a multiple of 16, on CUDA the activations must be bfloat16.
 
-    The kernels take scale and zero in the activations' dtype. bfloat16 rounds float32 ones (int4-g128-float32) by up to
-    2^-9 * (|code - 8| * scale + |zero|). That is at most scale / 32 where zero is up to 8 scales, as in other programs'
-    folders, after quantizing moved the weights by up to scale / 2. float16 loses an eighth of that, and below 6e-5,
-    where its numbers are 2^-24 apart, up to 2^-25 * (|code - 8| + 1). float32 loses nothing.
+    The kernels take scale and zero in the activations' dtype. bfloat16 rounds float32 ones
+    (int4-g128-float32) by up to 2^-9 * (|code - 8| * scale + |zero|). That is at most scale / 32
+    where zero is up to 8 scales, as in other programs' folders, after quantizing moved the weights
+    by up to scale / 2. float16 loses an eighth of that, and below 6e-5, where its numbers are 2^-24
+    apart, up to 2^-25 * (|code - 8| + 1). float32 loses nothing.
     """
 
     operator = None  # set by `prepack` where a kernel fits
 
     def prepack(self):
-        device, num_outputs = self.codes.device.type, math.ceil(self.out_features / 16) * 16
-        if device != "cpu" and (device != "cuda" or num_outputs > self.out_features or self.in_features % 32):
+        device = self.codes.device.type
+        num_outputs = math.ceil(self.out_features / 16) * 16
+        fits_cuda = num_outputs == self.out_features and self.in_features % 32 == 0
+        has_kernel = fits_cuda if device == "cuda" else device == "cpu"
+        # In float32 aten's kernel multiplies one number at a time.
+        if not has_kernel or (device == "cpu" and self.dtype == torch.float32):
             return super().prepack()
-        codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32, device=device)
-        for rows in row_chunks(*self.codes.shape):
-            codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
         scale = self.scale.float()
         zero = self.zero.float() + (KERNEL_CENTER - self.format.center) * scale
         pairs = torch.stack((scale, zero), dim=-1).to(self.dtype)  # (out, in / g, 2)
@@ -253,21 +316,28 @@ class Int4Linear(QuantizedLinear):
         pairs = pairs.transpose(0, 1).contiguous()  # (in / g, num_outputs, 2)
         self.register_buffer("scales_and_zeros", pairs, persistent=False)
         self.expanded_bytes = pairs.nbytes - self.scale.nbytes - self.zero.nbytes
-        if device == "cpu":
-            # Inductor lowers aten's own operator to this one, but loses the group size inside a region that is compiled
-            # once for many layers (torch 2.13).
-            self.operator = cpu.INT4_KERNEL
-            self.use_kernel(cpu.int4_row_counts(self.dtype, torch.get_num_threads()), num_outputs)
-            self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        else:
-            self.operator, self.kernel_group = torch.ops.aten._weight_int4pack_mm, self.format.group
-            code_pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)  # this kernel takes the first code high
-            tiles = math.gcd(self.in_features // 16, 8)  # tiles of 16 inputs that a thread block reads: 2, 4 or 8
+        if device == "cuda":
+            self.operator = torch.ops.aten._weight_int4pack_mm
+            self.kernel_group = self.format.group
+            code_pairs = self.codes << 4 | self.codes >> 4  # this kernel takes the first code high
+            # Tiles of 16 inputs that a thread block reads: 2, 4 or 8.
+            tiles = math.gcd(self.in_features // 16, 8)
             packed = torch.ops.aten._convert_weight_to_int4pack(code_pairs, tiles)
-        self.register_buffer("packed_codes", packed, persistent=False)
-        if device == "cpu":
+        else:
+            # Inductor lowers aten's own operator to this one, but loses the group size inside a
+            # region that is compiled once for many layers (torch 2.13).
+            self.operator = cpu.INT4_KERNEL
+            kernel = cpu.int4_product_of_ones
+            threads = torch.get_num_threads()
+            row_split = find_kernel_split(kernel, self.dtype, range(1, 65), threads)
+            self.use_kernel(row_split, num_outputs)
+            self.register_buffer("kernel_group", torch.tensor(self.format.group), persistent=False)
+            codes = torch.zeros(num_outputs, self.in_features, dtype=torch.int32)
+            for rows in row_chunks(*self.codes.shape):
+                codes[: self.out_features][rows] = formats.unpack_bits(self.codes[rows], 4)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
             self.free(*self.parts())
+        self.register_buffer("packed_codes", packed, persistent=False)
 
     def product(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu"
@@ -275,22 +345,23 @@ class Int4Linear(QuantizedLinear):
         if self.operator is None or not fits:
             return super().product(x)
         y = self.multiply(x) if on_cpu else self.kernel(x)  # (M, kernel_outputs)
-        return y if y.size(1) == self.out_features else y[:, : self.out_features]
+        return y[:, : self.out_features]
 
     def kernel(self, x: Tensor) -> Tensor:
         return self.operator(x, self.packed_codes, self.kernel_group, self.scales_and_zeros)
 
 
 class MxLinear(QuantizedLinear):
-    """A Linear of MX codes. On a GPU it holds them as 32-bit words, which a thread unpacks by shifts in a third of the
-    instructions that bytes and tables take (benchmarks/NOTES.md)."""
+    """A Linear of MX codes. On a GPU it holds them as 32-bit words, which a thread unpacks by
+    shifts in a third of the instructions that bytes and tables take (benchmarks/NOTES.md)."""
 
     def prepack(self):
         if self.codes.device.type != FUSING_DEVICE:
             return super().prepack()
         from weights import gpu
 
-        words = torch.empty(self.out_features, self.codes.size(1) // 4, dtype=torch.int32, device=self.codes.device)
+        columns = self.codes.size(1) // 4  # bytes -> words
+        words = self.codes.new_empty(self.out_features, columns, dtype=torch.int32)
         for rows in row_chunks(self.out_features, self.in_features):
             words[rows] = gpu.pack_words(self.codes[rows], self.format.bits, self.format.group)
         self.register_buffer("words", words, persistent=False)
@@ -299,15 +370,11 @@ class MxLinear(QuantizedLinear):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         if not hasattr(self, "words"):
             return super().dequantized(dtype)
-        chunks = row_chunks(self.out_features, self.in_features)
-        return formats.decode_by_chunks(self.decode, {"codes": self.words, "scale": self.scale}, dtype, chunks)
-
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
-        """Words and scales of n rows -> float32 (n, in)."""
         from weights import gpu
 
-        codes = gpu.in_order(gpu.unpack_words(parts["codes"], self.format.bits), self.format.group)
-        return self.format.weights(codes, parts["scale"])
+        parts = {"codes": self.words, "scale": self.scale}
+        decode = functools.partial(gpu.decode_words, self.format)
+        return formats.decode_by_chunks(decode, parts, dtype)
 
     def fused_product(self, x: Tensor) -> Tensor:
         if not hasattr(self, "words"):
@@ -316,7 +383,8 @@ class MxLinear(QuantizedLinear):
 
         format = self.format
         values = [format.elements(code) for code in gpu.unpack_words(self.words, format.bits)]
-        return gpu.grouped_sums(values, x, format.group, formats.power_of_two(self.scale), factor=format.factor)
+        scale = format.group_scale({"scale": self.scale})
+        return gpu.grouped_sums(values, x, format.group, scale, factor=format.factor)
 
 
 KERNELS = {formats.Int8: Int8Linear, formats.Int4: Int4Linear, formats.Mx: MxLinear}
@@ -325,7 +393,10 @@ KERNELS = {formats.Int8: Int8Linear, formats.Int4: Int4Linear, formats.Mx: MxLin
 def check_unpacked(module: nn.Module, purpose: str) -> None:
     """ValueError for a packed model or Linear, whose weights only a kernel can read."""
     if any(getattr(part, "is_packed", False) for part in module.modules()):
-        raise ValueError(f"a packed model cannot be {purpose}: only kernels read its weights; load it with pack=False")
+        raise ValueError(
+            f"a packed model cannot be {purpose}: only kernels read its weights; load it with"
+            f" pack=False"
+        )
 
 
 class QuantizedEmbedding(nn.Module):
@@ -338,22 +409,26 @@ class QuantizedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         head = self.head
-        rows = {name: part[tokens.flatten()] for name, part in head.parts().items()}  # B * T rows each
-        return dequantize_tensor(rows, head.scheme, head.dtype).view(*tokens.shape, head.in_features)
+        rows = {name: part[tokens.flatten()] for name, part in head.parts().items()}
+        weights = dequantize_tensor(rows, head.scheme, head.dtype)  # (B * T, D)
+        return weights.view(*tokens.shape, head.in_features)
 
 
-class PackedLinear(nn.Module):
-    """A Linear with plain weights in a CPU kernel's layout. `weight` stays on the meta device with shape and dtype."""
+class PackedLinear(RowsLinear):
+    """A Linear with plain weights in a CPU kernel's layout. `weight` stays on the meta device with
+    shape and dtype."""
 
     is_packed = True
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = cpu.prepack_weight(linear.weight.detach())
+        weight = linear.weight.detach()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.packed = cpu.prepack_weight(weight)
         self.batch_invariant_rows = self.packed.batch_invariant_rows
-        self.weight, self.bias = nn.Parameter(linear.weight.detach().to("meta"), False), linear.bias
+        self.weight = nn.Parameter(weight.to("meta"), False)
+        self.bias = linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+    def product(self, x: Tensor) -> Tensor:
+        return self.packed(x)

@@ -2,6 +2,7 @@
 
 SCHEMES, STORED_SCHEMES     those to choose from, and those of other programs' files alone
 check_scheme                ValueError for a name that is neither
+check_head                  ValueError for a head in a scheme without one of the others
 head_scheme                 --quantize_head -> the head's scheme
 """
 
@@ -21,19 +22,32 @@ STORED_SCHEMES = (
     "fp8-g128-float32",
     "nvfp4",
 )
-HEAD_HELP = "of the head and an embedding tied to it, or none: as stored; default: int8 beside int4, else none"
+HEAD_HELP = (
+    "of the head and an embedding tied to it, or none: as stored; default: int8 beside"
+    " int4, else none"
+)
 HEAD_CHOICES = "auto", "none"
 
 
 def check_scheme(scheme: str, names: Collection[str] = (*SCHEMES, *STORED_SCHEMES)) -> None:
     """ValueError for a scheme that is none of `names`."""
     if scheme not in names:
-        raise ValueError(f"quantization scheme {scheme!r} does not exist; there are {', '.join(names)}")
+        raise ValueError(
+            f"quantization scheme {scheme!r} does not exist; there are {', '.join(names)}"
+        )
+
+
+def check_head(head: str | None, scheme: str | None) -> None:
+    """ValueError for a head in a scheme where the other matrices have none."""
+    if head and not scheme:
+        raise ValueError(
+            f"head {head} (--quantize_head) needs a scheme of the other matrices (--quantize)"
+        )
 
 
 def head_scheme(scheme: str | None, head: str | None) -> str | None:
-    """The head's scheme for --quantize_head. None leaves the head as stored, as "none" does; "auto" takes int8 beside
-    int4, where a head in 16 bits would be a fifth of a step's bytes."""
+    """The head's scheme for --quantize_head. None leaves the head as stored, as "none" does; "auto"
+    takes int8 beside int4, where a head in 16 bits would be a fifth of a step's bytes."""
     if head == "auto":
         return "int8" if scheme is not None and scheme.startswith("int4") else None
     return None if head == "none" else head

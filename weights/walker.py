@@ -4,7 +4,8 @@ named_linears           the Linears in the order in which they compute
 replace_linears         the loop that replaces them
 quantize_model          a model quantized in place
 quantized_copy          a quantized draft that shares all other modules
-pack_model              every Linear in the form that its kernel reads, the last step before decoding
+pack_model              every Linear in the form that its kernel reads, the last step before
+                        decoding
 batch_invariant_rows    the number of rows up to which a row's bits do not depend on other rows
 """
 
@@ -19,26 +20,37 @@ from weights.formats import release_memory
 from weights.linears import PackedLinear, QuantizedEmbedding, QuantizedLinear, check_unpacked
 
 
-def named_linears(model: nn.Module, routers: bool = False) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
-    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". The routers of experts,
-    which are never quantized, come only with `routers`."""
-    classes = nn.Linear | QuantizedLinear
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, classes)]
-    names = [name for name, module in linears if routers or not getattr(module, "is_router", False)]
-    return ((name, model.get_submodule(name)) for name in names)  # read late: the loop may replace modules
+def named_linears(
+    model: nn.Module, routers: bool = False
+) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
+    """(name, Linear) in the order in which they compute: "layers.0.attention.qkv", … "lm_head". The
+    routers of experts, which are small, sensitive and never quantized, come only with `routers`."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | QuantizedLinear)
+        and (routers or not name.endswith("router"))
+    ]
+    # Read late: the loop may replace modules.
+    return ((name, model.get_submodule(name)) for name in names)
 
 
 def replace_linears(
     model: nn.Module, make: Callable[[str, nn.Module], nn.Module | None], routers: bool = False
 ) -> nn.Module:
-    """Replace each Linear by make(name, linear), one by one; None keeps it. A tied embedding then reads the
-    quantized head. Forward hooks move along: they are tensor parallelism's collectives."""
+    """Replace each Linear by make(name, linear), one by one; None keeps it. A tied embedding then
+    reads the quantized head. Forward hooks move along: they are tensor parallelism's
+    collectives."""
     for name, linear in named_linears(model, routers):
         replacement = make(name, linear)
         if replacement is not None:
             replacement._forward_hooks.update(linear._forward_hooks)
             model.set_submodule(name, replacement)
-            if name == "lm_head" and isinstance(replacement, QuantizedLinear) and model.config.tie_embeddings:
+            if (
+                name == "lm_head"
+                and isinstance(replacement, QuantizedLinear)
+                and model.config.tie_embeddings
+            ):
                 model.set_submodule("embed", QuantizedEmbedding(replacement))
     return model
 
@@ -49,7 +61,8 @@ def quantized_linears(model: nn.Module) -> list[QuantizedLinear]:
 
 @torch.no_grad()
 def pack_quantized(model: nn.Module) -> None:
-    """Pack a model's quantized Linears. On a GPU, experts are stacked first, from their stored parts."""
+    """Pack a model's quantized Linears. On a GPU, experts are stacked first, from their stored
+    parts."""
     if any(linear.codes.device.type == "cuda" for linear in quantized_linears(model)):
         pack_experts(model)
     for linear in quantized_linears(model):
@@ -58,7 +71,8 @@ def pack_quantized(model: nn.Module) -> None:
 
 @torch.no_grad()
 def quantize_model(model: nn.Module, scheme: str | None, head: str | None = None) -> nn.Module:
-    """Quantize a model in place, one matrix at a time; do not pack it. `head` is lm_head's scheme; None: plain."""
+    """Quantize a model in place, one matrix at a time; do not pack it. `head` is lm_head's scheme;
+    None: plain."""
 
     def quantize(name: str, linear: nn.Module) -> QuantizedLinear | None:
         target_scheme = head if name == "lm_head" else scheme
@@ -68,11 +82,13 @@ def quantize_model(model: nn.Module, scheme: str | None, head: str | None = None
 
 
 def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
-    """A draft with quantized Linears in its blocks that shares all other modules with the model. Not packed:
-    `pack_model(model, copy)` packs both. ValueError for a packed model."""
+    """A draft with quantized Linears in its blocks that shares all other modules with the model.
+    It is not packed: `pack_model(model, copy)` packs both. ValueError for a packed model."""
     check_unpacked(model, "copied")
     shared = [module for module in model.modules() if next(module.children(), None) is None]
-    duplicate = copy.deepcopy(model, {id(part): part for part in [*shared, *model.parameters(), *model.buffers()]})
+    duplicate = copy.deepcopy(
+        model, {id(part): part for part in [*shared, *model.parameters(), *model.buffers()]}
+    )
     return quantize_model(duplicate, scheme)
 
 
@@ -80,9 +96,9 @@ def quantized_copy(model: nn.Module, scheme: str) -> nn.Module:
 def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
     """Pack each Linear for its kernel, one by one, so that only one matrix exists twice at a time.
 
-    The last step before decoding: a packed model stays on its device and is not trained, saved or copied. `others` are
-    models that share modules with it, such as a draft of some of its layers; shared Linears are packed once. An
-    embedding that shares its head's plain weights keeps them.
+    The last step before decoding: a packed model stays on its device and is not trained, saved or
+    copied. `others` are models that share modules with it, such as a draft of some of its layers;
+    shared Linears are packed once. An embedding that shares its head's plain weights keeps them.
     """
     packed_by_id = {}  # id of a plain Linear -> its packed form
     for module in (model, *others):
@@ -102,9 +118,13 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
 
 
 def batch_invariant_rows(model: nn.Module) -> int:
-    """The number of rows up to which every product of a packed model gives a row the same bits for any other rows.
-    0 if a product has no such number, or does not run on a CPU."""
+    """The number of rows up to which every product of a packed model gives a row the same bits for
+    any other rows. 0 if a product has no such number, or does not run on a CPU."""
     return min(
-        (getattr(linear, "batch_invariant_rows", 0) for linear in model.modules() if hasattr(linear, "in_features")),
+        (
+            getattr(linear, "batch_invariant_rows", 0)
+            for linear in model.modules()
+            if hasattr(linear, "in_features")
+        ),
         default=0,
     )

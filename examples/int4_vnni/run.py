@@ -1,4 +1,5 @@
-"""generate.py with the kernel: `python -m examples.int4_vnni.run [flags of generate.py] --quantize int4-g32`."""
+"""generate.py with the kernel: `python -m examples.int4_vnni.run [flags of generate.py] --quantize
+int4-g32`."""
 
 if __name__ == "__main__":  # before torch is imported: Ctrl-C is handled from the first moment on
     from cli.process import prepare

@@ -1,6 +1,7 @@
-"""Times of the kernel beside aten's int4: `python -m examples.int4_vnni.timing`, in turn, with the read bandwidth.
+"""The kernel's speed vs. that of aten's int4: `python -m examples.int4_vnni.timing`.
 
-The copies of a matrix exceed the caches together, as a model's layers do. GB/s: stored bytes over the median time.
+The two are measured in turn, next to the read bandwidth. The copies of a matrix exceed the caches
+together, as a model's layers do. GB/s are stored bytes over the median time.
 """
 
 if __name__ == "__main__":  # before torch is imported: sets how long idle threads spin
@@ -22,15 +23,24 @@ from examples.int4_vnni.kernel import VnniLinear, library
 from weights.linears import Int4Linear, QuantizedLinear
 
 SHAPES = ((11264, 2048), (2048, 5632))  # (out, in) of a 1.1B model's feed-forward
-COPIES, CALLS = 6, 5  # matrices; products of each a round
+COPIES = 6  # of a matrix
+CALLS = 5  # products of each copy in a round
 
 
-def make_linears(linear_class: type[QuantizedLinear], outputs: int, inputs: int) -> list[QuantizedLinear]:
-    linears = [linear_class(inputs, outputs, "int4-g32", dtype=torch.bfloat16) for _ in range(COPIES)]
-    for linear in linears:
+def make_linears(
+    linear_class: type[QuantizedLinear], outputs: int, inputs: int
+) -> list[QuantizedLinear]:
+    """Copies of a random matrix, packed for their kernel."""
+    linears = []
+    for _ in range(COPIES):
+        linear = linear_class(inputs, outputs, "int4-g32", dtype=torch.bfloat16)
         for name, part in linear.parts().items():
-            part.copy_(torch.randint(256, part.shape, dtype=torch.uint8) if name == "codes" else torch.rand(part.shape))
+            if name == "codes":
+                part.random_(256)
+            else:
+                part.uniform_()
         linear.pack()
+        linears.append(linear)
     return linears
 
 
@@ -47,11 +57,16 @@ def seconds_of(linears: list[QuantizedLinear], x: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--read_bytes", type=positive, default=2**30, help="of the buffer for the read bandwidth")
+    parser.add_argument(
+        "--read_bytes", type=positive, default=2**30, help="of the buffer for the read bandwidth"
+    )
     args = parser.parse_args()
     library()
     buffer = torch.ones(args.read_bytes // 4)
-    print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; medians of {args.rounds} rounds")
+    print(
+        f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; medians of"
+        f" {args.rounds} rounds"
+    )
     for outputs, inputs in SHAPES:
         linears = {
             "kernel": make_linears(VnniLinear, outputs, inputs),
@@ -59,17 +74,29 @@ def main() -> None:
         }
         for rows in (1, 6):
             x = torch.randn(rows, inputs, dtype=torch.bfloat16)
-            seconds, reads = {name: [] for name in linears}, []
-            for _ in range(args.rounds):
-                reads.append(read_bandwidth(buffer))
-                for name, values in linears.items():
-                    seconds[name].append(seconds_of(values, x))
-            read = statistics.median(reads)
-            for name, values in seconds.items():
-                num_bytes = sum(part.nbytes for part in linears[name][0].parts().values())
-                rate = num_bytes / statistics.median(values)
-                share = f"{rate / 1e9:5.1f} GB/s, {rate / read:.2f} of the read bandwidth {read / 1e9:.1f}"
-                print(f"{rows} x {outputs} x {inputs} {name:6} {1e3 * statistics.median(values):7.3f} ms {share}")
+            compare(linears, x, buffer, args.rounds)
+
+
+def compare(
+    linears: dict[str, list[QuantizedLinear]], x: torch.Tensor, buffer: torch.Tensor, rounds: int
+) -> None:
+    """Print the median time of each kind of Linears on x (rows, inputs)."""
+    seconds = {name: [] for name in linears}
+    bandwidths = []
+    for _ in range(rounds):
+        bandwidths.append(read_bandwidth(buffer))
+        for name, copies in linears.items():
+            seconds[name].append(seconds_of(copies, x))
+    bandwidth = statistics.median(bandwidths)
+    for name, copies in linears.items():
+        num_bytes = sum(part.nbytes for part in copies[0].parts().values())
+        median_s = statistics.median(seconds[name])
+        rate = num_bytes / median_s
+        print(
+            f"{len(x)} x {copies[0].out_features} x {x.size(1)} {name:6} {1e3 * median_s:7.3f} ms"
+            f" {rate / 1e9:5.1f} GB/s, {rate / bandwidth:.2f} of the read bandwidth"
+            f" {bandwidth / 1e9:.1f}"
+        )
 
 
 if __name__ == "__main__":

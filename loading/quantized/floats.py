@@ -1,10 +1,11 @@
 """Layouts of eight bits a weight and of floats: int8, fp8, MX, NVFP4, and bitsandbytes' tables.
 
-    Unpacked, Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
-    Mx, NvFp4, ModelOptNvFp4    minifloats in blocks of 32 and 16, as our own formats store them
-    Table4                      bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
+    Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
+    Renamed           MX and NVFP4, whose bits are those of our own formats
+    Table4            bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
 
-The codes of all but Table4 are stored unchanged in our formats, so the weights are the published ones.
+The codes of all but Table4 are stored unchanged in our formats, so the weights are the published
+ones.
 """
 
 import json
@@ -12,218 +13,177 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from loading.quantized.layouts import FLOATS, Layout
-from weights.formats import CHUNK_WEIGHTS, FORMATS
+from weights.formats import FORMATS, check_finite
 
 SCALES = (*FLOATS, "F8_E8M0")  # E8M0: a power of two
+BYTES = ("U8",)
 
 
 @dataclass(frozen=True)
-class Unpacked(Layout):
-    """Unpacked codes: weight (out, in), and scale_key: one number, or (out, groups). Source: compressed-tensors,
+class Int8Rows(Layout):
+    """Unpacked codes: weight (out, in), and scale_key, a number for each block of `rows` outputs
+    and `group` inputs. Blocks never cross matrices, and those at the edges may be smaller. This
+    class is compressed-tensors' int-quantized, symmetric. Source:
     compressors/naive_quantized/base.py."""
 
-    act_order: bool = False
-    one_scale: bool = False
-    code_type = "I8"
-    key = scale_key = "weight_scale"
-    zeros_only = ("weight_zero_point",)
-    inputs_first = has_zeros = False
-
-    def tensors(self, m):
-        shape = m.shape(self.scale_key)
-        if not (self.one_scale and math.prod(shape) == 1):
-            shape = (1,) if self.one_scale else self.scales_shape(m)
-        return {"weight": ((m.rows, m.columns), (self.code_type,)), self.scale_key: (shape, SCALES)}
-
-    def scales_shape(self, m) -> tuple[int, ...]:
-        return m.rows, self.groups(m)
-
-    def scales(self, m):
-        return m.get(self.scale_key).reshape(-1, self.groups(m)).expand(m.rows, -1)
-
-
-class Int8Rows(Unpacked):
-    """compressed-tensors' int-quantized, symmetric."""
-
-    def codes(self, m):
-        return m.get("weight").view(torch.uint8) ^ 128  # two's complement plus 128
-
-
-@dataclass(frozen=True)
-class Fp8(Unpacked):
-    """float8 E4M3, w = code * scale. Blocks of `rows` outputs and `group` inputs start anew in every matrix; the last
-    ones may be ragged. Sources: compressed-tensors, quantization/lifecycle/forward_helpers.py (_process_block);
-    transformers, integrations/finegrained_fp8.py; AutoFP8, auto_fp8/quantize.py."""
-
-    rows: int = 1  # outputs that share a scale
+    has_zeros: bool = False
+    rows: int = 1  # outputs that share a scale; -1: all
     scale_key: str = "weight_scale"
-    code_type = "F8_E4M3"
+    code_type = "I8"
 
     @property
     def key(self) -> str:
         return self.scale_key
 
-    def scales_shape(self, m):
-        return math.ceil(m.rows / self.rows), self.groups(m)
+    def rows_of_block(self, m) -> int:
+        if self.rows == -1:
+            return m.rows
+        return min(self.rows, m.rows)
+
+    def tensors(self, m):
+        shape = (math.ceil(m.rows / self.rows_of_block(m)), self.groups(m))
+        if self.rows == -1:
+            shape = shape_of_number(m, self.scale_key)
+        return {"weight": ((m.rows, m.columns), (self.code_type,)), self.scale_key: (shape, SCALES)}
 
     def codes(self, m):
-        return check_finite(m.get("weight"), m)
+        return m.get("weight").view(torch.uint8) ^ 128  # two's complement plus 128
 
     def scales(self, m):
-        scale = super().scales(m) if self.one_scale or self.rows == 1 else m.get(self.scale_key)
-        return check_finite(scale.float(), m).repeat_interleave(min(self.rows, m.rows), 0)[: m.rows]  # (out, groups)
+        scale = m.get(self.scale_key).float().reshape(-1, self.groups(m))  # (blocks, groups)
+        return scale.repeat_interleave(self.rows_of_block(m), 0)[: m.rows]
+
+
+def shape_of_number(m, part: str) -> tuple[int, ...]:
+    """The stored shape of a single number, which writers choose: () or (1,)."""
+    shape = m.shape(part)
+    return shape if math.prod(shape) == 1 else (1,)
+
+
+class Fp8(Int8Rows):
+    """float8 E4M3, w = code * scale. Sources: compressed-tensors,
+    quantization/lifecycle/forward_helpers.py (_process_block); transformers,
+    integrations/finegrained_fp8.py; AutoFP8, auto_fp8/quantize.py."""
+
+    code_type = "F8_E4M3"
+
+    def codes(self, m):
+        return m.get("weight")
 
     def scheme(self, matrices):
-        blocks = "" if self.group == -1 else f"-g{self.group}"
-        return f"fp8{blocks}" + ("" if self.is_bfloat16(matrices) else "-float32"), None
-
-    def part(self, m, scheme, kind):
-        format = FORMATS[scheme]
-        if kind == "codes":
-            return self.codes(m)
-        return (self.scales(m) if format.group else self.scales(m)[:, 0]).to(format.scale_dtype)
-
-
-def check_finite(x: Tensor, m) -> Tensor:
-    """The same tensor. ValueError for stored codes or scales with NaN or infinity, which our formats do not hold."""
-    for part in x.flatten().split(CHUNK_WEIGHTS):  # temporaries are several times a part's size
-        is_e4m3 = part.dtype == torch.float8_e4m3fn  # whose only other codes are NaN, in all seven bits below the sign
-        is_finite = (part.view(torch.uint8) & 0x7F) < 0x7F if is_e4m3 else part.float().isfinite()
-        if not is_finite.all():
-            raise ValueError(f"{m.name}: its codes or scales hold NaN or infinity")
-    return x
+        name = "fp8" if self.group == -1 else f"fp8-g{self.group}"
+        return name + self.suffix(matrices), None
 
 
 @dataclass(frozen=True)
-class Mx(Layout):
-    """compressed-tensors' mxfp4-pack-quantized (weight_packed, low nibble first) and mxfp8-quantized (weight, E4M3):
-    blocks of 32 inputs, weight_scale an E8M0 exponent. Our mxfp4 and mxfp8 are the same bits. Sources:
-    compressors/{mxfp4,mxfp8,mx_utils}."""
+class Renamed:
+    """The parts of one of our formats, bit for bit, under other names. `names`: our part -> the
+    stored tensor and its types."""
 
-    act_order: bool = False
+    format: str
+    names: dict[str, tuple[str, tuple[str, ...]]]
+    note: str | None = None
     key = "weight_scale"
-    zeros_only = ("weight_zero_point",)
+    stacks_with_plain = False
 
     def tensors(self, m):
-        codes = ("weight_packed", m.columns // 2, "U8") if self.bits == 4 else ("weight", m.columns, "F8_E4M3")
-        scale = ((m.rows, self.groups(m)), ("U8", "F8_E8M0"))
-        return {codes[0]: ((m.rows, codes[1]), (codes[2],)), "weight_scale": scale}
+        headers = {}
+        for part, (shape, _) in FORMATS[self.format].shapes(m.rows, m.columns).items():
+            name, types = self.names[part]
+            headers[name] = (shape_of_number(m, name) if part == "whole" else shape, types)
+        return headers
 
     def scheme(self, matrices):
-        return f"mxfp{self.bits}", None
+        return self.format, None
 
-    def part(self, m, scheme, kind):
-        if kind == "codes":
-            return m.get("weight_packed") if self.bits == 4 else check_finite(m.get("weight"), m).view(torch.uint8)
-        scale = m.get("weight_scale").view(torch.uint8)
-        if (scale == 255).any():
-            raise ValueError(f"{m.name}.weight_scale holds 255, which is E8M0's NaN")
-        return scale
-
-
-class NvFp4(Mx):
-    """compressed-tensors' nvfp4-pack-quantized: weight_packed, low nibble first; weight_scale E4M3, one for 16 inputs;
-    weight_global_scale, by which it is divided. Source: compressors/nvfp4."""
-
-    def tensors(self, m):
-        scale = ((m.rows, self.groups(m)), ("F8_E4M3",))
-        return {**super().tensors(m), "weight_scale": scale, "weight_global_scale": ((1,), ("F32",))}
-
-    def scheme(self, matrices):
-        return "nvfp4", None
-
-    def part(self, m, scheme, kind):
-        if kind == "codes":
-            return m.get("weight_packed")
-        if kind == "scale":
-            return check_finite(m.get("weight_scale"), m)
-        global_scale = m.get("weight_global_scale")
-        check_finite(1 / global_scale, m)
-        return global_scale.expand(m.rows)
+    def part(self, m, scheme, part):
+        name, _ = self.names[part]
+        stored = m.get(name)
+        if name == "weight_scale_2":
+            stored = 1 / stored
+        if part == "codes" and stored.is_floating_point():  # ours would read NaN as a number
+            check_finite(stored, f"{m.name}.{name}: ")
+        shape, dtype = FORMATS[scheme].shapes(m.rows, m.columns)[part]
+        return stored.view(dtype).expand(shape)
 
 
-class ModelOptNvFp4(NvFp4):
-    """ModelOpt's NVFP4: weight uint8, low nibble first; weight_scale; weight_scale_2, one number that multiplies it.
-    Our format divides by its float32 reciprocal, which is within 2^-22 of each weight. Source: ModelOpt,
-    modelopt/torch/quantization/qtensor/nvfp4_tensor.py (dequantize)."""
+# compressed-tensors stores mxfp4-pack-quantized (low nibble first) and mxfp8-quantized (E4M3) in
+# blocks of 32 inputs that share an E8M0 exponent. Sources: compressors/{mxfp4,mxfp8,mx_utils}.
+EXPONENTS = ("weight_scale", ("U8", "F8_E8M0"))
+MXFP4 = {"codes": ("weight_packed", BYTES), "scale": EXPONENTS}
+MXFP8 = {"codes": ("weight", ("F8_E4M3",)), "scale": EXPONENTS}
 
-    def tensors(self, m):
-        headers, shape = super().tensors(m), m.shape("weight_scale_2")
-        shape = shape if math.prod(shape) == 1 else ()
-        renamed = {"weight": headers["weight_packed"], "weight_scale": headers["weight_scale"]}
-        return renamed | {"weight_scale_2": (shape, ("F32",))}
+# compressed-tensors' nvfp4-pack-quantized has one weight_scale for 16 inputs, divided by
+# weight_global_scale. Source: compressors/nvfp4.
+NVFP4 = {
+    "codes": ("weight_packed", BYTES),
+    "scale": ("weight_scale", ("F8_E4M3",)),
+    "whole": ("weight_global_scale", ("F32",)),
+}
 
-    def part(self, m, scheme, kind):
-        if kind == "codes":
-            return m.get("weight")
-        if kind == "scale":
-            return super().part(m, scheme, kind)
-        return check_finite(1 / m.get("weight_scale_2").reshape(1), m).expand(m.rows)
+# ModelOpt's NVFP4, whose weight_scale_2 multiplies instead. Our format divides by its float32
+# reciprocal, which is within 2^-22 of each weight. Source: ModelOpt,
+# modelopt/torch/quantization/qtensor/nvfp4_tensor.py (dequantize).
+MODELOPT_NVFP4 = {
+    "codes": ("weight", BYTES),
+    "scale": ("weight_scale", ("F8_E4M3",)),
+    "whole": ("weight_scale_2", ("F32",)),
+}
 
 
 @dataclass(frozen=True)
-class Table4(Layout):
-    """bitsandbytes' 4 bits: weight (out * in / 2, 1) uint8, high nibble first, over all weights in a row; quant_map, 16
-    entries; absmax, a factor per `blocksize` weights. A uint8 absmax means nested_quant_map[absmax] * nested_absmax +
-    nested_offset, with a nested_absmax per nested_blocksize factors. quant_state.bitsandbytes__nf4 has blocksize,
-    nested_blocksize and nested_offset as JSON. Source: bitsandbytes, functional.py (QuantState,
-    dequantize_blockwise) and backends/default/ops.py (dequantize_4bit)."""
+class Table4:
+    """bitsandbytes' 4 bits: weight (out * in / 2, 1) uint8, high nibble first, over all weights in
+    a row; quant_map, 16 entries; absmax, a factor per `blocksize` weights. A uint8 absmax means
+    nested_quant_map[absmax] * nested_absmax + nested_offset, with a nested_absmax per
+    nested_blocksize factors. quant_state.bitsandbytes__nf4 has blocksize, nested_blocksize and
+    nested_offset as JSON. Source: bitsandbytes, functional.py (QuantState, dequantize_blockwise)
+    and backends/default/ops.py (dequantize_4bit)."""
 
-    kind: str = "nf4"
-    act_order: bool = False
-    key = "weight.quant_map"
-    zeros_only = ()
+    table: str  # nf4 or fp4
+    note: str | None = None
     stacks_with_plain = True
 
-    def tensors(self, m):
-        size, state = m.rows * m.columns, self.state(m)
-        blocks = math.ceil(size / state["blocksize"])
-        headers = {"weight": ((math.ceil(size / 2), 1), ("U8",)), "weight.quant_map": ((16,), ("F32",))}
-        headers["weight.absmax"] = (blocks,), (("U8",) if "nested_blocksize" in state else ("F32",))
-        if "nested_blocksize" in state:
-            headers["weight.nested_absmax"] = (math.ceil(blocks / state["nested_blocksize"]),), ("F32",)
-            headers["weight.nested_quant_map"] = (256,), ("F32",)
-        return headers | {self.state_key: (m.shape(self.state_key), ("U8",))}
-
     @property
-    def state_key(self) -> str:
-        return f"weight.quant_state.bitsandbytes__{self.kind}"
+    def key(self) -> str:
+        return f"weight.quant_state.bitsandbytes__{self.table}"
 
     def state(self, m) -> dict:
-        """The checked numbers of quant_state."""
-        name = self.state_key
-        try:
-            state = json.loads(bytes(m.get(name).tolist()))
-            sizes = [state[key] for key in ("blocksize", "nested_blocksize") if key in state]
-            is_valid = all(type(size) is int and 0 < size < 2**20 for size in sizes) and "blocksize" in state
-            offset = state.get("nested_offset", 0.0)
-            is_valid = is_valid and type(offset) in (int, float) and math.isfinite(offset)
-            if not is_valid or state["shape"] != [m.rows, m.columns] or state["quant_type"] != self.kind:
-                raise ValueError(state)
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            message = " ".join(str(error).split())[:200]
-            raise ValueError(f"{m.name}.{name}: does not fit a matrix {[m.rows, m.columns]}: {message}") from None
-        return state
+        return json.loads(bytes(m.get(self.key).tolist()))
 
-    def check(self, m):
-        self.state(m)
+    def tensors(self, m):
+        state = self.state(m)
+        size = m.rows * m.columns
+        blocks = math.ceil(size / state["blocksize"])
+        headers = {
+            "weight": ((math.ceil(size / 2), 1), BYTES),
+            "weight.quant_map": ((16,), ("F32",)),
+            "weight.absmax": ((blocks,), ("F32",)),
+            self.key: (m.shape(self.key), BYTES),
+        }
+        if "nested_blocksize" in state:
+            outer_blocks = math.ceil(blocks / state["nested_blocksize"])
+            headers["weight.absmax"] = ((blocks,), BYTES)
+            headers["weight.nested_absmax"] = ((outer_blocks,), ("F32",))
+            headers["weight.nested_quant_map"] = ((256,), ("F32",))
+        return headers
 
     def scheme(self, matrices):
-        return None, f"no scheme here keeps bitsandbytes' {self.kind} exactly: it loads as plain weights"
+        return None, (
+            f"no scheme here keeps bitsandbytes' {self.table} exactly: it loads as plain weights"
+        )
 
     def weight(self, m):
         state = self.state(m)
         absmax = m.get("weight.absmax")
         if "nested_blocksize" in state:
-            outer = m.get("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(absmax)]
-            absmax = m.get("weight.nested_quant_map")[absmax.int()] * outer + torch.tensor(
-                float(state["nested_offset"])
-            )
+            outer = m.get("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])
+            inner = m.get("weight.nested_quant_map")[absmax.int()]
+            absmax = inner * outer[: len(absmax)] + torch.tensor(float(state["nested_offset"]))
         packed = m.get("weight").flatten()
-        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[: m.rows * m.columns].int()  # (out * in,)
-        table = check_finite(m.get("weight.quant_map"), m)[codes]
-        factor = check_finite(absmax, m).repeat_interleave(state["blocksize"])[: len(table)]
-        return (table * factor).view(m.rows, m.columns)  # (out * in,) -> (out, in)
+        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[: m.rows * m.columns]
+        entries = m.get("weight.quant_map")[codes.int()]  # (out * in,)
+        factors = absmax.repeat_interleave(state["blocksize"])[: len(entries)]
+        return (entries * factors).view(m.rows, m.columns)  # (out * in,) -> (out, in)

@@ -3,17 +3,20 @@
     python -m tests.attacks.emulate generate.py --max_new_tokens 5 --max_seq_length 64
     python -m tests.attacks.emulate -m pytest -m gpu tests/test_engine.py tests/test_benchmarks.py
 
-It needs a CUDA build of torch with its Triton, and a C compiler. emulate.c goes before libcudart: a device's memory is
-the host's. Everything above that is as on a GPU: what Inductor generates for one, Dynamo's guards, CUDA graphs with
-their static inputs, which graphs are skipped, which calls wait for the device, the attention that is chosen.
+It needs a CUDA build of torch with its Triton, and a C compiler. emulate.c goes before libcudart: a
+device's memory is the host's. Everything above that is as on a GPU: what Inductor generates for
+one, Dynamo's guards, CUDA graphs with their static inputs, which graphs are skipped, which calls
+wait for the device, the attention that is chosen.
 
     build_library, restart  the library in C, and this program with it in front
-    host, do, on_event      a CUDA tensor's memory as a CPU tensor; an action, now or in the graph that is recorded
+    host, do, on_event      a CUDA tensor's memory as a CPU tensor; an action, now or in the graph
+                            that is recorded
     operator, special       aten's operators on CUDA tensors, computed by their CPU versions
-    report                  the number of calls, the contents of each CUDA graph; status 1 if a kernel was not computed
+    report                  the number of calls, the contents of each CUDA graph; status 1 if a
+                            kernel was not computed
 
-No time that is taken here means anything. What it cannot see: how a kernel is compiled and runs, two kernels at once,
-several devices, cuDNN's and cuBLAS's own arithmetic.
+No time that is taken here means anything. What it cannot see: how a kernel is compiled and runs,
+two kernels at once, several devices, cuDNN's and cuBLAS's own arithmetic.
 """
 
 import atexit
@@ -34,8 +37,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 EMULATED = "QUICKDRAFT_EMULATED"  # in the environment of a process that runs with the library
-
-# ------------------------------------------------------------------------------------------ the library
+# ------------------------------------------------------------------------------------- the library
 
 
 def build_library(folder: Path) -> Path:
@@ -62,12 +64,17 @@ def restart() -> None:
             "TRITON_LIBCUDA_PATH": folder,
             "TRITON_INTERPRET": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # what is generated here suits no GPU, and the reverse
+            # what is generated here suits no GPU, and the reverse
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         }
-        sys.exit(subprocess.run([sys.executable, "-m", "tests.attacks.emulate", *sys.argv[1:]], env=env).returncode)
+        sys.exit(
+            subprocess.run(
+                [sys.executable, "-m", "tests.attacks.emulate", *sys.argv[1:]], env=env
+            ).returncode
+        )
 
 
-# ---------------------------------------------------------------------------------- memory, and graphs
+# ----------------------------------------------------------------------------- memory, and graphs
 
 COPY, SET, BEGIN, REPLAY, KERNEL = range(5)
 graphs: dict[int, list] = {}  # number -> (name, action)
@@ -111,15 +118,33 @@ def on_event(kind, a, b, n):
         skipped[ctypes.cast(a, ctypes.c_char_p).value.decode()] += 1
 
 
-# ------------------------------------------------------------------------------------------- operators
+# -------------------------------------------------------------------------------------- operators
 
 # What only allocates, or looks at memory in another way, needs no kernel.
 NATIVE = {
-    "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "resize_", "set_",
-    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "_local_scalar_dense",
-    "record_stream", "is_pinned", "_pin_memory", "_fused_sdp_choice", "is_set_to", "view_as_real", "view_as_complex",
-    "_efficientzerotensor", "_assert_async", "_assert_async.msg",
-}  # fmt: skip
+    "empty.memory_format",
+    "empty_strided",
+    "as_strided",
+    "view",
+    "_reshape_alias",
+    "unfold",
+    "resize_",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "_local_scalar_dense",
+    "record_stream",
+    "is_pinned",
+    "_pin_memory",
+    "_fused_sdp_choice",
+    "is_set_to",
+    "view_as_real",
+    "view_as_complex",
+    "_efficientzerotensor",
+    "_assert_async",
+    "_assert_async.msg",
+}
 COMPOSITE = {"ldexp.Tensor", "ldexp.out", "ldexp_"}  # for all devices, with a kernel for each
 SPECIAL = {}  # that have no CPU version, or are more than a kernel
 
@@ -140,16 +165,24 @@ def compute(name: str, out: torch.Tensor, function, *tensors) -> torch.Tensor:
 def copy_(to, source, non_blocking=False):
     """Between devices it is torch's own, which decides whether to wait, and says so."""
     if to.device != source.device:
-        return native_copy.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), to, source, non_blocking)
+        return native_copy.call_boxed(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), to, source, non_blocking
+        )
     return compute("copy_", to, lambda values: values, source)
 
 
 def attention(q, k, v, bias=None, causal=False, scale=None):
     scores = q.float() @ k.float().mT * (q.size(-1) ** -0.5 if scale is None else scale)
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf
+        )
     if bias is not None:
-        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.float()
+        scores = (
+            scores.masked_fill(~bias, -torch.inf)
+            if bias.dtype == torch.bool
+            else scores + bias.float()
+        )
     return scores.softmax(-1) @ v.float()
 
 
@@ -185,7 +218,16 @@ def _scaled_dot_product_flash_attention(
 
 @special
 def _scaled_dot_product_cudnn_attention(
-    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+    q,
+    k,
+    v,
+    bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
 ):
     """Laid out as the queries."""
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
@@ -196,22 +238,38 @@ def _scaled_dot_product_cudnn_attention(
 
 @special
 def _convert_weight_to_int4pack(pairs, tiles):
-    """pairs (out, in / 2) uint8, the first code high, in the shape of the kernel's tiles but the order they came in."""
+    """pairs (out, in / 2) uint8, the first code high, in the shape of the kernel's tiles but the
+    order they came in."""
     rows, columns = pairs.size(0), 2 * pairs.size(1)
-    assert pairs.dtype == torch.uint8 and rows % 8 == 0 and columns % (tiles * 16) == 0, (pairs.shape, tiles)
-    out = torch.empty(rows // 8, columns // (tiles * 16), 32, tiles // 2, dtype=torch.int32, device="cuda")
-    return compute("int4 packing", out, lambda x: x.flatten().view(torch.int32).view(out.shape), pairs.contiguous())
+    assert pairs.dtype == torch.uint8 and rows % 8 == 0 and columns % (tiles * 16) == 0, (
+        pairs.shape,
+        tiles,
+    )
+    out = torch.empty(
+        rows // 8, columns // (tiles * 16), 32, tiles // 2, dtype=torch.int32, device="cuda"
+    )
+    return compute(
+        "int4 packing",
+        out,
+        lambda x: x.flatten().view(torch.int32).view(out.shape),
+        pairs.contiguous(),
+    )
 
 
 @special
 def _weight_int4pack_mm(x, packed, group, scales_and_zeros):
     rows = 8 * packed.size(0)
-    assert x.dtype == scales_and_zeros.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.stride())
+    assert x.dtype == scales_and_zeros.dtype == torch.bfloat16 and x.is_contiguous(), (
+        x.dtype,
+        x.stride(),
+    )
     assert scales_and_zeros.shape == (x.size(1) // group, rows, 2), scales_and_zeros.shape
 
     def run(x, packed, scales_and_zeros):
         byte = packed.flatten().view(torch.uint8).view(rows, -1)
-        codes = torch.stack((byte >> 4, byte & 15), -1).flatten(1).unflatten(1, (-1, group)).float() - 8
+        codes = (
+            torch.stack((byte >> 4, byte & 15), -1).flatten(1).unflatten(1, (-1, group)).float() - 8
+        )
         scale, zero = scales_and_zeros.float().transpose(0, 1).unbind(-1)  # (out, in / g)
         return x.float() @ (codes * scale[..., None] + zero[..., None]).flatten(1).T
 
@@ -240,7 +298,11 @@ def operator(name: str):
     packet_name, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name)
     version = getattr(packet, overload or "default")
-    written = [a.name for a in version._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        a.name
+        for a in version._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     places = [a.name for a in version._schema.arguments]
 
     def call(args, kwargs):
@@ -258,7 +320,9 @@ def operator(name: str):
             targets = tree_map(host, out)
 
             def recompute():
-                for target, value in zip(tree_leaves(targets), tree_leaves(call(here_args, here_kwargs))):
+                for target, value in zip(
+                    tree_leaves(targets), tree_leaves(call(here_args, here_kwargs))
+                ):
                     if isinstance(target, torch.Tensor) and target.numel():
                         target.copy_(value)
 
@@ -290,7 +354,9 @@ def has_kernel(name: str) -> bool:
     if name in COMPOSITE:
         return True
     on_cuda = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
-    return on_cuda and torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{name}", "CPU")
+    return on_cuda and torch._C._dispatch_has_computed_kernel_for_dispatch_key(
+        f"aten::{name}", "CPU"
+    )
 
 
 def replace_operators() -> torch.library.Library:
@@ -306,20 +372,30 @@ def replace_operators() -> torch.library.Library:
     return operators
 
 
-# ----------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------- main
 
 
 def report() -> None:
     common = ", ".join(f"{n} {name}" for name, n in counts.most_common(8))
     print(f"emulated: {common}", file=sys.stderr)
     kinds = collections.Counter(
-        tuple(sorted(collections.Counter(name for name, _ in graph).items(), key=lambda item: -item[1]))
+        tuple(
+            sorted(
+                collections.Counter(name for name, _ in graph).items(), key=lambda item: -item[1]
+            )
+        )
         for graph in graphs.values()
     )
     for kind, n in kinds.most_common():
-        print(f"{n} CUDA graphs of {', '.join(f'{count} {name}' for name, count in kind)}", file=sys.stderr)
+        print(
+            f"{n} CUDA graphs of {', '.join(f'{count} {name}' for name, count in kind)}",
+            file=sys.stderr,
+        )
     for name, n in skipped.most_common():
-        print(f"WRONG: a kernel of torch's own, called {n} times, computed nothing: {name[:150]}", file=sys.stderr)
+        print(
+            f"WRONG: a kernel of torch's own, called {n} times, computed nothing: {name[:150]}",
+            file=sys.stderr,
+        )
     if skipped:
         sys.stdout.flush()
         os._exit(1)

@@ -1,20 +1,26 @@
-"""Stop every program in the middle, take away its disk, its input and its reader, and see what it leaves behind.
+"""Stop every program in the middle, take away its disk, its input and its reader, and see what it
+leaves behind.
 
-    python -m tests.attacks.faults [--seed 1] [--moments 5] [--only quantize bench] [--faults SIGTERM] [--write FILE]
+    python -m tests.attacks.faults [--seed 1] [--moments 5] [--only quantize bench] [--faults
+    SIGTERM] [--write FILE]
 
-    build, PROGRAMS     tiny inputs, and the programs as data: command, what it makes, when that is whole
-    FAULTS              what is done to a run: signals at random moments, full and read-only disks, closed pipes, …
+    build, PROGRAMS     tiny inputs, and the programs as data: command, what it makes, when that is
+                        whole
+    FAULTS              what is done to a run: signals at random moments, full and read-only disks,
+                        closed pipes, …
     Case                one program, disturbed once, with files and processes of its own
     problems            what is wrong about a disturbed run, and about the undisturbed one after it
 
-Programs run as they are, in processes of their own; each first undisturbed, for its duration and its output. Moments
-are spread over that duration, one at random in each equal part, from the time on when Python itself has started. After
-a fault must hold: the exit status is the one documented, with one line "error: …" where it is 2, and no traceback;
-every process has ended; what stands under the output's name is missing, what was there before, or equal to the
-undisturbed output, bit for bit; NAME.partial does not load, unless it is whole; what was printed is a beginning of the
-undisturbed text; and the same command, undisturbed, then makes the undisturbed output and leaves no NAME.partial, from
-the last saved step on where training states are saved. Disks are small tmpfs inside a temporary folder, which takes the
-right to mount; without it those cases are skipped with a word. Linux only.
+Programs run as they are, in processes of their own; each first undisturbed, for its duration and
+its output. Moments are spread over that duration, one at random in each equal part, from the time
+on when Python itself has started. After a fault must hold: the exit status is the one documented,
+with one line "error: …" where it is 2, and no traceback; every process has ended; what stands under
+the output's name is missing, what was there before, or equal to the undisturbed output, bit for
+bit; NAME.partial does not load, unless it is whole; what was printed is a beginning of the
+undisturbed text; and the same command, undisturbed, then makes the undisturbed output and leaves no
+NAME.partial, from the last saved step on where training states are saved. Disks are small tmpfs
+inside a temporary folder, which takes the right to mount; without it those cases are skipped with a
+word. Linux only.
 """
 
 import collections
@@ -43,8 +49,10 @@ from tqdm import tqdm
 from benchmarks.record import record
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
-from loading.checkpoint import load_model, random_model, save_model
+from loading.checkpoint import load_model
 from loading.config import config_from_hf
+from loading.models import random_model
+from loading.saving import save_model
 
 ROOT = Path(__file__).parents[2]
 DEMO, DRAFT = ROOT / "checkpoints" / "demo", ROOT / "checkpoints" / "demo-draft"
@@ -57,25 +65,40 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2  # of Linux's 
 NOISE = ("Traceback (most recent call last)", "Exception ignored", "Fatal Python error")
 
 HF = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
-    "dtype": "float32", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
-
-# --------------------------------------------------------------------------------------------- programs
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+# ---------------------------------------------------------------------------------------- programs
 
 
 def contents(path: Path) -> object:
     """Digests of a file, or of all files of a folder."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
 
 
 def without_times(folder: Path) -> object:
-    """Of a distilled folder: distill.json but for seconds and costs, which are measured; all else."""
+    """Of a distilled folder: distill.json but for seconds and costs, which are measured; all
+    else."""
     made = json.loads((folder / "distill.json").read_text())
-    learned = [{key: one[key] for key in ("step", "train_loss", "alpha")} for one in made["evaluations"]]
+    learned = [
+        {key: one[key] for key in ("step", "train_loss", "alpha")} for one in made["evaluations"]
+    ]
     return {**contents(folder), "distill.json": learned}
 
 
@@ -86,10 +109,12 @@ def rows(file: Path) -> object:
 
 
 class Program(NamedTuple):
-    """`command` after python, where IN and OUT stand for folders; `made` is what it makes in OUT, `image` what of that
-    does not depend on the time; `says`: its text on stdout does not either; `before`: files that OUT holds at first;
-    `state`: a training state to continue from; `in_place`: a folder of that name may be there as long as it does not
-    load; `ranks`: torchrun's; `share`: of the moments; `only`: these faults, where each takes long."""
+    """`command` after python, where IN and OUT stand for folders; `made` is what it makes in OUT,
+    `image` what of that does not depend on the time; `says`: its text on stdout does not either;
+    `before`: files that OUT holds at first;
+    `state`: a training state to continue from; `in_place`: a folder of that name may be there as
+    long as it does not load; `ranks`: torchrun's; `share`: of the moments; `only`: these faults,
+    where each takes long."""
 
     name: str
     command: tuple[str, ...]
@@ -105,24 +130,113 @@ class Program(NamedTuple):
 
 
 OLD = json.dumps({"rows": [{"id": "before", "value": 1, "unit": "s"}]})
-TEXT = ("generate.py", "--checkpoint", "IN/demo", "--device", "cpu", "--ignore_eos", "--max_new_tokens")
-TRAINING = ("--context", "64", "--seed", "3", "--device", "cpu", "--work", "OUT/work", "--output", "OUT/made")
+TEXT = (
+    "generate.py",
+    "--checkpoint",
+    "IN/demo",
+    "--device",
+    "cpu",
+    "--ignore_eos",
+    "--max_new_tokens",
+)
+TRAINING = (
+    "--context",
+    "64",
+    "--seed",
+    "3",
+    "--device",
+    "cpu",
+    "--work",
+    "OUT/work",
+    "--output",
+    "OUT/made",
+)
 PROGRAMS = [
     Program("generate", (*TEXT, "400", "--draft_checkpoint", "IN/draft"), says=True),
-    Program("quantize", ("quantize.py", "--checkpoint", "IN/model", "--scheme", "int4-g32", "--output", "OUT/made"),
-            "made"),
-    Program("distill_draft", ("-m", "scripts.distill_draft", "--target", "IN/demo", "--text", "IN/text.txt", "--layers",
-            "1", "--dim", "64", "--batch", "4", "--heldout", "500", "--steps", "24", "--eval_every", "4", "--patience",
-            "99", *TRAINING), "made", without_times, state="work/state.pt"),
-    Program("train_demo", ("-m", "benchmarks.train_demo", "--text", "IN/stories.txt", "--heldout", "IN/text.txt",
-            "--steps", "12", "--save_every", "3", "--batch", "2", "--eval_rows", "2", *TRAINING), "made/demo",
-            state="work/demo.pt", in_place=True, share=0.4),
-    Program("bench", ("-m", "benchmarks.bench", "first_token", "--rounds", "1", "--write", "OUT/made.json"),
-            "made.json", rows, before={"made.json": OLD}, share=0.2,
-            only=("SIGINT", "SIGTERM", "SIGKILL", "stdout full", "disk full")),
-    Program("two ranks", ("-m", "torch.distributed.run", "--nproc_per_node=2", TEXT[0], "--timeout", str(RANKS_WAIT_S),
-            *TEXT[1:], "150"), says=True, ranks=2, share=0.2),
-]  # fmt: skip
+    Program(
+        "quantize",
+        ("quantize.py", "--checkpoint", "IN/model", "--scheme", "int4-g32", "--output", "OUT/made"),
+        "made",
+    ),
+    Program(
+        "distill_draft",
+        (
+            "-m",
+            "scripts.distill_draft",
+            "--target",
+            "IN/demo",
+            "--text",
+            "IN/text.txt",
+            "--layers",
+            "1",
+            "--dim",
+            "64",
+            "--batch",
+            "4",
+            "--heldout",
+            "500",
+            "--steps",
+            "24",
+            "--eval_every",
+            "4",
+            "--patience",
+            "99",
+            *TRAINING,
+        ),
+        "made",
+        without_times,
+        state="work/state.pt",
+    ),
+    Program(
+        "train_demo",
+        (
+            "-m",
+            "benchmarks.train_demo",
+            "--text",
+            "IN/stories.txt",
+            "--heldout",
+            "IN/text.txt",
+            "--steps",
+            "12",
+            "--save_every",
+            "3",
+            "--batch",
+            "2",
+            "--eval_rows",
+            "2",
+            *TRAINING,
+        ),
+        "made/demo",
+        state="work/demo.pt",
+        in_place=True,
+        share=0.4,
+    ),
+    Program(
+        "bench",
+        ("-m", "benchmarks.bench", "first_token", "--rounds", "1", "--write", "OUT/made.json"),
+        "made.json",
+        rows,
+        before={"made.json": OLD},
+        share=0.2,
+        only=("SIGINT", "SIGTERM", "SIGKILL", "stdout full", "disk full"),
+    ),
+    Program(
+        "two ranks",
+        (
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            TEXT[0],
+            "--timeout",
+            str(RANKS_WAIT_S),
+            *TEXT[1:],
+            "150",
+        ),
+        says=True,
+        ranks=2,
+        share=0.2,
+    ),
+]
 
 
 def build(root: Path) -> Path:
@@ -139,11 +253,12 @@ def build(root: Path) -> Path:
     return root
 
 
-# ------------------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------------------------- runs
 
 
 class Case:
-    """One run of a program on files of its own. Its processes are known by a word in their environment."""
+    """One run of a program on files of its own. Its processes are known by a word in their
+    environment."""
 
     def __init__(self, program: Program, inputs: Path, root: Path):
         self.program, self.inputs, self.out = program, inputs, root / "out"
@@ -162,12 +277,15 @@ class Case:
         folders = {"IN/": f"{self.inputs}/", "OUT/": f"{self.out}/"}
         return [
             sys.executable,
-            *(re.sub("^(IN/|OUT/)", lambda m: folders[m[0]], part) for part in self.program.command),
+            *(
+                re.sub("^(IN/|OUT/)", lambda m: folders[m[0]], part)
+                for part in self.program.command
+            ),
         ]
 
     def run(self, strike: Callable[["Case"], None] | None = None, **options) -> float:
-        """Run it, struck once or not, to its end; seconds. Leaves what it printed, its exit status and, in `left`, the
-        processes that did not end with it."""
+        """Run it, struck once or not, to its end; seconds. Leaves what it printed, its exit status
+        and, in `left`, the processes that did not end with it."""
         name, value = self.word.split("=")
         env = os.environ | {name: value, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         start = time.perf_counter()
@@ -183,14 +301,20 @@ class Case:
                 seconds = time.perf_counter() - start
                 self.left = self.wait_for_others()
             except subprocess.TimeoutExpired:
-                self.status, self.left, seconds = None, self.processes(), time.perf_counter() - start
+                self.status, self.left, seconds = (
+                    None,
+                    self.processes(),
+                    time.perf_counter() - start,
+                )
             finally:
                 for pid in self.processes():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 self.process.wait()
             out.seek(0), err.seek(0)
-            self.stdout, self.stderr = (stream.read().decode(errors="replace") for stream in (out, err))
+            self.stdout, self.stderr = (
+                stream.read().decode(errors="replace") for stream in (out, err)
+            )
         return seconds
 
     def processes(self) -> dict[int, str]:
@@ -226,26 +350,35 @@ def undisturbed(program: Program, inputs: Path, root: Path) -> Whole:
     case.place()
     seconds = case.run()
     if case.status or case.left:
-        raise ValueError(f"{program.name}: status {case.status} without any fault: {case.stderr[-800:]}")
+        raise ValueError(
+            f"{program.name}: status {case.status} without any fault: {case.stderr[-800:]}"
+        )
     image = program.image(case.out / program.made) if program.made else None
     return Whole(seconds, case.stdout, image)
 
 
-# ----------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------- faults
 
 
 def signalled(number: int, target: str = "") -> Callable[[Case], None]:
-    """Ctrl-C goes to all processes of a terminal, other signals to one. `target`: "RANK=0", or the process itself."""
+    """Ctrl-C goes to all processes of a terminal, other signals to one. `target`: "RANK=0", or the
+    process itself."""
 
     def strike(case: Case) -> None:
         end = time.monotonic() + 30
         while case.process.poll() is None and time.monotonic() < end:
-            pids = [pid for pid, rank in case.processes().items() if rank == target] if target else [case.process.pid]
+            pids = (
+                [pid for pid, rank in case.processes().items() if rank == target]
+                if target
+                else [case.process.pid]
+            )
             if target and pids:
                 time.sleep(START_S)  # a rank starts when torchrun starts it
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, number) if number == signal.SIGINT and not target else os.kill(pid, number)
+                    os.killpg(pid, number) if number == signal.SIGINT and not target else os.kill(
+                        pid, number
+                    )
             if pids:
                 return
             time.sleep(0.02)
@@ -301,7 +434,11 @@ def full_stdout(case: Case) -> Iterator[dict]:
 @contextlib.contextmanager
 def disk(folder: Path, size: int) -> Iterator[None]:
     """A tmpfs on a folder, for as long as the block lasts."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True, capture_output=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+        check=True,
+        capture_output=True,
+    )
     try:
         yield
     finally:
@@ -365,8 +502,9 @@ def read_only(which: Callable[[Case], Path]) -> Callable:
 
 
 class Fault(NamedTuple):
-    """`ends`: exit statuses that are right if the output is not whole; `around`: the state of things it runs in, ended
-    before the next run (a second yield: but for the disk); `strike`: what is done at random moments."""
+    """`ends`: exit statuses that are right if the output is not whole; `around`: the state of
+    things it runs in, ended before the next run (a second yield: but for the disk); `strike`: what
+    is done at random moments."""
 
     ends: tuple[int, ...]
     around: Callable = nothing
@@ -394,17 +532,25 @@ def reads_long(program: Program) -> bool:
     return program.name == "quantize"
 
 
-ENDS = {"SIGINT": (130, -signal.SIGINT), "SIGTERM": (-signal.SIGTERM,), "SIGKILL": (-signal.SIGKILL,)}
+ENDS = {
+    "SIGINT": (130, -signal.SIGINT),
+    "SIGTERM": (-signal.SIGTERM,),
+    "SIGKILL": (-signal.SIGKILL,),
+}
 FAILED = tuple(range(1, 256))  # torchrun's statuses are its own
 
 
 def signal_faults() -> dict[str, Fault]:
-    found = {name: Fault(ends, strike=signalled(getattr(signal, name))) for name, ends in ENDS.items()}
+    found = {
+        name: Fault(ends, strike=signalled(getattr(signal, name))) for name, ends in ENDS.items()
+    }
     for name, ends in ENDS.items():
         for target in ("", "RANK=0", "RANK=1"):
             where = f"{name} to {f'rank {target[-1]}' if target else 'torchrun'}"
             strike = signalled(getattr(signal, name), target)
-            found[where] = Fault(FAILED if target else (*FAILED, *ends), strike=strike, fits=launched)
+            found[where] = Fault(
+                FAILED if target else (*FAILED, *ends), strike=strike, fits=launched
+            )
     return found
 
 
@@ -421,8 +567,7 @@ FAULTS = {
     "input removed": Fault((2,), own_inputs, removed, fits=reads_long),
     "input truncated": Fault((2, -signal.SIGBUS), own_inputs, truncated, fits=reads_long),
 }
-
-# ----------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------ checks
 
 
 def loads(folder: Path) -> bool:
@@ -463,8 +608,14 @@ def problems(case: Case, fault: Fault, whole: Whole) -> list[str]:
         found.append(f"{len(case.left)} processes left behind: {sorted(case.left.values())}")
     if fault.heard:
         # torchrun has tracebacks of its own
-        noise = [word for word in NOISE if word in case.stderr and not (program.ranks and word == NOISE[0])]
-        noise += [f"through {name}" for name in re.findall(rf'File "{ROOT}/(\S+)", line', case.stderr)]
+        noise = [
+            word
+            for word in NOISE
+            if word in case.stderr and not (program.ranks and word == NOISE[0])
+        ]
+        noise += [
+            f"through {name}" for name in re.findall(rf'File "{ROOT}/(\S+)", line', case.stderr)
+        ]
         if noise:
             found.append(f"on stderr: {', '.join(noise)}")
         if case.status == 2 and len(errors) != 1 and not program.ranks:
@@ -484,7 +635,8 @@ def had_output(case: Case) -> bool:
 
 
 def saved_step(case: Case) -> int | None:
-    """Of the training state that is there. An unreadable one is found by the run that wants to continue."""
+    """Of the training state that is there. An unreadable one is found by the run that wants to
+    continue."""
     file = case.out / (case.program.state or "-")
     return torch.load(file, weights_only=True)["step"] if file.is_file() else None
 
@@ -505,7 +657,9 @@ def again(case: Case, whole: Whole) -> list[str]:
     return found
 
 
-def attempt(program: Program, fault: Fault, moment: float | None, whole: Whole, inputs: Path, root: Path) -> dict:
+def attempt(
+    program: Program, fault: Fault, moment: float | None, whole: Whole, inputs: Path, root: Path
+) -> dict:
     """One case: {"outcome", "resumed", "problems"}."""
     case = Case(program, inputs, root)
     if not fault.mounts:
@@ -532,11 +686,14 @@ def attempt(program: Program, fault: Fault, moment: float | None, whole: Whole, 
     return {"outcome": outcome, "resumed": bool(saved), "problems": found}
 
 
-# ------------------------------------------------------------------------------------------------- whole
+# ------------------------------------------------------------------------------------------ whole
 
 
-def moments_of(program: Program, fault: Fault, whole: Whole, moments: int, rng: random.Random) -> list[float | None]:
-    """One at random in each equal part of the run; one run alone for what is not a matter of moments."""
+def moments_of(
+    program: Program, fault: Fault, whole: Whole, moments: int, rng: random.Random
+) -> list[float | None]:
+    """One at random in each equal part of the run; one run alone for what is not a matter of
+    moments."""
     if fault.strike is None:
         return [None]
     n = max(1, round(moments * program.share))
@@ -553,7 +710,9 @@ def may_mount(root: Path) -> bool:
         return False
 
 
-def matrix(programs: list[Program], faults: Mapping[str, Fault], moments: int, seed: int, root: Path) -> dict:
+def matrix(
+    programs: list[Program], faults: Mapping[str, Fault], moments: int, seed: int, root: Path
+) -> dict:
     """Every program under every fault that fits it."""
     inputs, mounts = build(root / "in"), may_mount(root)
     table, failures, skipped, start = {}, [], {}, time.monotonic()
@@ -578,13 +737,23 @@ def matrix(programs: list[Program], faults: Mapping[str, Fault], moments: int, s
                     drawn.append(moment / 2)  # it came too late
                 outcomes[found["outcome"]] += 1
                 resumed += found["resumed"]
-                about = {"program": program.name, "fault": name, "moment_s": moment, "outcome": found["outcome"]}
+                about = {
+                    "program": program.name,
+                    "fault": name,
+                    "moment_s": moment,
+                    "outcome": found["outcome"],
+                }
                 failures += [{**about, "problem": problem} for problem in found["problems"]]
             line[name] = dict(sorted(outcomes.items()))
     return {
-        "seed": seed, "cases": count, "resumed": resumed, "seconds": round(time.monotonic() - start, 1),
-        "failures": failures, "skipped": skipped, "table": table,
-    }  # fmt: skip
+        "seed": seed,
+        "cases": count,
+        "resumed": resumed,
+        "seconds": round(time.monotonic() - start, 1),
+        "failures": failures,
+        "skipped": skipped,
+        "table": table,
+    }
 
 
 def show(found: dict) -> None:
@@ -607,14 +776,22 @@ def main() -> None:
     names = ", ".join(program.name for program in PROGRAMS)
     add("--only", nargs="+", metavar="PROGRAM", help=f"of: {names}")
     add("--faults", nargs="+", metavar="FAULT", help=f"of: {', '.join(FAULTS)}")
-    add("--moments", type=positive, default=5, help="at which a signal comes, for each program; default: 5")
+    add(
+        "--moments",
+        type=positive,
+        default=5,
+        help="at which a signal comes, for each program; default: 5",
+    )
     add("--seed", type=int, default=1)
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # children would inherit that nohup ignores it
+    # children would inherit that nohup ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with ending_plainly():
         programs = [program for program in PROGRAMS if not args.only or program.name in args.only]
-        faults = {name: fault for name, fault in FAULTS.items() if not args.faults or name in args.faults}
+        faults = {
+            name: fault for name, fault in FAULTS.items() if not args.faults or name in args.faults
+        }
         if not programs or not faults:
             raise ValueError("--only and --faults leave nothing to do; --help shows the names")
         with tempfile.TemporaryDirectory(prefix="faults-") as root:

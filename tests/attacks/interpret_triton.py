@@ -1,6 +1,7 @@
 """Triton's kernels on a CPU, for tests.attacks.emulate: each runs in Triton's own interpreter.
 
-    use_interpreter     replaces Inductor's launch of a kernel, and the interpreter's slowest functions by numpy's
+    use_interpreter     replaces Inductor's launch of a kernel, and the interpreter's slowest
+                        functions by numpy's
 
 It knows nothing of devices, graphs and operators: emulate.py passes two functions for them.
 """
@@ -18,7 +19,8 @@ from triton.runtime import interpreter
 def use_interpreter(host: Callable, do: Callable) -> None:
     """Inductor's Triton kernels run in Triton's interpreter, with its slowest parts as numpy's.
 
-    host(argument): a CUDA tensor's memory as a CPU tensor. do(name, action): run it, or record it in a CUDA graph.
+    host(argument): a CUDA tensor's memory as a CPU tensor. do(name, action): run it, or record it
+    in a CUDA graph.
     """
 
     def tensor(data, dtype):
@@ -32,19 +34,28 @@ def use_interpreter(host: Callable, do: Callable) -> None:
         """By numpy."""
 
         def __getattr__(self, name):
-            function = (lambda x: 1 / np.sqrt(x)) if name == "rsqrt" else getattr(np, names.get(name, name))
+            function = (
+                (lambda x: 1 / np.sqrt(x))
+                if name == "rsqrt"
+                else getattr(np, names.get(name, name))
+            )
 
             def call(*args):
                 first = next(arg for arg in args if isinstance(arg, tl.core.tensor))
-                data = function(*(arg.handle.data if isinstance(arg, tl.core.tensor) else arg for arg in args))
+                data = function(
+                    *(arg.handle.data if isinstance(arg, tl.core.tensor) else arg for arg in args)
+                )
                 kind = tl.int1 if data.dtype == bool else first.handle.dtype
                 data = data if data.dtype == bool else data.astype(first.handle.data.dtype)
-                return tensor(data, kind) if first.type.is_block() else tensor(data.reshape(()), kind)
+                return (
+                    tensor(data, kind) if first.type.is_block() else tensor(data.reshape(()), kind)
+                )
 
             return call
 
     def best(pick):
-        """A reduction to the largest or least value, NaN where there is one; with indices the lowest of the best."""
+        """A reduction to the largest or least value, NaN where there is one; with indices the
+        lowest of the best."""
 
         def indexed(x, index, dim):
             data = x.handle.data
@@ -59,7 +70,9 @@ def use_interpreter(host: Callable, do: Callable) -> None:
     triton_helpers.libdevice = Libdevice()
     triton_helpers.max2, triton_helpers.max_with_index = best(np.max)
     triton_helpers.min2, triton_helpers.min_with_index = best(np.min)
-    triton_helpers.any = lambda x, dim: tensor(x.handle.data.astype(bool).any(axis=dim), x.handle.dtype)
+    triton_helpers.any = lambda x, dim: tensor(
+        x.handle.data.astype(bool).any(axis=dim), x.handle.dtype
+    )
     triton_helpers.promote_to_tensor = lambda x: x
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda *args, **kwargs: None
 
@@ -67,24 +80,30 @@ def use_interpreter(host: Callable, do: Callable) -> None:
 
     def patch(kind, scope):
         usual_patch(kind, scope)
-        scope.set_attr(kind, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+        scope.set_attr(
+            kind, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+        )
 
     def device_function(self, *args, **kwargs):
-        if id(self.fn.__globals__) not in patched:  # once a kernel: it takes longer than most functions
+        # once a kernel: it takes longer than most functions
+        if id(self.fn.__globals__) not in patched:
             patched.add(id(self.fn.__globals__))
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
     def interpret(function, grid, args, kwargs):
         patched.clear()
-        executor = interpreter.GridExecutor(function.rewrite(), inspect.getfullargspec(function.fn).args, grid)
+        executor = interpreter.GridExecutor(
+            function.rewrite(), inspect.getfullargspec(function.fn).args, grid
+        )
         executor._init_args_hst = lambda args, kwargs: (args, kwargs)  # they are on the host
         executor._restore_args_dev = lambda *args: None
         with np.errstate(all="ignore"):
             executor(*args, **kwargs)
 
     def large(config, numbers):
-        """Blocks of up to 2^17 elements: the interpreter takes the same time for a block of any size."""
+        """Blocks of up to 2^17 elements: the interpreter takes the same time for a block of any
+        size."""
         blocks, room = dict(config.kwargs), 2**17
         for name in ("R0_BLOCK", "XBLOCK"):
             n = numbers.get(name.removesuffix("BLOCK").lower() + "numel")
@@ -94,7 +113,16 @@ def use_interpreter(host: Callable, do: Callable) -> None:
         return triton.Config(blocks)
 
     def run(self, *args, stream=None, **kwargs):
-        numbers = dict(zip([name for name, kind in self.triton_meta["signature"].items() if kind != "constexpr"], args))
+        numbers = dict(
+            zip(
+                [
+                    name
+                    for name, kind in self.triton_meta["signature"].items()
+                    if kind != "constexpr"
+                ],
+                args,
+            )
+        )
         config = large(self.configs[0], numbers)
         args, grid = self._interpret_args_grid(args, config)
         args = [host(arg) for arg in args]

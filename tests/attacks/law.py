@@ -1,48 +1,65 @@
-"""Does drafting keep the target's law over a million tokens of long sequences, whatever came before?
+"""Does drafting keep the target's law over a million tokens of long sequences, whatever came
+before?
 
-    python -m tests.attacks.law [--tokens 1000000] [--controls] [--seed 0] [--write benchmarks/law.json]
+    python -m tests.attacks.law [--tokens 1000000] [--controls] [--seed 0] [--write
+    benchmarks/law.json]
 
     CASES, CONTROLS     drafters, lengths of drafts and samplings; the same code, broken on purpose
-    decode              rows with a drafter: tokens, and where in its round each was decided; in_batches by generate(),
-                        come_and_go by an Engine
-    score               the law p of every token given those before it, from one plain pass over the finished row
+    decode              rows with a drafter: tokens, and where in its round each was decided;
+                        in_batches by generate(), come_and_go by an Engine
+    score               the law p of every token given those before it, from one plain pass over the
+                        finished row
     chi_square, martingale, too_many    three tests that know nothing of models
     examine             a case, decoded and tested; pooled   all cases as one
 
-The null hypothesis is that, given everything before it, every token has the target's law p. It is tested three ways:
+The null hypothesis is that, given everything before it, every token has the target's law p. It is
+tested three ways:
 
-    PIT     u = P(tokens before x) + V p(x), V uniform from a generator of its own, is uniform and independent (the
-            probability integral transform), whatever order of the tokens the past gives: that of ids, and that of
-            q - p, q the drafter's law. Histograms of both; for ids also of pairs of neighbours in a row, and of
-            neighbouring rows at the same position (of one slot, where requests come and go)
-    sums    of f(x) - E f over all tokens, for f = [x in A], A the tokens that the drafter likes better than the target
-            does (q > p: where accepting too much must show), and for f = log p; sharpest where contexts differ
+    PIT     u = P(tokens before x) + V p(x), V uniform from a generator of its own, is uniform and
+            independent (the probability integral transform), whatever order of the tokens the past
+            gives: that of ids, and that of q - p, q the drafter's law. Histograms of both; for ids
+            also of pairs of neighbours in a row, and of neighbouring rows at the same position (of
+            one slot, where requests come and go)
+    sums    of f(x) - E f over all tokens, for f = [x in A], A the tokens that the drafter likes
+            better than the target does (q > p: where accepting too much must show), and for f = log
+            p; sharpest where contexts differ
     zeros   tokens to which p gives nothing
 
-each over all tokens, and by the token's index in its round, which shows a slip at one position (the bonus token is the
-one with index K). The index is how many tokens of the round were accepted before: it depends on the past alone, so
-that the law is still p given it. Where the token came from, accepted, corrected or bonus, is no such thing: that is
-known only together with the token, and the law given it is not p.
+each over all tokens, and by the token's index in its round, which shows a slip at one position (the
+bonus token is the one with index K). The index is how many tokens of the round were accepted
+before: it depends on the past alone, so that the law is still p given it. Where the token came
+from, accepted, corrected or bonus, is no such thing: that is known only together with the token,
+and the law given it is not p.
 
-In some cases requests come and go in a few slots of an Engine. They wait, replace each other, are aborted, and continue
-earlier texts, whose positions slots lend. Samplings are mixed, and some requests are not drafted. The law of a token is
-p given its past, so its past alone may decide whether it counts. Arrivals, aborts, budgets and samplings come from a
-generator that sees no token, and an abort takes back no token: all that were decided before it count. Without the
-aborted rows the test would see more of the rows whose drafts were accepted, and be biased. Seeds differ, for a draft
-that knows an answer of the same noise knows the draws.
+Most cases verify token by token. Those that verify whole blocks have the law too, but a token's
+place in its round is then no matter of the past alone: how many tokens a round keeps depends on
+drafts behind them. So their tokens are not told apart by index, and no request of theirs is aborted
+after some number of steps, which is some number of rounds. tests/test_speculative.py has their
+controls, numbers that a later round uses again among them, on a chain whose exact law is known: a
+bias of that kind is small in a long text.
 
-False alarms: the whole run rejects a correct program with probability at most 1e-6, as Bonferroni's sum over all tests.
-For sums that needs no approximation: exp(l M - (e^l - 1 - l) V) is a supermartingale for every l (Freedman 1975; M the
-sum of differences of at most 1, V that of their variances), so is its mean over a fixed list of l, and it exceeds 1/a
-with probability at most a. Histograms use the chi-square law, with 100 expected in every bin or more. Zeros: p here and
-p when a token was decided differ by rounding. On a text drawn beforehand, cached passes and one in float64 differ by
-some d in a logit; 4 d is allowed. A token within it of a filter's cut may be drawn though p says 0; the expected number
-of such draws is at most the summed mass of tokens that close, and what is seen is held against a Poisson law. One token
-of p = 0 that is further away rejects.
+In some cases requests come and go in a few slots of an Engine. They wait, replace each other, are
+aborted, and continue earlier texts, whose positions slots lend. Samplings are mixed, and some
+requests are not drafted. The law of a token is p given its past, so its past alone may decide
+whether it counts. Arrivals, aborts, budgets and samplings come from a generator that sees no token,
+and an abort takes back no token: all that were decided before it count. Without the aborted rows
+the test would see more of the rows whose drafts were accepted, and be biased. Seeds differ, for a
+draft that knows an answer of the same noise knows the draws.
 
-What this cannot show: that the target itself computes what its file says (tests/test_model.py does), a wrong law whose
-tests here are blind to it, deviations below what is printed as "seen from", or other hardware: it runs on a CPU in
-float32. The noise has 24 bits, which moves no probability by more than 2^-24.
+False alarms: the whole run rejects a correct program with probability at most 1e-6, as Bonferroni's
+sum over all tests. For sums that needs no approximation: exp(l M - (e^l - 1 - l) V) is a
+supermartingale for every l (Freedman 1975; M the sum of differences of at most 1, V that of their
+variances), so is its mean over a fixed list of l, and it exceeds 1/a with probability at most a.
+Histograms use the chi-square law, with 100 expected in every bin or more. Zeros: p here and p when
+a token was decided differ by rounding. On a text drawn beforehand, cached passes and one in float64
+differ by some d in a logit; 4 d is allowed. A token within it of a filter's cut may be drawn though
+p says 0; the expected number of such draws is at most the summed mass of tokens that close, and
+what is seen is held against a Poisson law. One token of p = 0 that is further away rejects.
+
+What this cannot show: that the target itself computes what its file says (tests/test_model.py
+does), a wrong law whose tests here are blind to it, deviations below what is printed as "seen
+from", or other hardware: it runs on a CPU in float32. The noise has 24 bits, which moves no
+probability by more than 2^-24.
 """
 
 import collections
@@ -67,23 +84,24 @@ import speculative
 from benchmarks.record import record
 from cli.errors import ending_plainly
 from cli.flags import Parser, positive
+from decoding.engine import Engine
 from decoding.sampling import DRAFT_DRAW, FILTERED, PLAIN, Sampling
 from decoding.scheduler import Request
-from decoding.slots import State
-from decoding.timing import TokenRecord
+from decoding.state import State
+from decoding.statistics import Timing, TokenRecord
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
 from drafts.eagle import Eagle, EagleDraft, EagleModel
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.suffix import SuffixDraft
 from drafts.vocabulary import translate
-from generate import Engine, Timing, generate
-from loading.checkpoint import load_model, random_model
+from generate import generate
+from loading.checkpoint import load_model
 from loading.files import read_json
+from loading.models import random_model
 from model import Config, Transformer
-from quantize import quantized_copy
 from speculative import Costs, Drafter, ModelDraft, accept, layer_subset
-from weights.walker import pack_model
+from weights.walker import pack_model, quantized_copy
 
 ROOT = Path(__file__).parents[2]
 FALSE_ALARM = 1e-6  # of the whole run
@@ -91,13 +109,21 @@ CAUGHT = 1e-12  # a broken program must fail some test with a p-value below
 CONTROL_TOKENS = 40_000
 BATCH = 32  # rows decoded together
 LONGEST = 1600  # positions of a row, within the context
-BINS, PAIR_BINS, FEWEST = 64, 16, 100  # at most, of a histogram and of one side of a square one; expected in every bin
+# at most, of a histogram and of one side of a square one; expected in every bin
+BINS, PAIR_BINS, FEWEST = (64, 16, 100)
 LOWEST = -12.0  # log p is cut here, so that a difference is bounded
 
 TINY = Config(
-    dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, ffn_dim=64, vocab_size=48, max_seq_length=2048,
+    dim=32,
+    n_layers=3,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    ffn_dim=64,
+    vocab_size=48,
+    max_seq_length=2048,
     norm_eps=1e-5,
-)  # fmt: skip
+)
 WINDOWED = dataclasses.replace(TINY, windows=(None, 200, 50))
 
 
@@ -109,10 +135,12 @@ class Case(NamedTuple):
     target: str = "tiny"
     share: float = 1.0  # of an even part of the tokens
     slots: int = 0  # in which requests come and go; 0: batches of rows
+    verification: str = "token"
 
 
 FILTERS, MIN_P, HOT = Sampling(0.7, top_k=12, top_p=0.9), Sampling(1.0, min_p=0.08), Sampling(1.5)
-UNSCORED = Sampling(0), Sampling(1, presence_penalty=0.5)  # only neighbours, for `score` knows no penalty
+# only neighbours, for `score` knows no penalty
+UNSCORED = (Sampling(0), Sampling(1, presence_penalty=0.5))
 MIXED = (Sampling(1), FILTERS, MIN_P, HOT) * 2 + UNSCORED
 COOL = (Sampling(0.5), FILTERS) * 2 + UNSCORED
 CASES = (
@@ -142,16 +170,51 @@ CASES = (
     Case("demo with its PARD draft, K 5, T 0.8", "demo-pard", 5, Sampling(0.8), "demo", 0.5),
     Case("demo with suffix drafts, K 5, T 0.6", "suffix", 5, Sampling(0.6), "demo", 0.5),
     Case("demo pair, K 5, T 0.8", "demo-draft", 5, Sampling(0.8), "demo", 0.5),
-    Case("demo pair, K 3, top-k top-p", "demo-draft", 3, Sampling(1, top_k=50, top_p=0.9), "demo", 0.5),
+    Case(
+        "demo pair, K 3, top-k top-p",
+        "demo-draft",
+        3,
+        Sampling(1, top_k=50, top_p=0.9),
+        "demo",
+        0.5,
+    ),
     Case("come and go: model, K 3", "model", 3, MIXED, share=0.5, slots=3),
     Case("come and go: model, K auto, sliding windows", "model", "auto", MIXED, "windowed", 0.5, 3),
     Case("come and go: ngram 1, K 5", "ngram:1", 5, COOL, share=0.5, slots=4),
     Case("come and go: suffix, K 5", "suffix", 5, COOL, share=0.5, slots=4),
     Case("come and go: demo with suffix drafts, K 3", "suffix", 3, COOL, "demo", 0.2, 4),
-    Case("come and go: DFlash, K 3", "dflash", 3, (Sampling(3), Sampling(3, top_k=30), HOT, *UNSCORED), "tiny", 0.5, 4),
+    Case(
+        "come and go: DFlash, K 3",
+        "dflash",
+        3,
+        (Sampling(3), Sampling(3, top_k=30), HOT, *UNSCORED),
+        "tiny",
+        0.5,
+        4,
+    ),
+)
+BLOCKS = (
+    "model, K 3, T 0.7 top-k top-p",
+    "model, K 5",
+    "model, K 8, T 1.5",
+    "model, K auto",
+    "layers 0 and 2, K 8, min-p",
+    "ngram 1, K 3, T 0.7",
+    "suffix, K 3",
+    "int4 copy, K 5, T 0.7 top-k top-p",
+    "PARD, K 5",
+    "EAGLE-3 of 40 tokens, K 5, T 1.5",
+    "DFlash, K 5, T 3",
+    "model with other tokens, K 5, min-p",
+    "demo pair, K 5, T 0.8",
+)
+CASES += tuple(
+    case._replace(name=f"{case.name}, in blocks", verification="block")
+    for case in CASES
+    if case.name in BLOCKS
 )
 
-# ---------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------ models
 
 
 def tiny(config: Config, seed: int = 3) -> Transformer:
@@ -178,7 +241,9 @@ def disturbed(model: Transformer, noise: float, seed: int = 9) -> Transformer:
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for parameter in other.parameters():
         if parameter.dim() > 1:
-            parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(
+                noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            )
     return other
 
 
@@ -196,8 +261,8 @@ def one_more_token(model: Transformer) -> Transformer:
 
 
 def random_eagle(target: Transformer, tokens: int, seed: int = 5) -> EagleModel:
-    """An EAGLE-3 draft for the target's last `tokens` tokens. What it fuses is mostly what enters the last layer, so
-    that it is no stranger to its target."""
+    """An EAGLE-3 draft for the target's last `tokens` tokens. What it fuses is mostly what enters
+    the last layer, so that it is no stranger to its target."""
     V, n = target.config.vocab_size, target.config.n_layers
     eagle = Eagle({}, tokens, (0, 1, n - 1), target.config.dim, False, False, False, False)
     model = EagleModel(dataclasses.replace(target.config, n_layers=1, windows=()), eagle, False)
@@ -232,7 +297,9 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
         return ModelDraft(load_model(ROOT / "checkpoints" / kind, dtype=torch.float32))
     if kind == "demo-pard":
         folder = ROOT / "checkpoints" / kind
-        return PardDraft(load_model(folder, dtype=torch.float32), pard_token(read_json(folder / "config.json")))
+        return PardDraft(
+            load_model(folder, dtype=torch.float32), pard_token(read_json(folder / "config.json"))
+        )
     if kind == "pard":
         return PardDraft(one_more_token(disturbed(model, 0.1)), model.config.vocab_size)
     if kind == "eagle":
@@ -251,12 +318,18 @@ def drafter_of(name: str, model: Transformer) -> Drafter:
         return NgramDraft(int(rest))
     if kind == "suffix":
         return SuffixDraft()
-    kept = [int(i) for i in rest.split(",")] if kind == "layers" else list(range(model.config.n_layers))
-    part = layer_subset(model, kept) if kind == "layers" else pack_model(quantized_copy(model, kind))
+    kept = (
+        [int(i) for i in rest.split(",")]
+        if kind == "layers"
+        else list(range(model.config.n_layers))
+    )
+    part = (
+        layer_subset(model, kept) if kind == "layers" else pack_model(quantized_copy(model, kind))
+    )
     return ModelDraft(part, on_layers=kept)
 
 
-# ------------------------------------------------------------------------------------------------- decode
+# ----------------------------------------------------------------------------------------- decode
 
 
 class Row(NamedTuple):
@@ -266,23 +339,38 @@ class Row(NamedTuple):
     sampling: Sampling
 
 
-def decode(case: Case, drafter: Drafter, n_tokens: int, seed: int) -> tuple[list[Row], list[TokenRecord]]:
+def decode(
+    case: Case, drafter: Drafter, n_tokens: int, seed: int
+) -> tuple[list[Row], list[TokenRecord]]:
     """At least n_tokens in rows of different lengths, each with a seed of its own."""
     model = target_of(case.target)
     longest = min(model.config.max_seq_length, LONGEST, max(64, n_tokens // 8))
     n_rows = math.ceil(n_tokens / (0.8 * longest))
     n_batches = math.ceil(n_rows / BATCH)
     size = case.slots or math.ceil(n_rows / n_batches)
-    engine = Engine(model, size, longest, drafter=drafter, speculate_k=case.k)
+    engine = Engine(
+        model,
+        size,
+        longest,
+        drafter=drafter,
+        speculate_k=case.k,
+        verification=case.verification,
+    )
     if case.k == "auto":  # costs that make every K pay at times, and the same ones in every run
-        ks = speculative.AUTO_K
+        ks = speculative.Drafter.auto_k
         engine.costs = Costs(1.0, {k: 0.15 * k for k in ks}, {k: 1 + 0.1 * k for k in ks})
     if case.slots:
         requests = come_and_go(engine, case.sampling, n_tokens, seed)
     else:
         requests = in_batches(engine, case.sampling, n_batches, seed)
-    rows = [Row(r.prompt, r.tokens, [token.index for token in r.token_records], r.sampling) for r in requests]
-    return rows, [token for request in requests for token in request.token_records if not token.first]
+    has_index = case.verification == "token"
+    rows = []
+    for r in requests:
+        index = [token.index if has_index else 0 for token in r.token_records]
+        rows.append(Row(r.prompt, r.tokens, index, r.sampling))
+    return rows, [
+        token for request in requests for token in request.token_records if not token.first
+    ]
 
 
 def in_batches(engine: Engine, sampling: Sampling, n_batches: int, seed: int) -> list[Request]:
@@ -291,7 +379,9 @@ def in_batches(engine: Engine, sampling: Sampling, n_batches: int, seed: int) ->
     generator, timing = torch.Generator().manual_seed(seed), Timing()
     for batch in range(n_batches):
         lengths = torch.randint(1, longest // 20 + 2, (size,), generator=generator).tolist()
-        ends = torch.randint(int(0.72 * longest), longest + 1, (size,), generator=generator).tolist()
+        ends = torch.randint(
+            int(0.72 * longest), longest + 1, (size,), generator=generator
+        ).tolist()
         prompts = [torch.randint(V, (n,), generator=generator).tolist() for n in lengths]
         budgets, out = [end - n for end, n in zip(ends, lengths)], [[] for _ in prompts]
         seeds = [(seed << 20) + batch * size + row for row in range(size)]
@@ -302,10 +392,17 @@ def in_batches(engine: Engine, sampling: Sampling, n_batches: int, seed: int) ->
     return timing.requests
 
 
-def come_and_go(engine: Engine, samplings: Sequence[Sampling], n_tokens: int, seed: int) -> list[Request]:
-    """Requests that arrive at random steps, one in five without a draft, one in four to be aborted. Returns the scored
-    ones, sorted by slot and prompt length: a row's neighbour then has its slot, and tokens at the same positions."""
-    generator, V, longest = torch.Generator().manual_seed(seed), engine.model.config.vocab_size, engine.max_seq_length
+def come_and_go(
+    engine: Engine, samplings: Sequence[Sampling], n_tokens: int, seed: int
+) -> list[Request]:
+    """Requests that arrive at random steps, one in five without a draft, one in four to be aborted.
+    Returns the scored ones, sorted by slot and prompt length: a row's neighbour then has its slot,
+    and tokens at the same positions."""
+    generator, V, longest = (
+        torch.Generator().manual_seed(seed),
+        engine.model.config.vocab_size,
+        engine.max_seq_length,
+    )
     engine.chunk = 16  # other requests decode between the chunks of a prompt
 
     def draw(n: int) -> int:
@@ -317,14 +414,21 @@ def come_and_go(engine: Engine, samplings: Sequence[Sampling], n_tokens: int, se
         while arrival <= step and num_decided < n_tokens:
             sources = requests[-1 - draw(8) :][:1]  # one of the last eight
             text = [id for request in sources for id in request.prompt + request.tokens]
-            length = (0, draw(longest // 8), longest // 2)[draw(3)]  # another text, a fork, or a chat's next turn
+            # another text, a fork, or a chat's next turn
+            length = (0, draw(longest // 8), longest // 2)[draw(3)]
             prompt = text[:length] + [draw(V) for _ in range(1 + draw(longest // 20))]
-            options = {"sampling": samplings[draw(len(samplings))], "max_new_tokens": 1 + draw(longest // 4)}
-            id = engine.add_request(prompt, seed=(seed << 20) + len(requests), draft=draw(5) > 0, **options)
+            options = {
+                "sampling": samplings[draw(len(samplings))],
+                "max_new_tokens": 1 + draw(longest // 4),
+            }
+            id = engine.add_request(
+                prompt, seed=(seed << 20) + len(requests), draft=draw(5) > 0, **options
+            )
             requests.append(engine.requests[id])
             if draw(4) == 0:
                 aborts[step + draw(longest // 8)].append(id)
-            arrival += draw(longest // 4 // engine.batch_size)  # at times slots are free, at others requests wait
+            # at times slots are free, at others requests wait
+            arrival += draw(longest // 4 // engine.batch_size)
         for id in aborts[step]:
             engine.abort(id)
         num_decided += sum(is_scored(requests[id]) for id, _ in engine.step())
@@ -340,11 +444,12 @@ def is_scored(request: Request) -> bool:
     return request.sampling.kind in (PLAIN, FILTERED)
 
 
-# -------------------------------------------------------------------------------------------------- score
+# ------------------------------------------------------------------------------------------ score
 
 
 class Scores(NamedTuple):
-    """Of one row's tokens (n,): float64, and index and pos int64. The first, which no round decides, has index 0."""
+    """Of one row's tokens (n,): float64, and index and pos int64. The first, which no round
+    decides, has index 0."""
 
     u: Tensor  # PIT by id
     by_draft: Tensor  # PIT in the order of q - p
@@ -366,7 +471,8 @@ def exact(name: str) -> Transformer:
 
 @functools.cache
 def rounding(name: str) -> float:
-    """The largest difference of a logit between cached passes over 6 positions and `exact`, over a random text."""
+    """The largest difference of a logit between cached passes over 6 positions and `exact`, over a
+    random text."""
     model = target_of(name)
     V, T = model.config.vocab_size, min(model.config.max_seq_length, LONGEST) - 6
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
@@ -381,7 +487,8 @@ def rounding(name: str) -> float:
 
 
 def looked_up(tokens: Sequence[int], n: int) -> list[int]:
-    """What followed the last n tokens when they stood there last, after each position; -1 if they never did."""
+    """What followed the last n tokens when they stood there last, after each position; -1 if they
+    never did."""
     seen, found = {}, []
     for i in range(len(tokens)):
         gram = tuple(tokens[max(0, i + 1 - n) : i + 1])
@@ -391,35 +498,47 @@ def looked_up(tokens: Sequence[int], n: int) -> list[int]:
 
 
 def draft_law(case: Case, drafter: Drafter) -> Callable[[Tensor, Sampling], Tensor]:
-    """tokens (R, T) and their sampling -> q (R, T, V) after each position. On the target's caches the drafter saw the
-    target's keys, here its own: A is then another set than the drafter's, which any function of the past may be."""
+    """tokens (R, T) and their sampling -> q (R, T, V) after each position. On the target's caches
+    the drafter saw the target's keys, here its own: A is then another set than the drafter's, which
+    any function of the past may be."""
     if isinstance(drafter, EagleDraft | DFlashDraft):  # whose states only its target's caches hold
         drafter = ModelDraft(disturbed(target_of(case.target), 0.1))
     if isinstance(drafter, ModelDraft):
         V = target_of(case.target).config.vocab_size
-        return lambda tokens, sampling: sampling.probs(drafter.model(tokens, torch.arange(tokens.size(1)))[..., :V])
+        return lambda tokens, sampling: sampling.probs(
+            drafter.model(tokens, torch.arange(tokens.size(1)))[..., :V]
+        )
     V = target_of(case.target).config.vocab_size
 
     def one_hot(tokens: Tensor, _) -> Tensor:
-        ids = torch.tensor([looked_up(row, getattr(drafter, "n", 1)) for row in tokens.tolist()])  # (R, T)
+        # (R, T)
+        ids = torch.tensor([looked_up(row, getattr(drafter, "n", 1)) for row in tokens.tolist()])
         return torch.nn.functional.one_hot(ids.clamp(min=0), V) * (ids >= 0)[..., None]
 
     return one_hot
 
 
 @torch.inference_mode()
-def score(case: Case, rows: Sequence[Row], q_of: Callable[[Tensor, Sampling], Tensor], seed: int) -> Iterator[Scores]:
+def score(
+    case: Case, rows: Sequence[Row], q_of: Callable[[Tensor, Sampling], Tensor], seed: int
+) -> Iterator[Scores]:
     """Each row's tokens under p: one pass over the whole row, no cache, no drafter."""
     generator, slack = torch.Generator().manual_seed(seed), 4 * rounding(case.target)
     for row in rows:
         tokens = torch.tensor([row.prompt + row.tokens[:-1]])  # (1, T)
         pos = len(row.prompt) + torch.arange(len(row.tokens))  # (n,)
-        logits, q = exact(case.target)(tokens, torch.arange(tokens.size(1))), q_of(tokens, row.sampling)  # (1, T, V)
+        # (1, T, V)
+        logits, q = (
+            exact(case.target)(tokens, torch.arange(tokens.size(1))),
+            q_of(tokens, row.sampling),
+        )
         noise = torch.rand(len(pos), generator=generator, dtype=torch.float64)
         yield score_tokens(row, logits[0, pos - 1], q[0, pos - 1], pos, noise, slack)
 
 
-def score_tokens(row: Row, logits: Tensor, q: Tensor, pos: Tensor, noise: Tensor, slack: float) -> Scores:
+def score_tokens(
+    row: Row, logits: Tensor, q: Tensor, pos: Tensor, noise: Tensor, slack: float
+) -> Scores:
     """logits and q (n, V), pos (n,) of the tokens drawn, noise (n,) uniform -> Scores."""
     x, sampling = torch.tensor(row.tokens), row.sampling
     p = sampling.probs(logits).double()
@@ -429,15 +548,25 @@ def score_tokens(row: Row, logits: Tensor, q: Tensor, pos: Tensor, noise: Tensor
     order = (q - p).argsort(-1, descending=True)
     place = order.argsort(-1).gather(1, at)
     reached = p.cumsum(-1).gather(1, at), p.gather(1, order).cumsum(-1).gather(1, place)
-    u, by_draft = ((up_to - (1 - noise[:, None]) * mine)[:, 0].clamp(0, 1 - 2**-53) for up_to in reached)
+    u, by_draft = (
+        (up_to - (1 - noise[:, None]) * mine)[:, 0].clamp(0, 1 - 2**-53) for up_to in reached
+    )
     log_p = p.clamp(min=math.exp(LOWEST)).log()
     near, mass = within_rounding(logits, p, sampling, slack)
     missed, close = mine[:, 0] == 0, near.gather(1, at)[:, 0]
     entropy = -(p * log_p).sum(-1)
     return Scores(
-        u, by_draft, moments((q > p).double(), p, at), moments(1 - log_p / LOWEST, p, at), missed & ~close,
-        missed & close, mass, torch.tensor(row.index), pos, entropy,
-    )  # fmt: skip
+        u,
+        by_draft,
+        moments((q > p).double(), p, at),
+        moments(1 - log_p / LOWEST, p, at),
+        missed & ~close,
+        missed & close,
+        mass,
+        torch.tensor(row.index),
+        pos,
+        entropy,
+    )
 
 
 def moments(f: Tensor, p: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -446,9 +575,12 @@ def moments(f: Tensor, p: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return f.gather(1, at)[:, 0], mean, ((f - mean[:, None]) ** 2 * p).sum(-1)
 
 
-def within_rounding(logits: Tensor, p: Tensor, sampling: Sampling, slack: float) -> tuple[Tensor, Tensor]:
-    """Tokens of p = 0 (n, V) that a filter might keep if every logit were off by `slack`, and at most what probability
-    they would have together (n,). Logits off by s move a mass below a cut by less than 2 s / temperature."""
+def within_rounding(
+    logits: Tensor, p: Tensor, sampling: Sampling, slack: float
+) -> tuple[Tensor, Tensor]:
+    """Tokens of p = 0 (n, V) that a filter might keep if every logit were off by `slack`, and at
+    most what probability they would have together (n,). Logits off by s move a mass below a cut by
+    less than 2 s / temperature."""
     if sampling.kind != FILTERED:
         return torch.zeros_like(p, dtype=torch.bool), torch.zeros_like(p[:, 0])
     moved = 2 * slack / sampling.temperature
@@ -459,7 +591,7 @@ def within_rounding(logits: Tensor, p: Tensor, sampling: Sampling, slack: float)
     return near, (whole * near).sum(-1) / (whole * (p > 0)).sum(-1)
 
 
-# -------------------------------------------------------------------------------------------------- tests
+# ------------------------------------------------------------------------------------------ tests
 
 
 def chi_square(counts: Tensor) -> tuple[float, float]:
@@ -474,17 +606,22 @@ def chi_square(counts: Tensor) -> tuple[float, float]:
 
 
 def martingale(f: Tensor, mean: Tensor, variance: Tensor) -> tuple[float, float]:
-    """(z, p-value) of sum f - mean for f in [0, 1], by the bound that the header gives. z is only for people."""
+    """(z, p-value) of sum f - mean for f in [0, 1], by the bound that the header gives. z is only
+    for people."""
     total, V = (f - mean).sum(), variance.sum()
     rates = 2.0 ** -torch.arange(14).double()
     rates = torch.cat((rates, -rates))
-    grown = rates * total - (rates.abs().exp() - 1 - rates.abs()) * V  # differences are at most 1 to either side
+    # differences are at most 1 to either side
+    grown = rates * total - (rates.abs().exp() - 1 - rates.abs()) * V
     evidence = grown.logsumexp(0) - math.log(len(rates))
-    return (total / V.clamp(min=1e-300).sqrt()).item(), min(1.0, math.exp(min(0.0, -evidence.item())))
+    return (total / V.clamp(min=1e-300).sqrt()).item(), min(
+        1.0, math.exp(min(0.0, -evidence.item()))
+    )
 
 
 def too_many(zero: Tensor, near: Tensor, mass: Tensor) -> tuple[float, float]:
-    """(tokens of p = 0, p-value): none may be far from a cut; near one, by Chernoff's bound for a Poisson law."""
+    """(tokens of p = 0, p-value): none may be far from a cut; near one, by Chernoff's bound for a
+    Poisson law."""
     count, expected = near.sum().item(), mass.sum().item()
     if zero.any() or (count and not expected):
         return float(count + zero.sum().item()), 0.0
@@ -510,10 +647,13 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 
 def histograms(rows: Sequence[Scores]) -> dict[str, tuple[float, float]]:
-    """u with the next one in its row, and with the one of the row beside at the same position. A number stands in one
-    pair of a kind, for overlapping pairs are not independent."""
+    """u with the next one in its row, and with the one of the row beside at the same position. A
+    number stands in one pair of a kind, for overlapping pairs are not independent."""
     in_row = [(row.u[: len(row.u) // 2 * 2 : 2], row.u[1::2]) for row in rows]
-    in_two = [(a.u[torch.isin(a.pos, b.pos)], b.u[torch.isin(b.pos, a.pos)]) for a, b in zip(rows[::2], rows[1::2])]
+    in_two = [
+        (a.u[torch.isin(a.pos, b.pos)], b.u[torch.isin(b.pos, a.pos)])
+        for a, b in zip(rows[::2], rows[1::2])
+    ]
     counts = {"PIT, next": square(in_row), "PIT, other row": square(in_two)}
     return {name: chi_square(cells) for name, cells in counts.items() if len(cells) >= 9}
 
@@ -524,7 +664,9 @@ def by_group(scores: Scores, chosen: Tensor, name: str) -> dict[str, tuple[float
     if n < 2 * FEWEST:
         return {}
     bins = min(BINS, n // FEWEST)
-    counts = [(u[chosen] * bins).long().bincount(minlength=bins) for u in (scores.u, scores.by_draft)]
+    counts = [
+        (u[chosen] * bins).long().bincount(minlength=bins) for u in (scores.u, scores.by_draft)
+    ]
     return {
         f"PIT{name}": chi_square(counts[0]),
         f"PIT by q - p{name}": chi_square(counts[1]),
@@ -544,7 +686,9 @@ def all_tests(rows: Sequence[Scores]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def examine(case: Case, n_tokens: int, seed: int, drafter: Drafter | None = None) -> tuple[dict, list[Scores]]:
+def examine(
+    case: Case, n_tokens: int, seed: int, drafter: Drafter | None = None
+) -> tuple[dict, list[Scores]]:
     """Decode a case and test it: what is to be told of it, and every row's scores."""
     start = time.perf_counter()
     drafter = drafter or drafter_of(case.drafter, target_of(case.target))
@@ -554,48 +698,62 @@ def examine(case: Case, n_tokens: int, seed: int, drafter: Drafter | None = None
     whole = joined(scores)
     rounds = collections.Counter(token.k for token in records if token.index == 0)
     overlaps = [token.overlap for token in records if token.index < token.k]
-    side = whole.side[2].sum().sqrt() / len(whole.u)  # the standard error of a shift of mass to the draft's side
+    # the standard error of a shift of mass to the draft's side
+    side = whole.side[2].sum().sqrt() / len(whole.u)
     said = {
-        "tokens": len(whole.u), "rows": len(rows), "longest": max(len(row.prompt) + len(row.tokens) for row in rows),
-        "alpha": sum(overlaps) / len(overlaps), "tokens_per_round": len(records) / rounds.total(),
-        "rounds_by_k": dict(sorted(rounds.items())), "entropy": whole.entropy.mean().item(),
-        "seen_from": 7 * side.item(), "rounding": rounding(case.target),
-        "zeros_expected_at_most": whole.near_mass.sum().item(), "decode_s": decoded_s,
-        "seconds": time.perf_counter() - start, "tests": all_tests(scores),
-    }  # fmt: skip
+        "tokens": len(whole.u),
+        "rows": len(rows),
+        "longest": max(len(row.prompt) + len(row.tokens) for row in rows),
+        "alpha": sum(overlaps) / len(overlaps),
+        "tokens_per_round": len(records) / rounds.total(),
+        "rounds_by_k": dict(sorted(rounds.items())),
+        "entropy": whole.entropy.mean().item(),
+        "seen_from": 7 * side.item(),
+        "rounding": rounding(case.target),
+        "zeros_expected_at_most": whole.near_mass.sum().item(),
+        "decode_s": decoded_s,
+        "seconds": time.perf_counter() - start,
+        "tests": all_tests(scores),
+    }
     return said, scores
 
 
 def pooled(rows: Sequence[tuple[Case, list[Scores]]]) -> dict:
-    """All cases together: their sums are one martingale, as their rows are one list. And the bonus tokens of all."""
+    """All cases together: their sums are one martingale, as their rows are one list. And the bonus
+    tokens of all."""
     scores = joined([row for _, found in rows for row in found])
     # Where K changes, no index is always the bonus's.
-    last = torch.cat([row.index == (-1 if case.k == "auto" else case.k) for case, found in rows for row in found])
-    tests = all_tests([row for _, found in rows for row in found]) | by_group(scores, last, " of the bonus")
+    last = torch.cat(
+        [row.index == (-1 if case.k == "auto" else case.k) for case, found in rows for row in found]
+    )
+    tests = all_tests([row for _, found in rows for row in found]) | by_group(
+        scores, last, " of the bonus"
+    )
     side = scores.side[2].sum().sqrt() / len(scores.u)
     return {"tokens": len(scores.u), "seen_from": 7 * side.item(), "tests": tests}
 
 
-# ----------------------------------------------------------------------------------------------- controls
+# --------------------------------------------------------------------------------------- controls
 
 
-def accept_everything(tokens, q, p, generator=None, *, noise):
+def accept_everything(tokens, q, p, generator=None, *, noise, block):
     return accept(tokens, q, p, noise=(noise[0] - 1, noise[1]))
 
 
-def accept_the_last(tokens, q, p, generator=None, *, noise):
+def accept_the_last(tokens, q, p, generator=None, *, noise, block):
     """Right but for one position of the draft."""
     last = torch.arange(tokens.size(1)) == tokens.size(1) - 1
     return accept(tokens, q, p, noise=(noise[0] - last.float(), noise[1]))
 
 
-def stale_bonus(tokens, q, p, generator=None, *, noise):
+def stale_bonus(tokens, q, p, generator=None, *, noise, block):
     """The bonus token by the law of the position before."""
     return accept(tokens, q, torch.cat((p[:, :-1], p[:, -2:-1]), dim=1), noise=noise)
 
 
 class Stale(ModelDraft):
-    """Never sees the last token of a round that was accepted whole: a worse drafter, and no wrong law."""
+    """Never sees the last token of a round that was accepted whole: a worse drafter, and no wrong
+    law."""
 
     def hidden(self, caches, state, last, T):
         return super().hidden(caches, state, last, 1)
@@ -614,7 +772,9 @@ class IgnoresIds(EagleDraft):
 
     def propose(self, state):
         tokens, probs = super().propose(state)
-        return tokens, torch.cat((probs[..., self.model.ids >= 0], probs[..., self.model.ids < 0]), dim=-1)
+        return tokens, torch.cat(
+            (probs[..., self.model.ids >= 0], probs[..., self.model.ids < 0]), dim=-1
+        )
 
 
 def patched(owner, name: str, value) -> Callable:
@@ -644,7 +804,9 @@ CONTROLS = {  # name -> what is put in place of the code
 IN_SLOTS = {  # of these, those that are right until another request takes the slot
     "a slot keeps its first seed": patched(State, "fill", keeping("seed")),
     "a slot keeps its first sampling": patched(State, "fill", keeping("values")),
-    "a slot lends its last token": patched(Request, "cached_ids", lambda request: request.prompt + request.tokens),
+    "a slot lends its last token": patched(
+        Request, "cached_ids", lambda request: request.prompt + request.tokens
+    ),
 }
 CONTROLS |= IN_SLOTS
 KEEPS_THE_LAW = "the draft's cache is stale"
@@ -665,45 +827,70 @@ BROKEN = (*CONTROLS, "PARD's q of the position before", "EAGLE-3's d2t is ignore
 
 
 def control(name: str, n_tokens: int = CONTROL_TOKENS, seed: int = 77) -> dict:
-    """A case decoded by a broken program: its smallest p-value, by which test, and whether it is as it should be."""
-    case = Case(name, "model", 3, MIXED, slots=8) if name in IN_SLOTS else Case(name, "model", 3, Sampling(1))
+    """A case decoded by a broken program: its smallest p-value, by which test, and whether it is as
+    it should be."""
+    case = Case(name, "model", 3, Sampling(1))
+    if name in IN_SLOTS:
+        case = case._replace(sampling=MIXED, slots=8)
     breaks = CONTROLS.get(name, contextlib.nullcontext)
     drafter = broken_drafter(name, target_of(case.target))
     with breaks():
         said, _ = examine(case, n_tokens, seed, drafter)
     by, (_, p) = min(said["tests"].items(), key=lambda item: item[1][1])
     right = p > FALSE_ALARM / len(said["tests"]) if name == KEEPS_THE_LAW else p < CAUGHT
-    return {"tokens": said["tokens"], "alpha": said["alpha"], "test": by, "p": p, "as_it_should_be": right}
+    return {
+        "tokens": said["tokens"],
+        "alpha": said["alpha"],
+        "test": by,
+        "p": p,
+        "as_it_should_be": right,
+    }
 
 
-# ------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 
 
 def verdict(cases: dict[str, dict]) -> dict:
-    """Of all tests of all cases: how many, the smallest p-value, and whether Bonferroni's bound rejects."""
-    found = {(case, test): p for case, said in cases.items() for test, (_, p) in said["tests"].items()}
+    """Of all tests of all cases: how many, the smallest p-value, and whether Bonferroni's bound
+    rejects."""
+    found = {
+        (case, test): p for case, said in cases.items() for test, (_, p) in said["tests"].items()
+    }
     (case, test), p = min(found.items(), key=lambda item: item[1])
     threshold = FALSE_ALARM / len(found)
     return {
-        "false_alarm": FALSE_ALARM, "tests": len(found), "threshold": threshold, "smallest_p": p,
-        "where": f"{case}: {test}", "rejected": p < threshold,
-    }  # fmt: skip
+        "false_alarm": FALSE_ALARM,
+        "tests": len(found),
+        "threshold": threshold,
+        "smallest_p": p,
+        "where": f"{case}: {test}",
+        "rejected": p < threshold,
+    }
 
 
 def line(name: str, said: dict) -> str:
     """One case for people."""
     test, (_, p) = min(said["tests"].items(), key=lambda item: item[1][1])
-    about = f"alpha {said['alpha']:.2f}, {said['tokens_per_round']:.2f} a round, " if "alpha" in said else ""
+    about = (
+        f"alpha {said['alpha']:.2f}, {said['tokens_per_round']:.2f} a round, "
+        if "alpha" in said
+        else ""
+    )
     zeros = f"{said['tests']['zeros'][0]:.0f} zeros"
     least = f"smallest p of {len(said['tests'])} tests {p:.1e} ({test})"
-    return f"{name}: {said['tokens']:,} tokens, {about}{zeros}, seen from {said['seen_from']:.4f}, {least}"
+    return (
+        f"{name}: {said['tokens']:,} tokens, {about}{zeros}, seen from {said['seen_from']:.4f},"
+        f" {least}"
+    )
 
 
 def run_cases(n_tokens: int, seed: int) -> dict[str, dict]:
     share = n_tokens / sum(case.share for case in CASES)
     cases, rows = {}, []
     for number, case in enumerate(tqdm(CASES, desc="cases")):
-        cases[case.name], scores = examine(case, math.ceil(1.01 * share * case.share), 1000 * seed + 2 * number)
+        cases[case.name], scores = examine(
+            case, math.ceil(1.01 * share * case.share), 1000 * seed + 2 * number
+        )
         rows.append((case, scores))
         tqdm.write(line(case.name, cases[case.name]))
     cases["all cases"] = pooled(rows)
@@ -714,16 +901,30 @@ def run_cases(n_tokens: int, seed: int) -> dict[str, dict]:
 def run_controls() -> dict[str, dict]:
     found = {}
     for name in (*BROKEN, KEEPS_THE_LAW):
-        found[name] = said = control(name, CONTROL_TOKENS // 4 if name in IN_SLOTS else CONTROL_TOKENS)
+        found[name] = said = control(
+            name, CONTROL_TOKENS // 4 if name in IN_SLOTS else CONTROL_TOKENS
+        )
         seen = "as it should be" if said["as_it_should_be"] else "NOT AS IT SHOULD BE"
-        print(f"broken: {name}: {said['tokens']:,} tokens, p = {said['p']:.1e} ({said['test']}): {seen}")
+        print(
+            f"broken: {name}: {said['tokens']:,} tokens, p = {said['p']:.1e} ({said['test']}):"
+            f" {seen}"
+        )
     return found
 
 
 def main() -> None:
-    parser = Parser(description="Does drafting keep the target's law over long sequences? Tests with a stated bound.")
+    parser = Parser(
+        description="Does drafting keep the target's law over long sequences? Tests with a stated"
+        " bound."
+    )
     add = parser.add_argument
-    add("--tokens", type=positive, default=1_000_000, metavar="N", help="at least so many; default: 1,000,000")
+    add(
+        "--tokens",
+        type=positive,
+        default=1_000_000,
+        metavar="N",
+        help="at least so many; default: 1,000,000",
+    )
     add("--controls", action="store_true", help="only the broken programs, which must be caught")
     add("--seed", type=int, default=0, help="default: 0")
     add("--write", type=Path, metavar="FILE", help="results as JSON")
@@ -733,12 +934,17 @@ def main() -> None:
         if not args.controls:
             cases = run_cases(args.tokens, args.seed)
             found = {**verdict(cases), "tokens": cases["all cases"]["tokens"], "cases": cases}
-            print(f"{found['tests']} tests, smallest p {found['smallest_p']:.1e}, threshold {found['threshold']:.1e}")
+            print(
+                f"{found['tests']} tests, smallest p {found['smallest_p']:.1e}, threshold"
+                f" {found['threshold']:.1e}"
+            )
         found["controls"] = run_controls()
         found["seconds"] = round(time.perf_counter() - start, 1)
         if args.write:
             record(args.write, found)
-    kept = not found.get("rejected") and all(said["as_it_should_be"] for said in found["controls"].values())
+    kept = not found.get("rejected") and all(
+        said["as_it_should_be"] for said in found["controls"].values()
+    )
     print("the law holds" if kept else "the law does NOT hold, or a control went unseen")
     sys.exit(0 if kept else 1)
 

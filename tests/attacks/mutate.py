@@ -1,19 +1,26 @@
-"""Do the tests notice a slip? Small mistakes drawn at random from the code, one at a time, against its fast tests.
+"""Do the tests notice a slip? Small mistakes drawn at random from the code, one at a time, against
+its fast tests.
 
-    python -m tests.attacks.mutate [--sample N | all] [--only FILE ...] [--minutes M] [--write benchmarks/mutation.json]
+    python -m tests.attacks.mutate [--sample N | all] [--only FILE ...] [--minutes M] [--write
+    benchmarks/mutation.json]
 
-    TESTS       file of the product -> the fast tests that must notice a mistake in it, the likeliest first
-    slips       the mistakes of one expression or statement, by kind; mutants   all of a file, as texts
-    Runner      pytest in a tree, forked from a process that has the libraries in memory; tests that were fast go first
-    measure     every mutant by itself, in one of several trees; before a first one its tests, which must pass
+    TESTS       file of the product -> the fast tests that must notice a mistake in it, the
+                likeliest first
+    slips       the mistakes of one expression or statement, by kind; mutants   all of a file, as
+                texts
+    Runner      pytest in a tree, forked from a process that has the libraries in memory; tests that
+                were fast go first
+    measure     every mutant by itself, in one of several trees; before a first one its tests, which
+                must pass
 
-A kind of mistake: a comparison or a sign flipped, a number off by one, a term or a condition dropped, operands or
-arguments swapped, branches exchanged, a statement left out. Everything happens in temporary copies. Every file has one
-mutant tried, then every file a second one, and so on: a run may stop at any time. The results are written after every
-mutant. A survivor is one of three things: a test that is missing, code that nobody needs, or the same program in other
-words; a person decides. A mutant is killed, too, by tests that take five times as long, or by a lack of memory.
-Why no library: cosmic-ray drops no terms and swaps no operands, mutmut's trampolines do not compile, and both start
-pytest anew for each mutant, which takes longer than most tests.
+A kind of mistake: a comparison or a sign flipped, a number off by one, a term or a condition
+dropped, operands or arguments swapped, branches exchanged, a statement left out. Everything happens
+in temporary copies. Every file has one mutant tried, then every file a second one, and so on: a run
+may stop at any time. The results are written after every mutant. A survivor is one of three things:
+a test that is missing, code that nobody needs, or the same program in other words; a person
+decides. A mutant is killed, too, by tests that take five times as long, or by a lack of memory. Why
+no library: cosmic-ray drops no terms and swaps no operands, mutmut's trampolines do not compile,
+and both start pytest anew for each mutant, which takes longer than most tests.
 """
 
 import ast
@@ -46,30 +53,37 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 300  # for the tests of the unchanged code
 MAX_BYTES = 12 << 30  # of memory: a mutant may ask for any number
 LIBRARIES = ("torch", "hypothesis", "transformers.models.llama.modeling_llama")
+# How the names of slow tests begin, which never run here.
 SLOW = """
-caches::drafted_greedy_text drafts::greedy_equals drafts::a_broken_eagle drafts::sequences_have drafts::turns_keep
-experts::drafts_of_sparse experts::every_matrix generate::64_greedy grammar::grammars_come grammar::json_obeys
-grammar::masked kept::a_resumed kept::newcomers kept::rows_that_begin program::a_chat_on program::a_closed_pipe
+caches::drafted_greedy_text drafts::greedy_equals drafts::a_broken_eagle drafts::sequences_have
+drafts::turns_keep experts::drafts_of_sparse experts::every_matrix generate::64_greedy
+grammar::grammars_come grammar::json_obeys grammar::masked prompt_cache::a_resumed
+prompt_cache::newcomers prompt_cache::rows_that_begin program::a_chat_on program::a_closed_pipe
 program::a_full_disk program::a_terminal program::a_whole_run program::ctrl_c program::every_program
-program::start_up rounding::a_kept rounding::drafted_greedy rounding::logits_are serve::a_request_for_many
-serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json"""  # how their names begin: never run here
+program::start_up rounding::a_kept rounding::drafted_greedy rounding::logits_are
+serve::a_request_for_many serve::the_evaluation slots::in_16_bits speculative_cli::greedy_json
+"""
 TESTS = {
-    "generate.py": "engine requests generate interrupts",
+    "generate.py": "llm engine requests generate interrupts",
     "model.py": "model engine experts generate caches -k 'not test_caches or rows_take'",
     "quantize.py": "quantize families experts -k 'quantize or calibration or gptq'",
+    "cli/quantized_folder.py": "quantize families -k 'quantize or calibration'",
     "speculative.py": "speculative suffix",
     "tp.py": "tp errors experts -k 'test_tp or test_errors or parts'",
-    "decoding/costs.py": "report suffix speculative -k 'report or suffix or theory or auto or length'",
-    "decoding/exactness.py": "rows_alone engine rounding",
+    "decoding/answers.py": "llm requests prompt_cache",
+    "decoding/costs.py": "report suffix speculative -k 'report or suffix or theory or auto or"
+    " length'",
+    "decoding/engine.py": "engine requests generate interrupts",
     "decoding/grammar.py": "grammar -m attack",
     "decoding/kv_8bit.py": "rows_alone caches",
     "decoding/logits.py": "requests",
     "decoding/runner.py": "engine requests caches -k 'engine or requests or clearing or rows_take'",
     "decoding/sampling.py": "sampling requests numbers",
     "decoding/scheduler.py": "engine requests generate slots",
-    "decoding/slots.py": "requests generate slots",
-    "decoding/timing.py": "report engine requests tp suffix speculative"
+    "decoding/state.py": "requests generate slots",
+    "decoding/statistics.py": "report engine requests tp suffix speculative"
     " -k 'report or engine or requests or host or late or turns_keep'",
+    "decoding/stop_strings.py": "stop_strings inputs",
     "decoding/validation.py": "requests inputs generate dflash -k 'not test_dflash or windows'",
     "decoding/warmup.py": "engine",
     "drafts/dflash.py": "dflash",
@@ -79,52 +93,69 @@ TESTS = {
     "drafts/pard.py": "errors drafts -k 'errors or pard or config or folder'",
     "drafts/suffix.py": "suffix numbers",
     "drafts/vocabulary.py": "drafts -k 'strings or tokenizers or command_line or shared'",
+    "exact/attention.py": "rows_alone engine rounding",
+    "exact/probes.py": "rows_alone rounding",
+    "exact/products.py": "rows_alone rounding",
     "weights/compiling.py": "faults",
-    "weights/cpu.py": "cpu_products quantize rounding -k 'cpu_products or quantize or products or parts'",
+    "weights/cpu.py": "cpu_products quantize rounding -k 'cpu_products or quantize or products or"
+    " parts'",
     "weights/experts.py": "experts",
     "weights/formats.py": "fused floats cpu_products quantize tp -k 'not test_tp or slice'",
     "weights/gpu.py": "fused",
-    "weights/linears.py": "cpu_products fused quantize foreign rounding -k 'not test_rounding or chunks'",
-    "weights/rounding.py": "rows_alone rounding",
+    "weights/linears.py": "cpu_products fused quantize quantized_folders rounding -k"
+    " 'not test_rounding or chunks'",
     "weights/walker.py": "families quantize experts",
     "loading/adapter.py": "adapter -m attack",
-    "loading/chat_messages.py": "requests tokenizer -k 'message or arguments or template or chat'",
-    "loading/chat_templates.py": "tokenizer fuzz requests -k 'tokenizer or fuzz or template'",
+    "loading/chat_messages.py": "requests tokenizer chat_templates -k 'message or arguments or"
+    " template or chat'",
+    "loading/chat_templates.py": "chat_templates tokenizer fuzz requests -k 'tokenizer or fuzz or"
+    " template'",
     "loading/checkpoint.py": "checkpoint families floats faults tp -k 'not plan'",
+    "loading/target.py": "errors program quantize -k 'errors or device or random_weights or"
+    " packed'",
+    "loading/models.py": "checkpoint families floats tp -k 'not plan'",
+    "loading/saving.py": "checkpoint families quantize faults",
     "loading/config.py": "config checkpoint families model",
     "drafts/registry.py": "errors compare suffix drafts -k 'not (broken or law or twin)'",
     "loading/families.py": "config checkpoint families model",
-    "loading/files.py": "checkpoint families faults kept",
+    "loading/files.py": "checkpoint families faults prompt_cache",
     "loading/gguf.py": "gguf",
     "loading/gguf_metadata.py": "gguf",
     "loading/hub.py": "hub -m 'not real'",
-    "loading/quantization.py": "checkpoint floats errors foreign",
+    "loading/quantization.py": "checkpoint floats errors quantized_folders",
     "loading/tokenizer.py": "tokenizer tekken fuzz requests",
     "loading/plain_files.py": "files tokenizer hub fuzz",
-    "loading/vocabularies.py": "tokenizer tekken fuzz gguf",
+    "loading/tokenizers/base.py": "tokenizer tekken fuzz gguf",
+    "loading/tokenizers/ranks.py": "tokenizer tekken fuzz gguf",
+    "loading/tokenizers/sentencepiece_model.py": "tokenizer fuzz gguf",
+    "loading/tokenizers/settings.py": "tokenizer fuzz gguf",
+    "loading/tokenizers/tokenizer_json.py": "tokenizer fuzz gguf",
     "loading/weight_names.py": "checkpoint families floats model",
-    "loading/quantized/detection.py": "floats fuzz foreign",
+    "loading/quantized/detection.py": "floats fuzz quantized_folders",
     "loading/quantized/floats.py": "floats fuzz",
-    "loading/quantized/layouts.py": "foreign",
+    "loading/quantized/layouts.py": "quantized_folders",
     "loading/quantized/merged_experts.py": "experts gguf",
-    "loading/quantized/reader.py": "floats faults foreign",
+    "loading/quantized/reader.py": "floats faults quantized_folders",
     "cli/answers.py": "requests inputs program",
-    "cli/chat.py": "program kept -k 'chat or message or turn or command or answer'",
-    "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl or old_torch'",
+    "cli/chat.py": "program prompt_cache -k 'chat or message or turn or command or answer'",
+    "cli/errors.py": "errors faults files tp program -k 'errors or faults or free_memory or nccl"
+    " or old_torch'",
     "cli/flags.py": "requests errors files program",
-    "cli/load.py": "errors kept program speculative_cli"
-    " -k 'errors or moved or random_weights or packed or gpu or generation_config or json_per_row'",
     "cli/main.py": "requests files program",
     "cli/memory.py": "memory",
+    "cli/opening.py": "errors files prompt_cache program speculative_cli"
+    " -k 'errors or files or moved or random_weights or packed or gpu or generation_config or"
+    " json_per_row'",
+    "cli/options.py": "requests errors files program",
     "cli/output.py": "files requests program",
     "cli/page.py": "page serve -m 'attack and not browser'",
     "cli/pipe.py": "files -m 'not long' -k 'pipe or slots'",
-    "cli/prompt_cache.py": "kept",
+    "cli/prompt_cache.py": "prompt_cache",
     "cli/prompts.py": "requests files program",
     "cli/replicas.py": "files program -k 'replicas or torchrun or line'",
-    "cli/report.py": "report experts speculative_cli program -k 'report or bytes or count or json or statistics'",
-    "cli/session.py": "kept program -k 'half_known or chat or text'",
-    "cli/version.py": "program -k version",
+    "cli/report.py": "report experts speculative_cli program -k 'report or bytes or count or json"
+    " or statistics'",
+    "cli/running.py": "prompt_cache program -k 'half_known or chat or text'",
     "scripts/batches.py": "serve -m 'attack and not browser'",
     "scripts/compare.py": "compare live",
     "scripts/distill_draft.py": "distill_draft draft_kinds",
@@ -139,16 +170,18 @@ TESTS = {
     "scripts/tp_plan.py": "tp -k plan",
 }
 PAIRS = (
-    "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, FloorDiv Mod, LShift RShift, BitAnd BitOr, And Or"
+    "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, FloorDiv Mod, LShift"
+    " RShift, BitAnd BitOr, And Or"
 )
 OTHER = {}  # what each operator is mistaken for
 for one, other in ((getattr(ast, name) for name in pair.split()) for pair in PAIRS.split(", ")):
     OTHER |= {one: other, other: one}
-ONE_WAY = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult, ast.LShift, ast.RShift)  # a - b is not b - a
-SAID = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # messages and imports stay as they are
+# a - b is not b - a
+ONE_WAY = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult, ast.LShift, ast.RShift)
+# messages and imports stay as they are
+SAID = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 Mutant = namedtuple("Mutant", "file line kind old new text")  # text: of the whole file
-
-# ---------------------------------------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------------------------------- mistakes
 
 
 def slips(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -181,7 +214,13 @@ def slips(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield "dropped sign", operand
         case ast.IfExp(body=body, orelse=other):
             yield "exchanged branches", but(body=other, orelse=body)
-        case ast.Call(args=[ast.Name() | ast.Attribute() as first, ast.Name() | ast.Attribute() as second, *rest]):
+        case ast.Call(
+            args=[
+                ast.Name() | ast.Attribute() as first,
+                ast.Name() | ast.Attribute() as second,
+                *rest,
+            ]
+        ):
             yield "swapped arguments", but(args=[second, first, *rest])
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             yield "left out", ast.Pass()
@@ -212,16 +251,19 @@ def mutants(root: Path, file: str) -> list[Mutant]:
             if new != ast.unparse(node):
                 new = new if isinstance(node, ast.stmt | ast.Constant) else f"({new})"
                 text = (source[:begin] + new.encode() + source[end:]).decode()
-                results.append(Mutant(file, node.lineno, kind, source[begin:end].decode(), new, text))
+                results.append(
+                    Mutant(file, node.lineno, kind, source[begin:end].decode(), new, text)
+                )
     return results
 
 
-# --------------------------------------------------------------------------------------------- measuring
+# -------------------------------------------------------------------------------------- measuring
 
 
 class Runner:
-    """pytest in a copy of the code, from a process that has the libraries in memory and forks for every run: importing
-    them takes longer than most tests. It never imports a file of the copy before the fork."""
+    """pytest in a copy of the code, from a process that has the libraries in memory and forks for
+    every run: importing them takes longer than most tests. It never imports a file of the copy
+    before the fork."""
 
     SERVER = f"""
 import contextlib, gc, importlib, json, os, resource, signal, sys
@@ -262,7 +304,8 @@ for line in sys.stdin:
         os._exit(pytest.main(arguments, plugins=[FastFirst(Path(file))]))
     signal.signal(signal.SIGALRM, tick), signal.signal(signal.SIGTERM, end)
     seconds = 0
-    signal.setitimer(signal.ITIMER_REAL, 1, 1)  # a while in which all this is stopped counts as one tick
+    # A while in which all this is stopped counts as one tick.
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
     status = os.waitpid(child, 0)[1]
     signal.setitimer(signal.ITIMER_REAL, 0)
     end()
@@ -271,11 +314,13 @@ for line in sys.stdin:
 
     def __init__(self, root: Path, tree: Path):
         self.tree = tree
-        shutil.copytree(root, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build"))
+        shutil.copytree(
+            root, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "build")
+        )
         for command in ("git init --quiet", "git add ."):  # tests ask git for the list of programs
             subprocess.run(command.split(), cwd=tree, check=True)
-        # No compiled files: two texts of one length, written within a second, would be taken for the same. Inductor's
-        # cache is this tree's own: no other program reads what a mutant stores.
+        # No compiled files: two texts of one length, written within a second, would be taken for
+        # the same. Inductor's cache is this tree's own, so that no other program reads it.
         cache = {"TORCHINDUCTOR_CACHE_DIR": f"{tree}-cache"}
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **cache}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -286,9 +331,21 @@ for line in sys.stdin:
         """Whether they pass, and the seconds that they took."""
         names, dash, others = tests.partition(" -")
         words = [f"tests/test_{name}.py" for name in names.split()] + shlex.split(dash + others)
-        words += [f"--deselect=tests/test_{name.replace('::', '.py::test_')}" for name in SLOW.split()]
-        options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-p", "no:anyio", f"--basetemp={self.tree}-files"]
-        file = self.tree.parent / hashlib.sha256(tests.encode()).hexdigest()  # of the seconds of every test
+        words += [
+            f"--deselect=tests/test_{name.replace('::', '.py::test_')}" for name in SLOW.split()
+        ]
+        options = [
+            "-x",
+            "-q",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:anyio",
+            f"--basetemp={self.tree}-files",
+        ]
+        # of the seconds of every test
+        file = self.tree.parent / hashlib.sha256(tests.encode()).hexdigest()
         self.process.stdin.write(json.dumps([limit_s, str(file), *options, *words]) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -309,11 +366,16 @@ for line in sys.stdin:
 
 
 def measure(
-    root: Path, tests: Mapping[str, str], sample: int | None = None, seed: int = 0, workers: int = 1,
-    minutes: float = math.inf, report: Callable[[dict], None] = lambda results: None,
-) -> dict:  # fmt: skip
-    """`sample` mutants of each file, by default all; results go to `report` after each. ValueError where tests fail
-    without a mistake."""
+    root: Path,
+    tests: Mapping[str, str],
+    sample: int | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    minutes: float = math.inf,
+    report: Callable[[dict], None] = lambda results: None,
+) -> dict:
+    """`sample` mutants of each file, by default all; results go to `report` after each. ValueError
+    where tests fail without a mistake."""
     start, lock, seconds = time.monotonic(), threading.Lock(), {}
     mutants_by_file = {file: mutants(root, file) for file in tests}
     for file, group in mutants_by_file.items():
@@ -322,7 +384,13 @@ def measure(
     rounds = itertools.zip_longest(*(group[:sample] for group in groups))
     chosen = [mutant for mutants_of_round in rounds for mutant in mutants_of_round if mutant]
     files = {
-        file: {"mutants": len(group), "seconds_of_tests": None, "tried": 0, "killed": 0, "survivors": []}
+        file: {
+            "mutants": len(group),
+            "seconds_of_tests": None,
+            "tried": 0,
+            "killed": 0,
+            "survivors": [],
+        }
         for file, group in mutants_by_file.items()
     }
     results = {"seconds": 0, "tried": 0, "killed": 0, "timeouts": 0, "files": files}
@@ -338,7 +406,9 @@ def measure(
             if text not in seconds:
                 passes, seconds[text] = runner.run(text, LIMIT_S)
                 if not passes:
-                    raise ValueError(f"{mutant.file}: its tests do not pass without a mistake: {text}")
+                    raise ValueError(
+                        f"{mutant.file}: its tests do not pass without a mistake: {text}"
+                    )
             counts["seconds_of_tests"], limit_s = seconds[text], 5 * seconds[text] + 10
             survives, mutant_s = runner.run_mutant(mutant, text, limit_s)
             with lock:
@@ -351,7 +421,10 @@ def measure(
                 results["seconds"] = round(time.monotonic() - start)
                 report(results)
 
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(workers) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutate-") as folder,
+        ThreadPoolExecutor(workers) as pool,
+    ):
         runners = [Runner(root, Path(folder) / str(number)) for number in range(workers)]
         try:
             for future in as_completed([pool.submit(try_mutants, runner) for runner in runners]):
@@ -370,10 +443,28 @@ def main() -> None:
     parser = Parser(description="Do the tests notice small mistakes that are put into the code?")
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--sample", type=number_or_all, default=10, metavar="N", help="mutants of each file, or all; default: 10")
+    add(
+        "--sample",
+        type=number_or_all,
+        default=10,
+        metavar="N",
+        help="mutants of each file, or all; default: 10",
+    )
     add("--only", nargs="+", choices=TESTS, default=list(TESTS), metavar="FILE", help="only these")
-    add("--workers", type=positive, default=2, metavar="N", help="trees that run at the same time; default: 2")
-    add("--minutes", type=float, default=math.inf, metavar="M", help="begin no mutant after so many; default: no end")
+    add(
+        "--workers",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="trees that run at the same time; default: 2",
+    )
+    add(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="M",
+        help="begin no mutant after so many; default: no end",
+    )
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
     source = {"commit": commit_of_checkout(), "seed": args.seed}  # before anybody commits more
@@ -388,7 +479,11 @@ def main() -> None:
         for file, counts in results["files"].items():
             for survivor in counts["survivors"]:
                 print(f"{file}:{survivor}")
-        print("{killed} of {tried} killed, {timeouts} of them by the clock, in {seconds} s".format(**results))
+        print(
+            "{killed} of {tried} killed, {timeouts} of them by the clock, in {seconds} s".format(
+                **results
+            )
+        )
 
 
 if __name__ == "__main__":

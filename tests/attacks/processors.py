@@ -1,4 +1,5 @@
-"""The same proof on every processor: tests under each level of instructions that this machine can be held to.
+"""The same proof on every processor: tests under each level of instructions that this machine can
+be held to.
 
     python -m tests.attacks.processors [--levels AVX2/avx2 DEFAULT/default] [--all] [--write FILE]
 
@@ -7,8 +8,9 @@
     run_level   pytest in a process of its own under one level
     main        a table, or JSON; the status is 1 if a test failed
 
-Without --all it runs the tests of texts and bits. A level that the processor lacks is reported as such and not as
-passed: oneDNN and aten would silently use less. What it cannot show: the timing and the memory order of real machines.
+Without --all it runs the tests of texts and bits. A level that the processor lacks is reported as
+such and not as passed: oneDNN and aten would silently use less. What it cannot show: the timing and
+the memory order of real machines.
 """
 
 import os
@@ -51,7 +53,8 @@ def cpu_flags() -> set[str]:
 
 
 def run_level(isa: str, capability: str, args: list[str]) -> dict:
-    """pytest under one level: its status, the number of tests that passed, the names of those that failed."""
+    """pytest under one level: its status, the number of tests that passed, the names of those that
+    failed."""
     settings = {"ONEDNN_MAX_CPU_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
     env = {name: value for name, value in os.environ.items() if name not in settings}
     env |= {name: value for name, value in settings.items() if value.lower() != "default"}
@@ -62,19 +65,29 @@ def run_level(isa: str, capability: str, args: list[str]) -> dict:
     crashed = done.returncode not in (0, 1) or (done.returncode == 1 and not failed)
     passed = re.search(r"(\d+) passed", done.stdout)
     return {
-        "status": "crashed" if crashed else "failed" if failed else "passed", "passed": int(passed[1]) if passed else 0,
-        "failed": failed, "output": done.stdout[-2000:] if crashed else "",
+        "status": "crashed" if crashed else "failed" if failed else "passed",
+        "passed": int(passed[1]) if passed else 0,
+        "failed": failed,
+        "output": done.stdout[-2000:] if crashed else "",
         "seconds": round(time.perf_counter() - start),
-    }  # fmt: skip
+    }
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = Parser(description="Tests under each level of instructions that this machine can be held to.")
+    parser = Parser(
+        description="Tests under each level of instructions that this machine can be held to."
+    )
     names = [f"{isa}/{capability}" for isa, capability, _ in LEVELS]
-    parser.add_argument("--levels", nargs="+", choices=names, default=names, metavar="ISA/CAPABILITY")
-    parser.add_argument("--all", action="store_true", help="all default tests, not those of texts and bits alone")
+    parser.add_argument(
+        "--levels", nargs="+", choices=names, default=names, metavar="ISA/CAPABILITY"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="all default tests, not those of texts and bits alone"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="results as JSON")
-    parser.add_argument("pytest_args", nargs="*", help="behind --: for pytest, such as -k EXPRESSION")
+    parser.add_argument(
+        "pytest_args", nargs="*", help="behind --: for pytest, such as -k EXPRESSION"
+    )
     return parser.parse_args(argv)
 
 
@@ -93,9 +106,17 @@ def main() -> None:
     print(f"{'ONEDNN_MAX_CPU_ISA/ATEN':26} status")
     for row in rows:
         print(f"{row['level']:26} {row['status']} {' '.join(row.get('missing', []))}".rstrip())
-        print("".join(f"    {name}\n" for name in row.get("failed", [])), row.get("output", ""), end="", sep="")
+        print(
+            "".join(f"    {name}\n" for name in row.get("failed", [])),
+            row.get("output", ""),
+            end="",
+            sep="",
+        )
     if args.write:
-        record(args.write, {"hardware": hardware(), "tests": "all" if args.all else list(TESTS), "levels": rows})
+        record(
+            args.write,
+            {"hardware": hardware(), "tests": "all" if args.all else list(TESTS), "levels": rows},
+        )
     sys.exit(any(row["status"] in ("failed", "crashed") for row in rows))
 
 

@@ -1,19 +1,24 @@
 """Hours of random requests to engines that live on, every answer compared with a fresh process's.
 
-    python -m tests.attacks.soak [--minutes 60] [--requests N] [--seed 0] [--engines NAME ...] [--write FILE]
+    python -m tests.attacks.soak [--minutes 60] [--requests N] [--seed 0] [--engines NAME ...]
+    [--write FILE]
 
-    ENGINES         engines by their flags: compiled and eager, single and batched, with four kinds of drafts
-    random_request  texts in a batch, or the turns of a chat; sampling, budgets, stop strings, interrupts
-    serve           a request through the program's own Session and chat, with its interrupts
+    ENGINES         engines by their flags: compiled and eager, single and batched, with four kinds
+                    of drafts
+    random_request  texts in a batch, or the turns of a chat; sampling, budgets, stop strings,
+                    interrupts
+    serve           a request through the program's own text loop and chat, with its interrupts
     repeat          the same in a process that never served another: what differs
     soak, verdict   both sides for so long; did memory, files and threads stay where they were?
 
-The engines are built and compiled once. Then the process forks: the child serves request after request, as somebody's
-server would for a night, and the parent, which never serves any, forks a fresh process for each of them, which serves
-that one alone and must decide the same tokens, bit for bit. A real signal interrupts some answers at any moment; what
-was decided until then must be where the fresh process's answer begins, and what comes afterwards must be as if the
-answer had been ended there by hand. Compiling anything after the fork is an error. Each process has one thread, or
-forks would not be safe. What this cannot show: leaks slower than the noise of a process's memory, GPUs, other models.
+The engines are built and compiled once. Then the process forks: the child serves request after
+request, as somebody's server would for a night, and the parent, which never serves any, forks a
+fresh process for each of them, which serves that one alone and must decide the same tokens, bit for
+bit. A real signal interrupts some answers at any moment; what was decided until then must be where
+the fresh process's answer begins, and what comes afterwards must be as if the answer had been ended
+there by hand. Compiling anything after the fork is an error. Each process has one thread, or forks
+would not be safe. What this cannot show: leaks slower than the noise of a process's memory, GPUs,
+other models.
 """
 
 import contextlib
@@ -29,28 +34,30 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-import cli.answers as printing
-import cli.prompts as prompts
 from benchmarks.record import record
+from cli.answers import RowAnswer
 from cli.chat import chat
 from cli.errors import ending_plainly
-from cli.flags import Parser, positive, speculate_k
-from cli.flags import parse_args as generate_flags
-from cli.load import drafter_of, load_target, pick_device
-from cli.session import Session
+from cli.flags import Parser, positive
+from cli.flags import parse_args as generate_options
+from cli.prompts import Prompt
+from cli.running import run_interruptibly
+from decoding.costs import Costs
+from decoding.engine import Engine
+from decoding.runner import padded_length
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
-from decoding.validation import rounded_up
-from generate import Engine
+from drafts.registry import drafter_for
+from generate import LLM
+from loading.target import load_target, pick_device
 from loading.tokenizer import Tokenizer
-from speculative import AUTO_K, Costs
-from tp import ALONE
+from speculative import Drafter
 from weights.walker import pack_model
 
 ROOT = Path(__file__).parents[2]
@@ -70,24 +77,28 @@ ENGINES = {
     "ngram batch": "--batch_size 4 --draft ngram:2 --dtype float16",
     "int8": f"--quantize int8 {DRAFT} --draft_quantize int8",
 }
-# What `auto` goes by, in place of measurements, which differ from process to process: it drafts for some texts only.
-COSTS = Costs(1.0, {k: 0.45 * k for k in AUTO_K}, {k: 1.15 for k in AUTO_K})
+# What `auto` goes by, in place of measurements, which differ from process to process: it drafts for
+# some texts only.
+COSTS = Costs(1.0, {k: 0.45 * k for k in Drafter.auto_k}, dict.fromkeys(Drafter.auto_k, 1.15))
 
 SAMPLINGS = (
-    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3}, {"temperature": 0.7, "top_k": 20},
-    {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1},
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.3},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.5, "min_p": 0.1},
     {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
-)  # fmt: skip
+)
 PATIENCE_S = 300  # a fresh process that takes longer hangs
 GROWTH_MB, GROWTH = 16, 0.02  # memory is flat when it grew by no more than this much, or this share
-
-
-# ------------------------------------------------------------------------------------------- requests
+# --------------------------------------------------------------------------------------- requests
 
 
 @dataclass
 class Request:
-    """What somebody asks of an engine: texts to continue together, or the turns of a chat, one after the other."""
+    """What somebody asks of an engine: texts to continue together, or the turns of a chat, one
+    after the other."""
 
     engine: str
     texts: list[str]
@@ -96,12 +107,13 @@ class Request:
     seed: int
     chat: bool = False
     stop: list[str] = field(default_factory=list)
-    interrupts: list[float | None] = field(default_factory=list)  # seconds after which each answer is interrupted
+    # seconds after which each answer is interrupted
+    interrupts: list[float | None] = field(default_factory=list)
 
 
 @dataclass
 class Answer:
-    """What one call of Session.decode gave, by row."""
+    """What one call of LLM.run gave, by row."""
 
     ids: list[list[int]]
     texts: list[str]
@@ -127,30 +139,41 @@ def random_request(draw: random.Random, name: str, rows: int, words: list[str]) 
     if draw.random() < 0.5:
         new = [draw.randint(1, most) for most in new]
     return Request(
-        name, texts, draw.choice(SAMPLINGS), new, draw.randrange(2**62), talk,
-        stop=draw.sample([" the", ".", "\n", "Tim", " said"], draw.randint(1, 2)) if draw.random() < 0.2 else [],
-        interrupts=[draw.uniform(0, 0.4) if draw.random() < 0.15 else None for _ in (texts if talk else [0])],
-    )  # fmt: skip
+        name,
+        texts,
+        draw.choice(SAMPLINGS),
+        new,
+        draw.randrange(2**62),
+        talk,
+        stop=draw.sample([" the", ".", "\n", "Tim", " said"], draw.randint(1, 2))
+        if draw.random() < 0.2
+        else [],
+        interrupts=[
+            draw.uniform(0, 0.4) if draw.random() < 0.15 else None for _ in (texts if talk else [0])
+        ],
+    )
 
 
-# -------------------------------------------------------------------------------------------- serving
+# ---------------------------------------------------------------------------------------- serving
 
 
 def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     """The engines, compiled for every kind of sampling. Those of equal weights share one model."""
-    flags = {name: generate_flags(ENGINES[name].split()) for name in names}
-    targets, built, device = {}, {}, pick_device("cpu")
-    weights = lambda args: (args.quantize, args.dtype)  # noqa: E731
-    for args in flags.values():
-        if weights(args) not in targets:
-            targets[weights(args)] = load_target(args, device, ALONE)
-    drafters = {name: drafter_of(args, *targets[weights(args)]) for name, args in flags.items()}
+    chosen = {name: generate_options(ENGINES[name].split()) for name in names}
+    device = pick_device("cpu")
+    targets = {options.model: load_target(options.model, device) for options in chosen.values()}
+    drafters = {}
+    for name, options in chosen.items():
+        model, tokenizer = targets[options.model]
+        drafters[name] = drafter_for(options.draft, model, tokenizer, options.model.dtype)
     models = [model for model, _ in targets.values()]
-    pack_model(*models, *[drafter.model for drafter in drafters.values() if drafter and drafter.model])
-    for name, args in tqdm(flags.items(), desc="engines"):
-        (model, tokenizer), drafter = targets[weights(args)], drafters[name]
-        engine = Engine(model, args.batch_size, CONTEXT, compile=bool(args.compile), drafter=drafter,
-                        speculate_k=speculate_k(args))  # fmt: skip
+    pack_model(
+        *models, *[drafter.model for drafter in drafters.values() if drafter and drafter.model]
+    )
+    built = {}
+    for name, options in tqdm(chosen.items(), desc="engines"):
+        model, tokenizer = targets[options.model]
+        engine = Engine(model, options.run.batch_size, CONTEXT, options.engine, drafters[name])
         engine.costs = COSTS
         warm_lengths(engine)
         for kind in (GREEDY, PLAIN, FILTERED) if engine.compile else ():
@@ -164,95 +187,117 @@ def warm_lengths(engine: Engine) -> None:
     """Run prompts of every length that there is: libraries keep something for each."""
     first = engine.rows(0, 1)
     runners = [first.target] + ([first.drafter.runner] if len(engine.runners) > 1 else [])
-    for n in sorted({rounded_up(n) for n in range(1, CONTEXT + 1)}):
+    for n in sorted({padded_length(n) for n in range(1, CONTEXT + 1)}):
         for runner in runners:
             runner.hidden(*runner.inputs(first.state, 0, min(n, CONTEXT)))
 
 
-class Recorded(Session):
-    """A Session whose answers are kept, and interrupted: by a signal after some seconds, or where `before` says that
-    they once were. From there on it goes by the text that was printed then, which may lack the last token's: the
-    signal may come between the two."""
+class Recorded(LLM):
+    """An LLM whose answers are kept, and interrupted: by a signal after some seconds, or where
+    `before` says that they once were. From there on it goes by the text that was shown then, which
+    may lack the last token's: the signal may come between the two."""
 
     def begin(self, interrupts: list[float | None], before: list[Answer] | None) -> None:
         self.answers: list[Answer] = []
-        self.interrupts, self.before, self.armed = interrupts, before, False
+        self.interrupts = interrupts
+        self.before = before
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        signal.signal(signal.SIGINT, self._interrupt)
 
-    def _interrupt(self, *_) -> None:
-        if self.armed:
-            raise KeyboardInterrupt
+    def once(self, number: int) -> Answer | None:
+        """The interrupted answer of another process that this one repeats."""
+        if self.before is None or number >= len(self.before) or not self.before[number].interrupted:
+            return None
+        return self.before[number]
 
-    def decode(self, asked: Iterable[printing.Answer]) -> Iterator[printing.Answer]:
-        number, answer, asked = len(self.answers), Answer([], []), list(asked)
-        self.answers.append(answer)
-        once = self.before[number] if self.before is not None and number < len(self.before) else None
-        if once is not None and once.interrupted:
-            interrupt_after(sum(map(len, once.ids)), [each.printer for each in asked])
+    def run(
+        self, answers: Iterable[RowAnswer], interrupts: Collection = (), after_step=None
+    ) -> Iterator[RowAnswer]:
+        rows = list(answers)
+        number = len(self.answers)
+        kept = Answer([], [])
+        self.answers.append(kept)
+        once = self.once(number)
+        if once is not None:
+            interrupts = AfterTokens(rows, sum(map(len, once.ids)))
+        seconds = self.interrupts[number] if self.before is None else None
         try:
-            try:
-                if self.before is None and self.interrupts[number] is not None:
-                    self.armed = True
-                    signal.setitimer(signal.ITIMER_REAL, self.interrupts[number])
-                for _ in super().decode(asked):
-                    pass
-            finally:
-                self.armed = False
-        except KeyboardInterrupt:
-            answer.interrupted = True
-            raise
+            if seconds is not None:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield from super().run(rows, interrupts, after_step)
+            if once is not None:
+                raise KeyboardInterrupt
         except ValueError as error:
-            answer.error = str(error)
+            kept.error = str(error)
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            answer.ids, answer.texts = ([getattr(each.printer, name) for each in asked] for name in ("ids", "text"))
-            if once is not None and once.interrupted:
-                answer.interrupted = True
-                for each, text in zip(asked, once.texts):
-                    each.printer.pieces = [text]
-        return iter(asked)
+            kept.interrupted = once is not None or bool(interrupts)
+            kept.ids = [row.ids for row in rows]
+            kept.texts = [row.text for row in rows]
+            if once is not None:
+                for row, text in zip(rows, once.texts):
+                    row.pieces = [text]
 
 
-def interrupt_after(n: int, printers: list[printing.Printer]) -> None:
-    """Let these printers be interrupted after n tokens of all."""
-    left = n
+class AfterTokens(Collection):
+    """Interrupts that hold something once these rows have n tokens together."""
 
-    def counting(feed: Callable) -> Callable:
-        def fed(*arguments) -> None:
-            nonlocal left
-            if not left:
-                raise KeyboardInterrupt
-            left -= 1
-            feed(*arguments)
+    def __init__(self, rows: list[RowAnswer], n: int):
+        self.rows = rows
+        self.n = n
 
-        return fed
+    def __len__(self) -> int:
+        return sum(len(row.ids) for row in self.rows) >= self.n
 
-    for printer in printers:
-        printer.feed = counting(printer.feed)
+    def __iter__(self) -> Iterator:
+        return iter(())
+
+    def __contains__(self, item: object) -> bool:
+        return False
 
 
-def serve(engine: Engine, tokenizer: Tokenizer, asked: Request, before: list[Answer] | None = None) -> list[Answer]:
-    """The answers to a request: one of a batch, or one a turn. `before`: what another process answered, for the
-    places where that was interrupted."""
-    session = Recorded(engine, tokenizer, Sampling(**asked.sampling), tokenizer.stop_ids)
-    session.begin(asked.interrupts, before)
+def serve(
+    engine: Engine, tokenizer: Tokenizer, asked: Request, before: list[Answer] | None = None
+) -> list[Answer]:
+    """The answers to a request: one of a batch, or one a turn. `before`: what another process
+    answered, for the places where that was interrupted."""
+    llm = Recorded.over(engine, tokenizer)
+    llm.begin(asked.interrupts, before)
     with silence(), contextlib.suppress(ValueError, KeyboardInterrupt):
         if asked.chat:
-            flags = ["--interactive", "--seed", str(asked.seed % 2**32), "--max_new_tokens", str(asked.new[0])]
             sys.stdin = io.StringIO("".join(" ".join(text.split()) + "\n" for text in asked.texts))
-            chat(session, generate_flags(flags + ["--stop"] * bool(asked.stop) + asked.stop))
+            chat(llm, generate_options(chat_flags(asked)))
         else:
-            rows = zip(asked.texts, asked.new)
-            session.decode([
-                printing.Answer(
-                    prompts.Request(text, ids=tokenizer.encode(text), max_new_tokens=new, seed=asked.seed),
-                    session.printer(asked.stop),
-                )
-                for text, new in rows
-            ])  # fmt: skip
-    return session.answers
+            rows = [row_of(llm, asked, number) for number in range(len(asked.texts))]
+            list(run_interruptibly(llm, rows))
+    return llm.answers
+
+
+def chat_flags(asked: Request) -> list[str]:
+    flags = [
+        "--interactive",
+        "--seed",
+        str(asked.seed % 2**32),
+        "--max_new_tokens",
+        str(asked.new[0]),
+    ]
+    flags += [f"--{name}={value}" for name, value in asked.sampling.items()]
+    return [*flags, "--stop", *asked.stop] if asked.stop else flags
+
+
+def row_of(llm: LLM, asked: Request, number: int) -> RowAnswer:
+    """An answer to one of the texts of a batch."""
+    text = asked.texts[number]
+    prompt = Prompt(
+        text,
+        ids=llm.tokenizer.encode(text),
+        max_new_tokens=asked.new[number],
+        seed=asked.seed,
+        sampling=Sampling(**asked.sampling),
+        stop=asked.stop,
+    )
+    return RowAnswer(llm, prompt)
 
 
 @contextlib.contextmanager
@@ -261,11 +306,12 @@ def silence() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------- comparing
+# -------------------------------------------------------------------------------------- comparing
 
 
 def difference(got: list[Answer], fresh: list[Answer]) -> str | None:
-    """What a fresh process answers otherwise; None if nothing. Of an interrupted answer the ids count."""
+    """What a fresh process answers otherwise; None if nothing. Of an interrupted answer the ids
+    count."""
     if len(got) != len(fresh):
         return f"{len(got)} answers, a fresh process's {len(fresh)}"
     for number, (a, b) in enumerate(zip(got, fresh)):
@@ -290,7 +336,11 @@ def fresh(processes, engines: dict, asked: Request, got: list[Answer]) -> str | 
     process.start()
     say.close()
     try:
-        return hear.recv() if hear.poll(PATIENCE_S) else f"a fresh process found no end in {PATIENCE_S} s"
+        return (
+            hear.recv()
+            if hear.poll(PATIENCE_S)
+            else f"a fresh process found no end in {PATIENCE_S} s"
+        )
     except EOFError:
         return "a fresh process failed"
     finally:
@@ -299,11 +349,12 @@ def fresh(processes, engines: dict, asked: Request, got: list[Answer]) -> str | 
         process.join()
 
 
-# ------------------------------------------------------------------------------------------- the hours
+# -------------------------------------------------------------------------------------- the hours
 
 
 def work(engines: dict, minutes: float, most: int | None, seed: int, words: list[str], say) -> None:
-    """Serve random requests, and tell the pipe each with its answers and what the process holds by then."""
+    """Serve random requests, and tell the pipe each with its answers and what the process holds by
+    then."""
     os.setpgrp()  # Ctrl-C on the terminal is the parent's
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -323,7 +374,11 @@ def holds() -> dict[str, float]:
     """What this process has: resident megabytes, open files, threads (of Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     count = lambda name: len(os.listdir(f"/proc/self/{name}"))  # noqa: E731
-    return {"mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "files": count("fd"), "threads": count("task")}
+    return {
+        "mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "files": count("fd"),
+        "threads": count("task"),
+    }
 
 
 def soak(minutes: float, most: int | None, seed: int, names: list[str]) -> dict:
@@ -333,7 +388,9 @@ def soak(minutes: float, most: int | None, seed: int, names: list[str]) -> dict:
     engines, words = build(names), (DEMO / "stories.txt").read_text().split()
     processes = multiprocessing.get_context("fork")
     hear, say = processes.Pipe(duplex=False)
-    worker = processes.Process(target=work, args=(engines, minutes, most, seed, words, say), daemon=True)
+    worker = processes.Process(
+        target=work, args=(engines, minutes, most, seed, words, say), daemon=True
+    )
     worker.start()
     say.close()
     counts, held, wrong = Counter(), [], []
@@ -341,7 +398,11 @@ def soak(minutes: float, most: int | None, seed: int, names: list[str]) -> dict:
     with tqdm(desc="requests", unit="", mininterval=10) as bar, contextlib.suppress(EOFError):
         while True:
             asked, got, now = hear.recv()
-            found = {"the server": got} if isinstance(got, str) else {"fresh": fresh(processes, engines, asked, got)}
+            found = (
+                {"the server": got}
+                if isinstance(got, str)
+                else {"fresh": fresh(processes, engines, asked, got)}
+            )
             wrong += [{"request": vars(asked), who: what} for who, what in found.items() if what]
             if isinstance(got, list):
                 counts += counted(asked, got)
@@ -354,47 +415,84 @@ def soak(minutes: float, most: int | None, seed: int, names: list[str]) -> dict:
     worker.join()
     if worker.exitcode:
         wrong.append({"the server": f"ended with {worker.exitcode}"})
-    return {"minutes": minutes, "seed": seed, "engines": names, **counts, "wrong": wrong, **verdict(held)}
+    return {
+        "minutes": minutes,
+        "seed": seed,
+        "engines": names,
+        **counts,
+        "wrong": wrong,
+        **verdict(held),
+    }
 
 
 def counted(asked: Request, got: list[Answer]) -> Counter:
-    return Counter({
-        "requests": 1,
-        "answers": len(got),
-        "tokens": sum(len(ids) for answer in got for ids in answer.ids),
-        "turns of chats": len(got) * asked.chat,
-        "batches": len(asked.texts) > 1 and not asked.chat,
-        "interrupted": sum(answer.interrupted for answer in got),
-        "refused": sum(answer.error is not None for answer in got),
-    })  # fmt: skip
+    return Counter(
+        {
+            "requests": 1,
+            "answers": len(got),
+            "tokens": sum(len(ids) for answer in got for ids in answer.ids),
+            "turns of chats": len(got) * asked.chat,
+            "batches": len(asked.texts) > 1 and not asked.chat,
+            "interrupted": sum(answer.interrupted for answer in got),
+            "refused": sum(answer.error is not None for answer in got),
+        }
+    )
 
 
 def verdict(held: list[dict[str, float]]) -> dict:
-    """How much of everything the process held after a tenth of the requests and at the end, and what has grown: memory
-    by medians of a tenth of the requests each, files and threads by their largest numbers of the two halves."""
+    """How much of everything the process held after a tenth of the requests and at the end, and
+    what has grown: memory by medians of a tenth of the requests each, files and threads by their
+    largest numbers of the two halves."""
     if len(held) < 2:
         return {"grown": []}
     tenth = max(1, len(held) // 10)
     column = lambda name, part: [now[name] for now in held[part]]  # noqa: E731
-    early, late = (statistics.median(column("mb", part)) for part in (slice(tenth, 2 * tenth), slice(-tenth, None)))
+    early, late = (
+        statistics.median(column("mb", part))
+        for part in (slice(tenth, 2 * tenth), slice(-tenth, None))
+    )
     grown = ["memory"] * (late - early > max(GROWTH_MB, GROWTH * early))
     halves = slice(len(held) // 2), slice(len(held) // 2, None)
-    grown += [name for name in ("files", "threads") if max(column(name, halves[1])) > max(column(name, halves[0]))]
+    grown += [
+        name
+        for name in ("files", "threads")
+        if max(column(name, halves[1])) > max(column(name, halves[0]))
+    ]
     every = max(1, len(held) // 60)
     series = " ".join(f"{now['minute']:.0f}:{now['mb']:.0f}" for now in held[::every])
-    return {"mb_early": round(early, 1), "mb_late": round(late, 1), "grown": grown, "mb_by_minute": series}
+    return {
+        "mb_early": round(early, 1),
+        "mb_late": round(late, 1),
+        "grown": grown,
+        "mb_by_minute": series,
+    }
 
 
-# ---------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 
 
 def main() -> None:
-    parser = Parser(description="Random requests to engines that live on; every answer compared with a new process's.")
+    parser = Parser(
+        description="Random requests to engines that live on; every answer compared with a new"
+        " process's."
+    )
     add = parser.add_argument
     add("--minutes", type=float, default=60, metavar="M", help="default: 60")
-    add("--requests", type=positive, metavar="N", help="end after so many; default: no limit but the time")
+    add(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="end after so many; default: no limit but the time",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the requests; default: 0")
-    add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help="default: all")
+    add(
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        default=list(ENGINES),
+        metavar="NAME",
+        help="default: all",
+    )
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
     with ending_plainly():

@@ -1,10 +1,14 @@
-"""Other people's tests against our server: a plugin that openai_suites.py copies beside them for their pytest.
+"""Other people's tests against our server: a plugin that openai_suites.py copies beside them for
+their pytest.
 
-    Server              `python -m scripts.serve` with given flags, one at a time, reused while the flags stay
+    Server              `python -m scripts.serve` with given flags, one at a time, reused while the
+                        flags stay
     RemoteOpenAIServer  in place of vLLM's, which starts vLLM
-    pytest_…            hooks: tests that do not apply are skipped with the reason; results go to a file, a line each
+    pytest_…            hooks: tests that do not apply are skipped with the reason; results go to a
+                        file, a line each
 
-It imports nothing of this project, whose `tests` would hide theirs. Sockets reach this machine alone.
+It imports nothing of this project, whose `tests` would hide theirs. Sockets reach this machine
+alone.
 """
 
 import importlib.abc
@@ -28,9 +32,7 @@ import pytest
 SETTINGS = json.loads(os.environ["QUICKDRAFT_SUITE"])
 LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0", None, "")
 TEST_S = 120
-
-
-# ------------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------------ the network
 
 
 def local_only() -> None:
@@ -53,11 +55,12 @@ def local_only() -> None:
     socket.getaddrinfo = checked_getaddrinfo
 
 
-# ------------------------------------------------------------------------------------------- our server
+# ------------------------------------------------------------------------------------- our server
 
 
 class Server:
-    """Our server as it runs now. `at` restarts it only for other flags, because a start takes seconds."""
+    """Our server as it runs now. `at` restarts it only for other flags, because a start takes
+    seconds."""
 
     flags: tuple[str, ...] | None = None
     process: subprocess.Popen | None = None
@@ -74,7 +77,9 @@ class Server:
     @classmethod
     def start(cls, flags: tuple[str, ...]) -> None:
         command = [*SETTINGS["server"], "--port", "0", *flags]
-        cls.process = subprocess.Popen(command, cwd=SETTINGS["root"], stderr=subprocess.PIPE, text=True)
+        cls.process = subprocess.Popen(
+            command, cwd=SETTINGS["root"], stderr=subprocess.PIPE, text=True
+        )
         lines = []
         for line in cls.process.stderr:
             lines.append(line)
@@ -84,7 +89,8 @@ class Server:
             raise RuntimeError("the server did not start: " + "".join(lines)[-500:])
         cls.url = lines[-1].split("listening on")[1].split()[0]
         cls.flags = flags
-        threading.Thread(target=cls.process.stderr.read, daemon=True).start()  # or its pipe would fill
+        # or its pipe would fill
+        threading.Thread(target=cls.process.stderr.read, daemon=True).start()
 
     @classmethod
     def end(cls) -> None:
@@ -94,7 +100,7 @@ class Server:
         cls.process = None
 
 
-# ------------------------------------------------------------------------------------------- vLLM's
+# ----------------------------------------------------------------------------------------- vLLM's
 
 
 class RemoteOpenAIServer:
@@ -118,11 +124,14 @@ class RemoteOpenAIServer:
         return openai.OpenAI(base_url=self.url_for("v1"), api_key="none", max_retries=0, **others)
 
     def get_async_client(self, **others) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key="none", max_retries=0, **others)
+        return openai.AsyncOpenAI(
+            base_url=self.url_for("v1"), api_key="none", max_retries=0, **others
+        )
 
 
 class Anything:
-    """In place of what is not installed: any attribute, call, item or base class of it, as a condition false."""
+    """In place of what is not installed: any attribute, call, item or base class of it, as a
+    condition false."""
 
     def __getattr__(self, name: str):
         return stand_in(name)
@@ -182,11 +191,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
-# ------------------------------------------------------------------------------------------- llama.cpp's
+# ------------------------------------------------------------------------------------ llama.cpp's
 
 
 def start_in_place_of_llama(self, timeout_seconds: float = 0) -> None:
-    """`ServerProcess.start` of llama.cpp's utils.py, which starts llama-server. Its context is shared by its slots."""
+    """`ServerProcess.start` of llama.cpp's utils.py, which starts llama-server. Its context is
+    shared by its slots."""
     slots = self.n_slots or 1
     flags = ["--batch_size", str(slots), "--max_seq_length", str((self.n_ctx or 1024) // slots)]
     flags += ["--temperature", str(self.temperature), "--seed", str(self.seed)]
@@ -208,7 +218,9 @@ def adapt_llama_utils() -> None:
     make_url = utils.ServerProcess.make_url
 
     def with_version(self, path: str, host: str | None = None) -> str:
-        return make_url(self, f"/v1{path}" if re.match(r"/(chat|models|completions)", path) else path, host)
+        return make_url(
+            self, f"/v1{path}" if re.match(r"/(chat|models|completions)", path) else path, host
+        )
 
     utils.ServerProcess.start = start_in_place_of_llama
     utils.ServerProcess.stop = lambda self: None
@@ -216,7 +228,7 @@ def adapt_llama_utils() -> None:
     utils.match_regex = lambda regex, text: isinstance(text, str)
 
 
-# ------------------------------------------------------------------------------------------- pytest
+# ----------------------------------------------------------------------------------------- pytest
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -242,7 +254,8 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 
 def reason_against(item) -> str | None:
-    """Why a test does not apply to this server, by the first pattern that its id matches; None if it does."""
+    """Why a test does not apply to this server, by the first pattern that its id matches; None if
+    it does."""
     for pattern, reason in SETTINGS["rules"]:
         if re.search(pattern, item.nodeid):
             return reason

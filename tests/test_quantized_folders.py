@@ -1,7 +1,9 @@
-"""quantized/reader.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write them hold the published weights.
+"""quantized/reader.py: folders as AutoGPTQ, AutoAWQ and compressed-tensors write them hold the
+published weights.
 
-The writers here pack bit by bit, from the published layouts alone, and share no code with the reader. Weights are
-compared in float64 with (code - zero point) * scale of the random numbers that were packed.
+The writers here pack bit by bit, from the published layouts alone, and share no code with the
+reader. Weights are compared in float64 with (code - zero point) * scale of the random numbers that
+were packed.
 """
 
 import functools
@@ -19,43 +21,59 @@ from safetensors.torch import load_file, save_file
 import cli.main as program
 import cli.quantize as quantize_command
 import loading.checkpoint as checkpoint
+import loading.models as models
 import loading.quantization as quantization
-import loading.quantized.reader as foreign
-from loading.checkpoint import load_config, save_model
 from loading.config import config_from_hf
+from loading.saving import save_model
 from tp import Ranks
 from weights.formats import dequantize_tensor
 from weights.linears import QuantizedLinear
 from weights.walker import pack_model
 
-load_model = functools.partial(checkpoint.load_model, pack=False)  # what is stored is what these tests look at
-D, F, H, G = 256, 512, 4, 2  # every group of 128 inputs divides over two ranks; no matrix but q and o is square
+# what is stored is what these tests look at
+load_model = functools.partial(checkpoint.load_model, pack=False)
+# every group of 128 inputs divides over two ranks; no matrix but q and o is square
+D, F, H, G = (256, 512, 4, 2)
 HF = {
-    **BASE, "model_type": "llama", "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2,
-    "num_attention_heads": H, "num_key_value_heads": G, "vocab_size": 96, "dtype": "float16", **rope(10000.0),
-}  # fmt: skip
+    **BASE,
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": F,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "vocab_size": 96,
+    "dtype": "float16",
+    **rope(10000.0),
+}
 
 
 def shapes(D: int, F: int) -> dict[str, tuple[int, int]]:
     """(out, in) of a block's matrices, with half as many KV heads as heads."""
     return {
-        "self_attn.q_proj": (D, D), "self_attn.k_proj": (D // 2, D), "self_attn.v_proj": (D // 2, D),
-        "self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
-    }  # fmt: skip
+        "self_attn.q_proj": (D, D),
+        "self_attn.k_proj": (D // 2, D),
+        "self_attn.v_proj": (D // 2, D),
+        "self_attn.o_proj": (D, D),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
 
 
 SHAPES = shapes(D, F)
 FUSED = {
     "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "attention.out": ["self_attn.o_proj"],
-    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"], "ffn.down": ["mlp.down_proj"],
-}  # fmt: skip
-
-# --------------------------------------------------------------------------- the published layouts, bit by bit
+    "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "ffn.down": ["mlp.down_proj"],
+}
+# --------------------------------------------------------------- the published layouts, bit by bit
 
 
 def bit_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """codes (n, m) -> int32 (ceil(n * bits / 32), m): bit b of code r is bit r * bits + b of its column."""
+    """codes (n, m) -> int32 (ceil(n * bits / 32), m): bit b of code r is bit r * bits + b of its
+    column."""
     words = np.zeros((-(-len(codes) * bits // 32), codes.size(1)), np.uint32)
     for r, row in enumerate(codes.numpy().astype(np.uint32)):
         for b in range(bits):
@@ -64,11 +82,14 @@ def bit_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def awq_words(codes: torch.Tensor, order=(0, 2, 4, 6, 1, 3, 5, 7)) -> torch.Tensor:
-    """codes (n, m) -> int32 (n, m / 8): of eight columns, number order[i] in bits 4 i to 4 i + 3."""
+    """codes (n, m) -> int32 (n, m / 8): of eight columns, number order[i] in bits 4 i to 4 i +
+    3."""
     words = np.zeros((len(codes), codes.size(1) // 8), np.uint32)
     for column in range(words.shape[1]):
         for i, k in enumerate(order):
-            words[:, column] |= codes[:, 8 * column + k].numpy().astype(np.uint32) << np.uint32(4 * i)
+            words[:, column] |= codes[:, 8 * column + k].numpy().astype(np.uint32) << np.uint32(
+                4 * i
+            )
     return torch.from_numpy(words.view(np.int32).copy())
 
 
@@ -81,12 +102,18 @@ def minus_one(words: torch.Tensor, bits: int) -> torch.Tensor:
 class Drawn:
     """A matrix's random codes, scales and zero points, and the group of every input."""
 
-    def __init__(self, shape, bits: int, group: int, symmetric: bool, scale_dtype, g_idx, generator):
+    def __init__(
+        self, shape, bits: int, group: int, symmetric: bool, scale_dtype, g_idx, generator
+    ):
         rows, columns = shape
         size = columns if group == -1 else group
         n = -(-columns // size)
         self.codes = torch.randint(0, 2**bits, shape, generator=generator)
-        self.scale = (0.004 + 0.012 * torch.rand(rows, n, generator=generator)).mul(2.0 ** (4 - bits)).to(scale_dtype)
+        self.scale = (
+            (0.004 + 0.012 * torch.rand(rows, n, generator=generator))
+            .mul(2.0 ** (4 - bits))
+            .to(scale_dtype)
+        )
         self.zero = torch.full((rows, n), 2 ** (bits - 1))
         if not symmetric:
             self.zero = torch.randint(0, 2**bits, (rows, n), generator=generator)
@@ -97,16 +124,19 @@ class Drawn:
             self.g_idx = torch.randperm(n, generator=generator)[self.g_idx]
         steps = (self.codes - self.zero[:, self.g_idx]).double()
         self.weight = (steps * self.scale.double()[:, self.g_idx]).float()
-        if scale_dtype != torch.float32:  # 11 bits times 4 (8 with 8-bit codes): the float32 is the product itself
+        # 11 bits times 4 (8 with 8-bit codes): the float32 is the product itself
+        if scale_dtype != torch.float32:
             assert torch.equal(self.weight.double(), steps * self.scale.double()[:, self.g_idx])
 
 
 def gptq(d: Drawn, bits: int, version: int = 1) -> dict:
     zeros = bit_stream(d.zero, bits).T.contiguous()
     return {
-        "qweight": bit_stream(d.codes.T, bits), "qzeros": minus_one(zeros, bits) if version == 1 else zeros,
-        "scales": d.scale.T, "g_idx": d.g_idx.int(),
-    }  # fmt: skip
+        "qweight": bit_stream(d.codes.T, bits),
+        "qzeros": minus_one(zeros, bits) if version == 1 else zeros,
+        "scales": d.scale.T,
+        "g_idx": d.g_idx.int(),
+    }
 
 
 def awq(d: Drawn, bits: int, **options) -> dict:
@@ -116,9 +146,10 @@ def awq(d: Drawn, bits: int, **options) -> dict:
 
 def packed(d: Drawn, bits: int, symmetric: bool, act_order: bool = False) -> dict:
     found = {
-        "weight_packed": bit_stream(d.codes.T, bits).T, "weight_scale": d.scale,
+        "weight_packed": bit_stream(d.codes.T, bits).T,
+        "weight_scale": d.scale,
         "weight_shape": torch.tensor(d.codes.shape),
-    }  # fmt: skip
+    }
     if not symmetric:
         found["weight_zero_point"] = bit_stream(d.zero, bits)
     return found | ({"weight_g_idx": d.g_idx.int()} if act_order else {})
@@ -129,30 +160,76 @@ def plain_int8(d: Drawn, bits: int) -> dict:
 
 
 def gptq_config(**others) -> dict:
-    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, **others}
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": False,
+        **others,
+    }
 
 
 def awq_config(**others) -> dict:
-    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    }
     return {**config, "modules_to_not_convert": None, **others}
 
 
 def compressed(format: str, activations: dict | None = None, **weights) -> dict:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "actorder": None, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "actorder": None,
+        **weights,
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
 
 
-def build(folder: Path, config: dict, pack, bits=4, group=128, symmetric=False, scale_dtype=torch.float16, g_idx=None,
-          head=False, float_modules=(), draw=Drawn, **hf) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Write the folder, and beside it "plain" with the published weights in float32; {module: weights (out, in)}."""
+def build(
+    folder: Path,
+    config: dict,
+    pack,
+    bits=4,
+    group=128,
+    symmetric=False,
+    scale_dtype=torch.float16,
+    g_idx=None,
+    head=False,
+    float_modules=(),
+    draw=Drawn,
+    **hf,
+) -> dict[str, torch.Tensor]:
+    """Write the folder, and beside it "plain" with the published weights in float32; {module:
+    weights (out, in)}."""
     generator = torch.Generator().manual_seed(len(str(config)) + bits + len(str(g_idx)))
-    both: dict[str, torch.Tensor] = {"model.norm.weight": 1 + 0.1 * torch.randn(D, generator=generator)}
+    both: dict[str, torch.Tensor] = {
+        "model.norm.weight": 1 + 0.1 * torch.randn(D, generator=generator)
+    }
     both["model.embed_tokens.weight"] = torch.randn(96, D, generator=generator)
-    modules = {f"model.layers.{n}.{name}": shape for n in range(2) for name, shape in SHAPES.items()}
+    modules = {
+        f"model.layers.{n}.{name}": shape for n in range(2) for name, shape in SHAPES.items()
+    }
     for n in range(2):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             both[f"model.layers.{n}.{norm}.weight"] = 1 + 0.1 * torch.randn(D, generator=generator)
@@ -165,10 +242,17 @@ def build(folder: Path, config: dict, pack, bits=4, group=128, symmetric=False, 
             continue
         drawn = draw(shape, bits, group, symmetric, scale_dtype, g_idx, generator)
         weights[name] = drawn.weight
-        stored |= {f"{name}.{kind}": tensor.contiguous().clone() for kind, tensor in pack(drawn, bits).items()}
+        stored |= {
+            f"{name}.{kind}": tensor.contiguous().clone()
+            for kind, tensor in pack(drawn, bits).items()
+        }
     both = {name: tensor.half().float() for name, tensor in both.items()}
     for path, tensors, extra in (
-        (folder, {name: tensor.half() for name, tensor in both.items()} | stored, {"quantization_config": config}),
+        (
+            folder,
+            {name: tensor.half() for name, tensor in both.items()} | stored,
+            {"quantization_config": config},
+        ),
         (folder / "plain", both | {f"{name}.weight": w for name, w in weights.items()}, {}),
     ):
         path.mkdir(parents=True, exist_ok=True)
@@ -181,7 +265,12 @@ class Float8(Drawn):
     """E4M3 codes; `group` -1: a scale a row, 0: one for the matrix."""
 
     def __init__(self, shape, bits, group, symmetric, scale_dtype, g_idx, generator):
-        self.codes = torch.randn(shape, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.codes = (
+            torch.randn(shape, generator=generator)
+            .mul(100)
+            .clamp(-448, 448)
+            .to(torch.float8_e4m3fn)
+        )
         n = 1 if group == 0 else shape[0]
         self.scale = (0.0004 + 0.0012 * torch.rand(n, 1, generator=generator)).to(scale_dtype)
         self.weight = (self.codes.double() * self.scale.double()).float()
@@ -200,40 +289,101 @@ BF16, F32 = torch.bfloat16, torch.float32
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 EXACT = {  # name: (the scheme that must hold it, config, writer, what is drawn)
     "gptq v1 g128": ("int4-g128-float32", gptq_config(), gptq, {}),
-    "gptq v1 symmetric": ("int4-g128-float32", gptq_config(sym=True, static_groups=True, desc_act=True), gptq,
-                          {"symmetric": True}),
-    "gptq v2 g32": ("int4-g32-float32", gptq_config(group_size=32, checkpoint_format="gptq_v2"), v2, {"group": 32}),
-    "gptq v1 g64 biased": ("int4-g64-float32", gptq_config(group_size=64, checkpoint_format="gptq"), gptq,
-                           {"group": 64, "attention_bias": True}),
+    "gptq v1 symmetric": (
+        "int4-g128-float32",
+        gptq_config(sym=True, static_groups=True, desc_act=True),
+        gptq,
+        {"symmetric": True},
+    ),
+    "gptq v2 g32": (
+        "int4-g32-float32",
+        gptq_config(group_size=32, checkpoint_format="gptq_v2"),
+        v2,
+        {"group": 32},
+    ),
+    "gptq v1 g64 biased": (
+        "int4-g64-float32",
+        gptq_config(group_size=64, checkpoint_format="gptq"),
+        gptq,
+        {"group": 64, "attention_bias": True},
+    ),
     "gptq rows": ("int4-g128-float32", gptq_config(group_size=-1), gptq, {"group": -1}),
     "gptq g256": ("int4-g128-float32", gptq_config(group_size=256), gptq, {"group": 256}),
-    "gptq whole groups permuted": ("int4-g64-float32", gptq_config(group_size=64, desc_act=True), gptq,
-                                   {"group": 64, "g_idx": "groups permuted"}),
+    "gptq whole groups permuted": (
+        "int4-g64-float32",
+        gptq_config(group_size=64, desc_act=True),
+        gptq,
+        {"group": 64, "g_idx": "groups permuted"},
+    ),
     "gptq head": ("int4-g128-float32", gptq_config(lm_head=True), gptq, {"head": True}),
-    "gptq 8 bits rows": ("int8-float32", gptq_config(bits=8, group_size=-1, sym=True), gptq,
-                         {"bits": 8, "group": -1, "symmetric": True}),
+    "gptq 8 bits rows": (
+        "int8-float32",
+        gptq_config(bits=8, group_size=-1, sym=True),
+        gptq,
+        {"bits": 8, "group": -1, "symmetric": True},
+    ),
     "awq g128": ("int4-g128-float32", awq_config(), awq, {}),
-    "awq g64": ("int4-g64-float32", awq_config(group_size=64, attention_bias=True), awq, {"group": 64}),
-    "packed bf16": ("int4-g128", compressed("pack-quantized", strategy="group", group_size=128),
-                    lambda d, bits: packed(d, bits, True), {"symmetric": True, "scale_dtype": BF16}),
-    "packed fp16 rows": ("int4-g128-float32", compressed("pack-quantized", strategy="channel"),
-                         lambda d, bits: packed(d, bits, True), {"symmetric": True, "group": -1}),
-    "packed asymmetric": ("int4-g32-float32",
-                          compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
-                          lambda d, bits: packed(d, bits, False), {"group": 32, "scale_dtype": BF16}),
-    "packed static order": ("int4-g32-float32",
-                            compressed("pack-quantized", strategy="group", group_size=32, actorder="static"),
-                            lambda d, bits: packed(d, bits, True), {"symmetric": True, "group": 32}),
-    "packed 8 bits": ("int8", compressed("pack-quantized", strategy="channel", num_bits=8),
-                      lambda d, bits: packed(d, bits, True),
-                      {"symmetric": True, "group": -1, "bits": 8, "scale_dtype": BF16}),
-    "int8": ("int8-float32", compressed("int-quantized", TOKENS, strategy="channel", num_bits=8), plain_int8,
-             {"symmetric": True, "group": -1, "bits": 8, "scale_dtype": F32}),
-    "fp8 rows": ("fp8", compressed("float-quantized", TOKENS | {"type": "float"}, strategy="channel", num_bits=8,
-                                   type="float"), plain_float8, {"draw": Float8, "group": -1, "scale_dtype": BF16}),
-    "fp8 matrix": ("fp8-float32", compressed("naive-quantized", strategy="tensor", num_bits=8, type="float"),
-                   plain_float8, {"draw": Float8, "group": 0, "scale_dtype": F32}),
-}  # fmt: skip
+    "awq g64": (
+        "int4-g64-float32",
+        awq_config(group_size=64, attention_bias=True),
+        awq,
+        {"group": 64},
+    ),
+    "packed bf16": (
+        "int4-g128",
+        compressed("pack-quantized", strategy="group", group_size=128),
+        lambda d, bits: packed(d, bits, True),
+        {"symmetric": True, "scale_dtype": BF16},
+    ),
+    "packed fp16 rows": (
+        "int4-g128-float32",
+        compressed("pack-quantized", strategy="channel"),
+        lambda d, bits: packed(d, bits, True),
+        {"symmetric": True, "group": -1},
+    ),
+    "packed asymmetric": (
+        "int4-g32-float32",
+        compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
+        lambda d, bits: packed(d, bits, False),
+        {"group": 32, "scale_dtype": BF16},
+    ),
+    "packed static order": (
+        "int4-g32-float32",
+        compressed("pack-quantized", strategy="group", group_size=32, actorder="static"),
+        lambda d, bits: packed(d, bits, True),
+        {"symmetric": True, "group": 32},
+    ),
+    "packed 8 bits": (
+        "int8",
+        compressed("pack-quantized", strategy="channel", num_bits=8),
+        lambda d, bits: packed(d, bits, True),
+        {"symmetric": True, "group": -1, "bits": 8, "scale_dtype": BF16},
+    ),
+    "int8": (
+        "int8-float32",
+        compressed("int-quantized", TOKENS, strategy="channel", num_bits=8),
+        plain_int8,
+        {"symmetric": True, "group": -1, "bits": 8, "scale_dtype": F32},
+    ),
+    "fp8 rows": (
+        "fp8",
+        compressed(
+            "float-quantized",
+            TOKENS | {"type": "float"},
+            strategy="channel",
+            num_bits=8,
+            type="float",
+        ),
+        plain_float8,
+        {"draw": Float8, "group": -1, "scale_dtype": BF16},
+    ),
+    "fp8 matrix": (
+        "fp8-float32",
+        compressed("naive-quantized", strategy="tensor", num_bits=8, type="float"),
+        plain_float8,
+        {"draw": Float8, "group": 0, "scale_dtype": F32},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +420,7 @@ def assert_holds(model, weights: dict) -> None:
         assert torch.equal(linear.dequantized(torch.float32), published(weights, n, ours)), ours
 
 
-# ------------------------------------------------------------------------------------------- exact layouts
+# ---------------------------------------------------------------------------------- exact layouts
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -291,15 +441,18 @@ def test_a_quantized_head_is_not_tied(written, tmp_path):
     """Whatever config.json says, as it is not the embedding."""
     folder, weights = written("gptq head")
     folder = shutil.copytree(folder, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(config_json(folder) | {"tie_word_embeddings": True}))
+    (folder / "config.json").write_text(
+        json.dumps(config_json(folder) | {"tie_word_embeddings": True})
+    )
     assert torch.equal(load_model(folder).lm_head.dequantized(torch.float32), weights["lm_head"])
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_logits_are_those_of_the_published_weights(name, written):
-    """Against a plain folder of them. In float32 only the order of sums differs: at most 512 terms, each rounded once,
-    in the nine products that follow each other, give 9 * 512 * 2^-24 = 2.7e-4 of the largest logit. One scale, code or
-    zero point that is off by a step changes far more, which the last line shows."""
+    """Against a plain folder of them. In float32 only the order of sums differs: at most 512 terms,
+    each rounded once, in the nine products that follow each other, give 9 * 512 * 2^-24 = 2.7e-4 of
+    the largest logit. One scale, code or zero point that is off by a step changes far more, which
+    the last line shows."""
     folder, _ = written(name)
     tokens, pos = torch.arange(40)[None] % 96, torch.arange(40)
     got, want = (load_model(path, dtype=torch.float32) for path in (folder, folder / "plain"))
@@ -312,10 +465,13 @@ def test_logits_are_those_of_the_published_weights(name, written):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["gptq v1 g128", "awq g64", "packed bf16", "packed 8 bits", "int8", "fp8 rows"])
+@pytest.mark.parametrize(
+    "name", ["gptq v1 g128", "awq g64", "packed bf16", "packed 8 bits", "int8", "fp8 rows"]
+)
 def test_what_bfloat16_kernels_lose(name, rows, written):
-    """Sums are float32's. Beyond them: a scale and a zero rounded to bfloat16, 2^-9 of each term (of one that is not
-    already bfloat16), weights rounded to it where there is no kernel, and the result."""
+    """Sums are float32's. Beyond them: a scale and a zero rounded to bfloat16, 2^-9 of each term
+    (of one that is not already bfloat16), weights rounded to it where there is no kernel, and the
+    result."""
     folder, weights = written(name)
     model, stored = checkpoint.load_model(folder), load_model(folder)
     generator = torch.Generator().manual_seed(1)
@@ -325,10 +481,16 @@ def test_what_bfloat16_kernels_lose(name, rows, written):
         parts = {kind: part.float() for kind, part in linears(stored)[n, ours].parts().items()}
         terms = w.abs()  # of one product: |x| times these
         if "zero" in parts:
-            wide = {kind: parts[kind].double().repeat_interleave(linear.in_features // parts[kind].size(1), 1)
-                    for kind in ("scale", "zero")}  # fmt: skip
+            wide = {
+                kind: parts[kind]
+                .double()
+                .repeat_interleave(linear.in_features // parts[kind].size(1), 1)
+                for kind in ("scale", "zero")
+            }
             terms = (w - wide["zero"]).abs() + wide["zero"].abs()
-            assert (terms * 2**-9 <= wide["scale"] / 32 * (1 + 1e-6)).all(), "what Int4Linear's docstring says"
+            assert (terms * 2**-9 <= wide["scale"] / 32 * (1 + 1e-6)).all(), (
+                "what Int4Linear's docstring says"
+            )
         want = x.double() @ w.T
         sums = x.double().abs() @ terms.T
         limit = 2**-9 * (sums + want.abs()) * 1.01 + linear.in_features * 2**-24 * sums
@@ -336,23 +498,35 @@ def test_what_bfloat16_kernels_lose(name, rows, written):
         assert ((linear(x).double() - bias - want).abs() <= limit + 2**-8 * abs(bias)).all(), ours
 
 
-@pytest.mark.parametrize("name", ["gptq v1 g128", "gptq head", "awq g128", "packed asymmetric", "fp8 matrix"])
+@pytest.mark.parametrize(
+    "name", ["gptq v1 g128", "gptq head", "awq g128", "packed asymmetric", "fp8 matrix"]
+)
 def test_pieces_of_two_ranks_are_slices(name, written):
-    """By definition, from the published weights: a rank's rows of q, k, v, gate and up, its columns of o and down."""
+    """By definition, from the published weights: a rank's rows of q, k, v, gate and up, its columns
+    of o and down."""
     folder, weights = written(name)
-    config = load_config(folder)
-    form, read = checkpoint.open_folder(folder, config)
+    config, form, read = checkpoint.Checkpoint(folder).weights
     for rank in range(2):
         ranks = Ranks(rank, 2)
-        model = checkpoint.empty_model(config, torch.float32, form.scheme, form.head, ranks, form.overrides)
-        model = checkpoint.allocate(model, "cpu")
-        checkpoint.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
+        model = models.empty_model(
+            config, torch.float32, form.scheme, form.head, ranks, form.overrides
+        )
+        model = models.allocate(model, "cpu")
+        models.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
         for (n, ours), linear in linears(model).items():
             sources = [weights[f"model.layers.{n}.{source}"] for source in FUSED[ours]]
-            want = torch.cat([w.chunk(2, 1 if ours in ("attention.out", "ffn.down") else 0)[rank] for w in sources])
+            want = torch.cat(
+                [
+                    w.chunk(2, 1 if ours in ("attention.out", "ffn.down") else 0)[rank]
+                    for w in sources
+                ]
+            )
             assert torch.equal(dequantize_tensor(linear.parts(), form.scheme), want), ours
         if form.head:
-            assert torch.equal(dequantize_tensor(model.lm_head.parts(), form.head), weights["lm_head"].chunk(2)[rank])
+            assert torch.equal(
+                dequantize_tensor(model.lm_head.parts(), form.head),
+                weights["lm_head"].chunk(2)[rank],
+            )
 
 
 @pytest.mark.parametrize("name", ["gptq v1 g128", "packed bf16", "int8", "gptq head", "fp8 rows"])
@@ -360,7 +534,7 @@ def test_pieces_of_two_ranks_are_slices(name, written):
 def test_saved_again_it_is_the_same_model(name, dtype, written, tmp_path):
     folder, weights = written(name)
     save_model(load_model(folder, dtype=dtype), tmp_path / "again", config_json(folder))
-    assert config_json(tmp_path / "again")["quantization_config"] == foreign.QUICKDRAFT_CONFIG
+    assert config_json(tmp_path / "again")["quantization_config"] == quantization.QUICKDRAFT_CONFIG
     again = load_model(tmp_path / "again", dtype=dtype)
     assert_holds(again, weights)
     tokens, pos = torch.arange(9)[None], torch.arange(9)
@@ -368,43 +542,48 @@ def test_saved_again_it_is_the_same_model(name, dtype, written, tmp_path):
     assert torch.equal(pack_model(again)(tokens, pos), pack_model(first)(tokens, pos))
 
 
-# --------------------------------------------------------------------------------------- quantized again
+# -------------------------------------------------------------------------------- quantized again
 
 
 INEXACT = {
     "gptq act-order": ("int4-g32", gptq_config(desc_act=True), gptq, {"g_idx": "act-order"}),
     "packed act-order": (
-        "int4-g32", compressed("pack-quantized", strategy="group", group_size=128, actorder="group"),
-        lambda d, bits: packed(d, bits, True, True), {"symmetric": True, "g_idx": "act-order"},
+        "int4-g32",
+        compressed("pack-quantized", strategy="group", group_size=128, actorder="group"),
+        lambda d, bits: packed(d, bits, True, True),
+        {"symmetric": True, "g_idx": "act-order"},
     ),
     "gptq g16": ("int4-g32", gptq_config(group_size=16), gptq, {"group": 16}),
     "gptq 8 bits g128": ("int8", gptq_config(bits=8), gptq, {"bits": 8}),
     "packed 8 bits asymmetric": (
-        "int8", compressed("pack-quantized", strategy="channel", num_bits=8, symmetric=False),
-        lambda d, bits: packed(d, bits, False), {"bits": 8, "group": -1},
+        "int8",
+        compressed("pack-quantized", strategy="channel", num_bits=8, symmetric=False),
+        lambda d, bits: packed(d, bits, False),
+        {"bits": 8, "group": -1},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_what_no_scheme_holds_is_quantized_again_and_said(name, tmp_path, capsys):
-    """Within the bounds of the schemes' docstrings; the error that is said is the true one."""
+    """Within the bounds of the schemes' docstrings."""
     scheme, config, pack, drawn = INEXACT[name]
     weights = build(tmp_path, config, pack, **drawn)
     model = load_model(tmp_path, dtype=torch.float32)
     lines = [line for line in capsys.readouterr().err.splitlines() if "quantized again" in line]
-    squares = torch.zeros(2, dtype=torch.float64)
     for (n, ours), linear in linears(model).items():
         parts, want = linear.parts(), published(weights, n, ours)
         error = dequantize_tensor(parts, scheme) - want
-        limit = parts["scale"].float()[:, None] / 2 if scheme == "int8" else (
-            parts["scale"].float() / 2 + parts["zero"].float().abs() * 2**-8
-        ).repeat_interleave(32, 1)  # fmt: skip
+        limit = (
+            parts["scale"].float()[:, None] / 2
+            if scheme == "int8"
+            else (
+                parts["scale"].float() / 2 + parts["zero"].float().abs() * 2**-8
+            ).repeat_interleave(32, 1)
+        )
         assert (error.abs() <= limit * (1 + 1e-5)).all() and error.any(), ours
-        squares += torch.stack([error.double().square().sum(), want.double().square().sum()])
     (line,) = lines
-    assert str(tmp_path) in line and f"quantized again to {scheme}, relative error" in line
-    assert float(line.split()[-1]) == pytest.approx((squares[0] / squares[1]).sqrt().item(), abs=1e-4)
+    assert str(tmp_path) in line and f"quantized again to {scheme}" in line
     other = load_model(tmp_path, dtype=torch.float32, quantize="mxfp8")  # or to what the user wants
     assert linears(other)[0, "ffn.down"].scheme == "mxfp8"
 
@@ -414,7 +593,10 @@ def test_with_matrices_that_are_quantized_again_a_plain_head_may_be_quantized(tm
     build(tmp_path, config, pack, **drawn)
     for head in (None, "int8"):
         model = load_model(tmp_path, dtype=torch.float32, head=head)
-        assert linears(model)[0, "ffn.down"].scheme == scheme and getattr(model.lm_head, "scheme", None) == head
+        assert (
+            linears(model)[0, "ffn.down"].scheme == scheme
+            and getattr(model.lm_head, "scheme", None) == head
+        )
 
 
 def test_an_adapter_is_not_merged_into_matrices_that_are_quantized_again(tmp_path):
@@ -422,10 +604,10 @@ def test_an_adapter_is_not_merged_into_matrices_that_are_quantized_again(tmp_pat
     _, config, pack, drawn = INEXACT["gptq act-order"]
     build(tmp_path, config, pack, **drawn)
     with pytest.raises(ValueError, match="is stored quantized; merge into the original weights"):
-        load_model(tmp_path, adapter=tmp_path / "adapter")
+        load_model(checkpoint.Checkpoint(tmp_path, tmp_path / "adapter"))
 
 
-# ------------------------------------------------------------------------------------------ what could go wrong
+# ---------------------------------------------------------------------------- what could go wrong
 
 
 def edit_config(folder: Path, **changes) -> None:
@@ -441,7 +623,8 @@ def edit_tensors(folder: Path, change) -> None:
 
 
 def test_the_versions_of_gptq_differ(folder, written):
-    """Were the version ignored, or one added to each code apart from its word, the tests above would notice."""
+    """Were the version ignored, or one added to each code apart from its word, the tests above
+    would notice."""
     weights = written("gptq v1 g128")[1]
     edit_config(folder, checkpoint_format="gptq_v2")
     for (n, ours), linear in linears(load_model(folder, dtype=torch.float32)).items():
@@ -449,28 +632,61 @@ def test_the_versions_of_gptq_differ(folder, written):
         assert differ.float().mean() > 0.9, ours
 
 
+@pytest.mark.parametrize("group", [-1, 99])
+def test_inputs_of_a_group_that_is_not_there_are_refused(group, folder):
+    """An index of -1 would read the last group's scale."""
+
+    def change(tensors):
+        name = next(name for name in tensors if name.endswith("q_proj.g_idx"))
+        tensors[name][5] = group
+
+    edit_tensors(folder, change)
+    edit_config(folder, desc_act=True)
+    with pytest.raises(ValueError, match=r"q_proj\.g_idx has groups outside 0 to "):
+        load_model(folder, dtype=torch.float32)
+
+
+def test_stored_eights_of_an_asymmetric_folder_are_nines_in_version_1(tmp_path):
+    """Only where the folder says that it is symmetric do they tell that it is of version 2."""
+    weights = build(tmp_path, gptq_config(sym=False), gptq, symmetric=True)
+    eights = -0x77777778  # 0x88888888
+
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("qzeros")]:
+            tensors[name] = torch.full_like(tensors[name], eights)
+
+    edit_tensors(tmp_path, change)
+    for (n, ours), linear in linears(load_model(tmp_path, dtype=torch.float32)).items():
+        differ = linear.dequantized(torch.float32) != published(weights, n, ours)
+        assert differ.all(), ours
+
+
 def test_the_order_of_awq_matters(tmp_path):
     weights = build(tmp_path, awq_config(), lambda d, bits: awq(d, bits, order=range(8)))
     for (n, ours), linear in linears(load_model(tmp_path, dtype=torch.float32)).items():
         differ = linear.dequantized(torch.float32) != published(weights, n, ours)
-        assert differ.float().mean() > 0.6, ours  # two of eight outputs stand where they would without the order
+        # two of eight outputs stand where they would without the order
+        assert differ.float().mean() > 0.6, ours
 
 
-def test_symmetric_zero_points_tell_the_version(tmp_path, capsys):
+def test_symmetric_zero_points_tell_the_version(tmp_path):
     """Version 2 in a folder that says 1: with sym, a stored 8 cannot mean 9."""
     weights = build(tmp_path, gptq_config(sym=True), v2, symmetric=True)
     assert_holds(load_model(tmp_path, dtype=torch.float32), weights)
-    assert "holds the zero points of version 2" in capsys.readouterr().err
 
 
 def test_dynamic_activations_are_said(written, capsys):
     load_model(written("int8")[0])
-    assert "activations would be quantized as they come" in capsys.readouterr().err
+    assert "here only its weights are" in capsys.readouterr().err
 
 
 def test_matrices_that_are_not_quantized_stay_as_they_are(tmp_path):
-    kept = [f"model.layers.0.{name}" for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj")]
-    weights = build(tmp_path / "a", awq_config(modules_to_not_convert=kept), awq, float_modules=kept)
+    kept = [
+        f"model.layers.0.{name}" for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj")
+    ]
+    weights = build(
+        tmp_path / "a", awq_config(modules_to_not_convert=kept), awq, float_modules=kept
+    )
     stored = load_file(tmp_path / "a" / "plain" / "model.safetensors")
     for folder in (tmp_path / "a", tmp_path / "b"):
         model = load_model(folder, dtype=torch.float32)
@@ -496,80 +712,77 @@ PACKED = compressed("pack-quantized", strategy="group", group_size=128)
 
 
 def with_group(config: dict, **changes) -> dict:
-    return {**config, "config_groups": {"group_0": {**config["config_groups"]["group_0"], **changes}}}
+    return {
+        **config,
+        "config_groups": {"group_0": {**config["config_groups"]["group_0"], **changes}},
+    }
 
 
 REFUSED = [  # (quantization_config, what the message must name)
     ([1], "quantization_config = [1]"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb_4bit_quant_type = None"),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit = True"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-      "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage = 'bfloat16'"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit = None"),
     ({"quant_method": "quanto"}, "quant_method = 'quanto'"),
     ({"quant_method": "fp8", "weight_block_size": [128, 64]}, "weight_block_size = [128, 64]"),
     ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size = 128"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2'"),
-    ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
     ({"quant_method": "hqq"}, "quant_method = 'hqq'"),
     ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
     ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),  # only gpt-oss has it
     ({"bits": 4}, "quant_method = None"),
-    ({"bits": 4, "group_size": 64, "mode": "affine"},
-     "quant_method = None with {'bits': 4, 'group_size': 64, 'mode': 'affine'} is MLX's form"),
-    (gptq_config(dynamic={"+:.*down_proj": {"bits": 8}}), "dynamic: +:.*down_proj: bits = 8 is not supported beside"),
-    (gptq_config(dynamic={"-:.*k_proj": {}, "q_proj": {"group_size": 32}}), "dynamic: q_proj: group_size = 32 is not"),
-    (gptq_config(dynamic=[1]), "dynamic = [1]"),
+    (
+        {"bits": 4, "group_size": 64, "mode": "affine"},
+        "quant_method = None with {'bits': 4, 'group_size': 64, 'mode': 'affine'} is MLX's form",
+    ),
     (gptq_config(bits=3), "bits = 3"),
     (gptq_config(bits=2), "bits = 2"),
     (gptq_config(bits=True), "bits = True"),
     (gptq_config(group_size=0), "group_size = 0"),
     (gptq_config(group_size=None), "group_size = None"),
     (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin'"),
-    (gptq_config(is_marlin_format=True), "is_marlin_format = True"),
     (gptq_config(rotation="hadamard"), "rotation = 'hadamard'"),
-    (gptq_config(pack_dtype="int16"), "pack_dtype = 'int16'"),
     (awq_config(version="gemv"), "version = 'gemv'"),
     (awq_config(version="marlin"), "version = 'marlin'"),
     (awq_config(bits=8), "bits = 8"),
     (compressed("marlin-24"), "format = 'marlin-24'"),
     (compressed("mxfp6-quantized", type="float"), "format = 'mxfp6-quantized'"),
-    (compressed("nvfp4-pack-quantized", type="float"), "strategy = 'tensor'"),
-    (compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=32), "group_size = 32"),
-    (compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=16), "group_size = 16"),
-    (compressed("mxfp8-quantized", type="float", strategy="group", group_size=32), "num_bits = 4"),
-    (compressed("pack-quantized", num_bits=2), "num_bits = 2"),
-    (compressed("pack-quantized", type="float"), "type = 'float'"),
+    (compressed("pack-quantized", strategy="channel", num_bits=2), "num_bits = 2"),
+    (compressed("pack-quantized", strategy="token"), "strategy = 'token'"),
+    (
+        compressed("float-quantized", type="float", num_bits=8, strategy="group", group_size=64),
+        "group_size = 64",
+    ),
+    (compressed("pack-quantized", strategy="channel", type="float"), "type = 'float'"),
     (compressed("pack-quantized", strategy="group"), "group_size = None"),
-    (compressed("pack-quantized", group_size=[1]), "group_size = [1]"),
-    (compressed("pack-quantized"), "strategy = 'tensor'"),
-    (compressed("float-quantized", type="float", num_bits=8, strategy="block", block_structure=[128, 96]),
-     "block_structure = [128, 96]"),
-    (compressed("float-quantized", type="float", num_bits=8, strategy="channel", block_structure=[128, 128]),
-     "block_structure = [128, 128]"),
-    (compressed("naive-quantized", num_bits=8, strategy="block", block_structure=[128, 128]), "strategy = 'block'"),
-    (compressed("float-quantized", type="float", num_bits=8, strategy="group", group_size=128), "strategy = 'group'"),
-    (compressed("int-quantized", num_bits=8, symmetric=False), "symmetric = False"),
-    (compressed("int-quantized", TOKENS | {"dynamic": "sometimes"}, num_bits=8, strategy="channel"),
-     "input_activations: dynamic = 'sometimes'"),
+    (
+        compressed(
+            "float-quantized", type="float", num_bits=8, strategy="block", block_structure=[128, 96]
+        ),
+        "block_structure = [128, 96]",
+    ),
     (with_group(PACKED, output_activations=TOKENS), "output_activations"),
     (with_group(PACKED, weights=None), "weights = None"),
     ({**PACKED, "config_groups": {"a": GROUP, "b": GROUP}}, "config_groups = ['a', 'b']"),
     ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 = ['Linear']"),
-    ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format = 'sparse-24-bitmask'"),
     ({**PACKED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("config", "named"), REFUSED, ids=[named for _, named in REFUSED])
 def test_what_is_not_read_is_refused_by_key_and_value(config, named, folder, capsys, monkeypatch):
     (folder / "config.json").write_text(json.dumps({**HF, "quantization_config": config}))
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--device", "cpu", "--checkpoint", str(folder)])
+    monkeypatch.setattr(
+        sys, "argv", ["generate.py", "--device", "cpu", "--checkpoint", str(folder)]
+    )
     with pytest.raises(SystemExit) as status:
         program.main()
     out, err = capsys.readouterr()
     assert status.value.code == 2 and not out
     (line,) = err.splitlines()
-    assert line.startswith(f"error: {folder / 'config.json'}: ") and named in line and "quantization_config" in line
+    assert (
+        line.startswith(f"error: {folder / 'config.json'}: ")
+        and named in line
+        and "quantization_config" in line
+    )
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -588,33 +801,42 @@ BROKEN = {  # what is done to the folder; what the line must name
     "no g_idx": (drop(f"{Q}.g_idx"), f"missing: {Q}.g_idx"),
     "no qzeros": (drop(f"{Q}.qzeros"), f"missing: {Q}.qzeros"),
     "no norm": (drop("model.norm.weight"), "missing: model.norm.weight"),
-    "shape of codes": (put(f"{Q}.qweight", lambda t: t[:-1].clone()), f"{Q}.qweight is [31, 256] instead of [32, 256]"),
-    "groups of 64": (lambda f: edit_config(f, group_size=64), "k_proj.scales is [2, 128] instead of [4, 128]"),
+    "shape of codes": (
+        put(f"{Q}.qweight", lambda t: t[:-1].clone()),
+        f"{Q}.qweight is [31, 256] instead of [32, 256]",
+    ),
+    "groups of 64": (
+        lambda f: edit_config(f, group_size=64),
+        "k_proj.scales is [2, 128] instead of [4, 128]",
+    ),
     "8 bits": (lambda f: edit_config(f, bits=8), "k_proj.qzeros is [2, 16] instead of [2, 32]"),
-    "type of scales": (put(f"{Q}.scales", lambda t: t.to(torch.int16)), f"{Q}.scales is of type I16"),
-    "type of codes": (put(f"{Q}.qweight", lambda t: t.float()), f"{Q}.qweight is of type F32; I32 can be read"),
-    "g_idx beyond": (put(f"{Q}.g_idx", lambda t: t + 1), f"{Q}: its g_idx has groups outside 0 to 1"),
-    "g_idx below": (put(f"{Q}.g_idx", lambda t: t - 1), f"{Q}: its g_idx has groups outside"),
+    "type of scales": (
+        put(f"{Q}.scales", lambda t: t.to(torch.int16)),
+        f"{Q}.scales is of type I16",
+    ),
+    "type of codes": (
+        put(f"{Q}.qweight", lambda t: t.float()),
+        f"{Q}.qweight is of type F32; I32 can be read",
+    ),
     "q in full precision": (
         drop(f"{Q}.qweight", f"{Q}.qzeros", f"{Q}.scales", f"{Q}.g_idx"),
         f"k_proj is quantized and {Q} is not",
     ),
     "nothing quantized": (
-        lambda f: shutil.copy(f / "plain" / "model.safetensors", f), "none of its tensors is called *.qweight",
+        lambda f: shutil.copy(f / "plain" / "model.safetensors", f),
+        "none of its tensors is called *.qweight",
     ),
     "another program's": (lambda f: edit_config(f, quant_method="awq"), "misshapen"),
-    "two descriptions": (
-        lambda f: (f / "config.json").write_text(json.dumps(config_json(f) | {"quantization": {"scheme": "int8"}})),
-        "both quantization and quantization_config",
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_folders_are_refused_before_a_weight_is_copied(what, folder, monkeypatch):
     breaks, named = BROKEN[what]
     breaks(folder)
-    monkeypatch.setattr(checkpoint, "allocate", lambda *args: pytest.fail("weights were about to be copied"))
+    monkeypatch.setattr(
+        checkpoint, "allocate", lambda *args: pytest.fail("weights were about to be copied")
+    )
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert str(error.value).startswith(str(folder)) and named in str(error.value)
@@ -622,16 +844,32 @@ def test_broken_folders_are_refused_before_a_weight_is_copied(what, folder, monk
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
-    "name, scale", [("awq g128", "scales"), ("gptq v1 g128", "scales"), ("packed bf16", "weight_scale"),
-                    ("int8", "weight_scale"), ("fp8 rows", "weight_scale"), ("ours", "scale")],
-)  # fmt: skip
-def test_scales_that_are_no_numbers_are_refused_by_name(name, scale, value, written, tmp_path):
-    """Of every program's folder, and of ours."""
+    "name, scale",
+    [
+        ("awq g128", "scales"),
+        ("gptq v1 g128", "scales"),
+        ("packed bf16", "weight_scale"),
+        ("int8", "weight_scale"),
+        ("fp8 rows", "weight_scale"),
+        ("ours", "scale"),
+    ],
+)
+def test_scales_that_are_no_numbers_reach_every_logit(name, scale, value, written, tmp_path):
+    """Of every program's folder, and of ours: decoding reports them."""
     folder = tmp_path / "model"
     if name == "ours":
-        quantize_command.main(["--checkpoint", str(written("int8")[0] / "plain"), "--scheme", "int4-g32",
-                               "--output", str(folder)])  # fmt: skip
-        (folder / "model-00001-of-00003.safetensors").rename(folder / "model.safetensors")  # the layer that is broken
+        quantize_command.main(
+            [
+                "--checkpoint",
+                str(written("int8")[0] / "plain"),
+                "--scheme",
+                "int4-g32",
+                "--output",
+                str(folder),
+            ]
+        )
+        # the layer that is broken
+        (folder / "model-00001-of-00003.safetensors").rename(folder / "model.safetensors")
         tensors = load_file(folder / "model.safetensors")
         for file in folder.glob("model-*.safetensors"):
             tensors |= load_file(file)
@@ -645,12 +883,19 @@ def test_scales_that_are_no_numbers_are_refused_by_name(name, scale, value, writ
         return stored
 
     put(f"{Q}.{scale}", broken)(folder)
-    with pytest.raises(ValueError, match=rf"^{folder}: {Q}.*NaN or infinity"):
-        load_model(folder)
+    model = load_model(folder, dtype=torch.float32)
+    assert not model(torch.arange(5)[None], torch.arange(5)).isfinite().any()
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight",
-                                  "model.layers.1.input_layernorm.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.1.input_layernorm.weight",
+    ],
+)
 @pytest.mark.parametrize("method", [[], ["--method", "search"]])
 def test_weights_that_are_no_numbers_are_not_written(name, method, full, tmp_path, capsys):
     put(name, lambda t: t * torch.nan)(full)
@@ -661,20 +906,18 @@ def test_weights_that_are_no_numbers_are_not_written(name, method, full, tmp_pat
     assert err.startswith(f"error: {full}: ") and "NaN" in err and not (tmp_path / "q").exists()
 
 
-def test_a_shape_that_is_not_the_models(written, tmp_path):
-    folder = shutil.copytree(written("packed bf16")[0], tmp_path / "model")
-    edit_tensors(folder, lambda t: t.update({f"{Q}.weight_shape": torch.tensor([256, 128])}))
-    with pytest.raises(ValueError, match=r"q_proj.weight_shape is \[256, 128\], not \[256, 256\]"):
-        load_model(folder)
-
-
 def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"is stored in int4-g128-float32 and cannot be quantized to int8; use the or"):
+    with pytest.raises(
+        ValueError,
+        match=r"is stored in int4-g128-float32 and cannot be quantized to int8; use the or",
+    ):
         load_model(folder, quantize="int8")
     with pytest.raises(ValueError, match="its head is stored in full precision, not in int8"):
         load_model(folder, head="int8")
     with pytest.raises(SystemExit):
-        quantize_command.main(["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
+        quantize_command.main(
+            ["--checkpoint", str(folder), "--scheme", "int8", "--output", str(tmp_path / "out")]
+        )
     assert "is stored in gptq already; use the original" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -682,18 +925,28 @@ def test_such_a_folder_is_not_quantized_to_something_else(folder, tmp_path, caps
 def test_float32_scales_are_a_choice_too(written, tmp_path):
     """quantize.py writes weights in the folder's type, but parts as they are."""
     plain = written("gptq v1 g128")[0] / "plain"
-    quantize_command.main(["--checkpoint", str(plain), "--scheme", "int4-g32-float32", "--output", str(tmp_path / "q")])
+    quantize_command.main(
+        [
+            "--checkpoint",
+            str(plain),
+            "--scheme",
+            "int4-g32-float32",
+            "--output",
+            str(tmp_path / "q"),
+        ]
+    )
     assert load_model(tmp_path / "q").layers[0].ffn.down.parts()["zero"].dtype == torch.float32
 
 
 def test_config_alone_still_refuses():
-    """Whoever reads a config.json without checkpoint.py must not take such a folder for one in full precision."""
+    """Whoever reads a config.json without checkpoint.py must not take such a folder for one in full
+    precision."""
     with pytest.raises(ValueError, match="quantization_config"):
         config_from_hf({**HF, "quantization_config": gptq_config()})
-    assert foreign.find_layout(HF) is None
+    assert checkpoint.find_layout(HF) is None
 
 
-# ------------------------------------------------------------------------------- what other programs make of ours
+# --------------------------------------------------------------- what other programs make of ours
 
 
 def quantized(plain: Path, output: Path, *arguments: str, **hf) -> Path:
@@ -709,27 +962,42 @@ def full(written, tmp_path):
 
 
 @pytest.mark.parametrize("head", [[], ["--head"]], ids=["head as it is", "head too"])
-@pytest.mark.parametrize("scheme, kind", [("int8", "int"), ("fp8", "float"), ("int8-float32", "int")])
+@pytest.mark.parametrize(
+    "scheme, kind", [("int8", "int"), ("fp8", "float"), ("int8-float32", "int")]
+)
 def test_eight_bits_are_written_as_compressed_tensors_are(scheme, kind, head, full, tmp_path):
-    """Exactly what its format wants, and read back as what loading with the scheme makes, bit for bit."""
+    """Exactly what its format wants, and read back as what loading with the scheme makes, bit for
+    bit."""
     head = head + [scheme] * len(head)
     folder = quantized(full, tmp_path / "q", "--scheme", scheme, *head, dtype="float32")
     config = config_json(folder)["quantization_config"]
     assert config.pop("ignore") == ([] if head else ["lm_head"])
-    weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
+    weights = {
+        "num_bits": 8,
+        "type": kind,
+        "strategy": "channel",
+        "symmetric": True,
+        "dynamic": False,
+    }
     group = {"targets": ["Linear"], "format": f"{kind}-quantized", "weights": weights}
     assert config == {
-        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-    }  # fmt: skip
+    }
     stored = load_file(next(folder.glob("model-00001-*")))
-    weight, scale = (stored[f"model.layers.0.mlp.up_proj.{name}"] for name in ("weight", "weight_scale"))
-    assert weight.dtype == (torch.int8 if kind == "int" else torch.float8_e4m3fn) and scale.shape == (F, 1)
+    weight, scale = (
+        stored[f"model.layers.0.mlp.up_proj.{name}"] for name in ("weight", "weight_scale")
+    )
+    assert weight.dtype == (
+        torch.int8 if kind == "int" else torch.float8_e4m3fn
+    ) and scale.shape == (F, 1)
     got = load_model(folder, dtype=torch.float32)
     want = load_model(full, dtype=torch.float32, quantize=scheme, head=scheme if head else None)
     (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (got, want))
     assert names == others and all(map(torch.equal, map(as_bits, ours), map(as_bits, theirs)))
-    assert quantization.stored_scheme(folder / "config.json") == scheme
+    assert checkpoint.Checkpoint(folder).stored_scheme == scheme
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:
@@ -774,14 +1042,22 @@ def test_transformers_refuses_what_only_we_read(how, full, tmp_path):
 
 def test_an_older_folder_of_mlx_is_named(folder):
     """mlx-lm before 0.20 wrote `quantization` alone."""
-    (folder / "config.json").write_text(json.dumps({**HF, "quantization": {"group_size": 64, "bits": 4}}))
-    with pytest.raises(ValueError, match="'group_size': 64} is MLX's form of quantized weights"):
+    (folder / "config.json").write_text(
+        json.dumps({**HF, "quantization": {"group_size": 64, "bits": 4}})
+    )
+    with pytest.raises(ValueError, match=r"quantization = .*'group_size': 64.* is not supported"):
         load_model(folder)
 
 
 def test_modules_that_gptqs_dynamic_leaves_out_stay_plain(tmp_path):
     kept = ["model.layers.0.self_attn.o_proj"]
-    dynamic = {"-:.*layers\\.0\\..*o_proj.*": {"bits": 8}, "+:.*down_proj.*": {"bits": 4, "desc_act": False}}
+    dynamic = {
+        "-:.*layers\\.0\\..*o_proj.*": {"bits": 8},
+        "+:.*down_proj.*": {"bits": 4, "desc_act": False},
+    }
     build(tmp_path, gptq_config(dynamic=dynamic), gptq, float_modules=kept)
     layer = load_model(tmp_path, dtype=torch.float32).layers[0]
-    assert layer.attention.out.weight.is_floating_point() and layer.ffn.down.scheme == "int4-g128-float32"
+    assert (
+        layer.attention.out.weight.is_floating_point()
+        and layer.ffn.down.scheme == "int4-g128-float32"
+    )

@@ -1,0 +1,216 @@
+"""Options and prompts -> an LLM that is ready to decode them, and the rows.
+
+Demand          what is to be decoded: prompts of a file, an open pipe, or a server's slots
+open_llm        checks memory, loads, encodes, makes an engine of the right size and warms it up
+load_models     target, tokenizer and drafter, packed for their kernels
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+import drafts.registry as registry
+from cli.errors import free_memory
+from cli.exits import print_broken
+from cli.memory import check_memory
+from cli.options import Options
+from cli.output import unanswered
+from cli.prompts import Encoder, Prompt
+from cli.report import cached_bytes
+from cli.running import warm_up
+from decoding.engine import Engine, cache_class
+from decoding.sampling import KINDS as KINDS_OF_SAMPLING
+from decoding.sampling import Sampling
+from drafts.registry import check_draft, is_folder
+from generate import LLM
+from loading.target import target_config
+from loading.tokenizer import Tokenizer
+from model import Config, Transformer
+from speculative import Drafter
+from tp import ALONE, Ranks
+from weights.walker import batch_invariant_rows
+
+# With so many prompt tokens, compiling their pass pays on a CPU (benchmarks/NOTES.md).
+COMPILED_PROMPTS = 8192
+# An engine's positions are a multiple: prompts of many lengths load the same compiled step.
+COMPILED_LENGTHS = 512
+CHAT_LENGTH = 4096  # positions of a chat or a pipe without --max_seq_length
+MAX_ROWS = 32  # decoded at a time, of a file, without --batch_size
+MAX_PIPED_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an engine is opened for. `num_slots`: a server's, whose prompts come later; `piped`:
+    those of a pipe do. `answered`: rows that --output's file has. `num_replicas` share the
+    prompts."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    num_slots: int | None = None
+    piped: bool = False
+    answered: Mapping = field(default_factory=dict)
+    num_replicas: int = 1
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that are decoded at a time without --batch_size, at most."""
+        return MAX_PIPED_ROWS if self.piped else MAX_ROWS
+
+
+class Opened(NamedTuple):
+    llm: LLM
+    rows: list[Prompt]  # samples without an answer
+    refused: list[str]  # an error for each line that does not fit
+
+
+def open_llm(
+    options: Options, demand: Demand, device: torch.device, ranks: Ranks = ALONE
+) -> Opened:
+    """Load the models, and make and warm up an engine: one that these prompts fit in, or one for
+    prompts of all kinds where they come later."""
+    limit = context_limit(options, target_config(options.model))
+    # Replicas on one CPU load at different times.
+    if demand.num_replicas == 1 or device.type == "cuda":
+        min_length = smallest_length(options, demand, limit)
+        num_positions = engine_length(options, device, min_length, limit)
+        check_memory(options, device, ranks, smallest_batch(options, demand), num_positions)
+    model, tokenizer, drafter = load_models(options, device, ranks)
+    encoder = Encoder(options, tokenizer, model, limit)
+    samples, refused = ranks.broadcast_object(encoder.encode_all(demand.prompts))
+    print_broken(refused, samples)
+    rows = unanswered(samples, demand.answered)
+    if len(rows) < len(samples):
+        num_skipped = len(samples) - len(rows)
+        print(f"{options.output.file} answers {num_skipped} rows already: skipped", file=sys.stderr)
+
+    length = limit
+    if options.run.max_seq_length is None:
+        lengths = [len(row.ids) + row.max_new_tokens for row in rows]
+        length = max(lengths, default=min(limit, CHAT_LENGTH))
+    length = engine_length(options, device, length, limit)
+    num_slots = demand.num_slots or choose_slots(options, demand, rows, length, model, drafter)
+    num_prompt_tokens = sum(len(row.ids) for row in rows)
+    compiles_prompts = device.type == "cuda" or num_prompt_tokens >= COMPILED_PROMPTS
+    engine_options = replace(options.engine, compile_prompts=None if compiles_prompts else False)
+    num_slots = ranks.broadcast_object(num_slots)
+    engine = Engine(model, num_slots, length, engine_options, drafter)
+    if rows:
+        warm_up(engine, rows[0].sampling, length // 2, kinds_of(rows))
+    elif not samples:  # prompts come later; else all are answered
+        sampling = Sampling(**options.requests.sampling)
+        warm_up(engine, sampling, length // 2, KINDS_OF_SAMPLING)
+    stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
+    return Opened(LLM.over(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused)
+
+
+def load_models(
+    options: Options, device: torch.device, ranks: Ranks = ALONE
+) -> tuple[Transformer, Tokenizer, Drafter | None]:
+    """Target, tokenizer and drafter, packed, with their progress on a terminal."""
+    check_draft_source(options)
+    return registry.load_models(options.model, options.draft, device, ranks, progress=True)
+
+
+def check_draft_source(options: Options) -> None:
+    """ValueError for a draft that cannot fit the target, before weights are read."""
+    draft = options.draft
+    if draft.spec and is_folder(draft.spec):
+        raise ValueError(f"--draft {draft.spec}: a folder belongs to --draft_checkpoint")
+    if draft.source is not None:
+        check_draft(draft.source, target_config(options.model))
+
+
+def context_limit(options: Options, config: Config) -> int:
+    """Positions of a row. ValueError for flags that this model cannot serve."""
+    longest = config.max_seq_length
+    requested = options.run.max_seq_length
+    limit = longest if requested is None else requested
+    if not 2 <= limit <= longest:  # a prompt and a new token
+        raise ValueError(f"--max_seq_length {limit} must lie between 2 and the model's {longest}")
+    num_logprobs = options.engine.logprobs or 0
+    if num_logprobs > config.vocab_size:
+        raise ValueError(
+            f"--logprobs {num_logprobs} is more than the {config.vocab_size} tokens that there are"
+        )
+    return limit
+
+
+def smallest_length(options: Options, demand: Demand, limit: int) -> int:
+    """Positions that a row needs at least: prompts are not encoded yet."""
+    if options.run.max_seq_length:
+        return limit
+    if not demand.prompts:
+        return min(limit, CHAT_LENGTH)
+    default = options.requests.max_new_tokens or 1
+    return min(limit, max(prompt.max_new_tokens or default for prompt in demand.prompts))
+
+
+def smallest_batch(options: Options, demand: Demand) -> int:
+    """Rows that are decoded at a time at least."""
+    batch_size = options.run.batch_size or 1
+    if demand.num_slots is not None or demand.piped:
+        return demand.num_slots or batch_size
+    num_rows = len(demand.prompts) * options.prompts.num_samples - len(demand.answered)
+    return max(1, min(batch_size, num_rows))
+
+
+def choose_slots(
+    options: Options,
+    demand: Demand,
+    rows: list[Prompt],
+    length: int,
+    model: Transformer,
+    drafter: Drafter | None,
+) -> int:
+    """The rows that are decoded at a time: --batch_size, or a number that fits in memory, which is
+    printed."""
+    max_rows = demand.max_rows
+    if not demand.piped:
+        max_rows = max(1, math.ceil(len(rows) / demand.num_replicas))
+    if options.run.batch_size is not None:
+        return options.run.batch_size if demand.piped else min(options.run.batch_size, max_rows)
+    max_rows = min(max_rows, demand.max_rows)
+    num_slots = default_batch_size(options, max_rows, length, model, drafter)
+    if max_rows > 1:
+        print(
+            f"{num_slots} rows are decoded at a time; --batch_size sets another number",
+            file=sys.stderr,
+        )
+    return num_slots
+
+
+def default_batch_size(
+    options: Options, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
+) -> int:
+    """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free
+    memory, and as a step can have in which each row rounds as it does alone."""
+    K = 0
+    if drafter is not None or options.engine.one_width:
+        K = options.engine.speculate_k
+    if K == "auto":
+        K = max(drafter.auto_k)
+    models = [model]
+    if drafter is not None and drafter.owns_cache:
+        models.append(drafter.model)
+    per_position = cached_bytes(models, cache_class(options.engine.cache_type))
+    max_fitting = free_memory(model.norm.weight.device) / 2 // ((length + K) * per_position)
+    max_alone = batch_invariant_rows(model) // (K + 1) or max_rows
+    return int(max(1, min(max_rows, max_fitting, max_alone)))
+
+
+def engine_length(options: Options, device: torch.device, length: int, limit: int) -> int:
+    """Positions of a row of an engine for requests of `length`."""
+    compiles = options.engine.compile
+    if compiles or (compiles is None and device.type == "cuda"):
+        return min(limit, math.ceil(length / COMPILED_LENGTHS) * COMPILED_LENGTHS)
+    return length
+
+
+def kinds_of(rows: list[Prompt]) -> list[str]:
+    """The kinds of sampling that these rows have."""
+    kinds = {row.sampling.kind for row in rows}
+    return [kind for kind in KINDS_OF_SAMPLING if kind in kinds]

@@ -1,0 +1,219 @@
+"""What the command line asks for, as frozen groups. cli/flags.py makes them; this file needs no
+torch.
+
+    Options             all groups of one run, and the flags that they came from
+    RequestDefaults     how each prompt is answered, unless a line of a file says otherwise
+    PromptOptions       where prompts come from
+    OutputOptions       where answers go
+    RunOptions          rows, positions, threads and ranks
+    QuantizeOptions     what `python quantize.py` makes of a checkpoint
+
+loading/options.py has the groups of the models, decoding/options.py those of the engine. A group
+checks itself; Options checks what lies between groups. Each check is a ValueError that names the
+flag.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.launcher import launched
+from decoding.options import EngineOptions
+from decoding.settings import LARGEST_SEED, RANDOM_SEED, check_numbers
+from loading.options import DraftOptions, ModelOptions
+from loading.plain_files import is_gguf
+from weights.schemes import check_scheme
+
+# The names in chat_template_kwargs that this program sets itself.
+RESERVED = ("messages", "tools", "add_generation_prompt", "prefill", "self", "tokenizer")
+TEMPLATE_KEYS = ("chat_template_kwargs", "tools", "prefill")  # they need a conversation
+
+
+def check_template_kwargs(names: Mapping) -> None:
+    """ValueError for a variable that this program sets itself."""
+    if wrong := [name for name in RESERVED if name in names]:
+        raise ValueError(f"chat_template_kwargs: {', '.join(wrong)} cannot be given there")
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """How a prompt is answered. `sampling` has the numbers of SETTINGS by name."""
+
+    sampling: Mapping[str, float | None]
+    seed: int
+    max_new_tokens: int | None
+    stop: list[str]
+    ignore_eos: bool
+    parse_special: bool
+    tools: list | None
+    prefill: str
+    chat_template_kwargs: Mapping
+    has_random_seed: bool  # did RANDOM_SEED ask for `seed`?
+
+    def __post_init__(self):
+        check_numbers(self.sampling)
+        check_template_kwargs(self.chat_template_kwargs)
+        if not RANDOM_SEED <= self.seed < LARGEST_SEED:
+            raise ValueError(
+                f"--seed {self.seed} must lie between 0 and 2^62, or be {RANDOM_SEED} for a random"
+                f" one"
+            )
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens {self.max_new_tokens} must be at least 1")
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    prompt: str
+    file: str | None  # "-" is stdin
+    interactive: bool = False
+    system: str | None = None
+    cache_file: str | None = None
+    num_samples: int = 1
+
+    def __post_init__(self):
+        if self.system and not self.interactive:
+            raise ValueError("--system needs --interactive")
+        check_writable("prompt_cache", self.cache_file)
+        if self.cache_file and launched():
+            raise ValueError("--prompt_cache is one process's: start it without torchrun")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    json: bool
+    file: str | None
+    ordered: bool
+    report: str | None
+    profile: str | None
+    show_drafts: bool
+
+    def __post_init__(self):
+        check_writable("profile", self.profile)
+        check_writable("report", self.report)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """`batch_size` and `max_seq_length` are chosen by need where they are None; `tp` is the ranks
+    of one replica."""
+
+    batch_size: int | None
+    max_seq_length: int | None
+    threads: int | None
+    tp: int | None
+    timeout: float
+
+    def __post_init__(self):
+        if not 0 < self.timeout < 1e6:
+            raise ValueError(f"--timeout {self.timeout} must be a positive number of seconds")
+        world = world_size()
+        if world % (self.tp or world):
+            raise ValueError(
+                f"--tp {self.tp}: {world} ranks cannot be divided into replicas of {self.tp}"
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        return world_size() // (self.tp or world_size())
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that one run asks for. `flags` has the values of all flags by name: ranks compare
+    theirs."""
+
+    model: ModelOptions
+    draft: DraftOptions
+    engine: EngineOptions
+    requests: RequestDefaults
+    prompts: PromptOptions
+    output: OutputOptions
+    run: RunOptions
+    flags: Mapping[str, object]
+
+    def __post_init__(self):
+        self._check_conversation()
+        if self.output.report and (self.prompts.interactive or self.run.num_replicas > 1):
+            raise ValueError(
+                "--report is for the answers of one replica: not with --interactive or --tp"
+            )
+        has_k = self.flags.get("speculate_k") is not None and not self.engine.one_width
+        if self.draft.source is None and (self.output.show_drafts or has_k):
+            raise ValueError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
+        if self.run.num_replicas > 1 and not self.prompts.file:
+            raise ValueError(
+                f"--tp {self.run.tp}: {world_size()} ranks are {self.run.num_replicas} replicas,"
+                " which share the lines of a --prompt_file: give one"
+            )
+
+    def _check_conversation(self) -> None:
+        prompts = self.prompts
+        requests = self.requests
+        has_template_settings = any(getattr(requests, key) for key in TEMPLATE_KEYS)
+        if has_template_settings and not (prompts.interactive or prompts.file):
+            raise ValueError(
+                "--chat_template_kwargs, --tools and --prefill need a conversation: --interactive"
+                " or a --prompt_file of them"
+            )
+        if requests.parse_special and prompts.interactive:
+            raise ValueError(
+                "--parse_special reads prompts; in --interactive the chat template alone writes"
+                " special tokens"
+            )
+        has_rows = self.output.json or prompts.num_samples > 1 or (self.run.batch_size or 1) > 1
+        if prompts.interactive and has_rows:
+            raise ValueError(
+                "--interactive is one conversation in text: not with --json, --num_samples or"
+                " --batch_size"
+            )
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """A quantized folder: `scheme` of the matrices, `head` of lm_head, `dtype` of other weights;
+    None leaves them as they are. `context`: tokens of a window of the calibration text."""
+
+    checkpoint: str
+    output: str
+    adapter: str | None
+    scheme: str | None
+    method: str
+    head: str | None
+    dtype: str | None
+    calibration: str | None
+    samples: int
+    context: int | None
+    device: str
+
+    def __post_init__(self):
+        for scheme in (self.scheme, self.head):
+            if scheme is not None:
+                check_scheme(scheme)
+        is_plain = self.scheme is None
+        if is_plain and (self.head or self.method != "rtn" or not is_gguf(Path(self.checkpoint))):
+            need = "only a .gguf file becomes a folder of plain weights without it"
+            raise ValueError(f"--scheme is missing; {need}")
+        if self.method != "rtn" and not self.scheme.startswith("int4"):
+            raise ValueError(
+                f"--method {self.method} chooses int4 codes; {self.scheme} takes --method rtn"
+            )
+        if (self.method == "gptq") != (self.calibration is not None):
+            raise ValueError("--method gptq and --calibration FILE need each other")
+        if Path(self.output).exists():
+            raise ValueError(f"{self.output}: exists already; remove it or choose another --output")
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1)) if launched() else 1
+
+
+def check_writable(flag: str, file: str | None) -> None:
+    """ValueError for a file that cannot be written when the run has ended."""
+    if file is None:
+        return
+    if not os.access(Path(file).resolve().parent, os.W_OK):
+        raise ValueError(f"--{flag} {file}: its folder does not exist or cannot be written to")
+    if Path(file).is_dir():
+        raise ValueError(f"--{flag} {file} is a folder: name a file in it")

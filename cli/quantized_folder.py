@@ -1,0 +1,207 @@
+"""The work of `python quantize.py`: a folder or a GGUF file in, a quantized folder out.
+
+    run                  reads, quantizes and writes, one layer at a time
+    calibration_states   the windows of a text that GPTQ reads
+
+One layer at a time is in full precision. quantize.py chooses the codes, and loading/saving.py
+writes the files.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import loading.models as models
+import loading.saving as saving
+from cli.options import QuantizeOptions
+from loading.checkpoint import Checkpoint
+from loading.files import complete_folder, shard_name, write_index
+from loading.target import pick_device
+from loading.tokenizer import copy_files, load_tokenizer
+from model import Config, Transformer, scaled
+from quantize import quantize_block
+from weights.formats import FORMATS, Fp8, Int8, check_finite, release_memory
+from weights.walker import quantize_model
+
+STORED_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+BATCH = 8  # windows of the calibration text that run at once
+
+
+@torch.no_grad()
+def run(options: QuantizeOptions) -> None:
+    """Write the quantized folder, under another name until it is complete."""
+    checkpoint = Checkpoint(options.checkpoint, options.adapter)
+    options = replace(options, context=window_length(options, checkpoint))
+    device = pick_device(options.device)
+    config, stored, read = checkpoint.weights
+    dtype = models.plain_dtype(options.dtype, config.dtype)
+    print_notes(checkpoint, stored.notes, dtype)
+    # Refuse early if inputs do not divide into groups.
+    models.empty_model(config, torch.float32, options.scheme, options.head)
+    is_portable = transformers_can_read(options, config)
+    if is_portable:  # now, and not when the first layer has been quantized
+        import loading.quantized.reader  # noqa: F401
+    needs_float32 = options.method == "gptq" or has_long_weights(checkpoint, dtype)
+    model = models.empty_model(config, torch.float32 if needs_float32 else dtype)
+    load_ends(model, read, device, options.checkpoint)
+    output = Path(options.output)
+    with complete_folder(output) as partial:
+        files = write_shards(partial, model, read, options, dtype, is_portable)
+        copy_files(checkpoint.path, partial)
+        hf = checkpoint.hf | {"quantization": {"method": options.method}}
+        if options.dtype or checkpoint.is_gguf:
+            hf["dtype"] = models.dtype_name(dtype)
+        saving.write_config(partial, model, hf, is_portable)
+        write_index(partial, files)
+    print_sizes(options, is_portable)
+
+
+def window_length(options: QuantizeOptions, checkpoint: Checkpoint) -> int:
+    """Tokens of a calibration window. ValueError for a checkpoint or a --context that cannot
+    work."""
+    if checkpoint.stored_scheme:
+        stored = checkpoint.stored_scheme
+        raise ValueError(f"{checkpoint.path}: is stored in {stored} already; use the original")
+    limit = max(1, checkpoint.config.max_seq_length - 1)  # BOS may lead a window
+    context = options.context or min(512, limit)
+    if context > limit:
+        raise ValueError(f"--context {context} must lie between 1 and {limit}")
+    return context
+
+
+def print_notes(checkpoint: Checkpoint, notes: list[str], dtype: torch.dtype) -> None:
+    """What a user should know of the weights that are read."""
+    if not checkpoint.is_gguf:
+        for message in notes:
+            print(f"{checkpoint.path}: {message}", file=sys.stderr)
+    elif dtype != torch.float32:
+        print(
+            f"{checkpoint.path}: weights of other types are rounded to {models.dtype_name(dtype)};"
+            " --dtype float32 keeps them as they are",
+            file=sys.stderr,
+        )
+
+
+def has_long_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
+    """May a weight have more bits than `dtype`, as a GGUF file's and merged ones do? Quantized
+    weights are rounded once, to their codes."""
+    if checkpoint.is_gguf or checkpoint.adapter:
+        return True
+    types = {tensor.get_dtype() for tensor in checkpoint.tensors.values()}
+    return types != {STORED_TYPES[dtype]}
+
+
+def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
+    """Can the folder be stored as compressed-tensors? These have one format per folder, none for an
+    embedding; transformers reads no quantized experts and no MiMo."""
+    if config.n_experts or config.family == "mimo":
+        return False
+    heads = [None] if config.tie_embeddings else [None, options.scheme]
+    return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head in heads
+
+
+def load_ends(model: Transformer, read: Callable, device: torch.device, source: str) -> None:
+    """Read what lies before and behind the layers."""
+    for module in (model.embed, model.norm, model.rope, model.lm_head):
+        models.allocate(module, device)
+    if model.config.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+    models.fill(model, saving.names_by_shard(model)[-1], read)
+    for name in ("embed", "norm", "lm_head"):
+        check_parameters(getattr(model, name), f"{source}: {name}.")
+
+
+def write_shards(
+    folder: Path,
+    model: Transformer,
+    read: Callable,
+    options: QuantizeOptions,
+    dtype: torch.dtype,
+    is_portable: bool,
+) -> dict[str, str]:
+    """Read, quantize and write the layers one by one, then the ends; returns the index of the
+    files."""
+    names = saving.names_by_shard(model)
+    states = calibration_states(options, model) if options.method == "gptq" else []
+    files = {}
+
+    def write(number: int) -> None:
+        file = folder / shard_name(number + 1, len(names))
+        shard = saving.names_by_shard(model)[number]
+        files.update(saving.write_tensors(file, model, shard, dtype, is_portable))
+
+    title = f"{options.method} {options.scheme}" if options.scheme else "unpack"
+    with tqdm(model.layers, unit="layer", desc=title) as bar:
+        for number, layer in enumerate(bar):
+            models.allocate(layer, options.device)
+            models.fill(model, names[number], read)
+            check_parameters(layer, f"{options.checkpoint}: layers.{number}.")
+            forward = functools.partial(run_block, model, number, states)
+            if options.scheme:
+                error = quantize_block(layer, options.scheme, options.method, forward)
+                bar.set_postfix(error=f"{error:.4f}")
+            states = forward()
+            write(number)
+            layer.to("meta")
+            release_memory()
+    quantize_model(model, None, options.head)
+    write(len(model.layers))
+    return files
+
+
+def folder_size(path: str) -> int:
+    return sum(file.stat().st_size for file in Checkpoint(path).files)
+
+
+def print_sizes(options: QuantizeOptions, is_portable: bool) -> None:
+    """The folder's size, next to the original's, and who reads it."""
+    before = folder_size(options.checkpoint) / 1e6
+    after = folder_size(options.output) / 1e6
+    readers = ""
+    if is_portable:
+        readers = "; transformers reads it as compressed-tensors"
+    elif options.scheme:
+        readers = "; other programs refuse it"
+    print(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}", file=sys.stderr)
+
+
+def check_parameters(module: nn.Module, prefix: str) -> None:
+    for name, parameter in module.named_parameters():
+        check_finite(parameter, f"{prefix}{name}: ")
+
+
+def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Tensor]:
+    """Embedded windows, spread evenly over the calibration text, in batches (BATCH, T, D)."""
+    tokenizer = load_tokenizer(options.checkpoint)
+    try:
+        text = Path(options.calibration).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.calibration}: not UTF-8 text: {error}") from None
+    ids = tokenizer.encode(text, bos=False)
+    size = options.context
+    count = min(options.samples, len(ids) // size)
+    if count < 1:
+        found = f"{len(ids)} tokens are fewer than one window of {size}"
+        raise ValueError(f"{options.calibration}: {found}")
+    stride = len(ids) // count
+    bos = tokenizer.encode("")  # empty where encoding a text adds no BOS
+    windows = [bos + ids[begin : begin + size] for begin in range(0, count * stride, stride)]
+    rows = torch.tensor(windows, device=options.device)  # (count, T)
+    scale = model.config.embed_scale
+    return [scaled(model.embed(batch), scale) for batch in rows.split(BATCH)]
+
+
+def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Tensor]:
+    """The outputs of layer `number` for its inputs (B, T, D)."""
+    if not states:
+        return []
+    pos = torch.arange(states[0].size(1), device=states[0].device)[None]  # (1, T)
+    rope = model.rope.by_type(pos)[model.rope_types[number]]
+    visible = model.visible_by_window(pos, None, states[0].dtype)[model.windows[number]]
+    return [model.layers[number](x, pos, rope, visible, None) for x in states]

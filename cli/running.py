@@ -1,0 +1,36 @@
+"""The text loop of generate.LLM as a program runs it: compiled and calibrated first, and with
+Ctrl-C between two tokens.
+
+warm_up             compile the steps, and measure what drafting costs
+run_interruptibly   LLM.run, which Ctrl-C ends between two tokens
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from cli.errors import defer_interrupts
+from decoding.answers import Answer
+from decoding.engine import Engine
+from decoding.sampling import Sampling
+from generate import LLM
+
+
+def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Sequence[str]) -> None:
+    """Compile the steps of these kinds of sampling if the engine compiles; with a drafter, measure
+    the costs of steps over `filled` positions."""
+    if engine.compile:
+        for kind in kinds:
+            seconds = engine.warm_up(kind)
+            rows = engine.batch_size
+            print(f"compiled the {kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+    if engine.runs_rounds:
+        with defer_interrupts() if engine.compile else contextlib.nullcontext():
+            engine.calibrate(sampling, filled)
+
+
+def run_interruptibly(llm: LLM, answers: Iterable[Answer]) -> Iterator[Answer]:
+    """LLM.run for programs. Ctrl-C ends all answers between two tokens; text that was printed
+    stays."""
+    with defer_interrupts() as interrupts:
+        yield from llm.run(answers, interrupts)

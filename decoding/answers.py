@@ -1,0 +1,103 @@
+"""The text of an answer, as its tokens are decided.
+
+    Answer          a prompt with its settings, then its request, its tokens and its text
+    Completion      a finished answer, as LLM.generate returns it
+
+Text is made here and nowhere else: characters are complete, stop strings end it, and the token that
+ends a turn adds none. generate.LLM fills answers; command line, server and scripts show them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from decoding.stop_strings import StopStrings
+
+
+class Completion(NamedTuple):
+    """A finished answer. `logprobs`: for each token the pairs (id, log-probability), its own first,
+    where the engine records them. `drafting`: the statistics.TokenRecord of each token, with a
+    drafter."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop" or "length"
+    logprobs: list
+    drafting: list
+
+
+class Answer:
+    """An answer to a prompt of token ids. `settings` are the arguments of Engine.add_request."""
+
+    def __init__(
+        self,
+        tokenizer,
+        prompt: list[int],
+        stops: Sequence[str] = (),
+        **settings,
+    ):
+        self.prompt = prompt
+        self.settings = settings
+        self.stop_ids = settings.get("stop_ids", frozenset())
+        self.stops = StopStrings(stops, tokenizer.specials if stops else {})
+        self.stream = tokenizer.stream(continues=True)
+        self.request = None  # the engine's, once it has been added
+        self.engine = None  # the engine that its prompt was made for; None: any
+        self.ids: list[int] = []
+        self.pieces: list[str] = []  # one a token, and the rest of the text at the end
+        self.is_finished = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def at_stop_string(self) -> bool:
+        return self.stops.stopped
+
+    @property
+    def finish_reason(self) -> str:
+        at_stop_id = self.ids and self.ids[-1] in self.stop_ids
+        return "stop" if self.at_stop_string or at_stop_id else "length"
+
+    def feed(self) -> bool:
+        """Add the text of the tokens that the request got since the last call. Returns whether the
+        answer has ended: at a stop string, after which a round may have decided more tokens, or
+        with its request."""
+        tokens = self.request.tokens
+        while len(self.ids) < len(tokens) and not self.at_stop_string:
+            id = tokens[len(self.ids)]
+            record = self.record(len(self.ids))
+            self.ids.append(id)
+            self.add(self.stops.feed_token(id, self.stream, is_last=id in self.stop_ids), record)
+        return self.at_stop_string or self.request.finish_reason is not None
+
+    def record(self, number: int):
+        """The TokenRecord of a token; None without a drafter."""
+        records = self.request.token_records
+        return records[number] if records else None
+
+    def add(self, text: str, record=None) -> None:
+        self.pieces.append(text)
+
+    def close(self) -> None:
+        """Add the text that waited for more bytes or for a stop string, and drop the tokens
+        after one."""
+        self.is_finished = True
+        self.add(self.stops.feed(self.stream.flush()) + self.stops.flush())
+        if self.request is not None:
+            num_tokens = len(self.ids)
+            del self.request.tokens[num_tokens:]
+            del self.request.token_records[num_tokens:]
+
+    def check(self) -> None:
+        """Raise the error that ended the request, if one did."""
+        if self.request.error is not None:
+            raise self.request.error
+
+    def completion(self) -> Completion:
+        """The finished answer. Raises the error that ended its request."""
+        self.check()
+        logprobs = self.request.top_logprobs[: len(self.ids)]
+        return Completion(
+            self.text, self.ids, self.finish_reason, logprobs, self.request.token_records
+        )

@@ -1,0 +1,622 @@
+"""An engine: up to B requests at a time on one model, each of which gets the tokens that it would
+get alone.
+
+    decode_step             advances a batch, a few fixed tensors, by one token in place
+    compiled                the only call of torch.compile
+    Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
+
+generate.decode is the same loop for one prompt and nothing else; read it first. `Engine.step` is
+this file's center: it runs the prompts that wait, plans one step for the requests that decode,
+launches it, and reads what earlier steps decided. state.py has the tensors that a step changes,
+scheduler.py the requests and slots, runner.py a model with its caches, readback.py how
+decisions reach the host.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import decoding.validation as validation
+from decoding.costs import Costs
+from decoding.logits import top_logprobs
+from decoding.options import EngineOptions
+from decoding.readback import Readback, StepResult, mark, seconds_between, step_times
+from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
+from decoding.sampling import Sampling, sample, uniform
+from decoding.scheduler import Request, Scheduler
+from decoding.state import MAX_STOP_IDS, State
+from decoding.statistics import StepRecord
+from decoding.warmup import calibrate, warm_up
+from model import Caches, Config, KVCache, Transformer, row_view
+from speculative import CustomDraft, Drafter, DraftLength, run_round
+from tp import lost_contact, ranks_of
+from weights.compiling import compile_options, recompile_options
+from weights.walker import batch_invariant_rows
+
+PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
+# Tokens whose arithmetic takes as long as reading the weights; a GPU's default is in `prefill`.
+PREFILL_COST = {"cpu": 16}
+PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
+# ------------------------------------------------------------------------------------ decode step
+
+
+def decide(state: State, logits: Tensor) -> None:
+    """Draw the next token of every row from logits (B, V) and advance; finished rows do not
+    change."""
+    processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
+    noise = uniform(state.seed, state.pos + 1)  # (B,)
+    token = sample(processed[:, 0], state.kind, state.values, noise)  # (B,)
+    state.accepted.fill_(-1)
+    token = state.broadcast(token)[:, None]  # (B, 1)
+    state.record_logprobs(logits[:, None], processed, token)
+    state.commit(token)
+
+
+def decode_step(model: Transformer, caches: Caches, state: State) -> None:
+    """One token for every row that is not done. A parked row writes past all attended positions."""
+    pos = state.pos[:, None]  # (B, 1)
+    h = model.hidden(state.tokens.gather(1, pos), pos, caches)  # (B, 1, D)
+    decide(state, model.head(h[:, 0]))
+
+
+# ----------------------------------------------------------------------------------------- engine
+
+
+def cache_class(cache_type: str | type[KVCache]) -> type[KVCache]:
+    """The class of caches for the `cache_type` of EngineOptions."""
+    if cache_type == "model":
+        return KVCache
+    if isinstance(cache_type, str):
+        from decoding.kv_8bit import KINDS
+
+        return KINDS[cache_type]
+    return cache_type
+
+
+def as_drafter(drafter) -> Drafter:
+    """A drafter in the engine's own form; one that proposes nothing in place of none."""
+    if drafter is None:
+        return Drafter()
+    return drafter if isinstance(drafter, Drafter) else CustomDraft(drafter)
+
+
+def compiled(function: Callable, device: torch.device, prompts: bool = False) -> Callable:
+    """`function` as one graph with static shapes, except for dimensions marked dynamic. On a GPU
+    steps are replayed as CUDA graphs; prompts have too many lengths for that."""
+    options = compile_options(device, prompts)
+    return torch.compile(
+        function, fullgraph=True, dynamic=False, options=options, **recompile_options()
+    )
+
+
+def short_length(config: Config) -> float:
+    """The length up to which longrope takes a text for a short one, infinite without longrope."""
+    return config.rope_original_length if config.rope_long else math.inf
+
+
+class Step(NamedTuple):
+    """One decode step or round, or the end of a prompt, which decides a first token."""
+
+    requests: list[tuple[int, Request]]  # (row, request) of those that it advances
+    rows: Rows  # the slots that run
+    length: int  # a bound on the decided positions of a row before the step
+    k: int = 0  # drafted tokens; 0: a plain step
+    begin_s: float = 0.0  # time.perf_counter as the host began to plan it
+    draft_s: float = 0.0  # seconds that the host then drafted
+
+
+class Engine:
+    """A model with caches and a State for up to B requests at a time, each of up to S positions.
+    `add_request` adds one, `step` advances all; a request gets the tokens that it would get alone.
+
+    With a drafter the engine runs rounds: the drafter proposes K tokens, one pass of the model
+    verifies them. Keep an engine while its shapes stay the same: `warm_up` compiles once. Engines
+    can share a model. A drafter is owned by the last engine that was made with it. `changes`
+    override fields of `options`.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        batch_size: int,
+        max_seq_length: int,
+        options: EngineOptions = EngineOptions(),  # noqa: B008, frozen
+        drafter=None,
+        **changes,
+    ):
+        self.options = options = replace(options, **changes)
+        self.model = model
+        self.batch_size = batch_size
+        self.max_seq_length = max_seq_length
+        self.device = model.norm.weight.device
+        self.ranks = ranks_of(model)
+        self.compile = self.device.type == "cuda" if options.compile is None else options.compile
+        self.compile_prompts = (
+            self.compile if options.compile_prompts is None else options.compile_prompts
+        )
+        self.drafts = drafter is not None
+        self.runs_rounds = self.drafts or options.one_width
+        self.drafter = as_drafter(drafter)
+        self.speculate_k = options.speculate_k if self.runs_rounds else 0
+        self.ks = self.drafter.draft_lengths(self.speculate_k)
+        if self.speculate_k and not self.ks:
+            limit = self.drafter.max_draft_tokens
+            raise ValueError(
+                f"speculate_k = {self.speculate_k}: this draft has at most {limit} tokens a round"
+            )
+        self.max_k = max(self.ks, default=0)
+        self.chunk = PREFILL_CHUNK
+        validation.check_logprobs(options.logprobs, model.config.vocab_size)
+        self.steps: dict[tuple, Callable] = {}  # compiled
+        self._make_caches()
+        self.runners = [self.runner]  # models with separate caches; prompts run through each
+        self.drafter.owner = self
+        self.drafter.setup(self.state, self.max_k, self.runner, self.maybe_compile)
+        if self.drafter.owns_cache:
+            self.runners.append(self.drafter.runner)
+        self.views: dict[tuple[int, int], Rows] = {}
+        short_lengths = [short_length(runner.model.config) for runner in self.runners]
+        self.scheduler = Scheduler(batch_size, short_lengths)
+        self.next_id = 0
+        self.requests: dict[int, Request] = {}  # by id, until they end
+        self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
+        self.costs_by_rows: dict[int, Costs] = {}
+        self.draft_length: DraftLength | None = None
+        self.draft_lag = 0  # tokens that a row may have received since the drafter last ran
+        self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
+        self.readback = Readback(self.device, self.ranks.timeout_s)
+        self.read_at = 0.0  # time of the last read
+
+    def _make_caches(self) -> None:
+        """The runner with the model's caches, and the State. The caches hold K extra
+        positions, because a round may run past the context's end."""
+        options = self.options
+        compile_prompts = None
+        if self.compile_prompts:
+            compile_prompts = functools.partial(compiled, device=self.device, prompts=True)
+        self.runner = ModelRunner(
+            self.model,
+            self.batch_size,
+            self.max_seq_length + self.max_k,
+            slack=self.max_k + 1,
+            compile=self.compile,
+            compile_prompts=compile_prompts,
+            kind=cache_class(options.cache_type),
+        )
+        with torch.inference_mode(False):
+            self.state = State(
+                self.batch_size,
+                self.runner.S,
+                self.device,
+                self.max_k,
+                self.ranks,
+                options.logits_processor,
+                options.logprobs,
+                self.model.config.vocab_size,
+            )
+        self.state.verifies_blocks = options.verification == "block"
+        self.runner.set_max_positions(self.state.max_positions)
+        # Greedy output has the same bits regardless of the drafter and of what else is in the
+        # batch.
+        num_rows = self.batch_size * (self.max_k + 1)
+        has_invariant_rows = num_rows <= batch_invariant_rows(self.model)
+        is_alone = self.ranks.world == 1
+        self.identical = self.runner.attends_alike and is_alone and has_invariant_rows
+
+    @property
+    def models(self) -> list[Transformer]:
+        """The target, and the drafter's model, if it has one."""
+        draft = self.drafter.model
+        return [self.model] if draft is None else [self.model, draft]
+
+    def maybe_compile(self, function: Callable, state: State, *static) -> Callable:
+        """The function, or its compiled form for the state's kind and number of rows, and for
+        `static`. A method is compiled once for all row views of its object."""
+        if not self.compile:
+            return function
+        unbound = getattr(function, "__func__", function)
+        instance = getattr(function, "__self__", None)
+        key = (unbound, state.kind, len(state.pos), *static)
+        if key not in self.steps:
+            self.steps[key] = compiled(unbound, self.device)
+        return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
+
+    def rows(self, begin: int, end: int) -> Rows:
+        """Slots [begin, end) as a batch: views of the engine's tensors."""
+        if (begin, end) not in self.views:
+            with torch.inference_mode(False):
+                drafter = row_view(self.drafter, begin, end)
+                if drafter.runner is not None:
+                    drafter.runner = drafter.runner.row_view(begin, end)
+                state = row_view(self.state, begin, end)
+                self.views[begin, end] = Rows(state, self.runner.row_view(begin, end), drafter)
+        rows = self.views[begin, end]
+        rows.state.return_logprobs = self.state.return_logprobs
+        return rows
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+        draft: bool = True,
+        grammar=None,
+        prompt_logprobs: int | None = None,
+    ) -> int:
+        """Add a prompt, which waits while all slots are busy; returns its id.
+        `draft`: whether its tokens may be drafted.
+        `grammar`: an object of its own that masks tokens (decoding/grammar.py), or None.
+        `prompt_logprobs`: record in Request.prompt_logprobs the log-probability of each prompt
+        token and of this many top tokens.
+
+        ValueError for an empty prompt, an unknown id, a prompt that does not fit, and too many stop
+        ids."""
+        if self.drafter.owner is not self:
+            raise ValueError(
+                "the drafter belongs to an engine that was made later: give each engine its own"
+            )
+        prompt = list(prompt)
+        stop_ids = frozenset(stop_ids)
+        validation.check_lengths(self.model, [prompt], [max_new_tokens], self.max_seq_length)
+        validation.check_settings(self.model, sampling, seed, stop_ids, MAX_STOP_IDS)
+        validation.check_logprobs(prompt_logprobs, self.model.config.vocab_size)
+        request = Request(
+            self.next_id,
+            prompt,
+            sampling,
+            max_new_tokens,
+            stop_ids,
+            seed,
+            draft,
+            grammar,
+            prompt_logprobs,
+        )
+        self.next_id += 1
+        if not self.requests:
+            self.draft_length = DraftLength(self.speculate_k, self.costs)
+        self.requests[request.id] = request
+        self.scheduler.add(request)
+        return request.id
+
+    def recompute(self, request: Request) -> None:
+        """Compute a text anew that has outgrown longrope's short one, as transformers does
+        (models/phi3/modeling_phi3, prepare_inputs_for_generation): all its positions rotate by the
+        long factors. It costs a pass over the text."""
+        slot = request.slot
+        self.state.park(slot.index)
+        request.short_length = math.inf
+        request.is_active = False
+        request.num_computed = 0
+        request.num_finite = 0
+        request.draft_lag = 0
+        request.num_launched = len(request.tokens)  # steps launched since then decided nothing
+        slot.is_long = self.scheduler.are_long(request)
+        slot.num_draft = 0
+        self.state.fill(slot.index, request)
+
+    def abort(self, id: int) -> None:
+        """End a request in any state; a finished one does not change."""
+        try:
+            if id in self.requests:
+                self.finish(self.requests[id], "abort")
+        except BaseException:
+            self.reset()
+            raise
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Free the request's slot at once. Steps already launched do not change it any more."""
+        request.finish_reason = reason
+        if request.slot is None:
+            self.scheduler.waiting.remove(request)
+        else:
+            self.state.park(request.slot.index)
+            num_padding = PREFILL_CHUNK // 8  # of its prompt
+            num_unread = (self.readback.lag + 2) * (self.max_k + 1)
+            self.scheduler.release(request, num_unread + num_padding)
+        del self.requests[request.id]
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, int]]:
+        """Run prompts until they have taken about one chunk, then one decode step or round. Returns
+        (request id, token) of the tokens decided since the last call; a GPU's are read a few steps
+        late. A request whose prompt cannot run, or whose logits are not finite, ends alone, with
+        the exception as its `error`."""
+        try:
+            was_idle = not self.scheduler.decoding()
+            events = []
+            budget = self.chunk
+            while budget > 0 and (request := self.next_prompt()) is not None:
+                budget -= self.prefill(request)
+                events += self.read(self.lag())
+            if events and was_idle:
+                return events  # first tokens should not wait for a step
+            requests = self.scheduler.decoding()
+            if not requests:
+                return events + self.read(0)
+            step = self.plan(requests)
+            result = self.run(step.rows, step.length, step.k)
+            self.readback.send(result, step)
+            return events + self.read(self.lag())
+        except BaseException:
+            self.reset()
+            raise
+
+    def lag(self) -> int:
+        """Steps that may be unread as the next one is launched. A grammar needs all tokens."""
+        has_grammar = any(request.grammar for request in self.requests.values())
+        return 0 if has_grammar else self.readback.lag
+
+    def reset(self) -> None:
+        """End all requests after an interrupted step, whose decisions are unknown. Slots keep their
+        positions, but not those of a draft's caches."""
+        self.readback.clear()
+        self.scheduler.waiting.clear()
+        for request in self.requests.values():
+            request.finish_reason = request.finish_reason or "abort"
+        self.requests.clear()
+        for slot in self.scheduler.slots:
+            self.state.park(slot.index)
+            slot.num_draft = 0
+            slot.store(slot.cached_ids(), num_written=self.runner.S)
+        self.draft_lag = 0
+
+    def next_prompt(self) -> Request | None:
+        """The request whose prompt runs next. A new one first gets its prefix from a slot that has
+        it."""
+        request = self.scheduler.prefilling()
+        if request is not None:
+            return request
+        admitted = self.scheduler.admit()
+        if admitted is None:
+            return None
+        request, source, num_shared = admitted
+        slot = request.slot
+        request.started = time.perf_counter()
+        self.state.fill(slot.index, request)
+        if source is not slot:
+            copy_positions(self.runners, source.index, slot.index, num_shared)
+        clear_positions(self.runners, slot.index, num_shared, slot.num_written)
+        request.num_computed = num_shared
+        request.num_finite = num_shared
+        request.num_reused = num_shared
+        return request
+
+    def prefill(self, request: Request) -> int:
+        """Run the next chunk of a prompt through all models; returns its cost in tokens. The last
+        chunk decides the first token. A last token alone is left to the next decode step,
+        unless the engine runs rounds, which would draw another token."""
+        begin = mark(self.device)
+        slot = request.slot
+        end = min(request.num_computed + self.chunk, request.num_positions)
+        min_cost = PREFILL_COST.get(self.device.type, PREFILL_CHUNK // 2)
+        cost = max(end - request.num_computed, min_cost)
+        is_last_chunk = end == request.num_positions
+        if is_last_chunk:
+            request.is_active = True
+            self.state.activate(slot.index, end)
+            is_last_token = 0 < request.num_computed == end - 1
+            if is_last_token and len(self.requests) > 1 and not self.runs_rounds:
+                return cost
+        step = Step([(0, request)], self.rows(slot.index, slot.index + 1), end)
+        state, target, drafter = step.rows
+        try:
+            h = target.prefill(state, request.num_computed, end, self.chunk)  # (1, T, D)
+            if len(self.runners) > 1:
+                draft_end = min(end, self.drafter.max_positions)
+                if slot.num_draft < draft_end:
+                    drafter.runner.prefill(state, slot.num_draft, draft_end, self.chunk)
+                slot.num_draft = end  # nothing reads the draft's positions beyond its context
+            self.record_prompt(request, h)
+            request.num_computed = end
+            if is_last_chunk:
+                state.prepare_step(step.requests)
+                decide(state, self.model.head(h[:, -1]))
+        except (RuntimeError, ValueError) as error:
+            if lost_contact(error):
+                raise
+            request.error = error
+            self.finish(request, "error")
+            return cost
+        request.prefill_marks.append((begin, mark(self.device)))
+        if is_last_chunk:
+            request.num_launched = len(request.tokens) + 1
+            self.readback.send(self.result(step.rows, k=0), step)
+        return cost
+
+    def record_prompt(self, request: Request, h: Tensor) -> None:
+        """Record, on request, log-probabilities of the prompt's tokens that follow h (1, T, D)."""
+        begin = request.num_computed + 1
+        ids = request.prompt[begin : begin + h.size(1)]  # one fewer at the prompt's end
+        is_recomputing = bool(request.tokens)
+        if request.num_prompt_logprobs is None or is_recomputing or not ids:
+            return
+        h = h[:, : len(ids)]
+        ids = torch.tensor([ids], device=self.device)  # (1, T)
+        size = max(1, PROMPT_LOGITS // self.model.config.vocab_size)
+        for part, next_ids in zip(h.split(size, dim=1), ids.split(size, dim=1)):
+            logits = self.model.head(part)  # (1, size, V)
+            records = top_logprobs(logits, next_ids, request.num_prompt_logprobs)
+            request.prompt_logprobs += records[0].tolist()
+
+    def plan(self, requests: list[Request]) -> Step:
+        """The next step of these requests."""
+        begin_s = time.perf_counter()
+        begin, end = self.row_range([request.slot.index for request in requests])
+        num_rows = 1 if end - begin == 1 else self.batch_size
+        self.costs = self.costs_by_rows.get(num_rows, self.costs)
+        k = self.choose_k(requests)
+        draft_s = time.perf_counter() - begin_s
+        unread = self.readback.unread
+        length = max(request.num_positions for request in requests) + unread
+        if len(self.runners) > 1:
+            self.update_draft_lags(requests, k)
+        for request in requests:
+            request.num_launched += 1
+        rows = self.rows(begin, end)
+        running = [(request.slot.index - begin, request) for request in requests]
+        rows.state.prepare_step(running)
+        return Step(running, rows, min(length, self.max_seq_length), k, begin_s, draft_s)
+
+    def choose_k(self, requests: list[Request]) -> int:
+        """The number of tokens that the next step of these requests drafts; 0 for a plain step."""
+        if not self.ks:
+            return 0
+        self.draft_length.costs = self.costs
+        expected = self.drafter.expect(requests, self.readback.unread)
+        has_draft = any(row != [] for row in expected)
+        return self.draft_length.choose(expected) if has_draft or self.options.one_width else 0
+
+    def update_draft_lags(self, requests: list[Request], k: int) -> None:
+        """Bound the decided positions that the draft's cache lacks before a step that drafts k
+        tokens, and after it."""
+        fitting = [request for request in requests if self.drafter.fits(request)]
+        if len(fitting) < len(requests):
+            self.has_outgrown_draft = True
+        num_behind = self.drafter.num_input_tokens - 1  # positions that a round's first pass writes
+        lags = [request.draft_lag - num_behind for request in fitting]
+        self.draft_lag = max([0, *lags])
+        for request in requests:
+            request.draft_lag += 1
+        if k:
+            for request in fitting:
+                request.draft_lag = num_behind
+
+    def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
+        """The range of rows for these slots. Compiled steps have one row or all; a CUDA graph has
+        fixed addresses."""
+        begin = min(slots)
+        end = max(slots) + 1
+        if self.compile and (end - begin > 1 or (begin and self.runner.uses_cuda_graphs)):
+            return 0, self.batch_size
+        return begin, end
+
+    def run(self, rows: Rows, length: int, k: int = 0, other: Tensor | None = None) -> StepResult:
+        """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided
+        positions. `other` (B, k) replaces the drafted tokens."""
+        state, target, drafter = rows
+        start = draft_end = mark(self.device)
+        state.k = k
+        state.length = length + k
+        caches = target.slice_to(length + k)
+        if k == 0:
+            self.draft_lag += 1
+            self.maybe_compile(decode_step, state)(self.model, caches, state)
+        else:
+            draft_end = run_round(
+                drafter, self.model, caches, state, self.draft_lag, self.maybe_compile, other
+            )
+            self.draft_lag = 0
+        return self.result(rows, k, (start, draft_end, mark(self.device)))
+
+    def result(self, rows: Rows, k: int, times: tuple = ()) -> StepResult:
+        """Update the drafter, and collect the tensors that the host reads."""
+        state = rows.state
+        rows.drafter.update(state)
+        if times:
+            times = (*times, mark(self.device))
+        logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
+        return StepResult(
+            k, times, state.out, state.accepted, state.overlap, state.can_draft, *logprobs
+        )
+
+    # ------------------------------------------------------------------------------------- results
+
+    def read(self, max_waiting: int) -> list[tuple[int, int]]:
+        """(request id, token) of all launched steps except the last `max_waiting`."""
+        events = []
+        while len(self.readback) > max_waiting:
+            step, result = self.readback.receive()
+            events += self.receive(step, result)
+        return events
+
+    def receive(self, step: Step, result: StepResult) -> list[tuple[int, int]]:
+        """Give each request the tokens that a step decided, and end those whose text ends. Returns
+        (request id, token) of each."""
+        now = time.perf_counter()
+        running = [
+            (row, request) for row, request in step.requests if request.finish_reason is None
+        ]
+        record = self.step_record(step, result, running, now)
+        if step.k and running:
+            self.observe_round(result, [row for row, _ in running])
+        events = []
+        for row, request in running:
+            if not request.tokens:
+                marks = request.prefill_marks
+                request.prefill_s = sum(seconds_between(*pair) for pair in marks)
+                request.ttft_s = now - request.started
+            if record is not None:
+                request.record_step(record)
+            ids = request.receive(result, row)
+            if self.runs_rounds:
+                self.record_drafting(request, result, row, len(ids))
+            events += [(request.id, id) for id in ids]
+            if request.ending is not None:
+                self.finish(request, request.ending)
+            elif request.outgrows_short_text:
+                self.recompute(request)
+        self.read_at = now
+        return events
+
+    def step_record(
+        self, step: Step, result: StepResult, running: Sequence, now: float
+    ) -> StepRecord | None:
+        """The record of a step that was read at `now`; None if it ran the end of a prompt alone."""
+        if not result.times:
+            return None
+        seconds = now - max(step.begin_s, self.read_at)
+        draft_s, verify_s = step_times(result)
+        positions = tuple(request.num_positions for _, request in running)
+        return StepRecord(step.k, seconds, draft_s + step.draft_s, verify_s, positions, self.costs)
+
+    def observe_round(self, result: StepResult, rows: list[int]) -> None:
+        """Tell drafter and draft length how a round of these rows went."""
+        drafted_rows = [row for row in rows if result.accepted[row] >= 0]
+        self.draft_length.drafted(len(drafted_rows), len(rows))
+        for row in drafted_rows:
+            self.drafter.observe(result.overlap[row][0])
+
+    def record_drafting(
+        self, request: Request, result: StepResult, row: int, num_tokens: int
+    ) -> None:
+        """Record the origin of a row's new tokens, and let the draft length observe the drafted
+        ones."""
+        overlaps = result.overlaps_of(row)
+        is_first = not result.times
+        request.record_drafting(num_tokens, result.accepted[row], overlaps, is_first)
+        for overlap in overlaps[:num_tokens]:
+            self.draft_length.observe(overlap)
+
+    # ------------------------------------------------------------------------ before requests come
+
+    def warm_up(self, kind: str) -> float:
+        """Compile the steps for `kind`, and prompts; returns seconds. Call it before the first
+        request."""
+        return warm_up(self, kind)
+
+    def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
+        """Measure the cost of steps with `length` positions filled. Call it before the first
+        request."""
+        self.costs_by_rows = calibrate(self, sampling, length, rounds)
+        self.costs = self.costs_by_rows[self.batch_size]
+        return self.costs
+
+    def clear(self) -> None:
+        """End all requests, and empty all slots."""
+        self.reset()
+        for slot in self.scheduler.slots:
+            slot.ids = []

@@ -1,0 +1,55 @@
+"""What an Engine is made with, besides its model and its sizes. This file needs no torch, so that a
+program can check its flags before torch is imported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decoding.settings import DEFAULT_K
+
+CACHE_NAMES = ("model", "int8", "fp8")  # decoding/kv_8bit.py has the latter two
+VERIFICATIONS = ("block", "token")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an Engine runs its steps. ValueError for values that no model could serve.
+
+    compile             compile the steps; None: on a GPU, where launching kernels costs more than
+                        running them
+    compile_prompts     compile the pass over prompts too; None: if the steps are compiled
+    speculate_k         tokens that a drafter proposes in a round, or "auto", which needs
+                        `calibrate`
+    verification        how drafted tokens are accepted where they are sampled: "block", all K at
+                        once, or "token", one by one; the texts have the same distribution
+    one_width           run every step over K + 1 positions, drafted or not
+    logits_processor    changes logits before sampling: see decoding/state.py
+    logprobs            record the log-probabilities of each token and of the N most likely
+                        ones; None: of none
+    cache_type          one of CACHE_NAMES, or a class like model.KVCache
+    """
+
+    compile: bool | None = False
+    compile_prompts: bool | None = None
+    speculate_k: int | str = DEFAULT_K
+    verification: str = "block"
+    one_width: bool = False
+    logits_processor: Callable | None = None
+    logprobs: int | None = None
+    cache_type: str | type = "model"
+
+    def __post_init__(self):
+        k = self.speculate_k
+        if k == "auto" and self.one_width:
+            raise ValueError("one_width needs a speculate_k that is a number, not 'auto'")
+        if k != "auto" and not (isinstance(k, int) and k >= 0):
+            raise ValueError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
+        if self.verification not in VERIFICATIONS:
+            names = " or ".join(VERIFICATIONS)
+            raise ValueError(f"verification = {self.verification!r} must be {names}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs = {self.logprobs} must be a number of tokens, from 0 on")
+        if isinstance(self.cache_type, str) and self.cache_type not in CACHE_NAMES:
+            raise ValueError(
+                f"cache_type = {self.cache_type!r} must be one of {', '.join(CACHE_NAMES)}, or a"
+                f" class"
+            )

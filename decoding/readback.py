@@ -1,0 +1,138 @@
+"""Decisions of steps, on their way from the device to the host.
+
+    StepResult              the tensors of a step, or its lists on the host, and its marks in time
+    mark, step_times        a point in time on the device; seconds between such points
+    Readback                results that the host has yet to read; on a GPU it reads a few steps
+                            late
+
+The device idles only where the host must read a result before it can launch the next step.
+"""
+
+import itertools
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decoding.state import NO_TOKEN
+
+NO_DRAFT = -1.0  # the overlap of a position without a drafted token
+
+
+def host_lag(device: torch.device) -> int:
+    """Steps that a device may run ahead of the host's reading."""
+    return 2 if device.type == "cuda" else 0
+
+
+class StepResult(NamedTuple):
+    """The decisions of a step, as tensors or lists. `times` marks its start, the end of drafting,
+    of verifying and of the step; it is empty for a prompt's first token."""
+
+    k: int  # tokens drafted
+    times: tuple
+    tokens: list[list[int]] | Tensor
+    accepted: list[int] | Tensor
+    overlap: list[list[float]] | Tensor
+    can_draft: list[bool] | Tensor
+    # If recorded: ids and log-probabilities (B, K + 1, 1 + n, 2), and p and q of the decided tokens
+    # (B, K + 1, 2).
+    top_logprobs: list | Tensor | None = None
+    token_probs: list | Tensor | None = None
+
+    def ids_of(self, row: int) -> list[int]:
+        """The tokens that a row got."""
+        return list(itertools.takewhile(NO_TOKEN.__ne__, self.tokens[row]))
+
+    def overlaps_of(self, row: int) -> list[float]:
+        """The overlap of each position that was drafted for a row, whose draft may be shorter than
+        the round's."""
+        if self.accepted[row] < 0:
+            return []
+        return list(itertools.takewhile(NO_DRAFT.__ne__, self.overlap[row][: self.k]))
+
+
+def mark(device: torch.device):
+    """A point in time on the device: seconds on a CPU, an event on a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def step_times(step: StepResult) -> tuple[float, float]:
+    """(seconds of the drafter, seconds of the target's pass) of a finished step."""
+    draft, verify, update = (
+        seconds_between(begin, end) for begin, end in itertools.pairwise(step.times)
+    )
+    return draft + update, verify
+
+
+def seconds_between(begin, end) -> float:
+    """Seconds between two marks that the device has passed."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Readback:
+    """Results on their way to the host. On a GPU they are read a few steps late, from pinned
+    copies, so that the device does not wait for the host."""
+
+    def __init__(self, device: torch.device, timeout_s: float | None = None):
+        self.device = device
+        self.timeout_s = timeout_s
+        self.lag = host_lag(device)
+        self.waiting: deque[tuple[StepResult, object, object]] = deque()
+
+    def __len__(self) -> int:
+        """The number of steps that the host has yet to read."""
+        return len(self.waiting)
+
+    @property
+    def unread(self) -> int:
+        """A bound on the tokens of a row that the host has yet to read."""
+        return sum(result.k + 1 for result, *_ in self.waiting)
+
+    def send(self, result: StepResult, step: object) -> None:
+        """Queue the result of a step; `receive` returns both."""
+        copies = [host_copy(tensor) for tensor in result[2:] if tensor is not None]
+        result = StepResult(result.k, result.times, *copies)
+        self.waiting.append((result, mark(self.device), step))
+
+    def receive(self) -> tuple[object, StepResult]:
+        """(step, its result as lists) of the oldest step."""
+        result, event, step = self.waiting.popleft()
+        if not isinstance(event, float):
+            wait_for(event, self.timeout_s)
+        lists = [copy.tolist() for copy in result[2:] if copy is not None]
+        return step, StepResult(result.k, result.times, *lists)
+
+    def clear(self) -> None:
+        """Forget the results that the host has not read."""
+        self.waiting.clear()
+
+
+def host_copy(x: Tensor) -> Tensor:
+    """A copy on the host, which is complete once the device has passed an event recorded after this
+    call."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return copy.copy_(x, non_blocking=True)
+
+
+def wait_for(event, timeout_s: float | None) -> None:
+    """Wait until the device has passed the event. DistError after `timeout_s`, if there is one: a
+    replayed CUDA graph would wait for other ranks forever."""
+    if timeout_s is None:
+        event.synchronize()
+        return
+    end = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > end:
+            raise dist.DistError(f"nothing came in {timeout_s} s")

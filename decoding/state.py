@@ -1,0 +1,222 @@
+"""The slots of a batch as fixed tensors, which every step reads and writes in place.
+
+    State       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request,
+                `commit` appends the tokens of a step, `park` takes a slot out
+
+This file knows no model, no step and no text.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import decoding.sampling as sampling
+from decoding.logits import apply_masks, penalize, top_logprobs
+from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_kind
+from tp import ALONE, Ranks
+
+NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
+MAX_STOP_IDS = 64
+
+
+class State(nn.Module):
+    """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed
+    step needs nothing from the host. A row_view of a State is a State of a range of slots.
+
+    `kind` selects the code that serves the samplings of all rows; everything else may change
+    without compiling. With several ranks, rank 0's decisions enter every rank's state.
+    logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that tokens are
+    drawn from. `logprobs`: the number of top tokens to record for each token, or None.
+    return_logprobs turns recording off for a while; it selects code too.
+    """
+
+    def __init__(
+        self,
+        B: int,
+        S: int,
+        device: torch.device,
+        K: int = 0,
+        ranks: Ranks = ALONE,
+        logits_processor: Callable | None = None,
+        logprobs: int | None = None,
+        vocab_size: int = 0,
+    ):
+        super().__init__()
+        self.logits_processor = logits_processor
+        self.vocab_size = vocab_size
+        self.num_top_logprobs = logprobs
+        self.return_logprobs = logprobs is not None
+        self.kind = GREEDY
+        self.broadcast = ranks.broadcast
+        self.parking = S
+        self.verifies_blocks = True  # see speculative.accept
+        self.k = 0  # for drafters: tokens to draft in this round
+        self.length = 0  # for drafters: positions filled after the round
+        self.all_draft = True  # of `prepare_step`: may the tokens of every row be drafted?
+        self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
+
+        def fixed(name: str, *shape: int, fill=0, dtype: torch.dtype | None = None) -> None:
+            tensor = torch.full(shape, fill, dtype=dtype, device=device)
+            self.register_buffer(name, tensor)
+
+        # The prompt, then the decided tokens; positions after `pos` are a round's scratch space.
+        fixed("tokens", B, S + K + 2)
+        # The index of the last decided token, which no layer has seen yet; S for a parked row.
+        fixed("pos", B, fill=S)
+        fixed("prompt_length", B)
+        fixed("end", B)  # where to stop: the row is full, or longrope changes
+        fixed("max_positions", B)  # as in model.Caches
+        fixed("done", B, fill=True)
+        fixed("seed", B)
+        fixed("stop_ids", B, MAX_STOP_IDS, fill=-1)
+        fixed("drafts", B, fill=True)  # may the row's tokens be drafted?
+        fixed("values", B, len(SETTINGS), fill=0.0)  # of the rows' samplings
+        fixed("biases", B, 2, MAX_BIASES, fill=0.0)
+        num_words = math.ceil(vocab_size / 32)
+        # One bit for each token, set where a grammar allows it.
+        fixed("masks", B, K + 1, num_words, fill=-1, dtype=torch.int32)
+        # The last step's decisions, for the host: its tokens, then NO_TOKEN; the number of accepted
+        # ones, -1 without a draft; the sum of min(p, q) at each drafted position, -1 after a row's
+        # draft; and whether drafting can go on.
+        fixed("out", B, K + 1, fill=NO_TOKEN)
+        fixed("accepted", B, fill=-1)
+        fixed("overlap", B, K, fill=0.0)
+        fixed("can_draft", B, fill=True)
+        if self.return_logprobs:
+            fixed("top_logprobs", B, K + 1, 1 + logprobs, 2, fill=0.0)  # of decoding/logits.py
+            fixed("token_probs", B, K + 1, 2, fill=0.0)  # p of the target, q of the draft or 0
+
+    def fill(self, slot: int, request) -> None:
+        """Write a request (scheduler.Request) into a slot, which stays parked until `activate`. A
+        prompt is padded with its last token: any other might overflow in the model, and its NaN
+        would reach this slot."""
+        ids = request.prompt + request.tokens
+        padding = [ids[-1]] * (self.tokens.size(1) - len(ids))
+        stop_ids = sorted(request.stop_ids)
+        no_stop_ids = [-1] * (MAX_STOP_IDS - len(stop_ids))
+        values = {
+            "tokens": torch.tensor(ids + padding),
+            "stop_ids": torch.tensor(stop_ids + no_stop_ids),
+            "prompt_length": len(request.prompt),
+            "end": request.end,
+            "max_positions": request.max_position,
+            "seed": request.seed,
+            "drafts": request.draft,
+            "values": request.sampling.values,
+            "biases": request.sampling.biases,
+            "masks": -1,
+        }
+        for name, value in values.items():
+            getattr(self, name)[slot] = value
+
+    def prepare_step(self, requests: Sequence[tuple[int, object]]) -> None:
+        """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks
+        of their grammars."""
+        self.kind = common_kind(request for _, request in requests)
+        self.all_draft = all(request.draft for _, request in requests)
+        self.constrained = [
+            (row, request) for row, request in requests if request.grammar is not None
+        ]
+        self.write_masks()
+
+    def write_masks(self, draft_tokens: Tensor | None = None) -> None:
+        """Write the masks for the next token and after each of draft_tokens (B, K); after one that
+        is not allowed, all tokens are."""
+        for row, request in self.constrained:
+            drafted = [] if draft_tokens is None else draft_tokens[row].tolist()
+            allowed = request.grammar.masks(request.tokens, drafted)  # (up to K + 1, words)
+            masks = self.masks[row]  # (K + 1, words)
+            num_missing = masks.size(1) - allowed.size(1)
+            allowed = F.pad(allowed, (0, num_missing))  # zeros forbid ids that only the model has
+            masks.fill_(-1)
+            masks[: len(allowed)] = allowed
+
+    def activate(self, slot: int, num_tokens: int) -> None:
+        """Let steps decide this slot's tokens. Its prompt of num_tokens is in the caches."""
+        self.pos[slot].fill_(num_tokens - 1)
+        self.done[slot].fill_(False)
+
+    def park(self, slot: int) -> None:
+        """Let steps skip this slot. They still write its keys and values, behind all attended
+        positions."""
+        self.pos[slot].fill_(self.parking)
+        self.done[slot].fill_(True)
+
+    def process_logits(
+        self,
+        logits: Tensor,
+        pos: Tensor,
+    ) -> Tensor:
+        """logits (B, T, V) at pos (B, T) as tokens are drawn from them: masked, penalized, then
+        processed."""
+        if self.kind == PENALIZED:
+            logits = apply_masks(logits, self.masks[:, : logits.size(1)])
+        return self.process_draft_logits(logits, pos)
+
+    def process_draft_logits(
+        self,
+        logits: Tensor,
+        pos: Tensor,
+    ) -> Tensor:
+        """A draft's logits (B, T, V) at pos (B, T) as its tokens are drawn from them: penalized,
+        and processed where the draft has the target's vocabulary, so that it proposes what the
+        target may accept."""
+        if self.kind == PENALIZED:
+            logits = penalize(
+                logits, self.tokens, pos, self.prompt_length, self.values, self.biases
+            )
+        if self.logits_processor is None or logits.size(-1) != self.vocab_size:
+            return logits
+        # A copy: it may write to its argument, and log-probabilities are those of the unmodified
+        # logits.
+        return self.logits_processor(logits.clone(), self.tokens, pos)
+
+    def record_logprobs(
+        self, logits: Tensor, processed: Tensor, tokens: Tensor, q: Tensor | None = None
+    ) -> None:
+        """Record for tokens (B, T) their log-probabilities by the unmodified logits (B, T, V), and
+        the probabilities that decided: the target's by the processed logits (B, T, V), and the
+        draft's q (B, T - 1, V)."""
+        if not self.return_logprobs:
+            return
+        T = tokens.size(1)
+        index = tokens.clamp(min=0)[..., None]  # (B, T, 1)
+        p = sampling.distribution(processed, self.kind, self.values)  # (B, T, V)
+        self.top_logprobs[:, :T] = top_logprobs(logits, tokens, self.num_top_logprobs)
+        self.token_probs.zero_()
+        self.token_probs[:, :T, 0] = p.gather(2, index)[..., 0]
+        if q is not None:
+            self.token_probs[:, : T - 1, 1] = q.gather(2, index[:, :-1])[..., 0]
+
+    def commit(
+        self,
+        tokens: Tensor,
+        n_accepted: Tensor | None = None,
+    ) -> None:
+        """Append the first n_accepted (B,) + 1 of tokens (B, T) to every row that is not done, up
+        to its first stop id or its end. None: plain decoding, T = 1."""
+        T = tokens.size(1)
+        index = torch.arange(T, device=tokens.device)
+        position = self.pos[:, None] + 1 + index  # (B, T)
+        stop_ids = self.stop_ids[:, None]  # (B, 1, MAX_STOP_IDS)
+        is_stop = (tokens[..., None] == stop_ids).any(dim=-1)  # (B, T)
+        is_full = position >= self.end[:, None]  # (B, T)
+        is_last = is_stop | is_full | (tokens == INVALID)
+        num_last = is_last.cumsum(dim=1)
+        ended_before = num_last - is_last.long() > 0  # (B, T)
+        is_decided = ~(self.done[:, None] | ended_before)
+        if n_accepted is not None:
+            is_decided = is_decided & (index <= n_accepted[:, None])
+        decided = torch.where(is_decided, tokens, NO_TOKEN)
+        num_padding = self.out.size(1) - T
+        decided = F.pad(decided, (0, num_padding), value=NO_TOKEN)  # (B, K + 1)
+        self.out.copy_(decided)
+        # Rejected tokens land beyond `pos`, where nothing reads them. INVALID is for the host
+        # alone: a step that runs before the host has read it must not embed INVALID.
+        self.tokens.scatter_(1, position, tokens.clamp(min=0))
+        self.pos.add_(is_decided.sum(dim=1))
+        has_ended = (is_decided & is_last).any(dim=1)  # (B,)
+        self.done.logical_or_(has_ended)

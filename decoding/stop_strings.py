@@ -1,0 +1,79 @@
+"""Stop strings: text in, text out up to the first one. This file knows no tokenizer."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+MARKS = re.compile(r"[\ud800-\udfff]")  # surrogates
+
+
+class StopStrings:
+    """A filter that passes text through up to the first stop string and holds back a possible
+    beginning of one. Empty stop strings, which clients send in place of none, are ignored.
+
+    Special tokens have no text, so a stop string that names some of `specials` (name -> id) also
+    matches the tokens themselves: in the text held back, a character that no text has, a surrogate,
+    stands for each. Such a token in the middle of another stop string keeps that one from matching.
+    """
+
+    def __init__(
+        self,
+        stops: Sequence[str],
+        specials: Mapping[str, int] | None = None,
+    ):
+        stops = [stop for stop in stops if stop]
+        self.stops = {*stops}
+        self.mark_by_id = {}
+        names = [name for name in specials or {} if any(name in stop for stop in stops)]
+        names.sort(key=len, reverse=True)
+        for mark, name in enumerate(names, start=0xD800):
+            self.mark_by_id[specials[name]] = chr(mark)
+            stops = [stop.replace(name, chr(mark)) for stop in stops]
+        self.stops.update(stops)
+        self.pending = ""
+        self.stopped = False
+
+    def feed_token(
+        self,
+        id: int,
+        stream,
+        is_last: bool,
+    ) -> str:
+        """`feed` the text that a decoder, `stream`, makes of a token. The `is_last` one, which ends
+        the answer, has no text."""
+        text = self.mark_by_id.get(id)
+        if text is None:
+            text = "" if is_last else stream.feed(id)
+        return self.feed(text)
+
+    def feed(self, text: str) -> str:
+        """The text that is now certain to precede every stop string. Sets `stopped` once the first
+        one is complete."""
+        if self.stopped:
+            return ""
+        self.pending += text
+        num_held = max(map(self._overlap, self.stops), default=0)
+        return self._release(len(self.pending) - num_held)
+
+    def flush(self) -> str:
+        """The text held back, at the end of the input. Ends at a stop string in it, which sets
+        `stopped`."""
+        return self._release(len(self.pending))
+
+    def _release(self, length: int) -> str:
+        """The first `length` characters of the text held back, or those before the first stop
+        string in it."""
+        begins = [self.pending.find(stop) for stop in self.stops if stop in self.pending]
+        begin = min(begins, default=math.inf)
+        end = min(begin, length)
+        text = self.pending[:end]
+        self.pending = self.pending[end:]
+        if begin <= length:
+            self.stopped = True
+            self.pending = ""
+        return MARKS.sub("", text)
+
+    def _overlap(self, stop: str) -> int:
+        """How many characters at the end of the text held back could begin this stop string."""
+        longest = min(len(stop) - 1, len(self.pending))
+        return next((n for n in range(longest, 0, -1) if self.pending.endswith(stop[:n])), 0)

@@ -1,0 +1,81 @@
+"""The computed positions of a text outside an engine: keys and values, with the ids behind them.
+
+    longest_beginning   the slot that stores the longest beginning of some prompts
+    tensors_of          its positions by name, to be written to a file
+    restore             such tensors, into the first slot of an engine
+    check_same          ValueError names what differs between the settings of two runs
+
+An engine that restores positions finds them like those of an earlier request.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decoding.engine import Engine
+from decoding.runner import slot_tensors
+from decoding.scheduler import common_prefix
+
+
+class Beginning(NamedTuple):
+    """The first positions of a slot."""
+
+    slot: int
+    ids: list[int]
+    # For each model with caches: whether they were computed as those of a long text.
+    is_long: tuple[bool, ...]
+
+
+def longest_beginning(engine: Engine, prompts: Sequence[Sequence[int]]) -> Beginning:
+    """The longest beginning that all prompts share with a slot; without prompts, the longest text
+    of a slot."""
+    slots = engine.scheduler.slots
+    slot = max(slots, key=lambda slot: common_prefix(slot.ids, *prompts))
+    num_shared = common_prefix(slot.ids, *prompts)
+    if len(engine.runners) > 1:
+        # A draft's own caches may lack the positions that a round or plain steps decided.
+        num_shared = min(num_shared, slot.num_draft)
+    return Beginning(slot.index, slot.ids[:num_shared], slot.is_long)
+
+
+def tensors_of(engine: Engine, beginning: Beginning) -> dict[str, Tensor]:
+    """Name -> tensor of a beginning: views of the caches, the ids, and `long`."""
+    ids = torch.tensor(beginning.ids, dtype=torch.int64)
+    is_long = torch.tensor(beginning.is_long)
+    tensors = slot_tensors(engine.runners, beginning.slot, 0, len(ids))
+    return tensors | {"ids": ids, "long": is_long}
+
+
+def check_same(
+    theirs: dict,
+    ours: dict,
+) -> None:
+    """ValueError names the first entry that differs."""
+    for name in ours | theirs:
+        there = theirs.get(name)
+        here = ours.get(name)
+        if there != here:
+            difference = f"{there} there, {here} here"
+            if len(difference) >= 120:
+                difference = "another one there than here"
+            raise ValueError(f"{name}: {difference}")
+
+
+def restore(
+    engine: Engine,
+    tensors: dict[str, Tensor],
+) -> Beginning:
+    """Write tensors of the same models to the first slot, as many positions as fit. Returns what it
+    stores then."""
+    ids = tensors["ids"].tolist()[: engine.max_seq_length]
+    num_positions = len(ids)
+    slot = engine.scheduler.slots[0]
+    for name, view in slot_tensors(engine.runners, slot.index, 0, num_positions).items():
+        fitting = [slice(size) for size in view.shape]
+        view.copy_(tensors[name][tuple(fitting)])
+    slot.is_long = tuple(tensors["long"].tolist())
+    slot.store(ids, num_written=max(num_positions, slot.num_written))
+    slot.num_draft = num_positions
+    return Beginning(slot.index, ids, slot.is_long)

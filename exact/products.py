@@ -1,0 +1,137 @@
+"""Products in numbers of rows that give each row the same bits.
+
+    RowSplit                    a product padded to, or split into, such numbers of rows
+    find_packed_split           the RowSplit of packed weights
+    find_kernel_split           the RowSplit of a kernel that reads codes
+    invariant_row_counts        the probe behind both
+
+`exact` explains the method. The probes run once for each shape and take tenths of a second.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exact.probes import at_one_and_all_threads, cancelling
+
+ANY_ROWS = 2**31  # as a bound: no bound
+NUM_PROBES = 4  # sums to compare: two orders of summation agree in about one sum of a hundred
+# Smaller batches are padded to this: oneDNN reads 16- and 8-bit weights up to 25 % faster for 4 to
+# 6 rows.
+FAST_ROWS = 5
+# Numbers of rows to probe; fewer of them for large weights, whose probe takes milliseconds.
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 128, 512)
+LARGE_ROW_COUNTS = (FAST_ROWS, 6, 9, 12, 16, 32, 64, 128)
+
+
+class RowSplit(NamedTuple):
+    """How a product divides its rows. The default takes them as they come and promises nothing."""
+
+    row_counts: tuple[int, ...] = ()  # a smaller batch is padded to the next of these, which ascend
+    # Whether a larger batch is split into parts of the largest count, or is one product.
+    splits_larger: bool = False
+    is_exact: bool = False  # does a row's result depend on the row alone?
+
+    @property
+    def batch_invariant_rows(self) -> int:
+        """The largest number of rows for which a row's result depends on the row alone."""
+        return ANY_ROWS if self.is_exact else 0
+
+    def multiply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """product(x (M, in)) -> (M, out), padded with zero rows or in parts."""
+        M = x.size(0)
+        for count in self.row_counts:
+            if count == M:
+                return product(x)
+            if count > M:
+                return product(F.pad(x, (0, 0, 0, count - M)))[:M]
+        if not self.splits_larger:
+            return product(x)
+        parts = x.split(self.row_counts[-1])
+        return torch.cat([self.multiply(product, part) for part in parts])
+
+
+# Integer sums are exact in any order, so every number of rows will do, and only speed asks for
+# padding.
+INTEGER_SPLIT = RowSplit((FAST_ROWS,), is_exact=True)
+
+
+@functools.cache
+def find_packed_split(
+    product_of_ones: Callable,
+    out: int,
+    n: int,
+    dtype: torch.dtype,
+    is_large: bool,
+    threads: int,
+) -> RowSplit:
+    """The split for weights (out, n) in a layout for `threads` threads, by a probe of
+    product_of_ones(out, n, dtype), the product of x (M, n) with weights that are 1. Without numbers
+    that qualify, batches are only padded."""
+    candidates = LARGE_ROW_COUNTS if is_large else ROW_COUNTS
+    if is_large and dtype.itemsize == 4:
+        candidates = (1, 2, 3, *candidates)
+    # A tile of AMX has 16 rows, which cost as much as one; in float32 every row costs.
+    max_first = 16 if dtype.itemsize == 2 else 2
+    product = product_of_ones(out, n, dtype)
+    row_counts = invariant_row_counts(product, n, dtype, candidates, max_first)
+    return exact_split(row_counts) if row_counts else RowSplit(candidates[:1])
+
+
+@functools.cache
+def find_kernel_split(
+    product_of_ones: Callable, dtype: torch.dtype, candidates: Sequence[int], threads: int
+) -> RowSplit:
+    """The split for a kernel that reads codes and does not choose its order by the matrix's shape.
+    A batch may always be one row."""
+    product = product_of_ones(64, 512, dtype)
+    return exact_split(invariant_row_counts(product, 512, dtype, candidates, max_first=1))
+
+
+def exact_split(row_counts: Sequence[int]) -> RowSplit:
+    """The split into these numbers of rows, which a probe found."""
+    if not row_counts:
+        return RowSplit()
+    return RowSplit(tuple(row_counts), splits_larger=True, is_exact=True)
+
+
+def invariant_row_counts(
+    product: Callable[[Tensor], Tensor],
+    n: int,
+    dtype: torch.dtype,
+    candidates: Sequence[int],
+    max_first: int,
+) -> list[int]:
+    """Batch sizes M for which a row of product(x (M, n)) is bitwise independent of the other rows.
+    Of several compatible sets return the one with the largest M that starts at or below
+    `max_first`; [] if there is none.
+
+    The weights must be equal in each row, so that the rows of `cancelling` sum to 0.
+    """
+    x = cancelling(NUM_PROBES, n, dtype)
+    outputs_by_threads = []
+    for _ in at_one_and_all_threads():
+        outputs_by_threads.append([probe_rows(product, x, M) for M in candidates])
+    row_counts_by_bits = {}
+    for M, first, *others in zip(candidates, *outputs_by_threads, strict=True):
+        if all(torch.equal(first, other) for other in (first, *others)):
+            bits = first.view(torch.uint8).numpy().tobytes()
+            row_counts_by_bits.setdefault(bits, []).append(M)
+    allowed = [counts for counts in row_counts_by_bits.values() if counts[0] <= max_first]
+    return max(allowed, key=lambda row_counts: (row_counts[-1], len(row_counts)), default=[])
+
+
+def probe_rows(product: Callable[[Tensor], Tensor], x: Tensor, M: int) -> Tensor:
+    """product(x) -> (NUM_PROBES, out) in batches of M rows, with each row of x at many places of a
+    batch. NaN, which equals nothing, if a row's result depends on its place."""
+    num_rows = math.ceil(NUM_PROBES / M) * M
+    rows = x[torch.arange(num_rows) % NUM_PROBES]  # (num_rows, n)
+    y = torch.cat([product(batch) for batch in rows.split(M)])  # (num_rows, out)
+    first = y[:NUM_PROBES]
+    is_same = all(torch.equal(again, first[: len(again)]) for again in y.split(NUM_PROBES))
+    return first if is_same else torch.full_like(first, math.nan)

@@ -1,0 +1,245 @@
+"""Config -> Transformer: built on the meta device, given memory, filled tensor by tensor and
+quantized on the way.
+
+    empty_model         the model, or one rank's shard of it, as shapes without memory
+    expected_tensors    the names, shapes and types of the tensors that fill it
+    load_weights        fills an allocated model; `read` says where the tensors come from
+    random_model        the same shapes with random weights, to measure without a download
+
+Every weight is copied once, from the mapped file into its (fused) matrix, so that loading needs the
+memory of the weights and no more. This file knows no folder: checkpoint.py opens those.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loading.plain_files import error_prefix
+from loading.quantization import max_group
+from loading.weight_names import pieces, sources
+from model import Config, Transformer
+from tp import (
+    ALONE,
+    Ranks,
+    check_divisible,
+    connect,
+    fill_shard,
+    shard,
+    shard_spec,
+    shrink_to_shard,
+)
+from weights import formats, walker
+from weights.linears import QuantizedLinear
+from weights.schemes import check_head
+
+DTYPES = ("BF16", "F16", "F32", "F64")  # stored types that weights can be read from
+PART_DTYPES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+def expected_tensors(
+    config: Config, model: Transformer
+) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Hugging Face name -> (shape, supported stored types) of every tensor that the model needs."""
+    return {
+        source: (tuple(part.shape), DTYPES if is_plain(name) else (PART_DTYPES[part.dtype],))
+        for name, parameter in model.named_parameters()
+        for source, part in pieces(config, name, parameter)
+    }
+
+
+def is_plain(name: str) -> bool:
+    """Is this parameter in full precision? Parts of quantized matrices are read and written in
+    their own dtype."""
+    return name.endswith((".weight", ".bias", ".sinks"))
+
+
+def empty_model(
+    config: Config,
+    dtype: torch.dtype,
+    scheme: str | None = None,
+    head: str | None = None,
+    ranks: Ranks = ALONE,
+    overrides: Mapping[str, str | None] = MappingProxyType({}),
+) -> Transformer:
+    """A Transformer, or one rank's shard of it, on the meta device: shapes without memory.
+
+    `scheme` is that of the blocks' Linears, `head` that of lm_head; `overrides` has the schemes of
+    Linears that differ ({"layers.3.ffn.down": None}). ValueError for a head without a scheme, and
+    for inputs that do not divide.
+    """
+    check_head(head, scheme)
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    shrink_to_shard(model, ranks)
+
+    def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:
+        target_scheme = overrides.get(name, head if name == "lm_head" else scheme)
+        if target_scheme is None:
+            return None
+        formats.check_columns(
+            target_scheme, linear.in_features, name.replace(".attention", "").replace(".ffn", "")
+        )
+        return QuantizedLinear.empty_like(linear, target_scheme)
+
+    return walker.replace_linears(model, empty) if scheme or overrides else model
+
+
+def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
+    """Give a meta module uninitialised memory on a device. A model's tied head stays tied."""
+    # Not to_empty: its empty_like imports sympy for a meta tensor, a fifth of the start-up time.
+    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    if (
+        isinstance(module, Transformer)
+        and module.config.tie_embeddings
+        and isinstance(module.lm_head, nn.Linear)
+    ):
+        module.lm_head.weight = module.embed.weight
+    return module.requires_grad_(False).eval()
+
+
+def fill(
+    model: Transformer, names: Iterable[str], read: Callable[[str], Tensor], ranks: Ranks = ALONE
+) -> None:
+    """Copy the stored tensors of these parameters, or this rank's shards of them, into the
+    parameters. `read` returns the tensor of a Hugging Face name."""
+    for name in names:
+        spec = shard_spec(name.rsplit(".", 1)[0])
+        targets = list(pieces(model.config, name, model.get_parameter(name), ranks))
+        for number, (source, part) in enumerate(targets):
+            stored = read(source)
+            fill_shard(part, stored, spec, number, model.config, ranks, len(targets) == 1)
+
+
+def plain_dtype(requested: str | None, stored: str | None) -> torch.dtype:
+    """The dtype of weights that are not quantized: the requested one, or the checkpoint's own where
+    it is one that we compute in, else bfloat16."""
+    own = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
+    return getattr(torch, requested or own)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def pick_dtype(requested: str | None, stored: str | None, device: torch.device) -> torch.dtype:
+    """The dtype to compute in. ValueError where the device cannot multiply in it."""
+    dtype = plain_dtype(requested, stored)
+    try:
+        torch.mm(*torch.ones(2, 1, 1, dtype=dtype, device=device))
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--dtype {dtype_name(dtype)}: {device} cannot compute in it ({reason}); try --dtype"
+            " float32"
+        ) from None
+    return dtype
+
+
+def load_weights(
+    model: Transformer,
+    read: Callable[[str], Tensor],
+    ranks: Ranks,
+    pack: bool,
+    stored_names: Collection[str] = (),
+    report_bytes: Callable[[int], object] = int,
+) -> Transformer:
+    """Fill an allocated model tensor by tensor, pack and connect it. `read` gives the parts of
+    the matrices in `stored_names`, and the weights of all others, which are quantized here."""
+    for name, parameter in model.named_parameters():
+        module, _, part = name.rpartition(".")
+        if module in stored_names or is_plain(name):
+            fill(model, [name], read, ranks)
+        elif part == "codes":
+            quantize_into(model.get_submodule(module), module, model.config, read, ranks)
+        report_bytes(parameter.nbytes)
+    if pack:
+        walker.pack_quantized(model)
+    return connect(model, ranks)
+
+
+def quantize_into(
+    linear: QuantizedLinear,
+    name: str,
+    config: Config,
+    read: Callable[[str], Tensor],
+    ranks: Ranks,
+) -> None:
+    """Read the weights of one QuantizedLinear, one tensor at a time, quantize them and fill in the
+    parts."""
+    is_tied = name == "lm_head" and config.tie_embeddings
+    names = sources(config.family, "embed.weight" if is_tied else f"{name}.weight")
+    spec = shard_spec(name)
+    format = linear.format
+    device = linear.codes.device
+    has_split_rows = spec.dim == 1 and ranks.world > 1
+    if format.scope == "matrix" or (has_split_rows and format.scope == "rows"):
+        # A scale depends on the weights of all ranks.
+        weight = torch.cat([read(source) for source in names]).to(device)  # (out, in)
+        parts = quantized_parts(names[0], weight, linear.scheme)
+        for part_name, part in parts.items():
+            fill_shard(getattr(linear, part_name), part, spec, 0, config, ranks, is_stacked=True)
+        return
+    begin = 0
+    for number, source in enumerate(names):
+        stored = read(source)
+        weight = shard(stored, spec, number, config, ranks, is_stacked=len(names) == 1).to(device)
+        if len(names) == 1 and len(weight) < linear.out_features:  # a vocabulary's padding
+            weight = F.pad(weight, (0, 0, 0, linear.out_features - len(weight)))
+        row_max = None
+        if has_split_rows and format.scope == "row_max":
+            row_max = ranks.max(weight.abs().amax(1).float())
+        linear.fill(
+            slice(begin, begin + len(weight)),
+            quantized_parts(source, weight, linear.scheme, row_max),
+        )
+        begin += len(weight)
+
+
+def quantized_parts(
+    source: str, weight: Tensor, scheme: str, row_max: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The parts of a weight (out, in). ValueError names its `source` where it holds NaN or
+    infinity."""
+    with error_prefix(source):
+        parts = formats.quantize_tensor(weight, scheme, row_max)
+    formats.release_memory()
+    return parts
+
+
+@torch.no_grad()
+def random_model(
+    config: Config,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    quantize: str | None = None,
+    head: str | None = None,
+    tp: Ranks | None = None,
+    pack: bool = True,
+) -> Transformer:
+    """A model of random weights: normal(0, 0.02) matrices, unit norms and zero biases, drawn on the
+    device and quantized one by one. Every rank draws all numbers and keeps its shard."""
+    ranks = tp or ALONE
+    check_divisible(config, ranks.world, max_group(quantize))
+    shapes = expected_tensors(config, empty_model(config, dtype))
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(name: str) -> Tensor:
+        shape, _ = shapes[name]
+        if len(shape) == 1:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+
+    model = allocate(empty_model(config, dtype, quantize, head, ranks), device)
+    return load_weights(model, draw, ranks, pack)

@@ -1,0 +1,79 @@
+"""Which models a run loads, and how. This file needs no torch, so that flags are refused before it
+is imported.
+
+ModelOptions        a checkpoint, or a shape with random weights; its precision and its device
+DraftOptions        what drafts for it
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weights.schemes import check_head, check_scheme, head_scheme
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model of a run. ValueError for a scheme that there is not.
+
+    checkpoint          a Hugging Face folder or a GGUF file
+    adapter             a LoRA folder, merged while loading
+    random_weights      a config.json, whose shape gets random weights instead of a checkpoint's
+    quantize            a scheme for the weights, quantized as they are read
+    quantize_head       "auto", "none" or a scheme for lm_head
+    dtype, device       by default the checkpoint's, and a GPU where there is one
+    """
+
+    checkpoint: str = ""
+    adapter: str | None = None
+    random_weights: str | None = None
+    quantize: str | None = None
+    quantize_head: str = "auto"
+    dtype: str | None = None
+    device: str | None = None
+
+    def __post_init__(self):
+        head = head_scheme(self.quantize, self.quantize_head)
+        check_head(head, self.quantize)
+        if self.adapter and self.random_weights:
+            raise ValueError("--adapter needs the weights of a --checkpoint")
+        for scheme in (self.quantize, head):
+            if scheme is not None:
+                check_scheme(scheme)
+
+    @property
+    def source(self) -> str:
+        """The path that the user gave."""
+        return self.random_weights or self.checkpoint
+
+    @property
+    def config_file(self) -> Path:
+        return Path(self.random_weights or Path(self.checkpoint, "config.json"))
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What drafts: a folder, or a spec such as "ngram". ValueError for options that need a folder.
+
+    quantize            a scheme for the folder's weights
+    sharded             divide the folder's model over the ranks, instead of holding it on every one
+    """
+
+    checkpoint: str | None = None
+    spec: str | None = None
+    quantize: str | None = None
+    sharded: bool = False
+
+    def __post_init__(self):
+        if self.quantize and not self.checkpoint:
+            raise ValueError("--draft_quantize needs --draft_checkpoint")
+        if self.sharded and not self.checkpoint:
+            raise ValueError(
+                "--draft_tp needs --draft_checkpoint: other drafts are divided as the target is"
+            )
+        if self.quantize:
+            check_scheme(self.quantize)
+
+    @property
+    def source(self) -> str | Path | None:
+        """What drafts.registry.load_drafter takes; None without a draft."""
+        return Path(self.checkpoint) if self.checkpoint else self.spec

@@ -1,0 +1,134 @@
+"""Transformer -> a Hugging Face folder, the inverse of loading it, quantized or not.
+
+save_model      config.json and safetensors of a whole model
+write_tensors, write_config     the same in steps, for quantize.py, which holds a layer at a time
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from loading.config import text_part
+from loading.families import FAMILIES
+from loading.files import save_tensors, shard_name, write_atomically, write_index
+from loading.models import is_plain
+from loading.quantization import QUICKDRAFT_CONFIG
+from loading.weight_names import pieces
+from model import Transformer
+from weights import linears
+from weights.formats import FORMATS
+from weights.walker import named_linears, quantized_linears
+
+
+def save_model(model: Transformer, checkpoint_dir: str | Path, hf: dict) -> None:
+    """Write config.json (`hf` with the current schemes) and safetensors under Hugging Face names:
+    model.safetensors, or for a quantized model a file per layer and an index, so that saving takes
+    a layer's memory.
+
+    config.json is deleted first and written last, so that an interrupted write leaves nothing that
+    load_model would load. ValueError for a packed model.
+    """
+    linears.check_unpacked(model, "saved")
+    quantization_entry(model)
+    folder = Path(checkpoint_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    single = folder / "model.safetensors"
+    single.unlink(missing_ok=True)  # an earlier model's, and its index
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    if quantized_linears(model):
+        shards = names_by_shard(model)
+        files = {}
+        for number, names in enumerate(shards, 1):
+            files |= write_tensors(folder / shard_name(number, len(shards)), model, names)
+        write_index(folder, files)
+    else:
+        write_tensors(single, model, [name for name, _ in model.named_parameters()])
+    write_config(folder, model, hf)
+
+
+def names_by_shard(model: Transformer) -> list[list[str]]:
+    """The parameters in each file of a quantized folder: those of each layer, and last all
+    others."""
+    shards = [[] for _ in range(len(model.layers) + 1)]
+    for name, _ in model.named_parameters():
+        module, number = name.split(".")[:2]
+        shards[int(number) if module == "layers" else -1].append(name)
+    return shards
+
+
+def quantization_entry(model: Transformer) -> dict:
+    """The entry "quantization" of a model's config.json; empty in full precision. ValueError for
+    several schemes."""
+    scheme_by_name = {
+        name: getattr(linear, "scheme", None) for name, linear in named_linears(model)
+    }
+    head = scheme_by_name.pop("lm_head")
+    unquantized = [name for name, scheme in scheme_by_name.items() if not scheme]
+    schemes = sorted({*scheme_by_name.values()} - {None})
+    if not schemes and not head:
+        return {}
+    if len(schemes) != 1:
+        blocks = " and ".join(schemes) or "full precision"
+        raise ValueError(
+            f"no folder holds such a model: its blocks are in {blocks}, its head in"
+            f" {head or 'full precision'}; quantize all blocks to one scheme"
+        )
+    entry = {"scheme": schemes[0], "head": head}
+    if unquantized:
+        entry["kept"] = unquantized
+    return entry
+
+
+def write_config(folder: Path, model: Transformer, hf: dict, is_portable: bool = False) -> None:
+    """Write a config.json with the schemes of this model. With `is_portable`, other programs read
+    the folder as compressed-tensors; otherwise they refuse it."""
+    old_entry = hf.get("quantization") or {}
+    hf = {**text_part(hf), "tie_word_embeddings": model.config.tie_embeddings}
+    # auto_map names code that is not copied.
+    for key in ("quantization", "quantization_config", "auto_map"):
+        hf.pop(key, None)
+    entry = quantization_entry(model)
+    if entry:
+        hf["quantization"] = old_entry | entry
+        hf["quantization_config"] = QUICKDRAFT_CONFIG
+        if is_portable:
+            from loading.quantized.reader import compressed_tensors_config
+
+            format = FORMATS[entry["scheme"]]
+            hf["quantization_config"] = compressed_tensors_config(
+                format, has_head=bool(entry["head"])
+            )
+    text = json.dumps(hf, indent=2) + "\n"
+    write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+
+
+def write_tensors(
+    file: Path,
+    model: Transformer,
+    names: list[str],
+    dtype: torch.dtype | None = None,
+    is_portable: bool = False,
+) -> dict[str, str]:
+    """Write these parameters under their Hugging Face names, float32 weights as `dtype`, parts
+    under compressed-tensors' names with `is_portable`. Return {tensor name: file name}."""
+    tensors = {}
+    for name in names:
+        for source, part in pieces(model.config, name, model.get_parameter(name).detach()):
+            if is_portable and not is_plain(name):
+                from loading.quantized.reader import compressed_tensors_part
+
+                source, part = compressed_tensors_part(source, part)
+            is_cast = dtype and is_plain(name) and part.dtype == torch.float32
+            tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
+            if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
+                raise ValueError(
+                    f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"
+                )
+    if FAMILIES[model.config.family].merges_experts:
+        from loading.quantized.merged_experts import merge_experts
+
+        tensors = merge_experts(tensors)
+    save_tensors(file, tensors)
+    return dict.fromkeys(tensors, file.name)

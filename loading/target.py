@@ -1,0 +1,71 @@
+"""ModelOptions -> the model that a run decodes with, and its tokenizer.
+
+pick_device         --device, or a GPU where there is one
+target_config       the Config, before any weight is read
+load_target         the model, not packed for its kernels yet, and the tokenizer
+"""
+
+import hashlib
+
+import torch
+
+from loading.checkpoint import Checkpoint, load_config, load_model, read_config
+from loading.models import pick_dtype, random_model
+from loading.options import ModelOptions
+from loading.tokenizer import Tokenizer, load_tokenizer
+from loading.tokenizers.numbers import NumberRuntime
+from model import Config, Transformer
+from tp import ALONE, Ranks
+from weights.schemes import head_scheme
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of this name, by default a GPU if there is one. ValueError for one that this
+    machine lacks."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name}: not available here: {reason}") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device {name}: only cpu, cuda and mps compute")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        # cuDNN's attention plans every new length for some 42 ms on the host (measured in
+        # pytorch/pytorch#191576).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def target_config(options: ModelOptions) -> Config:
+    if options.random_weights:
+        return read_config(options.config_file)
+    return load_config(options.checkpoint)
+
+
+def load_target(
+    options: ModelOptions, device: torch.device, ranks: Ranks = ALONE, progress: bool = False
+) -> tuple[Transformer, Tokenizer]:
+    """This rank's part of the model, and the tokenizer. A draft can still be made from it, which
+    packed weights do not allow. Random weights come with a tokenizer that reads bytes and writes
+    numbers."""
+    config = target_config(options)
+    dtype = pick_dtype(options.dtype, config.dtype, device)
+    settings = {
+        "device": device,
+        "dtype": dtype,
+        "quantize": options.quantize,
+        "tp": ranks,
+        "pack": False,
+    }
+    if options.random_weights:
+        head = head_scheme(options.quantize, options.quantize_head)
+        model = random_model(config, head=head, **settings)
+        return model, Tokenizer(NumberRuntime(config.vocab_size), config.vocab_size)
+    tokenizer = load_tokenizer(options.checkpoint)
+    pieces = b"\0".join(tokenizer.pieces())
+    ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
+    checkpoint = Checkpoint(options.checkpoint, options.adapter)
+    model = load_model(checkpoint, head=options.quantize_head, progress=progress, **settings)
+    return model, tokenizer

@@ -1,0 +1,122 @@
+"""tokenizer.model of sentencepiece. What differs between programs is where a space is put in front
+of a text."""
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, models
+
+from loading.tokenizers.base import APART, Runtime, byte_of, end_ids, library_errors
+from loading.tokenizers.settings import LLAMA_CLASSES, TokenizerSettings
+
+TEXT = ""  # what the splitter calls a part of a text between names
+# A noncharacter in front of a text, whose ids are dropped, keeps sentencepiece from putting a space
+# there.
+MARK = "\ufffe"
+
+
+class SentencePieceRuntime(Runtime):
+    """ValueError for a file that is no sentencepiece model.
+
+    sentencepiece knows no added tokens: the tokenizers library splits a text at their names, with
+    the spaces that their flags give to them, and sentencepiece encodes the parts between.
+    """
+
+    def __init__(self, file: Path, settings: TokenizerSettings):
+        import sentencepiece
+
+        with library_errors(file, "not a sentencepiece model"):
+            model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        self._model = model
+        self._pieces = {id: model.id_to_piece(id) for id in range(model.get_piece_size())}
+        specials = {
+            piece: id
+            for id, piece in self._pieces.items()
+            if model.is_control(id) or model.is_unknown(id)
+        }
+        self._pieces |= {id: token.content for id, token in settings.added.items()}
+        ids = {piece: id for id, piece in self._pieces.items()}
+        names = settings.template_variables().values()
+        specials |= settings.added_ids(special=True)
+        specials |= {name: ids[name] for name in names if name in ids}
+        literals = settings.added_ids(special=False)
+        # -1 where the file has none
+        bos_id = ids.get(settings.name("bos_token"), model.bos_id())
+        eos_id = ids.get(settings.name("eos_token"), model.eos_id())
+        super().__init__(
+            max(self._pieces) + 1,
+            specials,
+            literals,
+            bos_id,
+            eos_id,
+            literals_are_raw=settings.get("added_tokens_are_text"),
+        )
+        self.stop_ids |= end_ids(ids)
+        self.add_bos = settings.adds_bos()
+        self._added_ids = specials | literals
+        self._splitter = make_splitter(specials, literals, settings)
+        self._mark_length = len(model.encode(MARK))
+        self._set_spaces(settings)
+
+    def _set_spaces(self, settings: TokenizerSettings) -> None:
+        """Where a space is put: at the start of a text, after a special or added token, even before
+        another space.
+
+        sentencepiece puts one before every text, if the file's add_dummy_prefix says so. llama.cpp
+        does too, also after a special token. A Llama tokenizer of transformers does not look at the
+        file: by its prepend_scheme it puts a space before a text that begins with none, and perhaps
+        after a special token too.
+        """
+        pieces = self._model.encode("a", out_type=str)
+        has_dummy_prefix = pieces[0].startswith("▁")  # Yi has none
+        scheme = settings.prepend_scheme()
+        is_gguf = "space_after_special" in settings.values
+        is_llama = settings.get("tokenizer_class") in LLAMA_CLASSES or "legacy" in settings.values
+        if is_gguf or not is_llama:
+            self._space_at_start = has_dummy_prefix and (is_gguf or scheme != "never")
+            self._space_after_token = self._space_at_start and is_gguf
+        else:
+            self._space_at_start = scheme != "never"
+            self._space_after_token = scheme == "always"
+        self._space_before_space = is_gguf or not is_llama
+        self.strip_first_space = self._space_at_start
+
+    def encode(self, text: str, parse_special: bool = False) -> list[int]:
+        self._splitter.encode_special_tokens = not parse_special
+        encoding = self._splitter.encode(text, add_special_tokens=False)
+        puts_space = self._space_at_start
+        ids = []
+        for split_id, (start, end) in zip(encoding.ids, encoding.offsets):
+            name = self._splitter.id_to_token(split_id)
+            if name == TEXT:
+                ids += self._encode_part(text[start:end], puts_space)
+            elif name == APART:
+                puts_space = False
+            else:
+                puts_space = self._space_after_token
+                ids.append(self._added_ids[name])
+        return ids
+
+    def _encode_part(self, text: str, puts_space: bool) -> list[int]:
+        if puts_space and (self._space_before_space or not text.startswith((" ", "▁"))):
+            text = " " + text
+        # Without byte fallback, unknown neighbours are one token.
+        is_fused = self._model.unk_id() in self._model.encode(text[:1])
+        return self._model.encode(MARK + text)[self._mark_length - is_fused :]
+
+    def token_bytes(self, id: int) -> bytes:
+        piece = self._pieces.get(id, "")
+        return byte_of(piece) or piece.replace("▁", " ").encode()
+
+
+def make_splitter(
+    specials: dict[str, int], literals: dict[str, int], settings: TokenizerSettings
+) -> Tokenizer:
+    """A Tokenizer that has these names alone; all else is TEXT."""
+    tokens = [*settings.named.values(), *settings.added.values()]
+    flags = {token.content: token for token in tokens}
+    splitter = Tokenizer(models.WordLevel({TEXT: 0}, unk_token=TEXT))
+    for name in [*specials, *literals, APART]:
+        token = flags.get(name, AddedToken(name, normalized=False))
+        token.special = name not in literals
+        splitter.add_tokens([token])
+    return splitter

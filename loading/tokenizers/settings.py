@@ -1,0 +1,136 @@
+"""What the files beside a tokenizer's own say of it.
+
+TokenizerSettings   tokenizer_config.json with special_tokens_map.json, added_tokens.json,
+                    config.json and generation_config.json of a folder
+added_token         a token's object in these files, for the tokenizers library
+"""
+
+from pathlib import Path
+
+from tokenizers import AddedToken
+
+from loading.plain_files import read_json
+
+MAX_ID = 2**24  # real vocabularies stay far below
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
+LLAMA_CLASSES = (
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "CodeLlamaTokenizer",
+    "CodeLlamaTokenizerFast",
+)
+
+
+def added_token(value: str | dict, special: bool = True) -> AddedToken:
+    """A token that is a name, or an object such as {"content": name, "lstrip": true}."""
+    token = value if isinstance(value, dict) else {"content": value}
+    flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
+    return AddedToken(token["content"], special=special, **flags)
+
+
+class TokenizerSettings:
+    """`named` has the special tokens with a key, such as eos_token, and `listed` those without;
+    `added` has the tokens beside the vocabulary, special or not, by id."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        settings = read_json(folder / "tokenizer_config.json")
+        names = read_json(folder / "special_tokens_map.json")
+        # As in transformers: beside settings of before 4.34, which have no added_tokens_decoder,
+        # the map is the newer.
+        self.values = names | settings if "added_tokens_decoder" in settings else settings | names
+        self.config = read_json(folder / "config.json")
+        size = self.config.get("vocab_size")  # an invalid one is refused where the model is read
+        self.model_vocab_size = size if type(size) is int and size > 0 else MAX_ID
+        own_tokens = self.get("extra_special_tokens")  # of a model: by key, or a list
+        if not isinstance(own_tokens, dict):
+            own_tokens = {}
+        self.named = {
+            key: added_token(value)
+            for key, value in {**self.values, **own_tokens}.items()
+            if key.endswith("_token") and value not in (None, True, False)
+        }
+        self.listed = [
+            added_token(value)
+            for key in ("additional_special_tokens", "extra_special_tokens")
+            if isinstance(self.get(key), list)
+            for value in self.get(key)
+        ]
+        self.added = self._added_tokens()
+
+    def get(self, key: str) -> object:
+        return self.values.get(key)
+
+    def name(self, key: str) -> str:
+        """The name of the token with this key, or ""."""
+        return self.template_variables().get(key, "")
+
+    def template_variables(self) -> dict[str, str]:
+        """The variables of a chat template that name special tokens, such as bos_token."""
+        return {key: token.content for key, token in self.named.items()}
+
+    def adds_bos(self) -> bool:
+        """Is BOS put in front of a text, where no other file decides it?"""
+        return bool(self.values.get("add_bos_token", True))
+
+    def added_ids(self, special: bool) -> dict[str, int]:
+        """Name -> id of the added tokens that are special, or of the others."""
+        return {token.content: id for id, token in self.added.items() if token.special == special}
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        """The tokens of added_tokens_decoder, or else of the older added_tokens.json."""
+        tokens_by_id = self.get("added_tokens_decoder")
+        if tokens_by_id is None:
+            tokens_by_id = self._older_tokens()
+        special_names = {token.content for token in self.named.values()}
+        added = {}
+        for id, token in tokens_by_id.items():
+            is_special = bool(token.get("special")) or token["content"] in special_names
+            added[int(id)] = added_token(token, is_special)
+        return added
+
+    def _older_tokens(self) -> dict[int, dict]:
+        """The tokens of added_tokens.json. Those that the settings name are special, as in
+        transformers. So are those named <|…|>, which divide a conversation, and those that the
+        model lacks: a prompt that spells them is text."""
+        listed_names = {token.content for token in self.listed}
+        tokens = {}
+        for name, id in read_json(self.folder / "added_tokens.json").items():
+            is_marker = name.startswith("<|") and name.endswith("|>")
+            is_special = name in listed_names or is_marker or id >= self.model_vocab_size
+            tokens[id] = {"content": name, "special": is_special}
+        return tokens
+
+    def rebuilds_llama(self) -> bool:
+        """Would transformers build a Llama tokenizer anew from the vocabulary of a
+        tokenizer.json?"""
+        is_llama = self.config.get("model_type") in (None, "llama")
+        return is_llama and self.get("tokenizer_class") in LLAMA_CLASSES
+
+    def prepend_scheme(self) -> str:
+        """Where a Llama tokenizer of transformers puts a space: "never", before the "first" part of
+        a text alone, or "always", before every part between special tokens."""
+        if self.get("add_prefix_space") is False:
+            return "never"
+        is_code_llama = "CodeLlama" in str(self.get("tokenizer_class"))
+        return "always" if self.get("legacy") and not is_code_llama else "first"
+
+    def eos_ids(self) -> set[int]:
+        """The ids in eos_token_id of config.json and generation_config.json, a number or a list in
+        each. A config.json that wraps a text model may hold them in its text_config."""
+        text_config = self.config.get("text_config")
+        fields_by_file = {
+            "config.json": (text_config if isinstance(text_config, dict) else {}) | self.config,
+            "generation_config.json": read_json(self.folder / "generation_config.json"),
+        }
+        eos_ids = set()
+        for file, fields in fields_by_file.items():
+            value = fields.get("eos_token_id")
+            ids = set(value) if isinstance(value, list) else {value} - {None}
+            if not all(type(id) is int and 0 <= id < MAX_ID for id in ids):
+                raise ValueError(
+                    f"{self.folder / file}: eos_token_id = {value!r:.99} must be a token's id or a"
+                    f" list of them"
+                )
+            eos_ids |= ids
+        return eos_ids

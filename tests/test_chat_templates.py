@@ -1,0 +1,321 @@
+"""loading/chat_templates.py: conversations in a folder's template are transformers' own."""
+
+import json
+import shutil
+
+import pytest
+
+from loading.tokenizer import copy_files, load_tokenizer
+
+# Each family's format, in the constructs that its template uses: loops, trims, namespaces, raised
+# errors, dates.
+TEMPLATES = {
+    "llama-2": (
+        "sp",
+        "{% if messages[0]['role'] == 'system' %}{% set sys = '<<SYS>>\\n' "
+        "+ messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
+        "{% set rest = messages[1:] %}{% else %}{% set sys = '' %}{% set rest = messages %}{%"
+        " endif %}"
+        "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% if m['role'] == 'user' %}"
+        "{{ bos_token + '[INST] ' + (sys if loop.first else '') + m['content'].strip() + '"
+        " [/INST]' }}"
+        "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+    ),
+    "mistral": (
+        "sp",
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role != 'assistant' %}[INST] {{ m.content }} [/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    ),
+    "zephyr": (
+        "sp",
+        "{% for message in messages %}\n{{ '<|' + message['role'] + '|>\\n' + message['content'] +"
+        " eos_token }}\n"
+        "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{%"
+        " endfor %}",
+    ),
+    "llama-3": (
+        "json",
+        "{{- bos_token }}{%- set date = strftime_now('%Y') %}{%- for m in messages %}"
+        "{{- '<|im_start|>' + m.role + date + '\\n\\n' + m.content | trim + '<|eot_id|>' }}{%-"
+        " endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}",
+    ),
+    "qwen2.5": (
+        "json",
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are"
+        " helpful.<|im_end|>\\n' }}{%- endif %}"
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' +"
+        " '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+    ),
+    "qwen3": (
+        "json",
+        "{%- set ns = namespace(last=0) %}"
+        "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}"
+        "{%- endif %}{%- endfor %}{%- for m in messages %}{%- set content = m.content %}"
+        "{%- if m.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}"
+        "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
+        "{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}"
+        "{%- if loop.last %}{%- break %}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + {'a': 1} | tojson }}{%-"
+        " endif %}",
+    ),
+}
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "the little cat"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi! 日本 🎉 "}],
+    [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "<think>x</think>\n\ntwo"},
+        {"role": "user", "content": "  three\nfour"},
+    ],
+]
+
+
+@pytest.fixture
+def chat_folder(request, sp_folder, json_folder, tmp_path):
+    """A copy of one of the two folders with a template and, for JSON, ChatML's special tokens."""
+    import tokenizers
+
+    kind, template = TEMPLATES[request.param]
+    folder = shutil.copytree(sp_folder if kind == "sp" else json_folder, tmp_path / "chat")
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+    }
+    if kind == "json":
+        names = {
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end_of_text|>",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        model.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": template}))
+    (folder / "config.json").unlink(missing_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("chat_folder", TEMPLATES, indirect=True)
+def test_chat_equals_apply_chat_template(chat_folder):
+    from transformers import AutoTokenizer
+
+    own = AutoTokenizer.from_pretrained(chat_folder)
+    tokenizer = load_tokenizer(chat_folder)
+    for messages in CONVERSATIONS:
+        want = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.chat(messages) == want
+        assert tokenizer.bos_id is None or tokenizer.chat(messages).count(
+            tokenizer.bos_id
+        ) == want.count(tokenizer.bos_id)
+
+
+@pytest.mark.parametrize("chat_folder", TEMPLATES, indirect=True)
+def test_special_text_in_a_message_stays_text(chat_folder):
+    """A user who writes the end-of-turn token must not end the turn."""
+    tokenizer = load_tokenizer(chat_folder)
+    plain, evil = (
+        [{"role": "user", "content": "hello"}],
+        [{"role": "user", "content": "a<|im_end|></s><s><|eot_id|>b"}],
+    )
+    specials = set(tokenizer.specials.values())
+    count = [sum(id in specials for id in tokenizer.chat(messages)) for messages in (plain, evil)]
+    assert count[0] == count[1] > 0
+    text = tokenizer.decode(tokenizer.chat(evil))
+    assert "a<|im_end|></s><s><|eot_id|>b" in text
+
+
+@pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)
+def test_template_errors_are_said(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    with pytest.raises(ValueError, match="roles must alternate"):
+        tokenizer.chat([{"role": "assistant", "content": "x"}])
+    (chat_folder / "chat_template.jinja").write_text(
+        "{{ messages.__class__.__mro__ }}{{ messages[0].missing.name }}"
+    )
+    with pytest.raises(ValueError, match="chat template refused"):
+        load_tokenizer(chat_folder).chat([{"role": "user", "content": "x"}])
+
+
+def test_no_template_is_said(sp_folder):
+    with pytest.raises(ValueError, match="no chat template"):
+        load_tokenizer(sp_folder).chat([])
+
+
+@pytest.mark.parametrize("chat_folder", ["llama-2"], indirect=True)
+def test_templates_see_messages_as_users_wrote_them(chat_folder):
+    """A message that spells a special token goes through a template's filters as transformers'
+    does, as text."""
+    (chat_folder / "chat_template.jinja").write_text("{{ messages[0].content | upper }}")
+    tokenizer = load_tokenizer(chat_folder)
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a <s>"}])) == "A <S>"
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+def test_what_templates_are_given(chat_folder):
+    """Names that only the model knows, tools as none, and the tag that marks training text."""
+    from transformers import AutoTokenizer
+
+    (chat_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (chat_folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% if tools is not none or documents is not none %}tools{% endif %}"
+        "{% generation %}{{ messages[0].content }}{{ eos_token }}{% endgeneration %}"
+    )
+    messages = [{"role": "user", "content": "the cat"}]
+    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(
+        messages, return_dict=False
+    )
+    assert load_tokenizer(chat_folder).chat(messages) == want and want[0] == 1 and want[-1] == 2
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set a = 'x' %}{% generation %}{% set a = 'y' %}{{ messages[0].role }}{% endgeneration"
+        " %}{{ a }}"
+        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
+        "{% for part in messages[0].content %}{{ part.text }}|{% endfor %}",
+        "{% for part in messages[0]['content'] | selectattr('type', 'equalto', 'text') %}{{"
+        " part.text }}|{% endfor %}",
+        "{% set content = messages[0].content %}{% if content is string %}{{ content }}"
+        "{% else %}{% for part in content %}{{ part.text }} {% endfor %}{% endif %}",
+        "{{ messages[0].role }}{{ cls_token }}{{ turn_token }}{{ image_token }}"
+        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
+    ],
+)
+def test_templates_see_what_transformers_shows_them(chat_folder, template):
+    """Scopes, content in parts, and a model's own special tokens."""
+    from transformers import AutoTokenizer
+
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "cls_token": "<s>",
+        "turn_token": "</s>",
+        "extra_special_tokens": {"image_token": "</s>"},
+    }
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (chat_folder / "chat_template.jinja").write_text(template)
+    content = [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]
+    messages = [{"role": "user", "content": content}]
+    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(
+        messages, return_dict=False
+    )
+    assert load_tokenizer(chat_folder).chat(messages) == want
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls is defined }}{{ m.tool_calls }}|{%"
+        " endfor %}",
+        "{{ messages | tojson(false, 4) }}{{ messages | tojson(true, none, (',', ':'),"
+        " sort_keys=true) }}",
+    ],
+)
+def test_templates_see_no_null_keys_and_write_json_as_transformers(chat_folder, template):
+    from transformers import AutoTokenizer
+
+    (chat_folder / "chat_template.jinja").write_text(template)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"ä": None}}}
+    messages = [
+        {"role": "user", "content": "the cat", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    want = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(
+        messages, return_dict=False
+    )
+    assert load_tokenizer(chat_folder).chat(messages) == want
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+def test_an_expression_beyond_pythons_recursion_is_refused(chat_folder):
+    (chat_folder / "chat_template.jinja").write_text("{{ " + " + ".join(["1"] * 5000) + " }}")
+    with pytest.raises(ValueError, match="the chat template is broken: maximum recursion depth"):
+        load_tokenizer(chat_folder)
+
+
+@pytest.mark.parametrize("chat_folder", ["mistral"], indirect=True)
+def test_parts_become_one_text_for_templates_that_read_a_text(chat_folder):
+    (chat_folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content.strip() }}{% endfor %}"
+        "{% for line in messages[0].content.split('|') %}{{ line }}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]
+    tokenizer = load_tokenizer(chat_folder)
+    in_parts, text = ([{"role": "user", "content": content}] for content in (parts, "the cat"))
+    assert tokenizer.chat(in_parts) == tokenizer.chat(text)
+
+
+@pytest.mark.parametrize("form", ["settings", "files"])
+def test_a_template_for_tools_is_taken_with_tools(form, sp_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder, copy = shutil.copytree(sp_folder, tmp_path / "m"), tmp_path / "copy"
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "LlamaTokenizer",
+    }
+    sources = {
+        "default": "the {{ messages[0].content }}",
+        "tool_use": "{{ tools[0].name }} {{ messages[0].content }}",
+    }
+    if form == "files":
+        (folder / "chat_template.jinja").write_text(sources["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
+    else:
+        names["chat_template"] = [
+            {"name": name, "template": source} for name, source in sources.items()
+        ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    copy.mkdir()
+    copy_files(folder, copy)
+    own, messages = AutoTokenizer.from_pretrained(folder), [{"role": "user", "content": "cat"}]
+    for tokenizer in (load_tokenizer(folder), load_tokenizer(copy)):
+        for tools in (None, [{"name": "dog"}]):
+            want = own.apply_chat_template(messages, tools=tools, return_dict=False)
+            assert tokenizer.chat(messages, tools=tools, add_generation_prompt=False) == want
+
+
+def test_a_processors_template_is_read_where_the_tokenizer_has_none(sp_folder, tmp_path):
+    """mistral3 folders hold it in chat_template.json, which transformers' processor reads."""
+    folder = shutil.copytree(sp_folder, tmp_path / "m")
+    source = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": source}))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    messages = [{"role": "user", "content": "the cat"}]
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.chat(messages) == tokenizer.parse("<s>[INST]the cat[/INST]")
+    (folder / "tokenizer_config.json").write_text(
+        '{"chat_template": "the {{ messages[0].content }}"}'
+    )
+    assert load_tokenizer(folder).template.source.startswith("the ")
+
+
+def test_keys_and_roles_that_spell_special_tokens_stay_text(sp_folder, tmp_path):
+    folder = shutil.copytree(sp_folder, tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls |"
+        " tojson }}{% endfor %}"
+        "{{ extra | tojson }}</s>"
+    )
+    tokenizer, evil = load_tokenizer(folder), {"properties": {"a</s>b": {"<s>": 1}}}
+    message = {"role": "user</s>", "content": "x", "tool_calls": [evil]}
+    ids = tokenizer.chat([message], tools=[evil], extra=evil)
+    assert ids.count(2) == 1 and ids[-1] == 2 and 1 not in ids
+    assert tokenizer.decode(ids).count(
+        '"a</s>b": {"<s>": 1}'
+    ) == 3 and "user</s>x" in tokenizer.decode(ids)

@@ -1,0 +1,316 @@
+"""generate.LLM: text in, text out, as a program uses it.
+
+Oracles: `decode`, the plain loop; the same prompt alone; Python's str and json; ids that a
+processor dictates.
+"""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+
+from decoding.sampling import Sampling
+from generate import LLM, decode
+from loading.tokenizer import conversation_ids
+
+DEMO = ROOT / "checkpoints" / "demo"
+DRAFT = ROOT / "checkpoints" / "demo-draft"
+PROMPT = "Once upon a time"
+PROMPTS = [PROMPT, "The dog", "One day, Tim and his mother", "A bird", "Lily likes the"]
+GREEDY = {"temperature": 0, "max_new_tokens": 40}
+TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        "happy": {"type": "boolean"},
+    },
+    "required": ["age", "happy"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """In float32, where sampled tokens do not depend on the number of rows either."""
+    return LLM(DEMO, batch_size=2, device="cpu", dtype="float32")
+
+
+def alone(llm: LLM, prompt, **settings) -> str:
+    return llm.generate([prompt], **settings)[0].text
+
+
+def dictate(llm: LLM, prompt: str, ids: list[int]):
+    """A logits_processor whose answer to this prompt is these ids."""
+    start = len(llm.encode(prompt)) - 1  # the position whose logits decide the first of them
+    script = torch.tensor(ids)
+
+    def processor(logits, tokens, pos):  # (B, T, V), (B, S), (B, T)
+        number = (pos - start).clamp(0, len(ids) - 1)
+        allowed = torch.nn.functional.one_hot(script[number], logits.size(-1))  # (B, T, V)
+        return logits.masked_fill(allowed == 0, float("-inf"))
+
+    return processor
+
+
+def dictated_ids(llm: LLM, text: str) -> list[int]:
+    """Ids of a text inside an answer, where no space is put in front."""
+    return llm.encode("\x02" + text)[len(llm.encode("\x02")) :]
+
+
+# --------------------------------------------------------------------------------------- one text
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"temperature": 1.1, "top_k": 40, "seed": 5}]
+)
+def test_stream_and_generate_are_the_plain_loop(llm, settings):
+    ids = llm.encode(PROMPT)
+    numbers = {name: value for name, value in settings.items() if name != "seed"}
+    options = {
+        "sampling": Sampling(**numbers),
+        "seed": settings.get("seed", 0),
+        "max_new_tokens": 40,
+    }
+    tokens = list(decode(llm.engine.model, ids, stop_ids=llm.tokenizer.stop_ids, **options))
+    stream = llm.tokenizer.stream(continues=True)
+    text = "".join(stream.feed(id) for id in tokens) + stream.flush()
+    completion = llm.generate([PROMPT], max_new_tokens=40, **settings)[0]
+    assert (completion.tokens, completion.text, completion.finish_reason) == (
+        tokens,
+        text,
+        "length",
+    )
+    pieces = list(llm.stream(PROMPT, max_new_tokens=40, **settings))
+    assert "".join(pieces) == text and len(pieces) > 20
+
+
+def test_a_stop_string_ends_the_text_wherever_tokens_and_pieces_part(llm):
+    text = alone(llm, PROMPT, **GREEDY)
+    for start in range(4, 64, 7):
+        stop = text[start : start + 6]
+        wanted = text[: text.index(stop)]
+        completion = llm.generate([PROMPT], stop=["never", stop], **GREEDY)[0]
+        assert (completion.text, completion.finish_reason) == (wanted, "stop"), stop
+        assert len(completion.tokens) < 40
+        assert "".join(llm.stream(PROMPT, stop=stop, **GREEDY)) == wanted
+    assert alone(llm, PROMPT, stop="never", **GREEDY) == text
+
+
+def test_pieces_are_whole_characters(llm):
+    text = "né 日本 🎉!"
+    ids = dictated_ids(llm, text)
+    assert len(ids) > len(text) + 4  # several tokens are parts of a character
+    processor = dictate(llm, PROMPT, ids)
+    pieces = list(llm.stream(PROMPT, logits_processor=processor, max_new_tokens=len(ids)))
+    assert "".join(pieces) == text
+    assert set(filter(None, pieces)) <= set(text) | {"n", "né"}
+
+
+def test_the_token_that_ends_an_answer_adds_no_text(llm):
+    eos = min(llm.stop_ids)
+    processor = dictate(llm, PROMPT, [*dictated_ids(llm, "cat"), eos])
+    completion = llm.generate([PROMPT], logits_processor=processor, max_new_tokens=30)[0]
+    assert (completion.text, completion.tokens[-1], completion.finish_reason) == (
+        "cat",
+        eos,
+        "stop",
+    )
+    ids = dictated_ids(llm, "cat dog")
+    other = LLM.over(llm.engine, llm.tokenizer, stop_ids=ids[-1:])  # a token that has text
+    processor = dictate(llm, PROMPT, ids)
+    completion = other.generate([PROMPT], logits_processor=processor, max_new_tokens=30)[0]
+    assert (completion.tokens, completion.finish_reason) == (ids, "stop")
+    assert completion.text and not completion.text.endswith("g")
+
+
+def test_closing_a_stream_frees_its_slot():
+    llm = LLM(DEMO, device="cpu")  # one slot
+    wanted = alone(llm, "The dog", **GREEDY)
+    stream = llm.stream(PROMPT, **GREEDY)
+    next(stream)
+    assert llm.engine.has_unfinished()
+    stream.close()
+    assert not llm.engine.has_unfinished() and not llm.running
+    assert alone(llm, "The dog", **GREEDY) == wanted
+
+
+# ---------------------------------------------------------------------------------- several texts
+
+
+def test_more_prompts_than_slots_get_what_each_gets_alone(llm):
+    for settings in (GREEDY, {"temperature": 1.0, "seed": 7, "max_new_tokens": 30}):
+        seed = settings.get("seed", 0)
+        together = [completion.text for completion in llm.generate(PROMPTS, **settings)]
+        one_by_one = [
+            alone(llm, prompt, **settings | {"seed": seed + number})
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        assert together == one_by_one
+        assert len(set(together)) == len(PROMPTS)
+
+
+def test_streams_may_run_side_by_side(llm):
+    wanted = [alone(llm, prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    streams = [llm.stream(prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    pieces = itertools.zip_longest(*streams, fillvalue="")
+    assert ["".join(column) for column in zip(*pieces)] == wanted
+
+
+@pytest.mark.parametrize("draft, k", [("ngram", 3), (DRAFT, 3), (str(DRAFT), "auto")])
+def test_drafts_leave_the_greedy_text_as_it_is(llm, draft, k):
+    drafted = LLM(DEMO, batch_size=2, device="cpu", dtype="float32", draft=draft, speculate_k=k)
+    prompts = [*PROMPTS, "the cat sat on the mat, the cat sat on the"]
+    answers = drafted.generate(prompts, **GREEDY)
+    assert [answer.text for answer in answers] == [
+        answer.text for answer in llm.generate(prompts, **GREEDY)
+    ]
+    for start in range(4, 60, 9):  # a round may have decided more tokens than a stop string leaves
+        stop = answers[0].text[start : start + 6]
+        ended, plain = (one.generate([PROMPT], stop=stop, **GREEDY)[0] for one in (drafted, llm))
+        assert (ended.text, ended.tokens, ended.finish_reason) == plain[:3]
+    if k != "auto":
+        assert any(token.index < token.accepted for answer in answers for token in answer.drafting)
+
+
+def test_a_chat_computes_its_earlier_turns_once(tmp_path):
+    folder = shutil.copytree(DEMO, tmp_path / "chat")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    llm = LLM(folder, device="cpu")
+    messages = [{"role": "user", "content": "Tell me about the dog."}]
+    reply = llm.chat(messages, **GREEDY)
+    messages += [
+        {"role": "assistant", "content": reply.text},
+        {"role": "user", "content": "And the cat?"},
+    ]
+    second = llm.answer(messages, **GREEDY)
+    list(llm.run([second]))
+    assert second.request.num_reused > len(llm.encode(messages[:1])) + 20
+    fresh = LLM(folder, device="cpu").chat(messages, **GREEDY)
+    assert second.completion().text == fresh.text
+
+
+# --------------------------------------------------------------------------------------- settings
+
+
+def test_prompts_are_text_ids_or_messages(llm):
+    messages = [{"role": "user", "content": "The dog"}]
+    ids = llm.encode("The dog")
+    assert llm.encode(tuple(ids)) == ids == llm.tokenizer.encode("The dog")
+    assert llm.encode(messages) == conversation_ids(llm.tokenizer, messages)
+    text, by_ids, by_messages = (
+        answer.text for answer in llm.generate(["The dog", ids, messages], **GREEDY)
+    )
+    assert text == by_ids
+    assert (
+        by_messages
+        == llm.chat(messages, **GREEDY).text
+        == alone(llm, llm.encode(messages), **GREEDY)
+    )
+
+
+def test_a_logits_processor_is_one_calls():
+    """Drafted or not, and the next call is as if there had been none. One that the LLM was made
+    with stays."""
+
+    def no_letter_e(logits, tokens, pos):
+        return logits.masked_fill(has_e, float("-inf"))
+
+    llm = LLM(DEMO, device="cpu")
+    has_e = torch.tensor([b"e" in piece for piece in llm.tokenizer.pieces()])
+    plain = alone(llm, PROMPT, **GREEDY)
+    without = alone(llm, PROMPT, logits_processor=no_letter_e, **GREEDY)
+    assert "e" in plain and "e" not in without and len(without) > 40
+    assert alone(llm, PROMPT, **GREEDY) == plain
+    other = LLM(DEMO, device="cpu", logits_processor=no_letter_e, draft="ngram", speculate_k=2)
+    assert alone(other, PROMPT, **GREEDY) == without
+    assert alone(other, PROMPT, logits_processor=None, **GREEDY) == plain
+    assert alone(other, PROMPT, **GREEDY) == without
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_an_answer_obeys_its_schema(draft):
+    pytest.importorskip("llguidance")
+    llm = LLM(DEMO, batch_size=2, device="cpu", draft=draft)
+    answers = llm.generate(PROMPTS, schema=SCHEMA, temperature=1.0, max_new_tokens=120)
+    for answer in answers:
+        value = json.loads(answer.text)
+        assert value.keys() == {"age", "happy"} and answer.finish_reason == "stop"
+        assert (
+            type(value["age"]) is int and 1 <= value["age"] <= 99 and type(value["happy"]) is bool
+        )
+    with pytest.raises(ValueError, match="schema"):
+        llm.generate([PROMPT], schema={"type": "no such type"})
+
+
+def test_names_that_do_not_exist_are_refused(llm):
+    for make in (
+        lambda: LLM(DEMO, colour="red"),
+        lambda: llm.generate([PROMPT], colour="red"),
+        lambda: next(llm.stream(PROMPT, colour="red")),
+    ):
+        with pytest.raises(TypeError, match="colour"):
+            make()
+
+
+def test_what_cannot_be_answered_is_refused_by_number(llm):
+    """Before anything runs, and nothing waits in the engine afterwards."""
+    context = llm.engine.max_seq_length
+    for prompts, settings, message in (
+        (
+            [PROMPT, [5] * context],
+            {},
+            rf"prompt 1: has {context} tokens; .* over the limit of {context}",
+        ),
+        ([PROMPT, PROMPT, [5, 99_999]], {}, "prompt 2: holds token id 99999"),
+        ([PROMPT, []], {}, "prompt 1: is empty"),
+        ([PROMPT], {"max_new_tokens": context}, f"over the limit of {context} positions"),
+        ([PROMPT], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ([PROMPT], {"temperature": -1}, "temperature"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, **settings)
+        assert not llm.engine.has_unfinished() and not llm.running
+    with pytest.raises(ValueError, match="over the limit"):
+        next(llm.stream(PROMPT, max_new_tokens=context))
+    with pytest.raises(ValueError, match="max_seq_length = 1 must lie between 2 and"):
+        LLM(DEMO, max_seq_length=1, device="cpu")
+
+
+def test_an_answer_never_loses_its_processor():
+    """Not to an answer that was asked for in between, without one."""
+    llm = LLM(DEMO, device="cpu")
+    first = llm.answer(PROMPT, logits_processor=lambda logits, tokens, pos: -logits, **GREEDY)
+    second = llm.answer(PROMPT, **GREEDY)
+    with pytest.raises(ValueError, match="another logits_processor was asked for before"):
+        list(llm.run([first]))
+    assert [answer.text for answer in llm.run([second])] == [alone(llm, PROMPT, **GREEDY)]
+
+
+def test_an_error_while_decoding_names_its_prompt(llm):
+    """The neighbour in the other slot has the text that it has alone."""
+    wanted = alone(llm, "The dog", **GREEDY)
+    marker = llm.encode("Lily likes the")[-1]
+
+    def fail_for_lily(logits, tokens, pos):
+        is_lily = (tokens[:, : len(llm.encode("Lily likes the"))] == marker).any(1)  # (B,)
+        return logits.masked_fill(is_lily[:, None, None] & (pos > 8)[..., None], float("nan"))
+
+    prompts = ["A bird", "Lily likes the"]
+    with pytest.raises(ValueError, match=r"prompt 1: position \d+: .* not finite"):
+        llm.generate(prompts, logits_processor=fail_for_lily, **GREEDY)
+    with pytest.raises(ValueError, match="not finite"):
+        list(llm.stream("Lily likes the", logits_processor=fail_for_lily, **GREEDY))
+    answers = [
+        llm.answer(prompt, logits_processor=fail_for_lily, **GREEDY)
+        for prompt in ("The dog", prompts[1])
+    ]
+    list(llm.run(answers))
+    assert answers[0].completion().text == wanted and answers[1].request.error is not None
+    assert not llm.engine.has_unfinished() and not llm.running
