@@ -409,10 +409,10 @@ class LLM:
 
     def feed(self) -> list[Answer]:
         """Give the tokens of the last step to their answers; returns those that have ended."""
-        ended = [answer for answer in self.running.values() if answer.feed()]
-        for answer in ended:
+        finished = [answer for answer in self.running.values() if answer.feed()]
+        for answer in finished:
             self.abort(answer)
-        return ended
+        return finished
 
     def abort(self, answer: Answer) -> None:
         """End an answer as it stands, and free its slot. One that has ended does not change."""
@@ -442,10 +442,10 @@ class LLM:
                     self.start(answer)
                 if self.running:
                     self.engine.step()
-                    ended = self.feed()
+                    finished = self.feed()
                     if after_step is not None:
                         after_step()
-                    yield from ended
+                    yield from finished
                 elif answer is END:
                     return
         finally:

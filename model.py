@@ -262,7 +262,7 @@ class KVCache(nn.Module):
         v = self.v[row, :, visible.index]
         return k.transpose(1, 2), v.transpose(1, 2)  # (B, G, S, E)
 
-    def at(
+    def views(
         self,
         rows: int | slice | list[int],
         begin: int,
@@ -666,7 +666,7 @@ class Transformer(nn.Module):
         self,
         batch_size: int,
         max_seq_length: int,
-        kind: type[KVCache] = KVCache,
+        cache_type: type[KVCache] = KVCache,
     ) -> Caches:
         """Empty caches for batch_size rows of max_seq_length positions. Any number of sets may be
         in use at once."""
@@ -676,7 +676,7 @@ class Transformer(nn.Module):
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
             for layer in self.layers:
                 _, G = layer.attention.heads()
-                cache = kind(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
+                cache = cache_type(batch_size, G, max_seq_length, E, weight.dtype, weight.device)
                 layers.append(cache)
             key_pos = torch.arange(max_seq_length, device=weight.device)
             max_positions = key_pos[-1:].repeat(batch_size)

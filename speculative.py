@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import decoding.sampling as sampling
 from decoding.costs import Costs
-from decoding.readback import mark
+from decoding.readback import timestamp
 from decoding.sampling import ACCEPT, DRAFT_DRAW, draw, round_uniform, uniform
 from model import Caches, Config, Transformer
 from weights.formats import format_of
@@ -158,10 +158,10 @@ def run_round(
     draft_tokens, draft_probs = drafter.propose(state)  # (B, K), (B, K, V)
     n = draft_tokens.size(1)
     assert n == state.k, f"the drafter proposed {n} tokens instead of {state.k}"
-    if not state.all_draft or drafter.max_positions < state.parking:
+    if not state.all_draft or drafter.max_positions < state.parked_pos:
         may_draft = drafter.rows_to_draft(state)  # (B,)
         draft_probs = torch.where(may_draft[:, None, None], draft_probs, 0)
-    drafted_at = mark(draft_tokens.device)
+    drafted_at = timestamp(draft_tokens.device)
     if forced_tokens is not None:
         draft_tokens = forced_tokens
     state.write_masks(draft_tokens)
@@ -195,7 +195,7 @@ def verify_step(
     tokens = state.tokens.gather(1, pos)  # (B, K + 1)
     logits = model(tokens, pos, caches)  # (B, K + 1, V)
     processed = state.process_logits(logits, pos)  # (B, K + 1, V)
-    p = sampling.distribution(processed, state.kind, state.values)
+    p = sampling.distribution(processed, state.sampling_path, state.values)
 
     # ACCEPT: n drafted tokens, and the one that follows them.
     seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
@@ -205,7 +205,7 @@ def verify_step(
     to_accept = round_uniform(seed[:, 1:], pos[:, :1], ahead[1:], ACCEPT)  # (B, K)
     noise = (to_accept, uniform(seed, pos + 1))
     # Block by block nothing is gained without sampling.
-    block = state.verifies_blocks and state.kind != sampling.GREEDY
+    block = state.verifies_blocks and state.sampling_path != sampling.GREEDY
     n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
     is_drafted = draft_probs.amax(dim=-1) != 0  # (B, K)
@@ -231,7 +231,7 @@ def verify_step(
 
 class Drafter(nn.Module):
     """The interface of a drafter; this class drafts nothing. `state` is decoding/state.py's: tokens
-    (B, S), pos (B,) the index of the last decided token, done, seed, values and kind of the
+    (B, S), pos (B,) the index of the last decided token, done, seed, values and path of the
     sampling, k the number of tokens to draft, and broadcast(x), rank 0's x. Positions beyond `pos`
     are the round's scratch space.
 
@@ -402,12 +402,12 @@ class ModelDraft(Drafter):
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
         logits = state.process_draft_logits(logits, last)
-        q = sampling.distribution(logits, state.kind, state.values)
+        q = sampling.distribution(logits, state.sampling_path, state.values)
         seed = state.seed[:, None].expand_as(pos)
         start = state.pos[:, None]
         offset = pos - start  # (B, T)
         noise = round_uniform(seed, start, offset, DRAFT_DRAW)  # (B, T)
-        token = draw(q, noise, state.kind)
+        token = draw(q, noise, state.sampling_path)
         token = state.broadcast(token.clamp(min=0))
         state.tokens.scatter_(1, pos, token)
         T = pos.size(1)
@@ -441,7 +441,7 @@ class ModelDraft(Drafter):
         max_id = self.model.config.vocab_size - 1
         tokens = state.tokens.gather(1, pos)  # (B, T)
         tokens = tokens.clamp(max=max_id)
-        is_parked = state.pos[:, None] >= state.parking  # (B, 1)
+        is_parked = state.pos[:, None] >= state.parked_pos  # (B, 1)
         return tokens, torch.where(is_parked, self.runner.S, pos)
 
     def catch_up(self, state: nn.Module, lag: int) -> None:

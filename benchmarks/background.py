@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> dict:
     compiled = Engine(model, 1, 512, compile=True, compile_prompts=False)
     gaps_until(eager, lambda num_gaps: num_gaps > 50)
     alone, start = gaps_until(eager, lambda num_gaps: num_gaps > 200), time.perf_counter()
-    thread = threading.Thread(target=warm_up, args=(compiled, GREEDY.kind))
+    thread = threading.Thread(target=warm_up, args=(compiled, GREEDY.path))
     thread.start()
     beside = gaps_until(eager, lambda num_gaps: not thread.is_alive())
     result = {

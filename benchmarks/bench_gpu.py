@@ -120,7 +120,7 @@ def decode_rows(args: argparse.Namespace, name: str, format: str, bf16: Contende
             f"{id}.verify6_over_1",
             ratios(verify_s[format], step_s),
             "ratio",
-            "6 rows over 1, as --one_width pays",
+            "6 rows over 1, as --fixed_width_steps pays",
         ),
         row(
             f"{id}.compile_s",
@@ -204,7 +204,7 @@ def measure_costs(args: argparse.Namespace, engine: Engine) -> Costs:
         steps = []
         for _ in range(args.steps + gpu_step.UNCOUNTED):
             steps.append(engine.run(rows, args.filled, k))
-            engine.draft_lag = 0
+            engine.max_draft_lag = 0
         synchronize(engine.device)
         # (draft, verify) seconds
         times[k] = [step_times(step) for step in steps[gpu_step.UNCOUNTED :]]

@@ -22,7 +22,7 @@ from benchmarks.shapes import TINYLLAMA, K, scheme_of
 from benchmarks.workers import interleave, median_step, quickdraft, seconds_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.engine import Engine
-from decoding.kv_8bit import KINDS
+from decoding.kv_8bit import CACHE_TYPES
 from decoding.runner import ModelRunner
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
@@ -50,7 +50,9 @@ def measure_context(args) -> list[dict]:
     for format, shape in (("bf16", "1b"), ("int8", "1b.int8")):
         model, options = long_model(format, 16_200), {"speculate_k": K}
         engines = {
-            kind: Engine(model, 1, 16_100, drafter=NgramDraft(), cache_type=KINDS[kind], **options)
+            kind: Engine(
+                model, 1, 16_100, drafter=NgramDraft(), cache_type=CACHE_TYPES[kind], **options
+            )
             for kind in CACHE_NAMES
         }
         # of one query and of six
@@ -72,7 +74,7 @@ def context_rows(model: Transformer, seconds: dict, shape: str, filled: int) -> 
     rows, context = [], f"ctx{filled // 1000}k"
     for kind, name in CACHE_NAMES.items():
         (decode_s, verify_s), (base_s, _) = seconds[kind, filled], seconds[kind, LENGTHS[0]]
-        kv_bytes = position_bytes(model, KINDS[kind])
+        kv_bytes = position_bytes(model, CACHE_TYPES[kind])
         num_bytes, base_bytes = (
             weight_bytes(model) + attended_bytes(kv_bytes, n) for n in (filled, LENGTHS[0])
         )

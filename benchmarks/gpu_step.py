@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.shapes import GPU_SHAPES, TINY, K, config_json, scheme_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
 from decoding.engine import Engine
-from decoding.readback import mark, seconds_between, synchronize
+from decoding.readback import seconds_between, synchronize, timestamp
 from decoding.sampling import Sampling
 from loading.config import config_from_hf
 from loading.models import random_model
@@ -56,10 +56,10 @@ def time_calls(device: torch.device, call: Callable[[], object], count: int) -> 
         call()
     synchronize(device)
     with forbid_sync_and_recompile(device):
-        marks = [mark(device)]
+        marks = [timestamp(device)]
         for _ in range(count):
             call()
-            marks.append(mark(device))
+            marks.append(timestamp(device))
     synchronize(device)
     return [seconds_between(begin, end) for begin, end in itertools.pairwise(marks)]
 
@@ -235,7 +235,7 @@ class Contender:
         state.tokens[:, :n] = tokens
         state.pos.fill_(n - 1)
         state.done.fill_(True)
-        state.kind = Sampling(0).kind
+        state.sampling_path = Sampling(0).path
         state.values.copy_(Sampling(0).values)
         caches = self.rows.target.caches
         self.subject.model.hidden(tokens, torch.arange(n, device=self.device), caches.slice_to(n))

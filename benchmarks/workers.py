@@ -177,7 +177,7 @@ class Pair:
             drafter = ModelDraft(pack_model(load_model(folder / "demo-draft")))
         self.engine = Engine(self.model, 1, 400, compile=compile, drafter=drafter, speculate_k=k)
         if compile:
-            self.engine.warm_up(self.sampling.kind)
+            self.engine.warm_up(self.sampling.path)
 
     def race(self, prompt: list[int] | str, new: int, seed: int = 0) -> dict:
         """As `race`, after measuring the costs at the middle of the text."""

@@ -52,13 +52,13 @@ class RowAnswer(Answer):
         self.streaming = streaming
         self.coloured = coloured
         self.number = number
-        self.shown: list[str] = []  # the pieces of the text with their colours
+        self.coloured_pieces: list[str] = []  # the pieces of the text with their colours
 
     def add(self, text: str, record: TokenRecord | None = None) -> None:
         super().add(text, record)
         if self.coloured and text and record is not None and origin(record) in COLOURS:
             text = f"{COLOURS[origin(record)]}{text}{END_COLOUR}"
-        self.shown.append(text)
+        self.coloured_pieces.append(text)
         if self.streaming:
             print(text, end="", flush=True)
 

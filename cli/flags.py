@@ -228,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--draft_quantize", metavar="SCHEME", help="quantize the weights of --draft_checkpoint")
     add(
-        "--one_width",
+        "--fixed_width_steps",
         action="store_true",
         help="run every step over K + 1 positions, drafted or not: so greedy text is the"
         " same with and without a draft, also where the report says up to rounding",
@@ -348,10 +348,12 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def group(kind: type[Group], args: argparse.Namespace, **overrides) -> Group:
+def group(options_type: type[Group], args: argparse.Namespace, **overrides) -> Group:
     """A group of options: each field is the flag of its name, or an override, or its default."""
     flags = vars(args) | overrides
-    return kind(**{field.name: flags[field.name] for field in fields(kind) if field.name in flags})
+    return options_type(
+        **{field.name: flags[field.name] for field in fields(options_type) if field.name in flags}
+    )
 
 
 def model_options(args: argparse.Namespace) -> ModelOptions:

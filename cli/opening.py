@@ -23,7 +23,7 @@ from cli.prompts import Encoder, Prompt
 from cli.report import cached_bytes
 from cli.running import warm_up
 from decoding.engine import Engine, cache_class
-from decoding.sampling import KINDS as KINDS_OF_SAMPLING
+from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
 from drafts.registry import check_draft, is_folder
 from generate import LLM
@@ -99,10 +99,10 @@ def open_llm(
     num_slots = ranks.broadcast_object(num_slots)
     engine = Engine(model, num_slots, length, engine_options, drafter)
     if rows:
-        warm_up(engine, rows[0].sampling, length // 2, kinds_of(rows))
+        warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
     elif not samples:  # prompts come later; else all are answered
         sampling = Sampling(**options.requests.sampling)
-        warm_up(engine, sampling, length // 2, KINDS_OF_SAMPLING)
+        warm_up(engine, sampling, length // 2, SAMPLING_PATHS)
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     return Opened(LLM.over(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused)
 
@@ -189,7 +189,7 @@ def default_batch_size(
     """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free
     memory, and as a step can have in which each row rounds as it does alone."""
     K = 0
-    if drafter is not None or options.engine.one_width:
+    if drafter is not None or options.engine.fixed_width_steps:
         K = options.engine.speculate_k
     if K == "auto":
         K = max(drafter.auto_k)
@@ -210,7 +210,7 @@ def engine_length(options: Options, device: torch.device, length: int, limit: in
     return length
 
 
-def kinds_of(rows: list[Prompt]) -> list[str]:
-    """The kinds of sampling that these rows have."""
-    kinds = {row.sampling.kind for row in rows}
-    return [kind for kind in KINDS_OF_SAMPLING if kind in kinds]
+def sampling_paths(rows: list[Prompt]) -> list[str]:
+    """The sampling paths that these rows have."""
+    paths = {row.sampling.path for row in rows}
+    return [path for path in SAMPLING_PATHS if path in paths]

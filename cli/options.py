@@ -139,7 +139,7 @@ class Options:
             raise ValueError(
                 "--report is for the answers of one replica: not with --interactive or --tp"
             )
-        has_k = self.flags.get("speculate_k") is not None and not self.engine.one_width
+        has_k = self.flags.get("speculate_k") is not None and not self.engine.fixed_width_steps
         if self.draft.source is None and (self.output.show_drafts or has_k):
             raise ValueError("--speculate_k and --show_drafts need --draft_checkpoint or --draft")
         if self.run.num_replicas > 1 and not self.prompts.file:

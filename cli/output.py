@@ -146,8 +146,8 @@ class Output:
     def __enter__(self) -> "Output":
         return self
 
-    def __exit__(self, kind, *error) -> None:
-        if kind is KeyboardInterrupt:
+    def __exit__(self, error_type, *error) -> None:
+        if error_type is KeyboardInterrupt:
             self.poll(0)
             for _, result in sorted(self.waiting.items()):
                 self.show(result)
@@ -173,7 +173,7 @@ class Output:
         elif self.as_json:
             result = result._replace(text=json.dumps(answer.result(self.llm.engine)))
         elif not self.streaming:
-            result = result._replace(text="".join(answer.shown), prompt=answer.row.text)
+            result = result._replace(text="".join(answer.coloured_pieces), prompt=answer.row.text)
         if self.replicas.is_first:
             self.receive(result)
         else:

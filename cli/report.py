@@ -62,18 +62,18 @@ def expanded(module: torch.nn.Module) -> int:
     return sum(linear.expanded_bytes for linear in quantized_linears(module))
 
 
-def position_bytes(model: Transformer, kind: type[KVCache] = KVCache) -> Counter:
+def position_bytes(model: Transformer, cache_type: type[KVCache] = KVCache) -> Counter:
     """{window or None: bytes of the keys and values of one position, summed over the layers with
     this window}."""
     _, kv_heads = model.layers[0].attention.heads()
-    size = kind.position_bytes(kv_heads, model.config.head_dim, model.norm.weight.dtype)
+    size = cache_type.position_bytes(kv_heads, model.config.head_dim, model.norm.weight.dtype)
     layers_by_window = Counter(model.windows)
     return Counter({window: layers * size for window, layers in layers_by_window.items()})
 
 
-def cached_bytes(models: Iterable[Transformer], kind: type[KVCache]) -> int:
+def cached_bytes(models: Iterable[Transformer], cache_type: type[KVCache]) -> int:
     """Bytes of one position in the caches of several models."""
-    return sum(position_bytes(model, kind).total() for model in models)
+    return sum(position_bytes(model, cache_type).total() for model in models)
 
 
 def attended_bytes(per_position: Counter, length: int) -> int:
@@ -86,8 +86,8 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     """Bytes that the steps after the prompt read, of target and draft: weights as held, keys and
     values attended."""
     weights = functools.cache(weight_bytes)
-    kind = engine.runner.kind
-    per_position = {model: position_bytes(model, kind) for model in engine.models}
+    cache_type = engine.runner.cache_type
+    per_position = {model: position_bytes(model, cache_type) for model in engine.models}
 
     def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
         return sum(attended_bytes(per_position[model], n + ahead) for n in positions)

@@ -16,14 +16,14 @@ from decoding.sampling import Sampling
 from generate import LLM
 
 
-def warm_up(engine: Engine, sampling: Sampling, filled: int, kinds: Sequence[str]) -> None:
-    """Compile the steps of these kinds of sampling if the engine compiles; with a drafter, measure
+def warm_up(engine: Engine, sampling: Sampling, filled: int, paths: Sequence[str]) -> None:
+    """Compile the steps of these sampling paths if the engine compiles; with a drafter, measure
     the costs of steps over `filled` positions."""
     if engine.compile:
-        for kind in kinds:
-            seconds = engine.warm_up(kind)
+        for path in paths:
+            seconds = engine.warm_up(path)
             rows = engine.batch_size
-            print(f"compiled the {kind} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+            print(f"compiled the {path} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
     if engine.runs_rounds:
         with defer_interrupts() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)

@@ -26,7 +26,7 @@ import decoding.validation as validation
 from decoding.costs import Costs
 from decoding.logits import top_logprobs
 from decoding.options import EngineOptions
-from decoding.readback import Readback, StepResult, mark, seconds_between, step_times
+from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
 from decoding.runner import ModelRunner, Rows, clear_positions, copy_positions
 from decoding.sampling import Sampling, sample, uniform
 from decoding.scheduler import Request, Scheduler
@@ -51,7 +51,7 @@ def decide(state: State, logits: Tensor) -> None:
     change."""
     processed = state.process_logits(logits[:, None], state.pos[:, None])  # (B, 1, V)
     noise = uniform(state.seed, state.pos + 1)  # (B,)
-    token = sample(processed[:, 0], state.kind, state.values, noise)  # (B,)
+    token = sample(processed[:, 0], state.sampling_path, state.values, noise)  # (B,)
     state.accepted.fill_(-1)
     token = state.broadcast(token)[:, None]  # (B, 1)
     state.record_logprobs(logits[:, None], processed, token)
@@ -73,9 +73,9 @@ def cache_class(cache_type: str | type[KVCache]) -> type[KVCache]:
     if cache_type == "model":
         return KVCache
     if isinstance(cache_type, str):
-        from decoding.kv_8bit import KINDS
+        from decoding.kv_8bit import CACHE_TYPES
 
-        return KINDS[cache_type]
+        return CACHE_TYPES[cache_type]
     return cache_type
 
 
@@ -141,7 +141,7 @@ class Engine:
             self.compile if options.compile_prompts is None else options.compile_prompts
         )
         self.drafts = drafter is not None
-        self.runs_rounds = self.drafts or options.one_width
+        self.runs_rounds = self.drafts or options.fixed_width_steps
         self.drafter = as_drafter(drafter)
         self.speculate_k = options.speculate_k if self.runs_rounds else 0
         self.ks = self.drafter.draft_lengths(self.speculate_k)
@@ -168,7 +168,7 @@ class Engine:
         self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
         self.costs_by_rows: dict[int, Costs] = {}
         self.draft_length: DraftLength | None = None
-        self.draft_lag = 0  # tokens that a row may have received since the drafter last ran
+        self.max_draft_lag = 0  # tokens that a row may have received since the drafter last ran
         self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
         self.readback = Readback(self.device, self.ranks.timeout_s)
         self.read_at = 0.0  # time of the last read
@@ -187,7 +187,7 @@ class Engine:
             slack=self.max_k + 1,
             compile=self.compile,
             compile_prompts=compile_prompts,
-            kind=cache_class(options.cache_type),
+            cache_type=cache_class(options.cache_type),
         )
         with torch.inference_mode(False):
             self.state = State(
@@ -216,13 +216,13 @@ class Engine:
         return [self.model] if draft is None else [self.model, draft]
 
     def maybe_compile(self, function: Callable, state: State, *static) -> Callable:
-        """The function, or its compiled form for the state's kind and number of rows, and for
+        """The function, or its compiled form for the state's sampling path, its number of rows and
         `static`. A method is compiled once for all row views of its object."""
         if not self.compile:
             return function
         unbound = getattr(function, "__func__", function)
         instance = getattr(function, "__self__", None)
-        key = (unbound, state.kind, len(state.pos), *static)
+        key = (unbound, state.sampling_path, len(state.pos), *static)
         if key not in self.steps:
             self.steps[key] = compiled(unbound, self.device)
         return self.steps[key] if instance is None else functools.partial(self.steps[key], instance)
@@ -372,7 +372,7 @@ class Engine:
             self.state.park(slot.index)
             slot.num_draft = 0
             slot.store(slot.cached_ids(), num_written=self.runner.S)
-        self.draft_lag = 0
+        self.max_draft_lag = 0
 
     def next_prompt(self) -> Request | None:
         """The request whose prompt runs next. A new one first gets its prefix from a slot that has
@@ -399,7 +399,7 @@ class Engine:
         """Run the next chunk of a prompt through all models; returns its cost in tokens. The last
         chunk decides the first token. A last token alone is left to the next decode step,
         unless the engine runs rounds, which would draw another token."""
-        begin = mark(self.device)
+        begin = timestamp(self.device)
         slot = request.slot
         end = min(request.num_computed + self.chunk, request.num_positions)
         min_cost = PREFILL_COST.get(self.device.type, PREFILL_CHUNK // 2)
@@ -431,7 +431,7 @@ class Engine:
             request.error = error
             self.finish(request, "error")
             return cost
-        request.prefill_marks.append((begin, mark(self.device)))
+        request.prefill_times.append((begin, timestamp(self.device)))
         if is_last_chunk:
             request.num_launched = len(request.tokens) + 1
             self.readback.send(self.result(step.rows, k=0), step)
@@ -478,7 +478,9 @@ class Engine:
         self.draft_length.costs = self.costs
         expected = self.drafter.expect(requests, self.readback.unread)
         has_draft = any(row != [] for row in expected)
-        return self.draft_length.choose(expected) if has_draft or self.options.one_width else 0
+        if not has_draft and not self.options.fixed_width_steps:
+            return 0
+        return self.draft_length.choose(expected)
 
     def update_draft_lags(self, requests: list[Request], k: int) -> None:
         """Bound the decided positions that the draft's cache lacks before a step that drafts k
@@ -488,7 +490,7 @@ class Engine:
             self.has_outgrown_draft = True
         num_behind = self.drafter.num_input_tokens - 1  # positions that a round's first pass writes
         lags = [request.draft_lag - num_behind for request in fitting]
-        self.draft_lag = max([0, *lags])
+        self.max_draft_lag = max([0, *lags])
         for request in requests:
             request.draft_lag += 1
         if k:
@@ -504,30 +506,38 @@ class Engine:
             return 0, self.batch_size
         return begin, end
 
-    def run(self, rows: Rows, length: int, k: int = 0, other: Tensor | None = None) -> StepResult:
+    def run(
+        self, rows: Rows, length: int, k: int = 0, forced_tokens: Tensor | None = None
+    ) -> StepResult:
         """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided
-        positions. `other` (B, k) replaces the drafted tokens."""
+        positions. `forced_tokens` (B, k) replaces the drafted tokens."""
         state, target, drafter = rows
-        start = draft_end = mark(self.device)
+        start = draft_end = timestamp(self.device)
         state.k = k
         state.length = length + k
         caches = target.slice_to(length + k)
         if k == 0:
-            self.draft_lag += 1
+            self.max_draft_lag += 1
             self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
             draft_end = run_round(
-                drafter, self.model, caches, state, self.draft_lag, self.maybe_compile, other
+                drafter,
+                self.model,
+                caches,
+                state,
+                self.max_draft_lag,
+                self.maybe_compile,
+                forced_tokens,
             )
-            self.draft_lag = 0
-        return self.result(rows, k, (start, draft_end, mark(self.device)))
+            self.max_draft_lag = 0
+        return self.result(rows, k, (start, draft_end, timestamp(self.device)))
 
     def result(self, rows: Rows, k: int, times: tuple = ()) -> StepResult:
         """Update the drafter, and collect the tensors that the host reads."""
         state = rows.state
         rows.drafter.update(state)
         if times:
-            times = (*times, mark(self.device))
+            times = (*times, timestamp(self.device))
         logprobs = (state.top_logprobs, state.token_probs) if state.return_logprobs else ()
         return StepResult(
             k, times, state.out, state.accepted, state.overlap, state.can_draft, *logprobs
@@ -556,8 +566,8 @@ class Engine:
         events = []
         for row, request in running:
             if not request.tokens:
-                marks = request.prefill_marks
-                request.prefill_s = sum(seconds_between(*pair) for pair in marks)
+                times = request.prefill_times
+                request.prefill_s = sum(seconds_between(*pair) for pair in times)
                 request.ttft_s = now - request.started
             if record is not None:
                 request.record_step(record)
@@ -603,10 +613,10 @@ class Engine:
 
     # ------------------------------------------------------------------------ before requests come
 
-    def warm_up(self, kind: str) -> float:
-        """Compile the steps for `kind`, and prompts; returns seconds. Call it before the first
-        request."""
-        return warm_up(self, kind)
+    def warm_up(self, path: str) -> float:
+        """Compile prompts, and the steps for a sampling path; returns seconds. Call it before the
+        first request."""
+        return warm_up(self, path)
 
     def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
         """Measure the cost of steps with `length` positions filled. Call it before the first

@@ -3,7 +3,7 @@
     CodedCache              codes, and a scale for each head and position
     Int8Cache, Fp8Cache     integers; E4M3
     attend_codes            attention over an Int8Cache on a CPU, without dequantizing
-    KINDS                   caches by the names of --kv_cache_dtype
+    CACHE_TYPES             caches by the names of --kv_cache_dtype
 
 For integers, keys and queries are first rotated by a Hadamard matrix, which spreads a channel of
 large keys over all and leaves q k^T unchanged (QuaRot, arXiv:2404.00456): all channels share one
@@ -248,7 +248,7 @@ class CodedCache(KVCache):
         """(k (B, G, S, E), k_scale (B, G, S), v (B, G, E, S), v_scale (B, G, S)) of the first B
         rows."""
         if visible.index is None:
-            parts = self.at(slice(B), 0, visible.mask.size(-1))
+            parts = self.views(slice(B), 0, visible.mask.size(-1))
             return parts["k"], parts["k_scale"], parts["v"], parts["v_scale"]
         pos = visible.index  # (B, S)
         row = torch.arange(B, device=pos.device)[:, None]  # (B, 1)
@@ -279,7 +279,7 @@ class CodedCache(KVCache):
         numbers = codes.view(self.code_dtype).float() * scale[..., None]
         return numbers.to(dtype)
 
-    def at(
+    def views(
         self,
         rows: int | slice | list[int],
         begin: int,
@@ -338,4 +338,4 @@ class Fp8Cache(CodedCache):
     code_dtype = torch.float8_e4m3fn
 
 
-KINDS = {"model": KVCache, "int8": Int8Cache, "fp8": Fp8Cache}
+CACHE_TYPES = {"model": KVCache, "int8": Int8Cache, "fp8": Fp8Cache}

@@ -55,7 +55,7 @@ def penalize_text(
 ) -> Tensor:
     """logits (1, V) for the token after `text` (1, S), whose first tokens are the prompt ->
     penalized logits (1, V)."""
-    if sampling.kind != PENALIZED:
+    if sampling.path != PENALIZED:
         return logits
     device = text.device
     end = text.size(1) - 1

@@ -21,7 +21,7 @@ class EngineOptions:
                         `calibrate`
     verification        how drafted tokens are accepted where they are sampled: "block", all K at
                         once, or "token", one by one; the texts have the same distribution
-    one_width           run every step over K + 1 positions, drafted or not
+    fixed_width_steps   run every step over K + 1 positions, drafted or not
     logits_processor    changes logits before sampling: see decoding/state.py
     logprobs            record the log-probabilities of each token and of the N most likely
                         ones; None: of none
@@ -32,15 +32,15 @@ class EngineOptions:
     compile_prompts: bool | None = None
     speculate_k: int | str = DEFAULT_K
     verification: str = "block"
-    one_width: bool = False
+    fixed_width_steps: bool = False
     logits_processor: Callable | None = None
     logprobs: int | None = None
     cache_type: str | type = "model"
 
     def __post_init__(self):
         k = self.speculate_k
-        if k == "auto" and self.one_width:
-            raise ValueError("one_width needs a speculate_k that is a number, not 'auto'")
+        if k == "auto" and self.fixed_width_steps:
+            raise ValueError("fixed_width_steps needs a speculate_k that is a number, not 'auto'")
         if k != "auto" and not (isinstance(k, int) and k >= 0):
             raise ValueError(f"speculate_k = {k!r} must be a number of tokens from 0 on, or 'auto'")
         if self.verification not in VERIFICATIONS:

@@ -1,7 +1,7 @@
 """Decisions of steps, on their way from the device to the host.
 
     StepResult              the tensors of a step, or its lists on the host, and its marks in time
-    mark, step_times        a point in time on the device; seconds between such points
+    timestamp, step_times   a point in time on the device; seconds between such points
     Readback                results that the host has yet to read; on a GPU it reads a few steps
                             late
 
@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
         return list(itertools.takewhile(NO_DRAFT.__ne__, self.overlap[row][: self.k]))
 
 
-def mark(device: torch.device):
+def timestamp(device: torch.device):
     """A point in time on the device: seconds on a CPU, an event on a GPU."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -104,7 +104,7 @@ class Readback:
         """Queue the result of a step; `receive` returns both."""
         copies = [host_copy(tensor) for tensor in result[2:] if tensor is not None]
         result = StepResult(result.k, result.times, *copies)
-        self.waiting.append((result, mark(self.device), step))
+        self.waiting.append((result, timestamp(self.device), step))
 
     def receive(self) -> tuple[object, StepResult]:
         """(step, its result as lists) of the oldest step."""

@@ -27,7 +27,8 @@ class ModelRunner:
 
     `slack` extra positions follow: no query sees them, and parked rows write there. At least one
     is needed, because steps over the full length of a cache would compile once more.
-    `compile_prompts` compiles the pass over prompts; None runs it eagerly. `kind`: see make_caches.
+    `compile_prompts` compiles the pass over prompts; None runs it eagerly. `cache_type`: see
+    make_caches.
     """
 
     def __init__(
@@ -39,23 +40,23 @@ class ModelRunner:
         compile: bool,
         compile_prompts: Callable | None = None,
         layers: Sequence[nn.Module] | None = None,
-        kind: type[KVCache] = KVCache,
+        cache_type: type[KVCache] = KVCache,
     ):
         self.model = model
         self.B = B
         self.slack = slack
         self.compile = compile
         self.compile_prompts = compile_prompts
-        self.kind = kind
+        self.cache_type = cache_type
         H, G = model.layers[0].attention.heads()
         E = model.config.head_dim
         weight = model.norm.weight
-        kernel = kernel_of(kind, model.config.sinks, weight)
+        kernel = kernel_of(cache_type, model.config.sinks, weight)
         multiples = invariant_multiples(kernel, B, H, G, E, weight)
         self.attends_alike = multiples is not None  # does a query have the same bits in every pass?
         row_multiple, self.length_multiple = multiples or (1, 16)
         self.S = round_up_length(S, self.length_multiple)
-        caches = model.make_caches(B if layers is None else 0, self.S + slack, kind)
+        caches = model.make_caches(B if layers is None else 0, self.S + slack, cache_type)
         if layers is not None:
             caches = caches._replace(layers=tuple(layers))
         self.caches = caches._replace(row_multiple=row_multiple, key_block=KEY_BLOCK)
@@ -78,7 +79,7 @@ class ModelRunner:
         S = self.S + num_scratch
         slack = self.slack + num_scratch
         runner = ModelRunner(
-            model, self.B, S, slack, self.compile, self.compile_prompts, layers, self.kind
+            model, self.B, S, slack, self.compile, self.compile_prompts, layers, self.cache_type
         )
         runner.set_max_positions(self.caches.max_positions)
         return runner
@@ -123,7 +124,7 @@ class ModelRunner:
         """
         for first in range(begin, end, chunk):
             num_tokens = min(chunk, end - first)
-            padded_end = min(first + padded_length(num_tokens), state.parking)
+            padded_end = min(first + padded_length(num_tokens), state.parked_pos)
             h = self.hidden(*self.inputs(state, first, padded_end))  # (B, T, D)
         return h[:, :num_tokens]
 
@@ -156,7 +157,7 @@ def slot_tensors(
             caches[f"aux.{layer}"] = states
     tensors = {}
     for name, cache in caches.items():
-        for part, x in cache.at(slot, begin, end).items():
+        for part, x in cache.views(slot, begin, end).items():
             tensors[f"{name}.{part}"] = x
     return tensors
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from decoding.settings import SETTINGS, check_numbers
 
-# Each kind's code serves the rows of the kinds before it.
-KINDS = ("greedy", "plain", "filtered", "penalized")
-GREEDY, PLAIN, FILTERED, PENALIZED = KINDS
+# Each path's code serves the rows of the paths before it.
+PATHS = ("greedy", "plain", "filtered", "penalized")
+GREEDY, PLAIN, FILTERED, PENALIZED = PATHS
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
 MAX_BIASES = 300  # ids of a logit_bias
 
@@ -101,7 +101,7 @@ class Sampling:
     of their fields, each on the result of the one before. None is neutral. ValueError for a number
     out of range.
 
-    The kind is a static choice of code; the values are a tensor, so that changing them compiles
+    The path is a static choice of code; the values are a tensor, so that changing them compiles
     nothing.
     """
 
@@ -131,7 +131,7 @@ class Sampling:
         return self.temperature == 0 or self.top_k == 1
 
     @property
-    def kind(self) -> str:
+    def path(self) -> str:
         if self.logit_bias or self._changes(PENALTIES):
             return PENALIZED
         if self.is_greedy:
@@ -160,12 +160,12 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """logits (..., V), penalized already -> probabilities (..., V) float32."""
-        return distribution(logits, self.kind, self.values.to(logits.device))
+        return distribution(logits, self.path, self.values.to(logits.device))
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """logits (..., V), noise (...) uniform in [0, 1) -> token ids (...) int64; INVALID for
         logits not finite."""
-        return sample(logits, self.kind, self.values.to(logits.device), noise)
+        return sample(logits, self.path, self.values.to(logits.device), noise)
 
 
 def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
@@ -180,23 +180,23 @@ def split_by_name(values: Tensor, dims: int) -> dict[str, Tensor]:
 # ----------------------------------------------------------------------------------- distribution
 
 
-def sample(logits: Tensor, kind: str, values: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `distribution(logits, kind, values)`. Greedy takes the argmax, which the one-hot
+def sample(logits: Tensor, path: str, values: Tensor, noise: Tensor) -> Tensor:
+    """Draw from `distribution(logits, path, values)`. Greedy takes the argmax, which the one-hot
     marks."""
-    if kind == GREEDY:
+    if path == GREEDY:
         top, token = logits.float().max(dim=-1)
         return torch.where(top.isfinite(), token, INVALID)
-    return draw(distribution(logits, kind, values), noise)
+    return draw(distribution(logits, path, values), noise)
 
 
 def distribution(
     logits: Tensor,
-    kind: str,
+    path: str,
     values: Tensor,
 ) -> Tensor:
-    """Probabilities (..., V) float32 of logits (..., V). kind is static; values (n,) as in
-    Sampling, or (B, n) for logits (B, ..., V). Rows of several kinds share the code of the last of
-    these kinds (`common_kind`), and each row gets the same bits from it as from its own kind's
+    """Probabilities (..., V) float32 of logits (..., V). path is static; values (n,) as in
+    Sampling, or (B, n) for logits (B, ..., V). Rows of several paths share the code of the last of
+    these paths (`common_path`), and each row gets the same bits from it as from its own path's
     code. Penalties are in the logits already.
 
     Greedy, which temperature 0 and top_k 1 ask for, is the one-hot of the argmax, the lowest id on
@@ -207,7 +207,7 @@ def distribution(
     top = logits.max(dim=-1, keepdim=True)
     one_hot = torch.zeros_like(logits).scatter(-1, top.indices, 1.0)
     one_hot = torch.where(top.values.isfinite(), one_hot, math.nan)
-    if kind == GREEDY:
+    if path == GREEDY:
         return one_hot
     value_by_name = split_by_name(values, logits.dim())
     temperature = value_by_name["temperature"]
@@ -215,7 +215,7 @@ def distribution(
     scaled = (logits - top.values) / torch.where(is_greedy, 1.0, temperature)
     # The largest term is exp(0), so nothing overflows.
     p = torch.where(is_greedy, one_hot, scaled.softmax(dim=-1))
-    if kind == PLAIN:
+    if path == PLAIN:
         return p
     filtered = p
     is_filtered = torch.zeros_like(is_greedy)
@@ -229,9 +229,9 @@ def distribution(
     return torch.where(is_filtered & ~is_greedy, filtered / total, p)
 
 
-def common_kind(owners: Iterable) -> str:
-    """The kind whose code serves all of these samplings or requests."""
-    return max((owner.kind for owner in owners), key=KINDS.index)
+def common_path(owners: Iterable) -> str:
+    """The path whose code serves all of these samplings or requests."""
+    return max((owner.path for owner in owners), key=PATHS.index)
 
 
 def _bits(p: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _threshold(bits: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def draw(
     p: Tensor,
     noise: Tensor,
-    kind: str = PLAIN,
+    path: str = PLAIN,
 ) -> Tensor:
     """Inverse-CDF draw: p (..., V), noise (...) uniform in [0, 1) -> ids (...) int64; INVALID where
     p is NaN.
@@ -279,7 +279,7 @@ def draw(
     neither there nor in the total: a parallel scan may round equal sums differently, which must not
     draw an impossible token, or none. A greedy distribution has one possible id, and takes no sum.
     """
-    if kind == GREEDY:
+    if path == GREEDY:
         top, token = p.max(dim=-1)
         return torch.where(top > 0, token, INVALID)
     cumulative = torch.where(p > 0, p.cumsum(dim=-1), p)  # 0 stays 0, NaN stays NaN

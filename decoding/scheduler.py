@@ -65,9 +65,9 @@ class Request(RequestStatistics):
     short_length: float = math.inf
 
     @property
-    def kind(self) -> str:
-        """The kind of its sampling, or the one whose code also reads masks."""
-        return self.sampling.kind if self.grammar is None else PENALIZED
+    def path(self) -> str:
+        """The path of its sampling, or the one whose code also reads masks."""
+        return self.sampling.path if self.grammar is None else PENALIZED
 
     @property
     def num_positions(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import decoding.sampling as sampling
 from decoding.logits import apply_masks, penalize, top_logprobs
-from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_kind
+from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_path
 from tp import ALONE, Ranks
 
 NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
@@ -26,8 +26,8 @@ class State(nn.Module):
     """B slots of S positions in fixed tensors. Steps read and write them in place, so a replayed
     step needs nothing from the host. A row_view of a State is a State of a range of slots.
 
-    `kind` selects the code that serves the samplings of all rows; everything else may change
-    without compiling. With several ranks, rank 0's decisions enter every rank's state.
+    `sampling_path` selects the code that serves the samplings of all rows; everything else may
+    change without compiling. With several ranks, rank 0's decisions enter every rank's state.
     logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that tokens are
     drawn from. `logprobs`: the number of top tokens to record for each token, or None.
     return_logprobs turns recording off for a while; it selects code too.
@@ -49,9 +49,9 @@ class State(nn.Module):
         self.vocab_size = vocab_size
         self.num_top_logprobs = logprobs
         self.return_logprobs = logprobs is not None
-        self.kind = GREEDY
+        self.sampling_path = GREEDY
         self.broadcast = ranks.broadcast
-        self.parking = S
+        self.parked_pos = S
         self.verifies_blocks = True  # see speculative.accept
         self.k = 0  # for drafters: tokens to draft in this round
         self.length = 0  # for drafters: positions filled after the round
@@ -115,7 +115,7 @@ class State(nn.Module):
     def prepare_step(self, requests: Sequence[tuple[int, object]]) -> None:
         """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks
         of their grammars."""
-        self.kind = common_kind(request for _, request in requests)
+        self.sampling_path = common_path(request for _, request in requests)
         self.all_draft = all(request.draft for _, request in requests)
         self.constrained = [
             (row, request) for row, request in requests if request.grammar is not None
@@ -142,7 +142,7 @@ class State(nn.Module):
     def park(self, slot: int) -> None:
         """Let steps skip this slot. They still write its keys and values, behind all attended
         positions."""
-        self.pos[slot].fill_(self.parking)
+        self.pos[slot].fill_(self.parked_pos)
         self.done[slot].fill_(True)
 
     def process_logits(
@@ -152,7 +152,7 @@ class State(nn.Module):
     ) -> Tensor:
         """logits (B, T, V) at pos (B, T) as tokens are drawn from them: masked, penalized, then
         processed."""
-        if self.kind == PENALIZED:
+        if self.sampling_path == PENALIZED:
             logits = apply_masks(logits, self.masks[:, : logits.size(1)])
         return self.process_draft_logits(logits, pos)
 
@@ -164,7 +164,7 @@ class State(nn.Module):
         """A draft's logits (B, T, V) at pos (B, T) as its tokens are drawn from them: penalized,
         and processed where the draft has the target's vocabulary, so that it proposes what the
         target may accept."""
-        if self.kind == PENALIZED:
+        if self.sampling_path == PENALIZED:
             logits = penalize(
                 logits, self.tokens, pos, self.prompt_length, self.values, self.biases
             )
@@ -184,7 +184,7 @@ class State(nn.Module):
             return
         T = tokens.size(1)
         index = tokens.clamp(min=0)[..., None]  # (B, T, 1)
-        p = sampling.distribution(processed, self.kind, self.values)  # (B, T, V)
+        p = sampling.distribution(processed, self.sampling_path, self.values)  # (B, T, V)
         self.top_logprobs[:, :T] = top_logprobs(logits, tokens, self.num_top_logprobs)
         self.token_probs.zero_()
         self.token_probs[:, :T, 0] = p.gather(2, index)[..., 0]

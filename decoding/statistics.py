@@ -40,7 +40,7 @@ class RequestStatistics:
 
     started: float = 0.0  # time.perf_counter as it took a slot
     num_reused: int = 0  # positions of its prompt that another request had computed
-    prefill_marks: list[tuple] = field(default_factory=list)  # (begin, end) of each chunk
+    prefill_times: list[tuple] = field(default_factory=list)  # (begin, end) of each chunk
     prefill_s: float = 0.0
     ttft_s: float = 0.0  # from `started` to the first token
     decode_s: float = 0.0

@@ -1,6 +1,6 @@
 """Before the first request: compile every step that will run, and measure the cost of steps.
 
-    warm_up         compile and, on a GPU, record the steps of one kind of sampling
+    warm_up         compile and, on a GPU, record the steps of one sampling path
     calibrate       seconds of a plain step, of drafting and of verifying
 
 This file knows an engine's rows and steps, and no request. Both functions empty the slots at their
@@ -37,20 +37,21 @@ def steps_to_compile(engine) -> Iterable[tuple[int, int, int]]:
 
 
 @torch.inference_mode()
-def warm_up(engine, kind: str) -> float:
-    """Compile the engine's steps for `kind` and run them at every length of a CUDA graph. Compile
-    prompts, short and long, at the start, later, and beyond a sliding window. Returns seconds."""
+def warm_up(engine, path: str) -> float:
+    """Compile the engine's steps for a sampling path and run them at every length of a CUDA graph.
+    Compile prompts, short and long, at the start, later, and beyond a sliding window. Returns
+    seconds."""
     start = time.perf_counter()
     if engine.compile_prompts:
         warm_up_prompts(engine)
     num_runs = 3 if engine.runner.uses_cuda_graphs else 1  # CUDA graphs: warm up, record, replay
     for num_rows, length, k in steps_to_compile(engine):
         rows = engine.rows(0, num_rows)
-        rows.state.kind = kind
+        rows.state.sampling_path = path
         rows.state.pos.zero_()
         rows.state.done.fill_(True)
         for _ in range(num_runs):
-            engine.draft_lag = 1
+            engine.max_draft_lag = 1
             engine.run(rows, max(1, length - k), k)
     synchronize(engine.device)
     engine.clear()
@@ -104,20 +105,20 @@ def costs_of_rows(
     state = rows.state
     state.pos.fill_(length - 1)
     state.done.fill_(True)
-    state.kind = sampling.kind
+    state.sampling_path = sampling.path
     state.values.copy_(sampling.values)
     V = engine.model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
     def run_step(k: int) -> tuple[float, float]:
         """Seconds of drafter and target, over new tokens: experts' costs depend on them."""
-        engine.draft_lag = 0
+        engine.max_draft_lag = 0
         tokens = torch.randint(V, state.tokens.shape, generator=generator)
         drafted = torch.randint(V, (num_rows, k), generator=generator)  # (B, k)
         state.tokens.copy_(tokens)
         drafted = drafted.to(engine.device)
         synchronize(engine.device)
-        step = engine.run(rows, length, k, other=drafted)
+        step = engine.run(rows, length, k, forced_tokens=drafted)
         synchronize(engine.device)
         return step_times(step)
 

@@ -151,7 +151,7 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         tokens = torch.where(steps == 0, last, self.model.dflash.mask)  # (B, W)
         # The blocks of parked rows go behind all positions of this cache, where nothing attends to
         # them.
-        begin = torch.where(pos < state.parking, pos, self.runner.S)
+        begin = torch.where(pos < state.parked_pos, pos, self.runner.S)
         h = self.model.block_hidden(tokens, begin + steps, caches)  # (B, W, D)
         self.draw(state, h[:, 1 : K + 1], pos + steps[1 : K + 1])
 

@@ -54,7 +54,7 @@ class AuxHiddenStates(nn.Module):
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
         return self.x[row, pos.clamp(max=self.x.size(1) - 1)]
 
-    def at(
+    def views(
         self,
         rows: int | slice | list[int],
         begin: int,

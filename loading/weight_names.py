@@ -37,16 +37,16 @@ INNER = {
 def sources(family: str, name: str) -> list[str]:
     """Hugging Face tensor names behind one parameter: 'layers.3.ffn.gate_up.weight' -> gate's and
     up's."""
-    module, kind = name.rsplit(".", 1)
+    module, part = name.rsplit(".", 1)
     if module in OUTER:
-        return [f"{source}.{kind}" for source in OUTER[module]]
+        return [f"{source}.{part}" for source in OUTER[module]]
     _, layer, module = module.split(".", 2)
     expert = ""
     if module.startswith("ffn.experts."):
         _, _, expert, matrix = module.split(".")
         module = f"ffn.experts.{matrix}"
     names = FAMILIES[family].names.get(module) or INNER[module]
-    return [f"model.layers.{layer}.{source.format(expert)}.{kind}" for source in names]
+    return [f"model.layers.{layer}.{source.format(expert)}.{part}" for source in names]
 
 
 def pieces(

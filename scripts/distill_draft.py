@@ -96,7 +96,7 @@ def measure_costs(target: Transformer, kind: Kind, args, dtype: torch.dtype) -> 
     compile = device.type == "cuda" if args.compile is None else args.compile
     engine = Engine(target, 1, args.context, compile=compile, drafter=drafter, speculate_k="auto")
     if compile:
-        engine.warm_up(sampling.kind)
+        engine.warm_up(sampling.path)
     return engine.calibrate(sampling, args.context // 2, rounds=15)
 
 

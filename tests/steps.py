@@ -21,7 +21,7 @@ def prefill_all(engine, prompts, max_new_tokens: int, sampling, seeds=None, stop
         )
     while (request := engine.next_prompt()) is not None:
         engine.prefill(request)
-    engine.rows(0, engine.batch_size).state.kind = sampling.kind
+    engine.rows(0, engine.batch_size).state.sampling_path = sampling.path
 
 
 @torch.inference_mode()
@@ -44,6 +44,6 @@ def start_all_alike(
     for x in slot_tensors(engine.runners, slice(None), 0, n).values():
         x.copy_(x[:1].clone().expand_as(x))
     state.pos.fill_(n - 1), state.done.fill_(False)
-    rows.state.kind = sampling.kind
+    rows.state.sampling_path = sampling.path
     decide(rows.state, engine.model.head(h).expand(engine.batch_size, -1))
     engine.result(rows, k=0)

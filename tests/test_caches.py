@@ -21,7 +21,14 @@ from cli.flags import parse_args
 from cli.main import run
 from cli.report import position_bytes
 from decoding.engine import Engine
-from decoding.kv_8bit import KINDS, Fp8Cache, Int8Cache, attend_codes, hadamard, quantize_and_attend
+from decoding.kv_8bit import (
+    CACHE_TYPES,
+    Fp8Cache,
+    Int8Cache,
+    attend_codes,
+    hadamard,
+    quantize_and_attend,
+)
 from decoding.runner import clear_positions
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
@@ -308,7 +315,7 @@ def test_any_number_of_queries_leaves_the_same_codes(kind):
             [
                 x.clone()
                 for layer in engine.runner.caches.layers
-                for x in layer.at(slice(1), 0, 70).values()
+                for x in layer.views(slice(1), 0, 70).values()
             ]
         )
     for other in found[1:]:
@@ -454,17 +461,19 @@ def test_16_bit_windows_meet_codes_too(folder_of, monkeypatch):
     assert (found[0] - found[1]).square().mean().sqrt() / found[1].std() < 0.05
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHE_TYPES)
 def test_bytes_are_those_held(kind, folder_of):
     model = load_model(folder_of("llama-3"), dtype=torch.bfloat16)
 
     def held(n: int) -> int:
-        parts = [layer.named_buffers() for layer in model.make_caches(1, n, KINDS[kind]).layers]
+        parts = [
+            layer.named_buffers() for layer in model.make_caches(1, n, CACHE_TYPES[kind]).layers
+        ]
         return sum(x.nbytes for name, x in itertools.chain(*parts) if name != "rotation")
 
-    assert sum(position_bytes(model, KINDS[kind]).values()) == held(8) - held(7)
+    assert sum(position_bytes(model, CACHE_TYPES[kind]).values()) == held(8) - held(7)
     E = 64
-    ratio = KINDS[kind].position_bytes(4, E, torch.bfloat16) / KVCache.position_bytes(
+    ratio = CACHE_TYPES[kind].position_bytes(4, E, torch.bfloat16) / KVCache.position_bytes(
         4, E, torch.bfloat16
     )
     assert ratio == (1 if kind == "model" else (E + 4) / (2 * E))
@@ -518,7 +527,7 @@ def test_rows_take_what_one_row_computed():
     engine = Engine(demo(), 3, 100, cache_type=Int8Cache)
     rows_of(demo(), [[*common, 7], [*common, 9, 8], [*common, 5]], engine=engine, max_new_tokens=3)
     for layer in engine.runner.caches.layers:
-        first, *others = (layer.at(row, 0, len(common)) for row in range(3))
+        first, *others = (layer.views(row, 0, len(common)) for row in range(3))
         assert set(first) == {"k", "v", "k_scale", "v_scale"} and all(
             x.any() for x in first.values()
         )

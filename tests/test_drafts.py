@@ -446,7 +446,7 @@ LAWS = ["pard", "eagle, fewer ids", "dflash", "shared"]
 def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     model = tiny(3)
     counts = sequences(
-        model, tiny_drafter(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1
+        model, tiny_drafter(kind, model), sampling, k, runs=4 if sampling.path == "plain" else 1
     )
     assert p_value(counts, joint_law(model, LONG_PROMPT, TAIL, sampling)) > 1e-6
 

@@ -41,7 +41,7 @@ def start(state: State, prompts: list[list[int]], max_new_tokens: int, stop_ids=
 def compiled_engine(folder, batch_size: int, length: int, samplings=KINDS) -> Engine:
     engine = Engine(load_model(folder, dtype=torch.float32), batch_size, length, compile=True)
     for sampling in samplings:
-        engine.warm_up(sampling.kind)
+        engine.warm_up(sampling.path)
     return engine
 
 
@@ -442,7 +442,12 @@ def test_one_width_is_one_width(folder_of, drafter):
     model.hidden = watched
     longest = max(map(len, PROMPTS)) + 9
     engine = Engine(
-        model, len(PROMPTS), longest, drafter=drafter and drafter(), speculate_k=3, one_width=True
+        model,
+        len(PROMPTS),
+        longest,
+        drafter=drafter and drafter(),
+        speculate_k=3,
+        fixed_width_steps=True,
     )
     assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=9) == want
     assert {*widths} - {8} == {4} and engine.drafts == (drafter is not None)
@@ -455,8 +460,8 @@ def test_an_engine_refuses_what_no_step_can_do(text_folder):
         ValueError, match=f"logprobs = {V + 1} is more than the {V} tokens that there are"
     ):
         Engine(model, 1, 40, logprobs=V + 1)
-    with pytest.raises(ValueError, match="one_width needs a speculate_k that is a number"):
-        Engine(model, 1, 40, one_width=True, speculate_k="auto")
+    with pytest.raises(ValueError, match="fixed_width_steps needs a speculate_k that is a number"):
+        Engine(model, 1, 40, fixed_width_steps=True, speculate_k="auto")
 
 
 def test_no_temperature_is_the_neutral_one_for_every_draft(text_folder):

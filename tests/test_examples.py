@@ -252,7 +252,7 @@ assert rows[:3] == [typical, usual, usual] and typical != usual != rows[3], rows
 request = read_request({"prompt": "a", "typical_p": 0.25}, False, "m", Sampling(0.5, top_p=0.9))
 assert (
     request.sampling == Sampling(0.5, top_p=0.9, typical_p=0.25)
-    and request.sampling.kind == "filtered"
+    and request.sampling.path == "filtered"
 )
 with pytest.raises(Refusal, match="typical_p = 2.0 must lie in"):
     read_request({"prompt": "a", "typical_p": 2}, False, "m", Sampling())

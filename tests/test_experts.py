@@ -318,8 +318,8 @@ def test_gptq_of_experts(folder_of, story_tokenizer, tmp_path):
 # ----------------------------------------------------------------------------------- a GPU's form
 
 
-def stacked(layer: SparseMoE) -> packed.StackedMixture:
-    return packed.StackedMixture(copy.deepcopy(layer.experts))
+def stacked(layer: SparseMoE) -> packed.StackedExperts:
+    return packed.StackedExperts(copy.deepcopy(layer.experts))
 
 
 @pytest.mark.parametrize("has_grouped_product", [False, True], ids=["any expert", "grouped"])
@@ -408,7 +408,7 @@ def test_packing_twice_and_hooks(folder_of):
     forms = [layer.ffn.experts for layer in model.layers]
     pack_model(model)
     assert forms == [layer.ffn.experts for layer in model.layers]
-    assert all(isinstance(form, packed.HostMixture) for form in forms)
+    assert all(isinstance(form, packed.HostExperts) for form in forms)
     assert torch.allclose(logits(model), want, atol=1e-5) and len(seen) == 2
     with pytest.raises(ValueError, match="packed"):
         quantized_copy(model, "int8")
@@ -457,7 +457,7 @@ def test_calibration_verifies_tokens_that_differ(folder_of):
         lambda _, args, y: distinct.append((args[0].numel(), len(args[0].unique())))
     )
     first.register_forward_hook(
-        lambda own, args, y: chosen.append(len(own.mixture.route(args[1])[0].unique()))
+        lambda own, args, y: chosen.append(len(own.module.route(args[1])[0].unique()))
     )
     Engine(model, 1, 64, drafter=NgramDraft(), speculate_k=5).calibrate(Sampling(0), 20)
     rounds = [
@@ -485,7 +485,7 @@ def test_compiled_steps_route_without_compiling_anew(family, scheme, folder_of):
         else {"compile_prompts": False}
     )
     engine = Engine(model, 2, 96, compile=True, **options)
-    engine.warm_up(Sampling(0).kind)
+    engine.warm_up(Sampling(0).path)
     prompts, found = [[5, 9, 5, 9, 5], [7, 80, 3]], []
     options = {"sampling": Sampling(0), "max_new_tokens": 40}
     for own in (engine, Engine(model, 2, 96)):

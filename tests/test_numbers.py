@@ -80,7 +80,7 @@ def defined(logits: Tensor, sampling: Sampling) -> Tensor:
     out = []
     for row in logits.double().tolist():
         top = max(row)
-        if sampling.kind == GREEDY:
+        if sampling.path == GREEDY:
             out.append([float(i == row.index(top)) for i in range(len(row))])
             continue
         weights = [math.exp(max((x - top) / sampling.temperature, -1e3)) for x in row]
@@ -116,10 +116,10 @@ def test_distributions_and_draws_at_the_ends(sampling, dtype):
         noise = torch.full((len(p),), u)
         token = sampling.sample(logits, noise)
         assert (
-            torch.equal(token, draw(p, noise, sampling.kind))
+            torch.equal(token, draw(p, noise, sampling.path))
             and (p.gather(1, token[:, None]) > 0).all()
         )
-        if sampling.kind == GREEDY:
+        if sampling.path == GREEDY:
             assert token.tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
@@ -162,7 +162,7 @@ def test_no_finite_logit_is_no_distribution(dtype):
     for sampling in SAMPLINGS:
         assert sampling.sample(logits, torch.full((3,), 0.5)).tolist() == [INVALID] * 3
         assert (
-            draw(sampling.probs(logits), torch.full((3,), 0.5), sampling.kind).tolist()
+            draw(sampling.probs(logits), torch.full((3,), 0.5), sampling.path).tolist()
             == [INVALID] * 3
         )
 

@@ -199,9 +199,9 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
         limit = torch.maximum(w.abs() * 2**-4, limit)
     elif scheme == "nvfp4":
         # an element's half step, and what lies beyond 6 where the scale was rounded down
-        scale = parts["scale"].float() / parts["whole"][:, None]
+        scale = parts["scale"].float() / parts["global_scale"][:, None]
         top = w.unflatten(1, (-1, 16)).abs().amax(-1)
-        assert (scale <= top / 6 * (1 + 2**-4) + 2**-9 / parts["whole"][:, None]).all()
+        assert (scale <= top / 6 * (1 + 2**-4) + 2**-9 / parts["global_scale"][:, None]).all()
         limit = torch.maximum(w.abs() * 2**-2, scale.repeat_interleave(16, 1) / 4)
         return limit + (top * 2**-4).repeat_interleave(16, 1) + 1e-30
     elif scheme.startswith("fp8"):
@@ -383,11 +383,11 @@ def test_chunks_change_nothing(scheme, monkeypatch):
     """Large matrices go through a chunk of rows at a time, the last one smaller; packed int4
     through whole blocks."""
     linear, x, many = biased_linear(40, torch.float32), torch.randn(3, 256), torch.randn(300, 256)
-    whole = QuantizedLinear.from_float(linear, scheme)
-    want = packed(linear, scheme)(x), packed(linear, scheme)(many), whole.dequantized(torch.float32)
+    full = QuantizedLinear.from_float(linear, scheme)
+    want = packed(linear, scheme)(x), packed(linear, scheme)(many), full.dequantized(torch.float32)
     monkeypatch.setattr(formats, "CHUNK_WEIGHTS", 256 * 7)
     chunked = QuantizedLinear.from_float(linear, scheme)
-    for name, part in whole.parts().items():
+    for name, part in full.parts().items():
         assert torch.equal(part.view(torch.uint8), chunked.parts()[name].view(torch.uint8)), name
     got = (
         packed(linear, scheme)(x),
@@ -448,31 +448,31 @@ def test_shards_put_together_are_the_whole(scheme):
     """Both dimensions, 2 and 4 parts: stored parts join to the original's, products add up or
     join."""
     linear = torch.nn.Linear(512, 64).requires_grad_(False)
-    whole = QuantizedLinear.from_float(linear, scheme)
+    full = QuantizedLinear.from_float(linear, scheme)
     x = torch.randn(3, 512)
     for world in (2, 4):
-        rows, columns = ([whole.shard(dim, rank, world) for rank in range(world)] for dim in (0, 1))
-        for name, part in whole.parts().items():
+        rows, columns = ([full.shard(dim, rank, world) for rank in range(world)] for dim in (0, 1))
+        for name, part in full.parts().items():
             assert torch.equal(torch.cat([shard.parts()[name] for shard in rows]), part)
             if part.dim() > 1:
                 assert torch.equal(torch.cat([shard.parts()[name] for shard in columns], 1), part)
         for shard in (*rows, *columns):
             shard.pack()
-        assert torch.allclose(torch.cat([shard(x) for shard in rows], -1), whole(x), atol=1e-4)
+        assert torch.allclose(torch.cat([shard(x) for shard in rows], -1), full(x), atol=1e-4)
         pieces = x.chunk(world, 1)
         assert torch.allclose(
-            sum(shard(piece) for shard, piece in zip(columns, pieces)), whole(x), atol=1e-4
+            sum(shard(piece) for shard, piece in zip(columns, pieces)), full(x), atol=1e-4
         )
     if FORMATS[scheme].group:
         with pytest.raises(
             ValueError, match=r"512 cannot be divided into 64 shards of full groups of"
         ):
-            whole.shard(1, 0, 64)
+            full.shard(1, 0, 64)
     with pytest.raises(ValueError, match="64 cannot be divided into 3"):
-        whole.shard(0, 0, 3)
-    whole.pack()
+        full.shard(0, 0, 3)
+    full.pack()
     with pytest.raises(ValueError, match="a packed model cannot be sharded"):
-        whole.shard(0, 0, 2)
+        full.shard(0, 0, 2)
 
 
 # ----------------------------------------------------------------------------------------- models

@@ -959,7 +959,7 @@ def test_a_mixed_batch_is_each_row_alone(draft, folder_of):
         )
         if sampling.temperature == 0:
             assert texts_of(model, [prompt], [sampling]) == [row], sampling
-        if sampling.kind == "penalized":
+        if sampling.path == "penalized":
             neutral = Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
             assert texts_of(model, [prompt], [neutral], drafter=DRAFTS[draft](model)) != [row], (
                 sampling
@@ -974,13 +974,13 @@ def test_penalties_come_and_go_without_compiling(draft, logprobs, folder_of):
     log-probabilities are recorded. Filters alone are left out: their code is part of the penalised
     kind's, and takes long to compile."""
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
-    samplings = [sampling for sampling in MIXED if sampling.kind != "filtered"]
+    samplings = [sampling for sampling in MIXED if sampling.path != "filtered"]
     prompts, timings = mixed_prompts(len(samplings)), [Timing(), Timing()]
     drafted = {"drafter": DRAFTS[draft](model), "logprobs": logprobs}
     eager = texts_of(model, prompts, samplings, timing=timings[0], **drafted)
     plain = texts_of(model, prompts, samplings)
     engine = Engine(model, 3, 80, speculate_k=3, compile=True, compile_prompts=False, **drafted)
-    for kind in {sampling.kind for sampling in samplings}:
+    for kind in {sampling.path for sampling in samplings}:
         engine.warm_up(kind)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert texts_of(model, prompts, samplings, engine=engine, timing=timings[1]) == eager

@@ -15,7 +15,7 @@ from test_rounding import SHAPE, large_numbers
 
 import decoding.kv_8bit as caches
 from decoding.engine import Engine
-from decoding.kv_8bit import KINDS
+from decoding.kv_8bit import CACHE_TYPES
 from decoding.sampling import Sampling
 from drafts.ngram import NgramDraft
 from generate import generate
@@ -58,7 +58,7 @@ def alone(
     weights: str, kind: str, number: int, sampling: Sampling
 ) -> tuple[list[int], list[torch.Tensor]]:
     """A prompt's text, plain, and what its positions left in the caches."""
-    engine = Engine(model_of(weights), 1, S, cache_type=KINDS[kind])
+    engine = Engine(model_of(weights), 1, S, cache_type=CACHE_TYPES[kind])
     (text,) = rows_of(engine, [number], sampling)
     return text, left_behind(engine, 0, number)
 
@@ -68,7 +68,7 @@ def left_behind(engine: Engine, row: int, number: int) -> list[torch.Tensor]:
     return [
         x.clone()
         for layer in engine.runner.caches.layers
-        for x in layer.at(slice(row, row + 1), 0, end).values()
+        for x in layer.views(slice(row, row + 1), 0, end).values()
     ]
 
 
@@ -79,7 +79,7 @@ def check_batch(weights: str, kind: str, k: int, numbers: list[int], sampling: S
         model_of(weights),
         len(numbers),
         S,
-        cache_type=KINDS[kind],
+        cache_type=CACHE_TYPES[kind],
         drafter=drafter_of(k),
         speculate_k=k,
     )

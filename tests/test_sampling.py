@@ -176,7 +176,7 @@ def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
         assert sampling.is_greedy and torch.equal(sampling.probs(logits), greedy), sampling
         for u in (0.0, 0.5, 1 - 2**-24):
             assert sampling.sample(logits, torch.full((4,), u)).tolist() == [1, 0, 3, 1]
-    assert Sampling(0.8, top_k=1).kind == program.GREEDY
+    assert Sampling(0.8, top_k=1).path == program.GREEDY
     others = [Sampling(0), Sampling(1.0), Sampling(0.7, top_k=2), Sampling(1.0, top_k=0, top_p=0.5)]
     samplings = [sampling for pair in zip(ONE, others * 5) for sampling in pair]
     for kind in (program.FILTERED, program.PENALIZED):
@@ -187,7 +187,7 @@ def test_a_top_k_of_one_is_greedy_and_larger_ones_keep_ties():
             )
             for p, sampling in zip(together, samplings):
                 assert torch.equal(p, sampling.probs(row)), sampling
-    plain = [sampling for sampling in samplings if sampling.kind in (program.GREEDY, program.PLAIN)]
+    plain = [sampling for sampling in samplings if sampling.path in (program.GREEDY, program.PLAIN)]
     together = program.distribution(
         logits[0].expand(len(plain), -1),
         program.PLAIN,

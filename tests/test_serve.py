@@ -1015,7 +1015,7 @@ def test_keys_of_other_servers_at_their_defaults_change_nothing():
         )
         for request, plain in ((asked, chat), (completed, text)):
             assert (
-                request.sampling.kind == plain.sampling.kind and request.sampling.temperature == 0.5
+                request.sampling.path == plain.sampling.path and request.sampling.temperature == 0.5
             )
             assert (
                 request.prompts == plain.prompts and not request.stop and not request.stop_token_ids

@@ -264,7 +264,7 @@ def test_a_broken_admission_is_caught(model_of, monkeypatch, broken):
         monkeypatch.setattr(program.State, "park", lambda self, slot: self.done[slot].fill_(False))
     else:
         monkeypatch.setattr(
-            decoding.state, "common_kind", lambda requests: next(iter(requests)).kind
+            decoding.state, "common_path", lambda requests: next(iter(requests)).path
         )
     wrong = set()
     for seed in (7, 13):

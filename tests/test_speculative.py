@@ -368,7 +368,7 @@ def joint_law(model: Transformer, prompt: list[int], n: int, sampling: Sampling)
     with torch.inference_mode():
         logits = model(tokens, torch.arange(tokens.size(1)))[:, len(prompt) - 1 : -1]  # (V^n, n, V)
     logits = logits.clone()
-    if sampling.kind == PENALIZED:
+    if sampling.path == PENALIZED:
         # V^(n - i) rows in a row share their first i tokens, and with them the next one's law
         for i in range(n):
             for rows in torch.arange(len(tails)).split(V ** (n - i)):
@@ -402,7 +402,7 @@ def sequences(model, drafter, sampling: Sampling, k, runs: int = 4, **options) -
     its own."""
     V, counts = model.config.vocab_size, 0
     begin, end = len(LONG_PROMPT), len(LONG_PROMPT) + TAIL
-    rows = ROWS if sampling.kind == "plain" else FILTERED_ROWS
+    rows = ROWS if sampling.path == "plain" else FILTERED_ROWS
     engine = Engine(model, rows, end, drafter=drafter, speculate_k=k, **options)
     for seed in range(0, ROWS * runs, rows):
         start_all_alike(engine, LONG_PROMPT, TAIL, sampling, seeds=list(range(seed, seed + rows)))
@@ -453,7 +453,7 @@ def test_sequences_have_the_targets_joint_law(kind, sampling, k):
     leave fewer outcomes) against all 1,024 probabilities."""
     model = tiny(3)
     counts = sequences(
-        model, drafter_of(kind, model), sampling, k, runs=4 if sampling.kind == "plain" else 1
+        model, drafter_of(kind, model), sampling, k, runs=4 if sampling.path == "plain" else 1
     )
     law = joint_law(model, LONG_PROMPT, TAIL, sampling)
     assert p_value(counts, law) > 1e-6

@@ -266,15 +266,20 @@ def test_look_ups_are_time_of_the_steps_and_of_the_drafter():
 
 
 def test_no_draft_of_the_slots_last_request_is_left():
-    """With one_width a round runs where nothing is drafted: it must not find the draft of another
-    text."""
+    """With fixed_width_steps a round runs where nothing is drafted: it must not find the draft of
+    another text."""
     # of the second prompt; one of them ends where the first request's draft began
     for length in range(19, 28):
         records = []
         for prompts in ([[9, 8, 7] * 6, [*range(20, 20 + length)]], [[*range(20, 20 + length)]]):
             model = tiny(3, vocab_size=60, max_seq_length=64)
             engine = Engine(
-                model, 1, 60, drafter=SuffixDraft(pool_tokens=0), speculate_k=3, one_width=True
+                model,
+                1,
+                60,
+                drafter=SuffixDraft(pool_tokens=0),
+                speculate_k=3,
+                fixed_width_steps=True,
             )
             for prompt in prompts:
                 favourite = (

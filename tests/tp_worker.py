@@ -13,7 +13,7 @@ from steps import token_records
 
 from cli.report import RowStatistics
 from decoding.engine import Engine
-from decoding.kv_8bit import KINDS
+from decoding.kv_8bit import CACHE_TYPES
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.ngram import NgramDraft
@@ -131,10 +131,10 @@ def run_case(case: dict, ranks: Ranks = ALONE) -> dict:
             )
     n, sampling = case.get("tokens", 64), Sampling(**case.get("sampling", {"temperature": 0}))
     compile, k = case.get("compile", False), case.get("k", 3)
-    kind = KINDS[case.get("cache", "model")]
+    kind = CACHE_TYPES[case.get("cache", "model")]
     engine = Engine(model, 2, 96, compile=compile, drafter=drafter, speculate_k=k, cache_type=kind)
     if compile:
-        engine.warm_up(sampling.kind)
+        engine.warm_up(sampling.path)
     if k == "auto":
         engine.calibrate(sampling, 10)
     found: list[list[int]] = [[], []]

@@ -43,7 +43,7 @@ GPU_OPTIONS = {"coordinate_descent_tuning": True, **ONE_KERNEL}
 # without them.
 UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 
-MAX_VARIANTS = 256  # compiled variants of one function: engines, kinds of sampling, draft lengths
+MAX_VARIANTS = 256  # compiled variants of one function: engines, sampling paths, draft lengths
 CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 LIBRARY = torch.library.Library("quickdraft", "FRAGMENT")  # operators that take a handle
@@ -66,8 +66,8 @@ def module_of(handle: Tensor) -> nn.Module:
 
 
 def recompile_options() -> dict[str, bool]:
-    """Arguments of `torch.compile` for a function that is compiled anew for each engine, kind and
-    draft length.
+    """Arguments of `torch.compile` for a function that is compiled anew for each engine, sampling
+    path and draft length.
 
     torch keeps compiled code per function and stops at eight variants. torch 2.13 can keep it per
     call; older versions get a higher limit, and `compile_options` adds an option that differs from

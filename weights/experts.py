@@ -1,9 +1,9 @@
 """A layer's experts (model.Experts), packed for a device.
 
     pack_experts     replaces every Experts of a model, the last step of loading
-    HostMixture      on a CPU: runs the chosen experts one by one, a single operator for the
+    HostExperts      on a CPU: runs the chosen experts one by one, a single operator for the
                      compiler
-    StackedMixture   on a GPU: stacks the matrices of all experts; never waits for the host, never
+    StackedExperts   on a GPU: stacks the matrices of all experts; never waits for the host, never
                      recompiles
     Stack            one matrix of every expert, and the products of chosen experts
 
@@ -32,36 +32,36 @@ READ_FORMATS = (
     formats.Fp8,
 )
 
-LIBRARY.define("mixture(Tensor x, Tensor logits, Tensor handle) -> Tensor")
+LIBRARY.define("experts(Tensor x, Tensor logits, Tensor handle) -> Tensor")
 
 
-@torch.library.impl(LIBRARY, "mixture", "CPU")
-def _mixture(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
+@torch.library.impl(LIBRARY, "experts", "CPU")
+def _experts(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
     # Inductor chooses the inputs' strides.
-    return module_of(handle).mixture(x.contiguous(), logits.contiguous())
+    return module_of(handle).module(x.contiguous(), logits.contiguous())
 
 
-@torch.library.register_fake("quickdraft::mixture")
+@torch.library.register_fake("quickdraft::experts")
 def _like_x(x: Tensor, logits: Tensor, handle: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-class HostMixture(nn.Module):
+class HostExperts(nn.Module):
     """Experts for a CPU. Compiled code routes, weights and sums inside one operator, which finds
-    the mixture by its handle, so that a row has the same bits compiled or not, alone or in a
+    the experts by its handle, so that a row has the same bits compiled or not, alone or in a
     batch."""
 
     is_packed = True
 
-    def __init__(self, mixture: nn.Module):
+    def __init__(self, experts: nn.Module):
         super().__init__()
-        self.mixture = mixture
+        self.module = experts
         self.register_buffer("handle", register_handle(self), persistent=False)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch.ops.quickdraft.mixture(x, logits, self.handle)
-        return self.mixture(x, logits)
+            return torch.ops.quickdraft.experts(x, logits, self.handle)
+        return self.module(x, logits)
 
 
 class Stack(nn.Module):
@@ -183,24 +183,24 @@ def has_grouped_product(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-class StackedMixture(nn.Module):
+class StackedExperts(nn.Module):
     """Experts for a GPU."""
 
     is_packed = True
 
-    def __init__(self, mixture: nn.Module):
+    def __init__(self, experts: nn.Module):
         super().__init__()
-        self.gate_up = Stack([expert.gate_up for expert in mixture])
-        self.down = Stack([expert.down for expert in mixture])
+        self.gate_up = Stack([expert.gate_up for expert in experts])
+        self.down = Stack([expert.down for expert in experts])
         # The first expert stays, without its matrices, for its activation function.
-        del mixture[1:]
-        mixture[0].gate_up = mixture[0].down = None
-        self.mixture = mixture
+        del experts[1:]
+        experts[0].gate_up = experts[0].down = None
+        self.module = experts
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        top_experts, weight = self.mixture.route(logits)  # (N, k) each
+        top_experts, weight = self.module.route(logits)  # (N, k) each
         N, k = top_experts.shape
-        gated = self.mixture[0].gated
+        gated = self.module[0].gated
         expert = top_experts.flatten()  # (N * k,)
         if torch.compiler.is_compiling() and is_small_batch(N, MAX_KERNEL_ROWS):
             rows = x[:, None].expand(N, k, x.size(1))
@@ -210,8 +210,8 @@ class StackedMixture(nn.Module):
         else:
             order = expert.argsort(stable=True)
             expert = expert[order]
-            experts = torch.arange(logits.size(1), device=x.device)
-            group_ends = torch.searchsorted(expert, experts, right=True)  # (experts,)
+            expert_ids = torch.arange(logits.size(1), device=x.device)
+            group_ends = torch.searchsorted(expert, expert_ids, right=True)  # (experts,)
             group_ends = group_ends.to(torch.int32)
             rows = x[order // k]  # (N * k, D)
             y = self.gate_up.multiply_grouped(rows, group_ends, expert)
@@ -227,13 +227,13 @@ def pack_experts(model: nn.Module) -> None:
     """Replace each Experts, a module with a method `route`, by its packed form. On a GPU its
     Linears must not be packed yet; on a CPU they may be packed before or after."""
     for layer in model.modules():
-        mixture = getattr(layer, "experts", None)
-        if not hasattr(mixture, "route"):
+        experts = getattr(layer, "experts", None)
+        if not hasattr(experts, "route"):
             continue
-        device = next(mixture.parameters()).device
+        device = next(experts.parameters()).device
         on_host = device.type in ("cpu", "meta")
-        packed = HostMixture(mixture) if on_host else StackedMixture(mixture)
+        packed = HostExperts(experts) if on_host else StackedExperts(experts)
         # Tensor parallelism's collectives.
-        packed._forward_hooks.update(mixture._forward_hooks)
-        mixture._forward_hooks.clear()
+        packed._forward_hooks.update(experts._forward_hooks)
+        experts._forward_hooks.clear()
         layer.experts = packed

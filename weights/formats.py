@@ -328,7 +328,7 @@ class Mx(Packed):
 
 class NvFp4(Mx):
     """NVFP4: E2M1 elements in blocks of 16 inputs, w = element * (scale / whole). The scale is
-    E4M3. `whole` is the float32 global scale, one per matrix in other programs and one per row
+    E4M3. `global_scale` is a float32 number, one per matrix in other programs and one per row
     here, so that matrices can be stacked.
 
     Sources: NVIDIA's Transformer Engine; compressed-tensors, compressors/nvfp4 and
@@ -339,8 +339,8 @@ class NvFp4(Mx):
 
     def shapes(self, rows, columns):
         scale = ((rows, columns // self.group), torch.float8_e4m3fn)
-        whole = ((rows,), torch.float32)
-        return super().shapes(rows, columns) | {"scale": scale, "whole": whole}
+        global_scale = ((rows,), torch.float32)
+        return super().shapes(rows, columns) | {"scale": scale, "global_scale": global_scale}
 
     def quantize(self, w, row_max: Tensor | None = None):
         """`row_max` as in Symmetric."""
@@ -349,16 +349,16 @@ class NvFp4(Mx):
         if row_max is None:
             row_max = largest.amax(1)
         # (out,), replaced by 1 below where a tiny row_max would overflow.
-        whole = self.largest * Fp8.max_code / row_max
-        whole = torch.where(row_max > 1e-30, whole, 1.0)
-        scale = largest * whole[:, None] / self.largest
+        global_scale = self.largest * Fp8.max_code / row_max
+        global_scale = torch.where(row_max > 1e-30, global_scale, 1.0)
+        scale = largest * global_scale[:, None] / self.largest
         scale = scale.clamp(max=Fp8.max_code).to(torch.float8_e4m3fn)
-        step = divisor(self.group_scale({"scale": scale, "whole": whole}))
+        step = divisor(self.group_scale({"scale": scale, "global_scale": global_scale}))
         codes = self.encode(w / step[..., None])
-        return {"codes": self.packed(codes), "scale": scale, "whole": whole}
+        return {"codes": self.packed(codes), "scale": scale, "global_scale": global_scale}
 
     def group_scale(self, parts):
-        return parts["scale"].float() / parts["whole"][:, None]
+        return parts["scale"].float() / parts["global_scale"][:, None]
 
 
 FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES

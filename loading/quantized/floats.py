@@ -92,7 +92,7 @@ class Renamed:
         headers = {}
         for part, (shape, _) in FORMATS[self.format].shapes(m.rows, m.columns).items():
             name, types = self.names[part]
-            headers[name] = (shape_of_number(m, name) if part == "whole" else shape, types)
+            headers[name] = (shape_of_number(m, name) if part == "global_scale" else shape, types)
         return headers
 
     def scheme(self, matrices):
@@ -120,7 +120,7 @@ MXFP8 = {"codes": ("weight", ("F8_E4M3",)), "scale": EXPONENTS}
 NVFP4 = {
     "codes": ("weight_packed", BYTES),
     "scale": ("weight_scale", ("F8_E4M3",)),
-    "whole": ("weight_global_scale", ("F32",)),
+    "global_scale": ("weight_global_scale", ("F32",)),
 }
 
 # ModelOpt's NVFP4, whose weight_scale_2 multiplies instead. Our format divides by its float32
@@ -129,7 +129,7 @@ NVFP4 = {
 MODELOPT_NVFP4 = {
     "codes": ("weight", BYTES),
     "scale": ("weight_scale", ("F8_E4M3",)),
-    "whole": ("weight_scale_2", ("F32",)),
+    "global_scale": ("weight_scale_2", ("F32",)),
 }
 
 

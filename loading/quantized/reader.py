@@ -116,18 +116,18 @@ def tensor_reader(
 
 def compressed_tensors_config(format: Int8 | Fp8, has_head: bool) -> dict:
     """The quantization_config with which compressed-tensors reads a folder in `format`."""
-    kind = "float" if format.code_dtype.is_floating_point else "int"
+    element_type = "float" if format.code_dtype.is_floating_point else "int"
     weights = {
         "num_bits": 8,
-        "type": kind,
+        "type": element_type,
         "strategy": "channel",
         "symmetric": True,
         "dynamic": False,
     }
-    group = {"targets": ["Linear"], "format": f"{kind}-quantized", "weights": weights}
+    group = {"targets": ["Linear"], "format": f"{element_type}-quantized", "weights": weights}
     return {
         "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "format": f"{element_type}-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": [] if has_head else ["lm_head"],

@@ -57,7 +57,7 @@ from benchmarks.record import record
 from cli.errors import ending_plainly
 from cli.flags import DTYPES, Parser, positive
 from decoding.engine import Engine
-from decoding.kv_8bit import KINDS
+from decoding.kv_8bit import CACHE_TYPES
 from decoding.options import CACHE_NAMES
 from decoding.sampling import GREEDY, Sampling
 from decoding.scheduler import Request, common_prefix
@@ -261,7 +261,7 @@ def engine_of(
         compile=args.compile,
         drafter=drafter,
         speculate_k=row["k"],
-        cache_type=KINDS[row["kv_cache"]],
+        cache_type=CACHE_TYPES[row["kv_cache"]],
         logprobs=4 if is_mixed else None,
     )
 

@@ -441,7 +441,7 @@ def come_and_go(
 
 
 def is_scored(request: Request) -> bool:
-    return request.sampling.kind in (PLAIN, FILTERED)
+    return request.sampling.path in (PLAIN, FILTERED)
 
 
 # ------------------------------------------------------------------------------------------ score
@@ -581,7 +581,7 @@ def within_rounding(
     """Tokens of p = 0 (n, V) that a filter might keep if every logit were off by `slack`, and at
     most what probability they would have together (n,). Logits off by s move a mass below a cut by
     less than 2 s / temperature."""
-    if sampling.kind != FILTERED:
+    if sampling.path != FILTERED:
         return torch.zeros_like(p, dtype=torch.bool), torch.zeros_like(p[:, 0])
     moved = 2 * slack / sampling.temperature
     wide = dataclasses.replace(sampling, top_p=sampling.top_p and min(1.0, sampling.top_p + moved))
