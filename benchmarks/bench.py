@@ -50,7 +50,7 @@ from benchmarks.context import measure_context, measure_identical, measure_prefi
 from benchmarks.memory import measure_8b_load, measure_load, measure_tp
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s
 from benchmarks.plots import draw
-from benchmarks.record import one_of, publish, ratios, row
+from benchmarks.record import failed_row, one_of, publish, ratios, row
 from benchmarks.shapes import MOE, TINYLLAMA, config_json
 from benchmarks.tables import PAGES, fill
 from benchmarks.workers import READ_NOTE, interleave, quickdraft, race_rows, seconds_of
@@ -122,8 +122,9 @@ def compare_decode(
     """Rates of quickdraft's workers and their shares of the read bandwidth; ratios of the fastest
     one to every peer."""
     request = {"method": "decode", "steps": args.steps, "filled": FILLED}
-    answers, bandwidths = interleave(workers | peer_workers, args.rounds, request)
-    close(workers | peer_workers)
+    both = workers | peer_workers
+    answers, bandwidths = interleave(both, args.rounds, request, optional=peer_workers)
+    close(both)
     seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
     note = f"read bandwidth {statistics.median(bandwidths) / 1e9:.1f} GB/s in the same run"
     rows = [
@@ -136,7 +137,8 @@ def compare_decode(
     ]
     for name, values in seconds.items():
         id = name if name in workers else f"{format}.{name}"
-        rows.append(row(f"{shape}.{id}.tok_s", [1 / s for s in values], "tok/s", note))
+        rates = [1 / s for s in values]
+        rows.append(row(f"{shape}.{id}.tok_s", rates, "tok/s", note, same_work=True))
     best_name = fastest({name: seconds[name] for name in workers})
     shares = {name: shares_of(answers[name], bandwidths) for name in workers}
     rows += [
@@ -151,19 +153,15 @@ def compare_decode(
             f"{best_name}; {note}",
         )
     )
-    for peer in peer_workers:
-        ratio, settings = (
-            ratios(seconds[peer], seconds[best_name]),
-            answers[peer][0].get("settings", peer),
-        )
-        rows.append(
-            row(
-                f"{shape}.{format}.vs_{peer}",
-                ratio,
-                "ratio",
-                f"{best_name} against {settings}; {note}",
-            )
-        )
+    for peer, worker in peer_workers.items():
+        id = f"{shape}.{format}.vs_{peer}"
+        if worker.failure is not None:
+            rows.append(failed_row(id, worker.failure))
+            continue
+        settings = answers[peer][0].get("settings", peer)
+        ratio = ratios(seconds[peer], seconds[best_name])
+        comparison = f"{best_name} against {settings}; {note}"
+        rows.append(row(id, ratio, "ratio", comparison, same_work=True))
     return list({r["id"]: r for r in rows}.values())
 
 
@@ -242,7 +240,8 @@ def measure_prefill(args) -> list[dict]:
     }
     workers, rows = {**both_modes(TINYLLAMA, "bf16"), **peers(args, "prefill")}, []
     for length in (32, 128, 512):
-        answers, _ = interleave(workers, args.rounds, {"method": "prefill", "length": length})
+        request = {"method": "prefill", "length": length}
+        answers, _ = interleave(workers, args.rounds, request, optional=["transformers"])
         seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
         for name, values in seconds.items():
             rows.append(
@@ -250,7 +249,10 @@ def measure_prefill(args) -> list[dict]:
                     f"{prefixes[name]}.prefill{length}.tok_s", [length / s for s in values], "tok/s"
                 )
             )
-    if "transformers" in workers:
+    if "transformers" in workers and workers["transformers"].failure is not None:
+        failure = workers["transformers"].failure
+        rows.append(failed_row("1b.prefill512.vs_transformers", failure))
+    elif "transformers" in workers:
         best_name = fastest({name: seconds[name] for name in ("bf16", "bf16.compiled")})
         ratio = ratios(seconds["transformers"], seconds[best_name])
         note = f"512 tokens, {best_name} against transformers eager"

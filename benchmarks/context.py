@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from benchmarks.pipes import Worker, close
-from benchmarks.record import ratios, row
+from benchmarks.record import failed_row, ratios, row
 from benchmarks.shapes import TINYLLAMA, K, scheme_of
 from benchmarks.workers import interleave, median_step, quickdraft, seconds_of
 from cli.report import attended_bytes, position_bytes, weight_bytes
@@ -117,18 +117,23 @@ def measure_prefill8k(args) -> list[dict]:
         "transformers": Worker("benchmarks.peers", "transformers", shape),
         "llamacpp": Worker("benchmarks.peers", "llamacpp", shape, "BF16", str(PROMPT + 8)),
     }
-    answers, _ = interleave(workers, min(args.rounds, 3), {"method": "prefill", "length": PROMPT})
+    request = {"method": "prefill", "length": PROMPT}
+    peers = ("transformers", "llamacpp")
+    answers, _ = interleave(workers, min(args.rounds, 3), request, optional=peers)
     close(workers)
     seconds = {name: seconds_of(worker_answers) for name, worker_answers in answers.items()}
     rows = [
         row(f"1b.bf16.prefill8k.{name}_tok_s", [PROMPT / s for s in seconds[name]], "tok/s")
-        for name in workers
+        for name in seconds
     ]
     note = f"bf16, {PROMPT} tokens of the 1.1B shape, eager"
-    for peer in ("transformers", "llamacpp"):
-        rows.append(
-            row(f"prefill8k.vs_{peer}", ratios(seconds[peer], seconds["ours"]), "ratio", note)
-        )
+    for peer in peers:
+        id = f"prefill8k.vs_{peer}"
+        if workers[peer].failure is not None:
+            rows.append(failed_row(id, workers[peer].failure))
+            continue
+        ratio = ratios(seconds[peer], seconds["ours"])
+        rows.append(row(id, ratio, "ratio", note, same_work=True))
     return rows
 
 

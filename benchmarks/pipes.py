@@ -2,6 +2,7 @@
 line.
 
     Worker          the process, which waits at its pipe while the others run
+    WorkerFailed    it ended without an answer: the last line of its stderr, and where the rest is
     answer_lines    the loop inside it: a line names a method of an object, and has its arguments
     in_turn         the answers of several workers, A B A B …, after one uncounted round
     first_byte_s    seconds from starting a program to its first byte of output
@@ -14,44 +15,63 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
 
+class WorkerFailed(ValueError):
+    """A worker that ended without an answer."""
+
+
 class Worker:
-    """`python -m COMMAND`, started from the project's root."""
+    """`python -m COMMAND`, started from the project's root. Its stderr goes to a file, which is
+    kept if the worker fails."""
 
     def __init__(self, *command: str, env: dict[str, str] | None = None):
         self.command = command
+        self.failure: str | None = None  # why it ended without an answer
+        self.stderr = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            "w+", prefix="worker-", suffix=".stderr", delete=False
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            stderr=subprocess.DEVNULL,
+            stderr=self.stderr,
             env={**os.environ, **(env or {})},
         )
 
     def call(self, **request) -> dict:
-        """The answer to one request. ValueError if the worker has ended. Its stderr is lost, so the
-        message has the command to run by hand."""
+        """The answer to one request. WorkerFailed if the worker has ended."""
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
             return json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
+            self.process.kill()
+            self.process.wait()
+            lines = Path(self.stderr.name).read_text(errors="replace").split("\n")
+            reasons = [line.strip() for line in lines if line.strip()]
+            reason = reasons[-1] if reasons else f"exit status {self.process.returncode}"
+            self.failure = f"failed: {reason:.200}"
             command = shlex.join(["python", "-m", *self.command])
-            raise ValueError(
-                f"a worker ended without an answer; this shows its error: {command}"
+            raise WorkerFailed(
+                f"a worker {self.failure}; all of its stderr is in {self.stderr.name}; it ran"
+                f" {command:.300}"
             ) from None
 
     def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        if self.failure is None:
+            self.process.stdin.close()
+            self.process.wait(timeout=60)
+            Path(self.stderr.name).unlink()
+        self.stderr.close()
 
 
 def answer_lines(program: object) -> None:
@@ -72,15 +92,25 @@ def in_turn(
     rounds: int,
     requests: Sequence[dict],
     start_round: Callable[[], object] = lambda: None,
+    optional: Collection[str] = (),
 ) -> tuple[dict[str, list[dict]], list]:
     """(name of a worker -> its answers, one a round; the result of `start_round` in each round).
-    The requests take turns. The first one also runs in an uncounted round before all others."""
-    answers, results = {name: [] for name in workers}, []
+    The requests take turns. The first one also runs in an uncounted round before all others. A
+    worker among `optional` that fails is left out of the answers, and the others go on."""
+    answers = {name: [] for name in workers}
+    results = []
     for number in range(-1, rounds):
         result = start_round()
         request = requests[max(number, 0) % len(requests)]
-        for name, worker in workers.items():
-            answer = worker.call(**request)
+        for name in list(answers):
+            try:
+                answer = workers[name].call(**request)
+            except WorkerFailed as error:
+                if name not in optional:
+                    raise
+                print(f"{name}: {error}", file=sys.stderr)
+                del answers[name]
+                continue
             if number >= 0:
                 answers[name].append(answer)
         if number >= 0:

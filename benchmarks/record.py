@@ -1,6 +1,7 @@
 """Results as JSON with their source: rows with a median and a range, merged by id into one file.
 
-row, ratios         one result; quotients of two series, round by round
+row, failed_row     one result; a program's failure in place of one
+ratios              quotients of two series, round by round
 publish             print rows, and merge them into a results file
 write_results       the merge
 record              results of another form, as a file of their own
@@ -24,12 +25,25 @@ import torch
 from benchmarks.pipes import ROOT
 from loading.files import write_atomically
 
+UNSTEADY = 1.5  # max / min of rounds of the same work, from which on a median says little
 
-def row(id: str, values: Iterable[float], unit: str, note: str = "") -> dict:
-    """One result: the median of `values` with their range."""
+
+def row(
+    id: str, values: Iterable[float], unit: str, note: str = "", same_work: bool = False
+) -> dict:
+    """One result: the median of `values` with their range. Where every round did the same work, a
+    range that no single rate can explain is said in the note: a processor with two modes, or
+    another program beside this one."""
     values = list(values)
     value, low, high = (float(f"{f(values):.4g}") for f in (statistics.median, min, max))
+    if same_work and high > UNSTEADY * low:
+        note = f"unsteady, max / min {high / low:.1f}; {note}".removesuffix("; ")
     return {"id": id, "value": value, "min": low, "max": high, "unit": unit, "note": note}
+
+
+def failed_row(id: str, failure: str) -> dict:
+    """The row of a program that gave no figure."""
+    return {"id": id, "value": None, "min": None, "max": None, "unit": "", "note": failure}
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
@@ -42,10 +56,10 @@ def publish(
 ) -> list[dict]:
     """Print rows on stderr, and merge them into `file` if there is one. Returns the rows."""
     for r in rows:
-        print(
-            f"{r['id']:42} {r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  {r['note']}",
-            file=sys.stderr,
-        )
+        figures = ""
+        if r["value"] is not None:
+            figures = f"{r['value']:>9} ({r['min']}–{r['max']}) {r['unit']}  "
+        print(f"{r['id']:42} {figures}{r['note']}", file=sys.stderr)
     if file is not None:
         write_results(file, rows, command_line(), machine, commit)
     return rows

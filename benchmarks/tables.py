@@ -154,6 +154,8 @@ TABLES |= {"summary": summary, "context": context, "quality": quality, "proof": 
 def cell(rows: RowById, id: str) -> str:
     if id not in rows:
         return "–"
+    if rows[id]["value"] is None:
+        return "failed"
     value, low, high = (number(rows[id][name]) for name in ("value", "min", "max"))
     return value if low == high else f"{value} ({low}–{high})"
 

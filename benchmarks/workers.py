@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Collection
 
 import torch
 
@@ -245,12 +246,16 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
 
 
 def interleave(
-    workers: dict[str, Worker], rounds: int, *requests: dict
+    workers: dict[str, Worker], rounds: int, *requests: dict, optional: Collection[str] = ()
 ) -> tuple[dict[str, list[dict]], list[float]]:
     """(name of a worker -> its answers, read bandwidth of each round in bytes/s), as `in_turn` runs
     them."""
     buffer = torch.ones(READ_BYTES // 4)
-    return in_turn(workers, rounds, requests, lambda: max(read_bandwidth(buffer) for _ in range(2)))
+
+    def bandwidth() -> float:
+        return max(read_bandwidth(buffer) for _ in range(2))
+
+    return in_turn(workers, rounds, requests, bandwidth, optional)
 
 
 def seconds_of(answers: list[dict]) -> list[float]:

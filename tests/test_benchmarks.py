@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +26,12 @@ from benchmarks import (
     peers,
     real,
 )
-from benchmarks.record import row, write_results
+from benchmarks.bench import compare_decode
+from benchmarks.pipes import Worker, WorkerFailed
+from benchmarks.record import publish, row, write_results
 from benchmarks.shapes import TINY, TINYLLAMA
 from benchmarks.tables import PAGES, TABLES, fill
-from benchmarks.workers import Contender, race, race_rows
+from benchmarks.workers import Contender, interleave, quickdraft, race, race_rows
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
@@ -95,6 +99,36 @@ def test_results_merge_by_id(tmp_path):
     assert (a["hardware"], a["date"], a["value"]) == ("elsewhere", "2020-01-01", 1.0)
     assert (b["value"], b["min"], b["max"], c["value"]) == (2.0, 1.0, 3.0, 0.3333)
     assert b["hardware"] == result["hardware"] != "elsewhere"
+
+
+def test_a_peer_that_fails_is_a_row_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    """Its stderr is kept, and its line in a table says so. A worker of ours that fails ends the
+    run."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("benchmarks.workers.READ_BYTES", 2**16)
+    args = SimpleNamespace(steps=2, rounds=1)
+    ours = {"bf16": quickdraft(hf=TINYLLAMA | TINY)}
+    broken = {"gptfast": Worker("benchmarks.peers", "gptfast", "{}", str(tmp_path / "nowhere"))}
+    rows = {r["id"]: r for r in compare_decode(args, ours, broken, "bf16")}
+    assert rows["1b.bf16.tok_s"]["value"] > 0
+    failed = rows["1b.bf16.vs_gptfast"]
+    assert failed["value"] is None and failed["note"].startswith("failed: ")
+    (stderr,) = tmp_path.glob("*.stderr")
+    assert "Traceback" in stderr.read_text() and str(stderr) in capsys.readouterr().err
+    publish([failed], tmp_path / "rows.json")
+    assert failed["note"] in capsys.readouterr().err
+    text = fill("<!-- table rate_ratios -->\n<!-- end -->", [failed])
+    assert "failed" in text and "–" in text
+    with pytest.raises(WorkerFailed, match="all of its stderr is in"):
+        interleave(
+            {"gptfast": Worker("benchmarks.peers", "gptfast", "{}")}, 1, {"method": "decode"}
+        )
+
+
+def test_rounds_of_the_same_work_that_differ_much_are_called_unsteady():
+    assert row("a", [10.0, 14.0], "tok/s", "note", same_work=True)["note"] == "note"
+    assert row("a", [10.0, 19.0], "tok/s", same_work=True)["note"] == "unsteady, max / min 1.9"
+    assert row("a", [10.0, 19.0], "tokens", "note")["note"] == "note"
 
 
 def test_races_without_a_draft_have_no_prediction():
