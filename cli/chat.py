@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cli.answers import RowAnswer, shows_drafts
 from cli.options import Options
-from cli.prompts import Prompt, template_kwargs
+from cli.prompts import Prompt, parsed_lines, template_kwargs
 from cli.report import RowStatistics, decided, rate
 from cli.running import run_interruptibly
 from decoding.sampling import Sampling
@@ -25,6 +25,7 @@ HELP = """/reset      start a new conversation
 /undo       forget the last message and its answer
 /retry      answer the last message again
 /save FILE  append the conversation to FILE, as a line of JSON
+/load FILE  continue the last conversation that /save wrote to FILE
 /help       this list
 //TEXT      send /TEXT
 /exit       end the chat, as end of file does
@@ -54,6 +55,20 @@ def read_message() -> str | None:
     while message is not None and message.endswith("\\"):
         message = message[:-1] + "\n" + (read_line("… ") or "")
     return message
+
+
+def messages_of(line: bytes, file: str) -> list[dict]:
+    """The messages of a line of JSON. ValueError for a line that holds no conversation."""
+    (prompt,) = parsed_lines([line], file)
+    if isinstance(prompt, str):
+        raise ValueError(prompt)
+    messages = prompt.messages or []
+    roles = [message["role"] for message in messages]
+    num_opening = roles[:1].count("system")
+    turns = roles[num_opening:]
+    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
+        raise ValueError("its last line is no conversation that an assistant has answered")
+    return messages
 
 
 class Conversation:
@@ -97,6 +112,20 @@ class Conversation:
             print(f"saved to {file}", file=sys.stderr)
         except (OSError, ValueError, RuntimeError) as error:  # of names that no file can have
             print(f"error: /save {file!r}: {error}", file=sys.stderr)
+
+    def load(self, file: str) -> None:
+        """Continue the conversation in the last line of a file, such as `save` writes."""
+        messages = []
+        if self.ranks.rank == 0:
+            try:
+                *_, last_line = Path(file).expanduser().read_bytes().strip().split(b"\n")
+                messages = messages_of(last_line, file)
+            except (OSError, ValueError, RuntimeError) as error:
+                print(f"error: /load {file!r}: {error}", file=sys.stderr)
+        messages = self.ranks.broadcast_object(messages)
+        if messages:
+            self.messages = messages
+            self.opening = [message for message in messages[:1] if message["role"] == "system"]
 
     def encode(self, messages: list[dict], text: str) -> list[int]:
         conversation = [*messages, {"role": "user", "content": text}]
@@ -177,6 +206,8 @@ def obey(conversation: Conversation, text: str) -> str | None:
         return conversation.undo()
     elif command == "/save":
         conversation.save(argument.strip())
+    elif command == "/load":
+        conversation.load(argument.strip())
     elif command == "/help":
         print(HELP, file=sys.stderr)
     elif command.startswith("//"):

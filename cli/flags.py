@@ -9,6 +9,7 @@ from it.
 """
 
 import argparse
+import difflib
 import importlib.metadata
 import json
 import platform
@@ -47,6 +48,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=line)
 
     def error(self, message: str):
+        words = message.removeprefix("unrecognized arguments: ").split()
+        similar = difflib.get_close_matches(words[0], self._option_string_actions, n=1)
+        if similar and words[0].startswith("--"):
+            message = f"{message}; did you mean {similar[0]}?"
         fail(message)
 
 
@@ -101,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     demo = Path(__file__).parent.parent / "checkpoints" / "demo"
     help = f"{PATH_HELP}; default: checkpoints/demo"
-    add("--checkpoint", default=str(demo), metavar="PATH", help=help)
+    add("-m", "--checkpoint", default=str(demo), metavar="PATH", help=help)
     add("--adapter", metavar="DIR", help="a LoRA adapter in PEFT's layout, merged while loading")
     add(
         "--random_weights",
@@ -117,17 +122,21 @@ def parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("prompt")
     add = group.add_argument
     source = group.add_mutually_exclusive_group()
+    source.add_argument("text", metavar="PROMPT", nargs="?", help="the same as --prompt PROMPT")
     source.add_argument(
-        "--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"'
+        "-p", "--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"'
     )
     jsonl = (
         'one a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for stdin,'
         " where a pipe is"
         " answered line by line (under torchrun: once it has ended)"
     )
-    source.add_argument("--prompt_file", metavar="FILE", help=jsonl)
+    source.add_argument("-f", "--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument(
-        "--interactive", action="store_true", help="chat, in the folder's own format if it has one"
+        "-i",
+        "--interactive",
+        action="store_true",
+        help="chat, in the folder's own format if it has one",
     )
     add("--system", metavar="TEXT", help="system message for --interactive")
     add(
@@ -135,6 +144,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="names of special tokens in a prompt are these tokens; default:"
         " text. Conversations always take them as text",
+    )
+    add(
+        "--chat_template",
+        metavar="FILE",
+        help="a template in jinja, instead of the one that the checkpoint has",
     )
     add(
         "--chat_template_kwargs",
@@ -182,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("length and stopping").add_argument
     add(
+        "-n",
         "--max_new_tokens",
         type=int,
         metavar="N",
@@ -205,6 +220,7 @@ def parser() -> argparse.ArgumentParser:
     add = group.add_argument
     draft = group.add_mutually_exclusive_group()
     draft.add_argument(
+        "-d",
         "--draft_checkpoint",
         metavar="PATH",
         help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft",
@@ -341,7 +357,13 @@ def options_of(args: argparse.Namespace) -> Options:
             sampling={name: getattr(args, name) for name in SETTINGS},
             has_random_seed=is_random(args.seed),
         ),
-        prompts=group(PromptOptions, args, file=args.prompt_file, cache_file=args.prompt_cache),
+        prompts=group(
+            PromptOptions,
+            args,
+            prompt=args.prompt if args.text is None else args.text,
+            file=args.prompt_file,
+            cache_file=args.prompt_cache,
+        ),
         output=group(OutputOptions, args, json=as_json, file=args.output),
         run=group(RunOptions, args, batch_size=batch_size),
         flags=vars(args),

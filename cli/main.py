@@ -38,6 +38,7 @@ from tp import Ranks, join, local_device
 # Flags whose values are paths, which may differ between machines.
 PATH_FLAGS = (
     "adapter",
+    "chat_template",
     "checkpoint",
     "draft_checkpoint",
     "random_weights",

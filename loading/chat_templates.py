@@ -171,6 +171,15 @@ def load_chat_template(
         return ChatTemplate(source, variables, for_tools)
 
 
+def read_chat_template(file: Path, variables: dict[str, str]) -> ChatTemplate:
+    """The template of one file. ValueError names a file that is missing or cannot be read."""
+    source = read_source(file)
+    if source is None:
+        raise ValueError(f"{file}: no such file")
+    with error_prefix(file):
+        return ChatTemplate(source, variables)
+
+
 def read_source(file: Path) -> str | None:
     """A template's text; None without the file."""
     if not file_exists(file):

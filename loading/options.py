@@ -21,6 +21,7 @@ class ModelOptions:
     quantize            a scheme for the weights, quantized as they are read
     quantize_head       "auto", "none" or a scheme for lm_head
     dtype, device       by default the checkpoint's, and a GPU where there is one
+    chat_template       a file in jinja that replaces the checkpoint's own template
     """
 
     checkpoint: str = ""
@@ -30,12 +31,15 @@ class ModelOptions:
     quantize_head: str = "auto"
     dtype: str | None = None
     device: str | None = None
+    chat_template: str | None = None
 
     def __post_init__(self):
         head = head_scheme(self.quantize, self.quantize_head)
         check_head(head, self.quantize)
-        if self.adapter and self.random_weights:
-            raise ValueError("--adapter needs the weights of a --checkpoint")
+        if self.random_weights and (self.adapter or self.chat_template):
+            raise ValueError(
+                "--adapter and --chat_template need the weights and the tokenizer of a --checkpoint"
+            )
         for scheme in (self.quantize, head):
             if scheme is not None:
                 check_scheme(scheme)

@@ -63,7 +63,7 @@ def load_target(
         head = head_scheme(options.quantize, options.quantize_head)
         model = random_model(config, head=head, **settings)
         return model, Tokenizer(NumberRuntime(config.vocab_size), config.vocab_size)
-    tokenizer = load_tokenizer(options.checkpoint)
+    tokenizer = load_tokenizer(options.checkpoint, options.chat_template)
     pieces = b"\0".join(tokenizer.pieces())
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
     checkpoint = Checkpoint(options.checkpoint, options.adapter)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loading.chat_messages import join_parts, message_forms, render_complete
-from loading.chat_templates import ChatTemplate, load_chat_template
+from loading.chat_templates import ChatTemplate, load_chat_template, read_chat_template
 from loading.plain_files import error_prefix, file_exists, is_gguf, plain_file
 from loading.tokenizers.base import APART, Runtime, library_errors
 from loading.tokenizers.ranks import RanksRuntime, has_ranks, read_tekken, read_tiktoken
@@ -201,34 +201,40 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-8", errors="replace").decode()
 
 
-def load_tokenizer(checkpoint_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a folder or GGUF file. ValueError names the file that is missing or cannot
-    be read."""
+def load_tokenizer(
+    checkpoint_dir: str | Path, chat_template: str | Path | None = None
+) -> Tokenizer:
+    """The tokenizer of a folder or GGUF file. The file `chat_template` replaces its own template.
+    ValueError names the file that is missing or cannot be read."""
     path = Path(checkpoint_dir)
     if not is_gguf(path):
-        return load_folder(path)
+        return load_folder(path, chat_template)
     from loading.gguf_metadata import write_files
 
     with tempfile.TemporaryDirectory(prefix="quickdraft-") as folder:
         write_files(path, Path(folder))
         with error_prefix(path):
-            tokenizer = load_folder(Path(folder))
+            tokenizer = load_folder(Path(folder), chat_template)
     tokenizer.folder = str(path)
     return tokenizer
 
 
-def load_folder(folder: Path) -> Tokenizer:
+def load_folder(folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder or GGUF file")
     with library_errors(folder, "a tokenizer file has invalid values"):
         settings = TokenizerSettings(folder)
         runtime = open_runtime(folder, settings)
         variables = runtime.variables | settings.template_variables()
+        if chat_template is None:
+            template = load_chat_template(folder, settings.values, variables)
+        else:
+            template = read_chat_template(Path(chat_template), variables)
         return Tokenizer(
             runtime,
             vocab_size=min(runtime.vocab_size, settings.model_vocab_size),
             stop_ids=frozenset(runtime.stop_ids | settings.eos_ids()),
-            template=load_chat_template(folder, settings.values, variables),
+            template=template,
             folder=str(folder),
         )
 

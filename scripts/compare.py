@@ -37,7 +37,7 @@ import torch
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, ending_plainly
 from cli.flags import options_of, parser, with_chosen_seed
-from cli.opening import check_draft_source, context_limit, kinds_of
+from cli.opening import check_draft_source, context_limit, sampling_paths
 from cli.options import Options
 from cli.prompts import Encoder, Prompt, read_prompts
 from cli.report import decided, rate, speculative, summary
@@ -63,6 +63,7 @@ REFUSED = (
     "output",
     "ordered",
     "json",
+    "text",
     "prompt",
     "prompt_file",
     "num_samples",
@@ -189,7 +190,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
     num_threads = options.run.threads or num_threads
     torch.set_num_threads(num_threads)
-    warm_up(engine, rows[0].sampling, length // 2, kinds_of(rows))
+    warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     side = Side(options, LLM.over(engine, tokenizer, stop_ids), num_threads, rows)
     batch = rows[: engine.batch_size]

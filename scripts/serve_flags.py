@@ -16,6 +16,7 @@ NUM_SLOTS = 4  # default of --batch_size
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # Flags of generate.py that have no meaning here. --output implies --json.
 REQUEST_FLAGS = (
+    "text",
     "prompt",
     "prompt_file",
     "interactive",
@@ -130,8 +131,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
     defaults = generate_parser().parse_args([])
     for name in REQUEST_FLAGS:
         if getattr(args, name) != getattr(defaults, name):
+            flag = "PROMPT" if name == "text" else f"--{name}"
             fail(
-                f"--{name} is about generate.py's own prompts and output; a request to the server"
+                f"{flag} is about generate.py's own prompts and output; a request to the server"
                 " brings them"
             )
     return ServerOptions(**vars(server), options=options_of(args))

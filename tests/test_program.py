@@ -1131,6 +1131,31 @@ def test_a_chat_goes_back_and_is_saved(chat_folder, tmp_path, capsys, monkeypatc
     assert [message["content"] for message in saved[0]] == ["the cat", cat, "a dog", dog]
 
 
+def test_a_saved_conversation_goes_on(chat_folder, tmp_path, capsys, monkeypatch):
+    """/load makes the last conversation of a file this chat's; a file without one leaves the chat
+    as it is."""
+    options = ("--max_new_tokens", 12, "--ignore_eos", "--system", "Be brief.")
+    whole, _ = chatted(capsys, monkeypatch, chat_folder, "the cat\na dog\na ball\n", *options)
+    file = tmp_path / "chats.jsonl"
+    chatted(capsys, monkeypatch, chat_folder, f"a tree\n/save {file}\n", *options)
+    chatted(capsys, monkeypatch, chat_folder, f"the cat\na dog\n/save {file}\n", *options)
+    for name, line in (
+        ("prompt", {"prompt": "the cat"}),
+        ("half", {"messages": [{"role": "user", "content": "the cat"}]}),
+        ("text", "the cat"),
+    ):
+        (tmp_path / name).write_text(json.dumps(line))
+    typed = f"a sun\n/load {file}\n"
+    typed += "".join(f"/load {tmp_path / name}\n" for name in ("prompt", "half", "text", "no"))
+    typed += f"/load\na ball\n/undo\n/undo\n/undo\n/undo\n/save {file}\na dog\n/save {file}\n"
+    out, err = chatted(capsys, monkeypatch, chat_folder, typed, *options[:-2])
+    assert out.splitlines()[1] == whole.splitlines()[2]
+    assert err.count("error: /load ") == 5 and err.count("there is no message yet") == 1
+    saved = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert [message["role"] for message in saved[-1]] == ["system", "user", "assistant"]
+    assert err.count("/save FILE needs a name, and a message to save") == 1
+
+
 def test_a_message_may_begin_with_a_slash(chat_folder, tmp_path, capsys, monkeypatch):
     """Two slashes are one; a line with one is a command, known or not."""
     file = tmp_path / "chats.jsonl"
@@ -1273,7 +1298,13 @@ def test_every_program_helps(file, tmp_path):
 
 ANSWERED_FLAGS = {  # words of a command line -> (exit status, what is printed)
     "generate.py --help": (0, "--draft_checkpoint PATH"),
-    "generate.py --max_new_tokenz 3": (2, "error: unrecognized arguments: --max_new_tokenz 3\n"),
+    "generate.py --max_new_tokenz 3": (
+        2,
+        "error: unrecognized arguments: --max_new_tokenz; did you mean --max_new_tokens?\n",
+    ),
+    "generate.py one two": (2, "error: unrecognized arguments: two\n"),
+    "generate.py one --prompt two": (2, "error: argument -p/--prompt: not allowed with"),
+    "scripts/serve.py one": (2, "error: PROMPT is about generate.py's own prompts and output"),
     "generate.py --dtype int3": (2, "error: argument --dtype: invalid choice: 'int3'"),
     "generate.py --tools nosuch.json": (2, "is not a list, or a file that holds one in JSON\n"),
     "generate.py --temperature -1": (

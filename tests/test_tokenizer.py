@@ -983,6 +983,21 @@ def test_tokens_of_the_older_file_are_added_where_tokenizer_json_lacks_them(json
     assert size in tokenizer.parse("the<tool>cat")
 
 
+def test_a_template_of_ones_own_replaces_the_folders(sp_folder, tmp_path):
+    """Also for LLM and the command line, whose ModelOptions name its file; a file that is not there
+    or is no template is refused by name."""
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "the cat"}]
+    tokenizer = load_tokenizer(sp_folder, file)
+    assert tokenizer.chat(messages) == tokenizer.parse("[user]the cat")
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(ValueError, match=r"own\.jinja: the chat template is broken"):
+        load_tokenizer(sp_folder, file)
+    with pytest.raises(ValueError, match=r"none\.jinja: no such file"):
+        load_tokenizer(sp_folder, tmp_path / "none.jinja")
+
+
 @pytest.mark.parametrize("add_bos", [False, True])
 def test_the_bos_policy_survives_transformers_save(add_bos, sp_folder, tmp_path):
     """transformers writes it to tokenizer.json alone, beside the old tokenizer.model."""
