@@ -63,9 +63,11 @@ def decode(
     # Positions (T,) to run: first the prompt's, then that of the newest token.
     pos = torch.arange(len(prompt), device=device)
     for length in range(len(prompt), max_length):
-        caches.max_positions.fill_(length - 1)  # of the text so far, by which longrope rotates
+        # Longrope rotates by one set of frequencies up to its original context, and by another set
+        # when the text is longer: it asks for the text's last position.
+        caches.max_positions.fill_(length - 1)
         if model.config.rope_long and length == model.config.rope_original_length + 1:
-            # Longrope has other frequencies from here on: compute all keys anew, once.
+            # All keys were rotated by the first set: recompute them, once.
             pos = torch.arange(length, device=device)
         h = model.hidden(text[:, pos], pos, caches.slice_to(length))  # (1, T, D)
         logits = model.head(h[:, -1])  # (1, V)
@@ -73,6 +75,7 @@ def decode(
         if logits_processor is not None:
             logits = logits_processor(logits[:, None], text, pos[None, -1:])[:, 0]  # (1, V)
         pos = pos[-1:] + 1  # (1,)
+        # The random number is a hash of the seed and the token's position, without a generator.
         token = sampling.sample(logits, uniform(seeds, pos))  # (1,)
         if token.item() == INVALID:
             raise ValueError(f"position {length}: the model's logits are not finite")
@@ -272,7 +275,7 @@ class LLM:
         self._set(engine, tokenizer)
 
     @classmethod
-    def over(cls, engine, tokenizer, stop_ids: Collection[int] | None = None) -> "LLM":
+    def from_engine(cls, engine, tokenizer, stop_ids: Collection[int] | None = None) -> "LLM":
         """An LLM on an engine that exists. `stop_ids`: by default the tokenizer's."""
         self = cls.__new__(cls)
         self._set(engine, tokenizer, stop_ids)
@@ -387,7 +390,7 @@ class LLM:
         from decoding.engine import Engine
 
         options = replace(old.options, logits_processor=logits_processor)
-        drafter = old.drafter if old.drafts else None
+        drafter = old.drafter if old.has_drafter else None
         self.engine = Engine(old.model, old.batch_size, old.max_seq_length, options, drafter)
         calibrate_auto(self.engine)
 

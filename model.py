@@ -124,7 +124,9 @@ class Rope(nn.Module):
             self.local_inv_freq = plain_frequencies(config, config.rope_local_theta).to(device)
 
     def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)  # moves the tables, which a cast must not reach
+        # `to` and `float` come through here. The tables follow the device, but stay float32 where
+        # the model is cast to 16 bits.
+        super()._apply(fn, recurse)
         self.make_tables(self.inv_freq.device)
         return self
 
@@ -137,8 +139,9 @@ class Rope(nn.Module):
 
     def forward(self, pos: Tensor, max_positions: Tensor | None = None) -> tuple[Tensor, ...]:
         """pos (B, T) int -> cos, sin (B, 1, T, n) float32 of n pairs, and the queries' scale (B, 1,
-        T, 1) where the config has one. max_positions (B or more,): each row's final position, by
-        default its last in pos. It decides whether longrope takes the row for a long text."""
+        T, 1) where the config has one. max_positions (B or more,): the last position of each
+        row's text, by default its last in pos. Longrope has frequencies for long texts, and takes
+        them where that position is beyond the original context."""
         inv_freq = self.inv_freq
         if self.long_inv_freq is not None:
             if max_positions is None:
@@ -288,8 +291,8 @@ def row_view(module: nn.Module, begin: int, end: int) -> nn.Module:
 class Caches(NamedTuple):
     """A KVCache for every layer, and the positions that attention runs over.
 
-    `row_multiple` and `key_block` let a caller fix the shapes that attention runs in; results
-    differ by no more than rounding.
+    `row_multiple` and `key_block` fix the shapes that attention runs in. They change a result by
+    rounding alone, and a caller sets them where every pass has to round alike (exact/).
     """
 
     layers: tuple[KVCache, ...]
@@ -298,11 +301,11 @@ class Caches(NamedTuple):
     key_block: int = 1  # the keys of a window are gathered in whole blocks of this many
     # Layer, or the number of layers -> recorder of what enters it.
     aux_hidden_states: Mapping[int, nn.Module] = {}
-    max_positions: Tensor | None = None  # (B or more,) each row's final position; longrope needs it
+    max_positions: Tensor | None = None  # (B or more,) of each row's text, for longrope: see Rope
 
     def slice_to(self, length: int) -> Caches:
-        """Attend to positions < `length` only. It travels as the size of key_pos, which a trace
-        can leave dynamic."""
+        """Attend to positions < `length` only. The length is the size of key_pos, and no number,
+        because torch.compile can leave a size dynamic."""
         return self._replace(key_pos=self.key_pos[:length])
 
     def row_view(self, begin: int, end: int) -> Caches:
@@ -379,6 +382,7 @@ def visible_keys(
     S = key_pos.size(-1)
     num_keys = S
     if window is not None:
+        # T queries see window + T - 1 keys, which may begin anywhere in a block.
         num_blocks = 1 + math.ceil((window + pos.size(1) - 2) / key_block)
         num_keys = num_blocks * key_block
     if num_keys >= S:
@@ -387,7 +391,8 @@ def visible_keys(
     block_begin = first_key // key_block * key_block
     index = block_begin + torch.arange(num_keys, device=pos.device)  # (B, num_keys)
     mask = attention_mask(pos, index, window)
-    return AttentionMask(mask, index.clamp(max=S - 1))  # index leaves the cache if a row is full
+    # The last block may reach beyond the cache; what is gathered there in its place is masked.
+    return AttentionMask(mask, index.clamp(max=S - 1))
 
 
 def attend(
@@ -584,8 +589,8 @@ class Experts(nn.ModuleList):
 
 
 class SparseMoE(nn.Module):
-    """The feed-forward of a sparse layer. Qwen2-MoE adds one that every token takes, gated by the
-    router's last row."""
+    """The feed-forward of a sparse layer. Qwen2-MoE adds an expert that every token takes, times a
+    sigmoid gate, whose weights are one more row of the router."""
 
     def __init__(self, config: Config):
         super().__init__()

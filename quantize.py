@@ -167,7 +167,8 @@ def quantize_block(
     quantized Linears before it.
     """
     format = FORMATS[scheme]
-    squares = [0.0, 0.0]
+    errors = []  # norm of w' - w of each Linear
+    norms = []  # of w
 
     def quantize(name: str, linear: nn.Linear) -> QuantizedLinear:
         w = linear.weight.detach().float()
@@ -178,9 +179,10 @@ def quantize_block(
             grouped = format.grouped(w)
             parts = format.with_range(grouped, *search_range(grouped, format))
         quantized = QuantizedLinear.from_float(linear, scheme, parts)
-        formats.add_squares(squares, quantized.dequantized(torch.float32), w)
+        error = quantized.dequantized(torch.float32).sub_(w)
+        errors.append(torch.linalg.vector_norm(error).item())
+        norms.append(torch.linalg.vector_norm(w).item())
         return quantized
 
     replace_linears(block, quantize)
-    error, size = squares
-    return math.sqrt(error / max(size, 1e-30))
+    return math.hypot(*errors) / max(math.hypot(*norms), 1e-15)

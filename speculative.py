@@ -58,14 +58,17 @@ def block_acceptance(
     p: Tensor,
     q: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 of S, for K drafted tokens: h (B, K), of which h[:, i - 1] is the probability
-    that the test for keeping i tokens passes (the largest i that passes is kept), and the factor
-    (B, K + 1) of the target's probabilities in the residual after i tokens.
+    """Algorithm 2 of S, for K drafted tokens: the probabilities h (B, K), and factors (B, K + 1).
+
+    Whether to keep the first i tokens is tested for each i, with probability h[:, i - 1], and the
+    largest i that passes is kept. The factor after i tokens is their joint p / q, cut off at 1 on
+    the way: the next token is drawn from norm(max(0, factor * p - q)).
 
     p_drafted, q_drafted (B, K) are the probabilities of the drafted tokens; p (B, K + 1, V), q (B,
-    K, V). With K = 1 this is `acceptance`. Likely tokens can make up for an unlikely one before
-    them, so that on average at least as many are kept as one by one. Where q is 0, or NaN, there is
-    no draft, and h is the factor itself.
+    K, V). With K = 1 this is `acceptance`. An example with K = 2: the first token has p / q = 0.5,
+    the second p / q = 2, so that the factors are 1, 0.5, 1. One by one the first token is lost half
+    of the time; as a block both are always kept, because the second makes up for the first. Where a
+    row's draft ends (the next q is 0), h is the factor itself.
     """
     K = q.size(1)
     ratio = p_drafted / q_drafted  # (B, K)
@@ -103,9 +106,10 @@ def accept(
     float32
     -> n_accepted (B,), next_token (B,), int64. `noise` replaces the generator: uniform numbers in
     [0, 1) for the K decisions (B, K), and for the next token after each number of acceptances (B, K
-    + 1). The decision about a block depends on tokens that it discards and on their numbers, so no
-    later round may use either again. Nothing here waits for the device. next_token is
-    sampling.INVALID where the target's probabilities are NaN; NaN in the draft's is a rejection.
+    + 1). The decision about a block depends also on the tokens that it discards and on their random
+    numbers. So the next round has to draft those positions anew and with other numbers: hence
+    `round_uniform`, which hashes the round's start. Nothing here waits for the device. next_token
+    is sampling.INVALID where the target's probabilities are NaN; NaN in the draft's is a rejection.
     """
     B, K = draft_tokens.shape
     p = target_probs.float()
@@ -231,18 +235,19 @@ def verify_step(
 
 class Drafter(nn.Module):
     """The interface of a drafter; this class drafts nothing. `state` is decoding/state.py's: tokens
-    (B, S), pos (B,) the index of the last decided token, done, seed, values and path of the
-    sampling, k the number of tokens to draft, and broadcast(x), rank 0's x. Positions beyond `pos`
-    are the round's scratch space.
+    (B, S), pos (B,) the index of the last decided token, done, seed, the sampling's values and
+    sampling_path, k the number of tokens to draft, and broadcast(x), rank 0's x. Positions beyond
+    `pos` are the round's scratch space.
 
     A subclass overrides `propose`, and other methods as needed. Every drawn token is verified. A
     drafter may stop early, but not because of the token it drew: that would change the output's
     distribution."""
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
-    owns_cache = False  # must prompts go through the drafter's model too?
+    owns_cache = False  # does its model have a cache of its own, and so need every prompt?
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
-    num_input_tokens = 2  # the first pass of a round; its cache lags by at most one token less
+    # Decided tokens that the first pass of a round reads; its cache may lack all but one of them.
+    num_input_tokens = 2
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
     max_draft_tokens = math.inf  # of a round
@@ -295,7 +300,7 @@ class Drafter(nn.Module):
         each token of its draft and all before it are accepted; [] without a draft, None where only
         the rounds will show it. The host has yet to read up to `unread` tokens of a row."""
         drafting = [
-            request.can_draft and request.draft and self.fits(request) for request in requests
+            request.can_draft and request.may_draft and self.fits(request) for request in requests
         ]
         return [None if is_drafting else [] for is_drafting in drafting]
 
@@ -307,7 +312,7 @@ class Drafter(nn.Module):
     def rows_to_draft(self, state: nn.Module) -> Tensor:
         """(B,) whether the row's tokens may be drafted, and whether all k of them lie within
         `max_positions`."""
-        return state.drafts & (state.pos + state.k < self.max_positions)
+        return state.may_draft & (state.pos + state.k < self.max_positions)
 
     def advance(self, n_accepted: Tensor) -> None:
         """The state holds the decision: n_accepted (B,) of the proposal, and one token more."""

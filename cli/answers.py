@@ -11,10 +11,10 @@ from cli.report import (
     CORRECTED,
     bytes_read,
     decided,
-    origin,
     peak_memory_gb,
     rate,
     speculative,
+    token_origin,
 )
 from decoding.answers import Answer
 from decoding.engine import Engine
@@ -56,8 +56,8 @@ class RowAnswer(Answer):
 
     def add(self, text: str, record: TokenRecord | None = None) -> None:
         super().add(text, record)
-        if self.coloured and text and record is not None and origin(record) in COLOURS:
-            text = f"{COLOURS[origin(record)]}{text}{END_COLOUR}"
+        if self.coloured and text and record is not None and token_origin(record) in COLOURS:
+            text = f"{COLOURS[token_origin(record)]}{text}{END_COLOUR}"
         self.coloured_pieces.append(text)
         if self.streaming:
             print(text, end="", flush=True)

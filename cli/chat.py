@@ -1,4 +1,4 @@
-"""--interactive: turns from stdin, answers on stdout. This file knows no model and no sampling.
+"""--interactive: turns from stdin, answers on stdout.
 
 chat            answer turn after turn
 Conversation    the messages so far; it drops the oldest turns when the context is full
@@ -133,8 +133,9 @@ class Conversation:
         return self.ranks.broadcast_object(ids)
 
     def prompt(self, text: str) -> list[int] | None:
-        """Ids of the conversation with this message. Drops the oldest turns until an answer fits.
-        None, and no turn is dropped, if it does not fit after this message alone."""
+        """Ids of the conversation with this message appended. Drops the oldest turns until the
+        answer fits. Returns None, and drops nothing, if the message alone leaves no room for an
+        answer."""
         requested = self.defaults.max_new_tokens
         messages = list(self.messages)
         prompt = self.encode(messages, text)
@@ -184,7 +185,7 @@ def chat(llm: LLM, options: Options) -> None:
         text = ranks.broadcast_object(read_message() if ranks.rank == 0 else None)
         if text is None or text.split()[:1] == ["/exit"]:
             return
-        text = obey(conversation, text)
+        text = run_command(conversation, text)
         if text is None:
             continue
         try:
@@ -195,7 +196,7 @@ def chat(llm: LLM, options: Options) -> None:
             print("[interrupted]", file=sys.stderr)
 
 
-def obey(conversation: Conversation, text: str) -> str | None:
+def run_command(conversation: Conversation, text: str) -> str | None:
     """Run a line's command. Returns the message to answer, if there is one."""
     command, _, argument = text.strip().partition(" ")
     if command == "/reset":
@@ -240,12 +241,12 @@ def answer_message(
     try:
         for _ in run_interruptibly(llm, [answer]):
             answer.check()
-            print(f"[{statistics(answer)}]", file=sys.stderr)
+            print(f"[{status_line(answer)}]", file=sys.stderr)
     finally:
         conversation.add(text, answer.text)
 
 
-def statistics(answer: RowAnswer) -> str:
+def status_line(answer: RowAnswer) -> str:
     """One line: tokens read, why the answer ended, the rate; with drafts, tokens a round and the
     share accepted."""
     request = answer.request

@@ -1,11 +1,9 @@
 """Where a program meets the system: exit statuses, Ctrl-C, pipes, launchers, a container's quota.
 
-    ending_plainly          stands around every program; cli/exits.py prints its errors
-    defer_interrupts        Ctrl-C between two steps
-    use_threads, cpu_share  threads of a CPU
-    free_memory             bytes that may still be allocated
-
-This file knows nothing of models, flags or text.
+ending_plainly          stands around every program; cli/exits.py prints its errors
+defer_interrupts        Ctrl-C between two steps
+use_threads, cpu_share  threads of a CPU
+free_memory             bytes that may still be allocated
 """
 
 import contextlib

@@ -127,9 +127,8 @@ def parser() -> argparse.ArgumentParser:
         "-p", "--prompt", metavar="TEXT", default="Once upon a time", help='default: "%(default)s"'
     )
     jsonl = (
-        'one a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for stdin,'
-        " where a pipe is"
-        " answered line by line (under torchrun: once it has ended)"
+        'one prompt a line, or JSONL objects with "prompt" or "messages", "id", "seed" …; - for'
+        " stdin, where a pipe is answered line by line (under torchrun: once it has ended)"
     )
     source.add_argument("-f", "--prompt_file", metavar="FILE", help=jsonl)
     source.add_argument(
@@ -142,8 +141,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--parse_special",
         action="store_true",
-        help="names of special tokens in a prompt are these tokens; default:"
-        " text. Conversations always take them as text",
+        help="read names of special tokens in a prompt as the tokens themselves; default: as"
+        " text, and always so in conversations",
     )
     add(
         "--chat_template",
@@ -177,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=1,
         metavar="N",
-        help="answers to each prompt, seeds seed, seed + 1, …",
+        help="answers to each prompt, with seeds --seed, --seed + 1, …",
     )
 
     add = parser.add_argument_group("sampling").add_argument
@@ -191,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
             metavar="N",
             help=setting.help.replace("%", "%%") + usual,
         )
-    seed_help = f"default: 0; {RANDOM_SEED}: a random one, which stderr and --json tell"
+    seed_help = f"default: 0; {RANDOM_SEED}: a random one, which stderr and --json show"
     add("--seed", type=int, default=0, metavar="N", help=seed_help)
 
     add = parser.add_argument_group("length and stopping").add_argument
@@ -246,8 +245,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--fixed_width_steps",
         action="store_true",
-        help="run every step over K + 1 positions, drafted or not: so greedy text is the"
-        " same with and without a draft, also where the report says up to rounding",
+        help="run every step over K + 1 positions, drafted or not, so that greedy text is identical"
+        " with and without a draft even where the report says up to rounding",
     )
     add(
         "--show_drafts",
@@ -256,13 +255,18 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("where it runs").add_argument
-    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda when there is one")
-    add("--threads", type=positive, metavar="N", help="threads of a CPU; default: all of them")
+    add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="threads of a CPU; default: as many as torch takes, at most the container's share",
+    )
     add(
         "--kv_cache_dtype",
         choices=CACHE_NAMES,
         default="model",
-        help="of cached keys and values; int8 and fp8 take half the bytes; default: the model's",
+        help="type of keys and values; int8 and fp8 take half the bytes; default: the model's",
     )
     add(
         "--compile",
@@ -314,7 +318,7 @@ def parser() -> argparse.ArgumentParser:
         "--logprobs",
         type=int,
         metavar="N",
-        help="with --json: log-probabilities of each token and the N likeliest,"
+        help="with --json: log-probabilities of each token and the N most likely,"
         " before penalties, temperature and filters",
     )
     add(

@@ -45,9 +45,9 @@ MAX_PIPED_ROWS = 8
 
 @dataclass(frozen=True)
 class Demand:
-    """What an engine is opened for. `num_slots`: a server's, whose prompts come later; `piped`:
-    those of a pipe do. `answered`: rows that --output's file has. `num_replicas` share the
-    prompts."""
+    """What an engine is opened for. `num_slots` is set by a server, whose prompts come later;
+    `piped`: the prompts come through a pipe, later too. `answered`: the rows that --output's file
+    already has. `num_replicas` replicas share the prompts."""
 
     prompts: list[Prompt] = field(default_factory=list)
     num_slots: int | None = None
@@ -104,7 +104,9 @@ def open_llm(
         sampling = Sampling(**options.requests.sampling)
         warm_up(engine, sampling, length // 2, SAMPLING_PATHS)
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
-    return Opened(LLM.over(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused)
+    return Opened(
+        LLM.from_engine(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused
+    )
 
 
 def load_models(
@@ -186,8 +188,8 @@ def choose_slots(
 def default_batch_size(
     options: Options, max_rows: int, length: int, model: Transformer, drafter: Drafter | None
 ) -> int:
-    """Up to `max_rows` rows: as many as have caches of `length` positions in half of the free
-    memory, and as a step can have in which each row rounds as it does alone."""
+    """Up to `max_rows` rows: as many as fit caches of `length` positions into half of the free
+    memory, and no more than a batch-invariant step can have."""
     K = 0
     if drafter is not None or options.engine.fixed_width_steps:
         K = options.engine.speculate_k

@@ -137,7 +137,8 @@ class Options:
         self._check_conversation()
         if self.output.report and (self.prompts.interactive or self.run.num_replicas > 1):
             raise ValueError(
-                "--report is for the answers of one replica: not with --interactive or --tp"
+                "--report has the answers of one replica: it works neither with --interactive nor"
+                " with several replicas (--tp)"
             )
         has_k = self.flags.get("speculate_k") is not None and not self.engine.fixed_width_steps
         if self.draft.source is None and (self.output.show_drafts or has_k):

@@ -1,11 +1,9 @@
 """Finished answers -> stdout, or the file of --output, in the order of the flags.
 
-    Result          a finished answer as text, which replicas send to rank 0
-    Output          shows the results of all replicas, as they finish or in the order of the rows
-    ResultFile      the JSON lines of --output, from earlier runs and this one
-    unanswered      the rows that no earlier run has answered
-
-This file decodes nothing and knows no prompt format.
+Result          a finished answer as text, which replicas send to rank 0
+Output          shows the results of all replicas, as they finish or in the order of the rows
+ResultFile      the JSON lines of --output, from earlier runs and this one
+unanswered      the rows that no earlier run has answered
 """
 
 import json
@@ -42,8 +40,8 @@ class Result(NamedTuple):
 
 
 class ResultFile:
-    """The file of --output. ValueError for a line that is no result. The beginning of a result at
-    the end, as a crash leaves it, is cut off before the first new result."""
+    """The file of --output. ValueError for a line that is not a result. An incomplete last line, as
+    a crash leaves it, is removed before the first new result is written."""
 
     def __init__(self, name: str):
         self.answered: dict[str, tuple] = {}  # row_key -> (ids of the prompt, seed)

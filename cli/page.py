@@ -19,10 +19,10 @@ from cli.report import (
     PLAIN_TOKEN,
     covers,
     greedy_text,
-    origin,
     speculative,
     step_numbers,
     summary,
+    token_origin,
 )
 from decoding.engine import Engine
 from decoding.scheduler import Request
@@ -62,7 +62,7 @@ def token_of(
     """Token `number` of a request. num_logprobs: of so many more top tokens; None leaves out
     probabilities."""
     record = request.token_records[number] if request.token_records else None
-    token = Token(request.tokens[number], text, origin(record), round, at)
+    token = Token(request.tokens[number], text, token_origin(record), round, at)
     if num_logprobs is None:
         return token
     p, q = request.token_probs[number]
@@ -114,6 +114,9 @@ def section(answer: RowAnswer, engine: Engine) -> dict:
     for i, number in enumerate(numbers):
         token = token_of(request, i, texts[i], number + 1, end_times[number], 0)
         tokens.append(token.as_json())
+    figures = []
+    if engine.has_drafter:
+        figures = summary(speculative(engine, [Timing([request])], 0))
     return {
         "prompt": row.text,
         "label": f"{row.location}, {labels}" if row.location else labels,
@@ -123,7 +126,7 @@ def section(answer: RowAnswer, engine: Engine) -> dict:
         "steps": [(r.k, r.accepted) for r in request.token_records if not (r.index or r.first)],
         "costs": [costs_of(request, k, numbers) for k in sorted({s.k for s in request.steps})],
         "rows": max((len(step.positions) for step in request.steps), default=1),
-        "summary": summary(speculative(engine, [Timing([request])], 0)) if engine.drafts else [],
+        "summary": figures,
     }
 
 

@@ -44,12 +44,12 @@ class PromptCache:
         if options.prompts.cache_file is None:
             return
         self.file = Path(options.prompts.cache_file)
-        self.origin = origin(options)
+        self.identity = cache_identity(options)
         if self.file.exists():
             with self.refusing():
                 reader = open_safetensors(self.file)
                 self.metadata = reader.metadata() or {}
-                self.check(self.origin)
+                self.check(self.identity)
                 names = reader.keys()
                 self.tensors = {name: reader.get_tensor(name) for name in names}
 
@@ -69,9 +69,8 @@ class PromptCache:
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:
-        """Fill a slot from the file. After the block, and at Ctrl-C, write a slot if it has more
-        positions than the file: those of the prompts' common beginning, or in a chat those of the
-        conversation."""
+        """Fill a slot from the file. After the block, and after Ctrl-C, write the longest cached
+        prefix back (of all prompts, or of the chat) if it is longer than what the file holds."""
         if self.tensors:
             self.load(engine)
         try:
@@ -87,31 +86,31 @@ class PromptCache:
         with self.refusing():
             self.check(dtypes(engine))
             self.check(checksum(self.tensors))
-        beginning = positions.restore(engine, self.tensors)
+        prefix = positions.restore(engine, self.tensors)
         self.num_stored = len(self.tensors["ids"])
-        self.is_long = beginning.is_long
+        self.is_long = prefix.is_long
         self.tensors = {}
         seconds = time.perf_counter() - start
-        print(f"{self.file}: {len(beginning.ids)} tokens read in {seconds:.2f} s", file=sys.stderr)
+        print(f"{self.file}: {len(prefix.ids)} tokens read in {seconds:.2f} s", file=sys.stderr)
 
     def save_longer(self, engine: Engine, prompts: list[list[int]]) -> None:
         if self.file is None:
             return
-        beginning = positions.longest_beginning(engine, prompts)
-        num_positions = len(beginning.ids)
+        prefix = positions.find_longest_prefix(engine, prompts)
+        num_positions = len(prefix.ids)
         is_longer = num_positions > self.num_stored
-        is_other = num_positions > 0 and beginning.is_long != self.is_long
+        is_other = num_positions > 0 and prefix.is_long != self.is_long
         if not (is_longer or is_other):
             return
         tensors = {}
-        for name, x in positions.tensors_of(engine, beginning).items():
+        for name, x in positions.prefix_tensors(engine, prefix).items():
             tensors[name] = x.cpu().clone(memory_format=torch.contiguous_format)
-        metadata = self.origin | dtypes(engine) | checksum(tensors)
+        metadata = self.identity | dtypes(engine) | checksum(tensors)
         write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
         print(f"{self.file}: {num_positions} tokens written", file=sys.stderr)
 
 
-def origin(options: Options) -> dict[str, str]:
+def cache_identity(options: Options) -> dict[str, str]:
     """The flags and files that determine keys and values, without paths."""
     chosen = options.model
     target_config(chosen)  # an error names a missing file

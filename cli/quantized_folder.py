@@ -89,8 +89,8 @@ def print_notes(checkpoint: Checkpoint, notes: list[str], dtype: torch.dtype) ->
 
 
 def has_long_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
-    """May a weight have more bits than `dtype`, as a GGUF file's and merged ones do? Quantized
-    weights are rounded once, to their codes."""
+    """Do weights need float32 before quantization? Those of a GGUF file and merged LoRA weights
+    have more precision than `dtype`, and should be rounded only once, to their codes."""
     if checkpoint.is_gguf or checkpoint.adapter:
         return True
     types = {tensor.get_dtype() for tensor in checkpoint.tensors.values()}

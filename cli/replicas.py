@@ -1,8 +1,7 @@
 """Replicas: copies of a model, on different ranks, that share one file of prompts.
 
 A replica with a free slot takes the number of the next row from a counter in torchrun's store. The
-store also brings results to rank 0. With one replica nothing is sent. This file knows neither rows
-nor results.
+store also brings results to rank 0. With one replica nothing is sent.
 """
 
 import json

@@ -118,7 +118,7 @@ def rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-def origin(token: TokenRecord | None) -> str:
+def token_origin(token: TokenRecord | None) -> str:
     """Where a token came from; None is a token of a run without a draft."""
     if token is None or token.first or not token.k:
         return PLAIN_TOKEN
@@ -169,11 +169,11 @@ class RowStatistics:
 
 
 def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = None) -> dict | None:
-    """The "speculative" object of the JSON contract, of these batches or of one row of each; None
-    without a drafter. draft_s and verify_s are sums over steps, which the rows share. All else is a
-    mean over rows, as if each had its time to itself. Values that need costs, or a drafted token,
-    are None without."""
-    if not engine.drafts:
+    """The "speculative" object of the JSON contract, for all rows of these batches or for one row
+    of each; None without a drafter. draft_s and verify_s are sums over steps, which rows share.
+    Everything else is averaged per row. Values that need calibrated costs or a drafted token are
+    None if there are none."""
+    if not engine.has_drafter:
         return None
     requests = []
     for timing in timings:
@@ -212,17 +212,17 @@ def iid_model(counts: RowStatistics, requests: Sequence[Request], costs: Costs |
     alpha = counts.alpha
     if alpha is None:
         return figures
-    # With the steps in which only another row drafted.
+    # Includes steps that ran as rounds only because another row had a draft.
     steps = Counter(step.k for request in requests for step in request.steps)
-    usual = max(filter(None, steps), key=steps.get)  # the K that most rounds had
-    drafted = 1 - counts.rounds[0] / counts.rounds.total()  # shares, as in Costs.speedup
-    paid = 1 - steps[0] / counts.rounds.total()
-    figures["tokens_per_round_iid"] = 1 + drafted * (expected_tokens(alpha, usual) - 1)
+    usual_k = max(filter(None, steps), key=steps.get)  # the K that most rounds had
+    draft_share = 1 - counts.rounds[0] / counts.rounds.total()
+    round_share = 1 - steps[0] / counts.rounds.total()
+    figures["tokens_per_round_iid"] = 1 + draft_share * (expected_tokens(alpha, usual_k) - 1)
     if covers(costs, steps):
-        figures["c"] = costs.c(usual)
-        figures["v"] = costs.v(usual)
-        figures["predicted_speedup_iid"] = costs.speedup(usual, alpha, drafted, paid)
-        figures["best_k"], figures["best_k_speedup"] = costs.best(alpha, drafted, paid)
+        figures["c"] = costs.c(usual_k)
+        figures["v"] = costs.v(usual_k)
+        figures["predicted_speedup_iid"] = costs.speedup(usual_k, alpha, draft_share, round_share)
+        figures["best_k"], figures["best_k_speedup"] = costs.best(alpha, draft_share, round_share)
     return figures
 
 
@@ -281,7 +281,7 @@ def summary(figures: dict) -> list[str]:
     return [line.format(**values) for line in SUMMARY]
 
 
-def spread(values: list[float]) -> str:
+def median_and_range(values: list[float]) -> str:
     """The median, with min and max of several."""
     text = f"{statistics.median(values):.1f}"
     if len(values) == 1:
@@ -291,9 +291,9 @@ def spread(values: list[float]) -> str:
 
 def prefill_line(timings: Sequence[Timing]) -> str:
     ttft_ms = [1e3 * request.ttft_s for timing in timings for request in timing.requests]
-    ttft = spread(ttft_ms)
+    ttft = median_and_range(ttft_ms)
     prefill_rates = [rate(timing.prompt_tokens, timing.prefill_s) for timing in timings]
-    prefill = spread(prefill_rates)
+    prefill = median_and_range(prefill_rates)
     line = f"prefill {prefill} tok/s, first token after {ttft} ms"
     num_reused = sum(sum(timing.cached) for timing in timings)
     if num_reused:
@@ -305,14 +305,14 @@ def prefill_line(timings: Sequence[Timing]) -> str:
 def decode_lines(timings: Sequence[Timing], engine: Engine) -> list[str]:
     """Rates of the steps after the prompt, and speculation in them."""
     decode_rates = [rate(decided(timing.requests), timing.decode_s) for timing in timings]
-    tokens = spread(decode_rates)
+    tokens = median_and_range(decode_rates)
     gigabytes = [bytes_read(engine, timing) / 1e9 for timing in timings]
     seconds = [timing.decode_s for timing in timings]
     rates = list(map(rate, gigabytes, seconds))
-    bandwidth = spread(rates)
+    bandwidth = median_and_range(rates)
     per_rank = " by each rank" if engine.ranks.world > 1 else ""
     lines = [f"decode {tokens} tok/s, {bandwidth} GB/s read{per_rank}"]
-    if engine.drafts:
+    if engine.has_drafter:
         lines += summary(speculative(engine, timings))
     if engine.has_outgrown_draft:
         limit = engine.drafter.max_positions

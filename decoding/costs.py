@@ -19,9 +19,9 @@ def expected_tokens(alpha: float, k: int) -> float:
 
 @dataclass
 class Costs:
-    """Seconds, calibrated outside the rounds: the target's pass in a plain step; drafting and
-    verification by K. draft_s[0]: of a drafter beside a plain step, when it reads the new
-    token."""
+    """Calibrated costs in seconds: `decode_s` of the target in a plain step, `draft_s` and
+    `verify_s` of a round by its K. draft_s[0] is what the drafter costs in a plain step, where it
+    only takes in the new token."""
 
     decode_s: float
     draft_s: dict[int, float] = field(default_factory=dict)

@@ -40,7 +40,8 @@ from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
-# Tokens whose arithmetic takes as long as reading the weights; a GPU's default is in `prefill`.
+# Prefill chunks shorter than this cost as much as this many tokens, because reading the weights
+# dominates. The default for a GPU is in `prefill`.
 PREFILL_COST = {"cpu": 16}
 PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
 # ------------------------------------------------------------------------------------ decode step
@@ -140,8 +141,8 @@ class Engine:
         self.compile_prompts = (
             self.compile if options.compile_prompts is None else options.compile_prompts
         )
-        self.drafts = drafter is not None
-        self.runs_rounds = self.drafts or options.fixed_width_steps
+        self.has_drafter = drafter is not None
+        self.runs_rounds = self.has_drafter or options.fixed_width_steps
         self.drafter = as_drafter(drafter)
         self.speculate_k = options.speculate_k if self.runs_rounds else 0
         self.ks = self.drafter.draft_lengths(self.speculate_k)
@@ -202,8 +203,7 @@ class Engine:
             )
         self.state.verifies_blocks = options.verification == "block"
         self.runner.set_max_positions(self.state.max_positions)
-        # Greedy output has the same bits regardless of the drafter and of what else is in the
-        # batch.
+        # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         num_rows = self.batch_size * (self.max_k + 1)
         has_invariant_rows = num_rows <= batch_invariant_rows(self.model)
         is_alone = self.ranks.world == 1
@@ -290,9 +290,9 @@ class Engine:
         return request.id
 
     def recompute(self, request: Request) -> None:
-        """Compute a text anew that has outgrown longrope's short one, as transformers does
-        (models/phi3/modeling_phi3, prepare_inputs_for_generation): all its positions rotate by the
-        long factors. It costs a pass over the text."""
+        """Recompute all positions of a text that has grown past longrope's original context: from
+        there on every position is rotated with the long factors. It costs one prefill. transformers
+        does the same (models/phi3/modeling_phi3, prepare_inputs_for_generation)."""
         slot = request.slot
         self.state.park(slot.index)
         request.short_length = math.inf
@@ -300,7 +300,8 @@ class Engine:
         request.num_computed = 0
         request.num_finite = 0
         request.draft_lag = 0
-        request.num_launched = len(request.tokens)  # steps launched since then decided nothing
+        # Steps in flight decided nothing for this row: it stopped at `Request.end`.
+        request.num_launched = len(request.tokens)
         slot.is_long = self.scheduler.are_long(request)
         slot.num_draft = 0
         self.state.fill(slot.index, request)
@@ -318,13 +319,15 @@ class Engine:
         return bool(self.requests)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Free the request's slot at once. Steps already launched do not change it any more."""
+        """End a request and free its slot at once. Steps in flight no longer advance the slot, but
+        may still write positions past its text."""
         request.finish_reason = reason
         if request.slot is None:
             self.scheduler.waiting.remove(request)
         else:
             self.state.park(request.slot.index)
-            num_padding = PREFILL_CHUNK // 8  # of its prompt
+            num_padding = PREFILL_CHUNK // 8  # the most that `padded_length` adds to a chunk
+            # Positions that the steps in flight, and two more, may write past the text.
             num_unread = (self.readback.lag + 2) * (self.max_k + 1)
             self.scheduler.release(request, num_unread + num_padding)
         del self.requests[request.id]
@@ -362,7 +365,7 @@ class Engine:
 
     def reset(self) -> None:
         """End all requests after an interrupted step, whose decisions are unknown. Slots keep their
-        positions, but not those of a draft's caches."""
+        cached prefixes for reuse, except in the draft's own cache."""
         self.readback.clear()
         self.scheduler.waiting.clear()
         for request in self.requests.values():
@@ -397,8 +400,9 @@ class Engine:
 
     def prefill(self, request: Request) -> int:
         """Run the next chunk of a prompt through all models; returns its cost in tokens. The last
-        chunk decides the first token. A last token alone is left to the next decode step,
-        unless the engine runs rounds, which would draw another token."""
+        chunk decides the first token. If only the prompt's last token is left to compute (a prefix
+        hit) and there are other requests, the next decode step takes it along; not so in an engine
+        that runs rounds, where sampling would then draw another token."""
         begin = timestamp(self.device)
         slot = request.slot
         end = min(request.num_computed + self.chunk, request.num_positions)
@@ -483,8 +487,8 @@ class Engine:
         return self.draft_length.choose(expected)
 
     def update_draft_lags(self, requests: list[Request], k: int) -> None:
-        """Bound the decided positions that the draft's cache lacks before a step that drafts k
-        tokens, and after it."""
+        """Update the upper bounds on how many decided positions the draft's cache is missing:
+        `max_draft_lag` before a step that drafts k tokens, each request's `draft_lag` after it."""
         fitting = [request for request in requests if self.drafter.fits(request)]
         if len(fitting) < len(requests):
             self.has_outgrown_draft = True
@@ -498,8 +502,8 @@ class Engine:
                 request.draft_lag = num_behind
 
     def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
-        """The range of rows for these slots. Compiled steps have one row or all; a CUDA graph has
-        fixed addresses."""
+        """The range of rows that a step for these slots runs. A compiled step runs one row or the
+        full batch. A CUDA graph has fixed addresses, so its single row is always row 0."""
         begin = min(slots)
         end = max(slots) + 1
         if self.compile and (end - begin > 1 or (begin and self.runner.uses_cuda_graphs)):

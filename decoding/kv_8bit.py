@@ -5,11 +5,10 @@
     attend_codes            attention over an Int8Cache on a CPU, without dequantizing
     CACHE_TYPES             caches by the names of --kv_cache_dtype
 
-For integers, keys and queries are first rotated by a Hadamard matrix, which spreads a channel of
-large keys over all and leaves q k^T unchanged (QuaRot, arXiv:2404.00456): all channels share one
-step, which the largest decides. Floats have their own exponents, so that a large channel costs the
-others nothing, and a rotation would only spread its rounding over them. This file does not know
-layers, steps, ranks or flags.
+With int8, a Hadamard matrix first rotates keys and queries. This leaves q k^T unchanged and spreads
+outlier channels over all channels (QuaRot, arXiv:2404.00456), which matters because all channels of
+a key share one scale. With fp8 each value has its own exponent, so an outlier does not hurt the
+other channels and there is no rotation.
 """
 
 import functools
@@ -50,9 +49,9 @@ def to_codes(
 
 @functools.cache
 def hadamard(E: int, device: torch.device) -> Tensor:
-    """A rotation (E, E) times its norm: blocks of Sylvester's matrix of 1 and -1. The block's size
-    is the largest power of two that divides E. On a CPU in float64: sums of 16-bit numbers are then
-    exact and alike in any pass."""
+    """An unnormalized rotation (E, E): blocks of Sylvester's matrix of 1 and -1, whose size is the
+    largest power of two that divides E. float64 on a CPU, where sums of 16-bit numbers are then
+    exact, and so bitwise equal in every pass."""
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     with torch.inference_mode(False):
         double = torch.tensor([[1, 1], [1, -1]], dtype=dtype)
@@ -163,8 +162,9 @@ def quantize_and_attend(
     v: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """`attend_codes` with the signature of `attend`, for the probe of how kernels round. All
-    channels repeat the values of the first, so that the codes of cancelling values cancel."""
+    """`attend_codes` with the signature of `attend`, for the exactness probe (exact/attention.py).
+    The probe's values are built to cancel; here every channel of v repeats the first, so that
+    their int8 codes cancel too."""
     k, k_scale = to_codes(k)
     v, v_scale = to_codes(v[..., :1].expand_as(v))
     bias = bias.expand(q.size(0), -1, -1, -1)

@@ -7,7 +7,7 @@
 
 Any function of logits, tokens and positions may process logits too (Engine's `logits_processor`).
 Its result for a position must not depend on how many positions a pass computes; drafting then stays
-lossless. This file knows no model and no text.
+lossless.
 """
 
 import math

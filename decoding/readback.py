@@ -23,7 +23,7 @@ NO_DRAFT = -1.0  # the overlap of a position without a drafted token
 
 
 def host_lag(device: torch.device) -> int:
-    """Steps that a device may run ahead of the host's reading."""
+    """How many steps may be in flight: launched, but not yet read by the host."""
     return 2 if device.type == "cuda" else 0
 
 
@@ -97,7 +97,7 @@ class Readback:
 
     @property
     def unread(self) -> int:
-        """A bound on the tokens of a row that the host has yet to read."""
+        """An upper bound on the tokens that steps in flight may have decided for one row."""
         return sum(result.k + 1 for result, *_ in self.waiting)
 
     def send(self, result: StepResult, step: object) -> None:

@@ -1,11 +1,9 @@
 """A model with its caches: how a prompt runs, and how far a step attends.
 
-    ModelRunner         a model and caches of B rows and S positions
-    Rows                a range of slots as a batch
-    slot_tensors        some positions of a slot in all caches, by name; copy_positions and
-                        clear_positions write to them
-
-This file knows no request, no sampling and no compiler.
+ModelRunner         a model and caches of B rows and S positions
+Rows                a range of slots as a batch
+slot_tensors        some positions of a slot in all caches, by name; copy_positions and
+                    clear_positions write to them
 """
 
 import copy
@@ -25,10 +23,9 @@ from weights.compiling import mark_dynamic
 class ModelRunner:
     """A model with caches of B rows and S positions, or with `layers` of another model's caches.
 
-    `slack` extra positions follow: no query sees them, and parked rows write there. At least one
-    is needed, because steps over the full length of a cache would compile once more.
-    `compile_prompts` compiles the pass over prompts; None runs it eagerly. `cache_type`: see
-    make_caches.
+    The caches have `slack` extra positions, a scratch area for parked rows that no query sees. At
+    least one is needed: a step over the full length of a cache would specialize and recompile.
+    `compile_prompts` compiles prefill; None runs it eagerly. `cache_type`: see make_caches.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class ModelRunner:
             caches = caches._replace(layers=tuple(layers))
         self.caches = caches._replace(row_multiple=row_multiple, key_block=KEY_BLOCK)
         self.device = weight.device
-        # There is one graph for each length attended.
+        # Each bucket of attended lengths then has its own graph.
         self.uses_cuda_graphs = compile and self.device.type == "cuda"
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
@@ -72,9 +69,10 @@ class ModelRunner:
     def for_draft(
         self, model: Transformer, on_layers: Sequence[int] | None = None, num_scratch: int = 0
     ) -> "ModelRunner":
-        """A runner for a draft model, with separate caches or on the caches of some of this model's
-        layers. A draft that writes up to `num_scratch` positions ahead of the last decided token
-        has that many more in its caches, and as many more slack positions for parked rows."""
+        """A runner for a draft model, with its own caches or on the caches of some of this model's
+        layers. `num_scratch` is how far past the last decided token the draft writes: its own
+        caches get that many extra positions for live rows, and again that many of `slack` for
+        parked rows."""
         layers = None if on_layers is None else [self.caches.layers[i] for i in on_layers]
         S = self.S + num_scratch
         slack = self.slack + num_scratch

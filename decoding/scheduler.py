@@ -7,7 +7,7 @@
     common_prefix       the number of leading ids that texts share
 
 Keys and values of a position depend only on the ids up to it, so they are equal in slots with a
-common prefix. This file holds no tensor and knows no model.
+common prefix.
 """
 
 import math
@@ -43,7 +43,7 @@ class Request(RequestStatistics):
     max_new_tokens: int
     stop_ids: Collection[int] = ()
     seed: int = 0
-    draft: bool = True  # may its tokens be drafted?
+    may_draft: bool = True  # may its tokens be drafted?
     grammar: object = None  # of its answer: decoding/grammar.py
     num_prompt_logprobs: int | None = None  # likeliest tokens to record of the prompt; None: none
 
@@ -57,11 +57,12 @@ class Request(RequestStatistics):
     # a masked NaN still makes 0 * NaN = NaN.
     num_finite: int = 0
     is_active: bool = False  # do steps decide its tokens?
-    num_launched: int = 0  # a lower bound on the tokens that launched steps decide
-    # A bound on the decided positions that the draft's cache lacks after the launched steps.
+    num_launched: int = 0  # a lower bound on the tokens that the launched steps decide
+    # An upper bound on the decided positions that are missing from the draft's cache once all
+    # launched steps have run.
     draft_lag: int = 0
     can_draft: bool = True  # did the drafter have a proposal?
-    # Longrope computes a short text anew once it has more tokens than this.
+    # Past this length longrope takes its long factors, and all keys are recomputed once.
     short_length: float = math.inf
 
     @property
@@ -76,13 +77,13 @@ class Request(RequestStatistics):
 
     @property
     def end(self) -> int:
-        """The index of the last token that it may decide. A short text of longrope stops at
-        `short_length` and is computed anew."""
+        """The index of the last token to decide in this pass. With longrope that is at most
+        `short_length`; the text is then recomputed with the long factors and goes on."""
         return min(len(self.prompt) - 1 + self.max_new_tokens, self.short_length)
 
     @property
     def max_position(self) -> int:
-        """The final position that longrope judges its length by."""
+        """An upper bound on the positions of this pass, by which longrope picks its factors."""
         return self.end if self.short_length == math.inf else self.short_length - 1
 
     @property

@@ -3,7 +3,7 @@
     State       tokens, positions, ends and samplings of each slot; `fill` gives a slot a request,
                 `commit` appends the tokens of a step, `park` takes a slot out
 
-This file knows no model, no step and no text.
+engine.decode_step and speculative.verify_step are the steps that change a State.
 """
 
 import math
@@ -62,9 +62,11 @@ class State(nn.Module):
             tensor = torch.full(shape, fill, dtype=dtype, device=device)
             self.register_buffer(name, tensor)
 
-        # The prompt, then the decided tokens; positions after `pos` are a round's scratch space.
+        # The prompt, then the decided tokens; positions after `pos` are a round's scratch space. A
+        # parked row has pos = S and writes up to S + K + 1.
         fixed("tokens", B, S + K + 2)
-        # The index of the last decided token, which no layer has seen yet; S for a parked row.
+        # The index of the last decided token. No layer has seen this token yet: it is the next
+        # step's input, and its keys and values are in no cache.
         fixed("pos", B, fill=S)
         fixed("prompt_length", B)
         fixed("end", B)  # where to stop: the row is full, or longrope changes
@@ -72,7 +74,7 @@ class State(nn.Module):
         fixed("done", B, fill=True)
         fixed("seed", B)
         fixed("stop_ids", B, MAX_STOP_IDS, fill=-1)
-        fixed("drafts", B, fill=True)  # may the row's tokens be drafted?
+        fixed("may_draft", B, fill=True)  # may the row's tokens be drafted?
         fixed("values", B, len(SETTINGS), fill=0.0)  # of the rows' samplings
         fixed("biases", B, 2, MAX_BIASES, fill=0.0)
         num_words = math.ceil(vocab_size / 32)
@@ -90,9 +92,9 @@ class State(nn.Module):
             fixed("token_probs", B, K + 1, 2, fill=0.0)  # p of the target, q of the draft or 0
 
     def fill(self, slot: int, request) -> None:
-        """Write a request (scheduler.Request) into a slot, which stays parked until `activate`. A
-        prompt is padded with its last token: any other might overflow in the model, and its NaN
-        would reach this slot."""
+        """Write a request (scheduler.Request) into a slot, which stays parked until `activate`.
+        Positions after the prompt hold its last token: padding runs through the model with it, and
+        a token of which the model makes NaN would spoil the slot's caches."""
         ids = request.prompt + request.tokens
         padding = [ids[-1]] * (self.tokens.size(1) - len(ids))
         stop_ids = sorted(request.stop_ids)
@@ -104,7 +106,7 @@ class State(nn.Module):
             "end": request.end,
             "max_positions": request.max_position,
             "seed": request.seed,
-            "drafts": request.draft,
+            "may_draft": request.may_draft,
             "values": request.sampling.values,
             "biases": request.sampling.biases,
             "masks": -1,
@@ -116,7 +118,7 @@ class State(nn.Module):
         """Choose the code for a step of these (row, scheduler.Request) pairs, and write the masks
         of their grammars."""
         self.sampling_path = common_path(request for _, request in requests)
-        self.all_draft = all(request.draft for _, request in requests)
+        self.all_draft = all(request.may_draft for _, request in requests)
         self.constrained = [
             (row, request) for row, request in requests if request.grammar is not None
         ]
@@ -140,8 +142,8 @@ class State(nn.Module):
         self.done[slot].fill_(False)
 
     def park(self, slot: int) -> None:
-        """Let steps skip this slot. They still write its keys and values, behind all attended
-        positions."""
+        """Let steps skip this slot. They still run its row, and write keys and values to scratch
+        positions that no query attends to."""
         self.pos[slot].fill_(self.parked_pos)
         self.done[slot].fill_(True)
 

@@ -22,9 +22,9 @@ class StepRecord(NamedTuple):
 
 
 class TokenRecord(NamedTuple):
-    """Token `index` of a round that drafted k tokens for its row (0: no draft) and accepted so
-    many. overlap: sum of min(p, q) at this position, 0 beyond k. first: the token after the prompt,
-    which no round decided."""
+    """Token number `index` of a round. The round drafted k tokens for this row (0: none) and
+    accepted `accepted` of them. overlap: sum of min(p, q) at this position, 0 past the draft.
+    first: this is the token after the prompt, which no round decided."""
 
     index: int
     k: int

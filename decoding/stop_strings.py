@@ -1,4 +1,4 @@
-"""Stop strings: text in, text out up to the first one. This file knows no tokenizer."""
+"""Stop strings: text in, text out up to the first one."""
 
 import math
 import re
@@ -11,9 +11,10 @@ class StopStrings:
     """A filter that passes text through up to the first stop string and holds back a possible
     beginning of one. Empty stop strings, which clients send in place of none, are ignored.
 
-    Special tokens have no text, so a stop string that names some of `specials` (name -> id) also
-    matches the tokens themselves: in the text held back, a character that no text has, a surrogate,
-    stands for each. Such a token in the middle of another stop string keeps that one from matching.
+    Special tokens have no text. A stop string that contains the name of one (`specials`: name ->
+    id) also matches the token itself: in the held-back text each such token is represented by a
+    surrogate, a character that decoded text never contains. A special token in the middle of
+    another stop string therefore prevents that match.
     """
 
     def __init__(

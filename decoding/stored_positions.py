@@ -1,7 +1,7 @@
 """The computed positions of a text outside an engine: keys and values, with the ids behind them.
 
-    longest_beginning   the slot that stores the longest beginning of some prompts
-    tensors_of          its positions by name, to be written to a file
+    find_longest_prefix the slot that stores the longest beginning of some prompts
+    prefix_tensors      its positions by name, to be written to a file
     restore             such tensors, into the first slot of an engine
     check_same          ValueError names what differs between the settings of two runs
 
@@ -19,7 +19,7 @@ from decoding.runner import slot_tensors
 from decoding.scheduler import common_prefix
 
 
-class Beginning(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The first positions of a slot."""
 
     slot: int
@@ -28,23 +28,23 @@ class Beginning(NamedTuple):
     is_long: tuple[bool, ...]
 
 
-def longest_beginning(engine: Engine, prompts: Sequence[Sequence[int]]) -> Beginning:
-    """The longest beginning that all prompts share with a slot; without prompts, the longest text
-    of a slot."""
+def find_longest_prefix(engine: Engine, prompts: Sequence[Sequence[int]]) -> CachedPrefix:
+    """The longest prefix of all prompts that some slot has cached; without prompts, the longest
+    cached text of any slot."""
     slots = engine.scheduler.slots
     slot = max(slots, key=lambda slot: common_prefix(slot.ids, *prompts))
     num_shared = common_prefix(slot.ids, *prompts)
     if len(engine.runners) > 1:
         # A draft's own caches may lack the positions that a round or plain steps decided.
         num_shared = min(num_shared, slot.num_draft)
-    return Beginning(slot.index, slot.ids[:num_shared], slot.is_long)
+    return CachedPrefix(slot.index, slot.ids[:num_shared], slot.is_long)
 
 
-def tensors_of(engine: Engine, beginning: Beginning) -> dict[str, Tensor]:
+def prefix_tensors(engine: Engine, prefix: CachedPrefix) -> dict[str, Tensor]:
     """Name -> tensor of a beginning: views of the caches, the ids, and `long`."""
-    ids = torch.tensor(beginning.ids, dtype=torch.int64)
-    is_long = torch.tensor(beginning.is_long)
-    tensors = slot_tensors(engine.runners, beginning.slot, 0, len(ids))
+    ids = torch.tensor(prefix.ids, dtype=torch.int64)
+    is_long = torch.tensor(prefix.is_long)
+    tensors = slot_tensors(engine.runners, prefix.slot, 0, len(ids))
     return tensors | {"ids": ids, "long": is_long}
 
 
@@ -66,7 +66,7 @@ def check_same(
 def restore(
     engine: Engine,
     tensors: dict[str, Tensor],
-) -> Beginning:
+) -> CachedPrefix:
     """Write tensors of the same models to the first slot, as many positions as fit. Returns what it
     stores then."""
     ids = tensors["ids"].tolist()[: engine.max_seq_length]
@@ -78,4 +78,4 @@ def restore(
     slot.is_long = tuple(tensors["long"].tolist())
     slot.store(ids, num_written=max(num_positions, slot.num_written))
     slot.num_draft = num_positions
-    return Beginning(slot.index, ids, slot.is_long)
+    return CachedPrefix(slot.index, ids, slot.is_long)

@@ -38,9 +38,9 @@ def steps_to_compile(engine) -> Iterable[tuple[int, int, int]]:
 
 @torch.inference_mode()
 def warm_up(engine, path: str) -> float:
-    """Compile the engine's steps for a sampling path and run them at every length of a CUDA graph.
-    Compile prompts, short and long, at the start, later, and beyond a sliding window. Returns
-    seconds."""
+    """Compile the engine's steps for a sampling path and run them at every length that has a CUDA
+    graph. Also compile prefill for short and long chunks, at position 0, at later positions, and
+    past a sliding window. Returns seconds."""
     start = time.perf_counter()
     if engine.compile_prompts:
         warm_up_prompts(engine)
@@ -99,8 +99,8 @@ def costs_of_rows(
     length: int,
     rounds: int,
 ) -> Costs:
-    """Repeat each kind of step for STEADY_S and time the last one, because the first ones run while
-    the processor's caches hold other code."""
+    """Time every K: repeat its step for STEADY_S and take the last run, because the first ones
+    still find another step's code and data in the processor's caches."""
     rows = engine.rows(0, num_rows)
     state = rows.state
     state.pos.fill_(length - 1)

@@ -9,7 +9,7 @@ one pass.
     check, load_dflash    read a published folder
 
 The draft uses the embedding and the head of its target. q_i does not depend on drafted tokens, so
-rejection sampling applies unchanged. This file does not know sampling or training.
+rejection sampling applies unchanged.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from loading.plain_files import error_prefix
 from model import Caches, Config, Linear, RMSNorm, Transformer, apply_rope
 from speculative import ParallelDraft
 
-MAX_BLOCK = 64  # positions that an engine clears behind a request's last one
+MAX_BLOCK = 64  # a block may not reach past the positions that an engine clears after a request
 OPTIONS = {"block_size", "mask_token_id", "target_layer_ids", "causal"}  # the keys of dflash_config
 OTHER_LAYOUTS = ("speculators_model_type", "draft_vocab_size", "sample_from_anchor")  # their keys
 

@@ -7,9 +7,10 @@
                     (github.com/vllm-project/speculators, `layers.0.*`)
     check, load_eagle    read a folder of either layout
 
-Published code puts a pair at the position of its state, this file at that of its token, one later.
-RoPE gives the same scores, and the pair is cached and prefilled like a token. Position 0 has no
-pair and is never attended to. This file does not know sampling or training.
+A token is paired with the hidden state of the position before it. Published code stores a pair at
+the position of its state; this file stores it at that of its token, one later, so that pairs are
+cached and prefilled like tokens. RoPE scores depend on distances and stay the same. Position 0 has
+no pair and is masked.
 """
 
 import sys
@@ -29,7 +30,7 @@ from drafts.hidden_states import (
     read_layer_ids,
     states_note,
 )
-from drafts.vocabulary import spread
+from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
 from loading.config import Section, config_from_hf
 from loading.models import allocate
@@ -139,7 +140,7 @@ class EagleModel(HiddenStateModel):
 
     def head(self, h: Tensor) -> Tensor:
         """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
-        return spread(super().head(h), self.ids)
+        return gather_logits(super().head(h), self.ids)
 
 
 class EagleDraft(HiddenStateDraft):
@@ -257,9 +258,10 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
 def aux_layer_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs the draft reads, and the assumption that this rests on, or "".
 
-    Without a key they are 2, L // 2 and L - 3. Ids that begin with 1 are outputs, except those for
-    gpt-oss, and others are inputs (SGLang, pull requests 25454 and 32334, which measured the
-    acceptance of published heads). vLLM reads inputs alone.
+    Without a key they default to 2, L // 2 and L - 3. Published files disagree on whether ids count
+    layer inputs or outputs: a list that starts with 1 is read as outputs (except for gpt-oss), any
+    other as inputs, as in SGLang (pull requests 25454 and 32334, which measured the acceptance of
+    published heads). vLLM always reads inputs.
     """
     L = target.n_layers
     keys = [key for key in (STATES_KEY, *OUTER_KEYS) if settings.get(key)]

@@ -60,7 +60,7 @@ class AuxHiddenStates(nn.Module):
         begin: int,
         end: int,
     ) -> dict[str, Tensor]:
-        """As KVCache.at."""
+        """Positions [begin, end) of these rows, as in KVCache.views."""
         return {"x": self.x[rows, begin:end]}
 
 
@@ -90,8 +90,8 @@ class HiddenStateModel(Transformer):
 
 
 class HiddenStateDraft(ModelDraft):
-    """The drafter of a HiddenStateModel. One that reads other hidden states than it was trained on
-    still decodes losslessly, so nothing but the acceptance of its tokens shows it."""
+    """The drafter of a HiddenStateModel. Decoding stays lossless even if the draft reads hidden
+    states that it was not trained on, so such a mismatch shows only as a low acceptance rate."""
 
     def setup(
         self,

@@ -1,7 +1,4 @@
-"""Prompt lookup: a draft without a model, from the text of the request itself.
-
-This file knows token ids in the state's tensors. It knows no model, no text and no other request.
-"""
+"""Prompt lookup: a draft without a model, from the text of the request itself."""
 
 import torch
 from torch import Tensor, nn

@@ -2,7 +2,7 @@
 pass.
 
 q_i depends on the decided tokens and i - 1 masks, not on drafted tokens, so rejection sampling
-applies unchanged. This file does not know how the model was trained.
+applies unchanged.
 """
 
 import functools

@@ -106,8 +106,8 @@ def pack_with(model: Transformer, *drafters: Drafter | None) -> None:
 
 
 def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
-    """Is this a folder? The name of a spec is not a folder, even next to a folder
-    of that name."""
+    """Is this a folder rather than a spec? The name of a spec always means the spec, even if a
+    folder of that name exists."""
     if not isinstance(folder_or_spec, str):
         return True
     kind = folder_or_spec.partition(":")[0]

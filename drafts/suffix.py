@@ -6,9 +6,10 @@ requests.
     SuffixDraft     drafts from the request's text and from earlier answers, and their expected
                     acceptance
 
-The index is dicts on the host, which also chooses K: one look-up takes some 50 microseconds in a
-pool of any size. It reads tokens that the host receives anyway. On a GPU these arrive late, and a
-draft is used only if it agrees with the tokens decided since. This file knows token ids alone.
+The index is a set of dicts on the host, and the host also chooses K. A lookup takes about 50 us
+whatever the pool's size, and needs only tokens that the host receives anyway. On a GPU those arrive
+a few steps late, so a draft is used only if it agrees with the tokens decided in the meantime. This
+file knows token ids alone.
 """
 
 from collections import Counter, defaultdict
@@ -121,9 +122,10 @@ class Text:
 class SuffixDraft(Drafter):
     """Drafts of all requests, made on the host before each step and aligned on the device.
 
-    A sampled request reads no earlier answer of its seed. The same noise drew that answer, and the
-    token after a rejection would not follow the target's distribution. `depth`: the longest match;
-    `pool_tokens`: the pool's size."""
+    A sampled request never reads an earlier answer with its own seed: that answer was drawn with
+    the same noise, so the draft would be correlated with it, and the token after a rejection would
+    no longer follow the target's distribution. `depth`: the longest match; `pool_tokens`: the
+    pool's size."""
 
     auto_k = (*Drafter.auto_k, 16)  # copied text has long accepted drafts
 
@@ -153,25 +155,25 @@ class SuffixDraft(Drafter):
         # Of each row the last position that the host knew, up to G tokens drafted after it, and at
         # least one END.
         drafts = torch.full((state.pos.size(0), G + 2), END, device=device)
-        self.register_buffer("drafts", drafts, persistent=False)
+        self.register_buffer("draft_rows", drafts, persistent=False)
 
     def expect(self, requests: Sequence[Request], unread: int) -> list[list[float]]:
         for request in list(self.texts):
             if request.finish_reason is not None:
                 self.remember(request)
-        B, width = self.drafts.shape
+        B, width = self.draft_rows.shape
         rows = [[END] * width for _ in range(B)]
         expected = []
         for request in requests:
             text = self.read(request)
             text.guesses = []
-            if request.draft:
+            if request.may_draft:
                 text.guesses = self.best_guesses(text, noise_seed(request), width - 2)
             row = [len(text.ids) - 1, *(guess.token for guess in text.guesses)]
             rows[request.slot.index][: len(row)] = row
             expected.append(self.acceptances(text.guesses)[unread:])
-        on_host = torch.tensor(rows, pin_memory=self.drafts.device.type == "cuda")
-        self.drafts.copy_(on_host, non_blocking=True)
+        on_host = torch.tensor(rows, pin_memory=self.draft_rows.device.type == "cuda")
+        self.draft_rows.copy_(on_host, non_blocking=True)
         return expected
 
     def best_guesses(
@@ -233,8 +235,8 @@ class SuffixDraft(Drafter):
     def align(self, state: nn.Module, k: int) -> None:
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since
         it was made."""
-        begin = self.drafts[:, :1] + 1  # (B, 1) position of the first drafted token
-        draft = self.drafts[:, 1:]  # (B, G + 1), END at last
+        begin = self.draft_rows[:, :1] + 1  # (B, 1) position of the first drafted token
+        draft = self.draft_rows[:, 1:]  # (B, G + 1), END at last
         num_columns = draft.size(1)
         pos = state.pos[:, None]  # (B, 1)
         num_since = pos + 1 - begin  # (B, 1)

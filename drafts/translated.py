@@ -52,8 +52,8 @@ def load_translated(
     sharded: bool,
     progress: bool,
 ) -> Transformer:
-    """A draft folder's model on the target's device, not packed. Where its tokenizer differs, it
-    reads and answers in the target's ids, and reads its own id `mask` as the id V."""
+    """A draft folder's model on the target's device, not packed. If its tokenizer differs from the
+    target's, it takes and gives the target's ids, and its mask token gets the first free id, V."""
     device = target.norm.weight.device
     dtype = pick_dtype(dtype, checkpoint.config.dtype, device)
     draft_tokenizer = load_tokenizer(checkpoint)

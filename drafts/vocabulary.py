@@ -1,7 +1,7 @@
 """Drafts whose tokenizer is not the target's: they draft the tokens that both tokenizers have.
 
 q is 0 outside the shared tokens, and tokens are drawn from q, so the output keeps the target's
-distribution. This file knows tokens as bytes and ids, and no tokenizer.
+distribution.
 """
 
 import math
@@ -38,7 +38,7 @@ def ids_by_string(target: list[bytes], draft: list[bytes], V: int) -> Tensor:
     return torch.tensor(ids)
 
 
-def spread(logits: Tensor, ids: Tensor) -> Tensor:
+def gather_logits(logits: Tensor, ids: Tensor) -> Tensor:
     """Logits (..., V of the draft) at the target's ids (..., V): -inf where the draft has none."""
     target_logits = logits.index_select(-1, ids.clamp(min=0))
     return target_logits.masked_fill(ids < 0, -math.inf)
@@ -61,7 +61,7 @@ class Translated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.reads:
             return self.part(self.ids[x])
-        return spread(self.part(x), self.ids)
+        return gather_logits(self.part(x), self.ids)
 
 
 def translate(

@@ -63,7 +63,7 @@ INTEGER_SPLIT = RowSplit((FAST_ROWS,), is_exact=True)
 
 @functools.cache
 def find_packed_split(
-    product_of_ones: Callable,
+    kernel_on_ones: Callable,
     out: int,
     n: int,
     dtype: torch.dtype,
@@ -71,26 +71,26 @@ def find_packed_split(
     threads: int,
 ) -> RowSplit:
     """The split for weights (out, n) in a layout for `threads` threads, by a probe of
-    product_of_ones(out, n, dtype), the product of x (M, n) with weights that are 1. Without numbers
+    kernel_on_ones(out, n, dtype), the product of x (M, n) with weights that are 1. Without numbers
     that qualify, batches are only padded."""
     candidates = LARGE_ROW_COUNTS if is_large else ROW_COUNTS
     if is_large and dtype.itemsize == 4:
         candidates = (1, 2, 3, *candidates)
     # A tile of AMX has 16 rows, which cost as much as one; in float32 every row costs.
     max_first = 16 if dtype.itemsize == 2 else 2
-    product = product_of_ones(out, n, dtype)
-    row_counts = invariant_row_counts(product, n, dtype, candidates, max_first)
+    kernel = kernel_on_ones(out, n, dtype)
+    row_counts = invariant_row_counts(kernel, n, dtype, candidates, max_first)
     return exact_split(row_counts) if row_counts else RowSplit(candidates[:1])
 
 
 @functools.cache
 def find_kernel_split(
-    product_of_ones: Callable, dtype: torch.dtype, candidates: Sequence[int], threads: int
+    kernel_on_ones: Callable, dtype: torch.dtype, candidates: Sequence[int], threads: int
 ) -> RowSplit:
     """The split for a kernel that reads codes and does not choose its order by the matrix's shape.
     A batch may always be one row."""
-    product = product_of_ones(64, 512, dtype)
-    return exact_split(invariant_row_counts(product, 512, dtype, candidates, max_first=1))
+    kernel = kernel_on_ones(64, 512, dtype)
+    return exact_split(invariant_row_counts(kernel, 512, dtype, candidates, max_first=1))
 
 
 def exact_split(row_counts: Sequence[int]) -> RowSplit:

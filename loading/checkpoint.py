@@ -172,10 +172,10 @@ class Checkpoint:
     ) -> Transformer:
         """Its model, filled tensor by tensor.
 
-        `quantize`: a scheme of quantize.py. Every matrix is quantized as it is read, so that the
-            model is never held in full precision. Without it a quantized folder loads as stored,
-            and so do a GGUF file's blocks of 4 and 8 bits. Another program's folder that no scheme
-            holds exactly is quantized again, with a note on stderr.
+        `quantize`: a scheme of quantize.py. Every matrix is quantized as it is read, so the model
+            is never held in full precision. Without it, quantized folders and GGUF blocks of 4 and
+            8 bits are loaded as stored. Another program's format that none of our schemes
+            represents exactly is requantized, with a note on stderr.
         `head`: a scheme for lm_head and a tied embedding, which otherwise stay as they are.
         `tp`: the Ranks over which the model is sharded. This process reads and holds its shard
         alone.

@@ -15,8 +15,8 @@ import math
 from loading.families import FAMILIES, SLIDING, Family, family_of
 from model import Config
 
-# Pairs (values, keys): a key with one of these values, or null, changes nothing; () allows null
-# alone.
+# Pairs (values, keys): keys that are ignored if they are absent, null, or one of these values. ():
+# they must be absent or null.
 NEUTRAL_KEYS = [
     (
         (),

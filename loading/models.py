@@ -7,7 +7,7 @@ quantized on the way.
     random_model        the same shapes with random weights, to measure without a download
 
 Every weight is copied once, from the mapped file into its (fused) matrix, so that loading needs the
-memory of the weights and no more. This file knows no folder: checkpoint.py opens those.
+memory of the weights and no more.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,14 +1,12 @@
 """Files before they are read: is a file there, is it JSON, is it llama.cpp's?
 
-    file_exists         whether a file exists; a dangling link is an error
-    plain_file          refuses pipes, huge files and Git LFS pointers
-    refuse_lfs_pointer  what git leaves in place of a large file without Git LFS
-    read_json           a JSON object from a file; empty without the file
-    is_gguf             whether a file begins like one of llama.cpp's
-    error_prefix        puts a file's name in front of a ValueError
-    one_line            an error's message on one line
-
-This file knows no model, tensor or tokenizer.
+file_exists         whether a file exists; a dangling link is an error
+plain_file          refuses pipes, huge files and Git LFS pointers
+refuse_lfs_pointer  what git leaves in place of a large file without Git LFS
+read_json           a JSON object from a file; empty without the file
+is_gguf             whether a file begins like one of llama.cpp's
+error_prefix        puts a file's name in front of a ValueError
+one_line            an error's message on one line
 """
 
 import contextlib

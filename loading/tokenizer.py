@@ -161,8 +161,9 @@ class Tokenizer:
         return self.parse(text + self._escape(prefill, self.specials))
 
     def _escape(self, value: object, names: Iterable[str]) -> object:
-        """A JSON value with `apart` after the first character of these names in all texts. Keys and
-        roles that are words stay as they are, because templates compare them."""
+        """A JSON value in which these names are broken up in every string, by inserting the
+        separator `runtime.apart` after their first character: they then encode as plain text. Keys
+        and roles that are identifiers stay as they are, because templates compare them."""
         match value:
             case list():
                 return [self._escape(item, names) for item in value]

@@ -192,7 +192,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     torch.set_num_threads(num_threads)
     warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
-    side = Side(options, LLM.over(engine, tokenizer, stop_ids), num_threads, rows)
+    side = Side(options, LLM.from_engine(engine, tokenizer, stop_ids), num_threads, rows)
     batch = rows[: engine.batch_size]
     side.decode(
         [row._replace(max_new_tokens=min(row.max_new_tokens, WARM_UP_TOKENS)) for row in batch]

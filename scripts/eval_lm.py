@@ -427,7 +427,7 @@ class QuickdraftLM(TemplateLM):
             answers.append(answer)
         self._report_truncated(num_truncated, len(requests))
         numbers = {answer: number for number, answer in enumerate(answers)}
-        llm = LLM.over(self._fit_engine(answers), self.tokenizer)
+        llm = LLM.from_engine(self._fit_engine(answers), self.tokenizer)
         finished = tqdm(
             llm.run(answers),
             total=len(requests),

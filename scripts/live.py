@@ -15,7 +15,7 @@ import time
 import torch
 
 from cli.errors import defer_interrupts
-from cli.report import ACCEPTED, CORRECTED, RowStatistics, origin, rate
+from cli.report import ACCEPTED, CORRECTED, RowStatistics, rate, token_origin
 from decoding.readback import synchronize
 
 try:
@@ -68,7 +68,7 @@ class Column:
         for number, piece in enumerate(self.answer.pieces):
             style = None
             if number < len(records):
-                style = STYLES.get(origin(records[number]))
+                style = STYLES.get(token_origin(records[number]))
             text.append(piece.translate(CONTROLS), style)
         return text
 

@@ -167,7 +167,7 @@ def test_requests_come_and_go(small):
     engine = Engine(model, 4, 160, drafter=law.drafter_of("suffix", model), speculate_k=3)
     requests = law.come_and_go(engine, law.COOL, 1500, 5)
     assert {request.finish_reason for request in requests} == {"length", "abort"}
-    assert {request.draft for request in requests} == {True, False}
+    assert {request.may_draft for request in requests} == {True, False}
     assert (
         len({request.sampling for request in requests}) == 2
         and len({request.seed for request in requests}) > 40

@@ -450,7 +450,7 @@ def test_one_width_is_one_width(folder_of, drafter):
         fixed_width_steps=True,
     )
     assert rows_of(model, PROMPTS, engine=engine, max_new_tokens=9) == want
-    assert {*widths} - {8} == {4} and engine.drafts == (drafter is not None)
+    assert {*widths} - {8} == {4} and engine.has_drafter == (drafter is not None)
 
 
 def test_an_engine_refuses_what_no_step_can_do(text_folder):

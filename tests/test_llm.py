@@ -121,7 +121,7 @@ def test_the_token_that_ends_an_answer_adds_no_text(llm):
         "stop",
     )
     ids = dictated_ids(llm, "cat dog")
-    other = LLM.over(llm.engine, llm.tokenizer, stop_ids=ids[-1:])  # a token that has text
+    other = LLM.from_engine(llm.engine, llm.tokenizer, stop_ids=ids[-1:])  # a token that has text
     processor = dictate(llm, PROMPT, ids)
     completion = other.generate([PROMPT], logits_processor=processor, max_new_tokens=30)[0]
     assert (completion.tokens, completion.finish_reason) == (ids, "stop")

@@ -421,7 +421,7 @@ def test_clients_decode_between_the_chunks_of_an_echo(model, tokenizer):
     client's answer."""
     engine = Engine(model, 2, 512, logprobs=0)
     engine.chunk = 16
-    llm = LLM.over(engine, tokenizer)
+    llm = LLM.from_engine(engine, tokenizer)
 
     async def steps() -> tuple[list[int], list]:
         job, decoder = Job(asyncio.get_running_loop()), Decoder(llm, 9)

@@ -161,7 +161,7 @@ def test_a_draft_that_disagrees_with_later_tokens_is_none(model, monkeypatch):
 
 def unaligned(self, align, state, k):
     """As if the text had no later tokens: the draft begins at its first one."""
-    self.drafts[:, 0] = state.pos
+    self.draft_rows[:, 0] = state.pos
     align(self, state, k)
 
 

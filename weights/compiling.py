@@ -10,10 +10,10 @@ decoding/engine.py is the only call of torch.compile.
     register_handle             a number for a module that the compiler cannot trace; module_of
                                 returns the module
 
-Three workarounds stand where they act: `Block.forward` is a nested region, so that one block is
-compiled for all layers; `Linear.forward` flattens before a bias; `ModelRunner` keeps a position of
-slack and never runs one position of a prompt alone. benchmarks/NOTES.md has the time that each
-saves.
+Three more workarounds live at the code they concern: `Block.forward` is a nested region, so that
+one block is compiled for all layers; `Linear.forward` flattens its input before adding a bias;
+`ModelRunner` keeps one position of slack and never prefills a single position alone.
+benchmarks/NOTES.md has the time that each saves.
 """
 
 import functools

@@ -12,11 +12,11 @@ A plain Linear rearranges its weights inside every product, which costs as much 
 code holds its number, the `handle`, and multiplies through one operator. exact/products.py decides
 how many rows such a product takes at once.
 
-With AMX no layout is needed. Its unit multiplies tiles of 16 rows, and a product of few rows fills
-a tile with activations that are mostly padding. Two virtual CPUs of a cloud are mostly two threads
-of one core and share its unit, so that this arithmetic, and not reading the weights, is the limit:
-packed weights of 1.1B parameters were read at 10 GB/s of 27. With the weights on the left, W x^T,
-the tiles are full of weights, and the same machine read 21 to 33 GB/s.
+With AMX the plain layout is best. An AMX tile has 16 rows, so with x on the left a batch of a few
+rows leaves most of the tile as padding. Two virtual CPUs of a cloud machine are usually two threads
+of one core that share its AMX unit, so this wasted arithmetic, not memory, is the bottleneck: a
+packed model of 1.1B parameters was read at 10 of 27 GB/s. With the weights on the left, W x^T, all
+rows of a tile are used, and the same machine reads 21 to 33 GB/s.
 """
 
 import functools
@@ -68,17 +68,15 @@ class PackedWeights(nn.Module):
     def find_row_split(cls, weight: Tensor) -> RowSplit:
         is_large = weight.nbytes >= LARGE_BYTES
         threads = torch.get_num_threads()
-        return find_packed_split(
-            cls.product_of_ones, *weight.shape, weight.dtype, is_large, threads
-        )
+        return find_packed_split(cls.kernel_on_ones, *weight.shape, weight.dtype, is_large, threads)
 
     @classmethod
-    def product_of_ones(cls, out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """`product` of weights (out, n) that are 1."""
+    def kernel_on_ones(cls, out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """`kernel` of weights (out, n) that are 1."""
         ones = cls.__new__(cls)
         nn.Module.__init__(ones)
         ones.data = ones.prepack(torch.ones(out, n, dtype=dtype))
-        return ones.product
+        return ones.kernel
 
     @property
     def batch_invariant_rows(self) -> int:
@@ -88,13 +86,13 @@ class PackedWeights(nn.Module):
     def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
-    def product(self, x: Tensor) -> Tensor:
+    def kernel(self, x: Tensor) -> Tensor:
         """The kernel alone, on x (M, in)."""
         return torch.ops.mkldnn._linear_pointwise(x, self.data, None, "none", [], "")
 
     def multiply(self, x: Tensor) -> Tensor:
         """`forward` in eager code."""
-        return self.row_split.multiply(self.product, x)
+        return self.row_split.multiply(self.kernel, x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out) of `dtype`."""
@@ -129,7 +127,7 @@ class PlainWeights(PackedWeights):
     def prepack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def product(self, x: Tensor) -> Tensor:
+    def kernel(self, x: Tensor) -> Tensor:
         return F.linear(x, self.data)
 
 
@@ -138,19 +136,19 @@ class TransposedWeights(PlainWeights):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        # Nothing is padded that need not be, so one row is a candidate at any size.
+        # This product pads nothing, so one row may be the best split for weights of any size.
         threads = torch.get_num_threads()
         return find_packed_split(
-            cls.product_of_ones, *weight.shape, weight.dtype, is_large=False, threads=threads
+            cls.kernel_on_ones, *weight.shape, weight.dtype, is_large=False, threads=threads
         )
 
-    def product(self, x: Tensor) -> Tensor:
+    def kernel(self, x: Tensor) -> Tensor:
         if len(x) == 1:
             return torch.mv(self.data, x[0])[None]  # (in,) -> (1, out)
         if len(x) <= TILE_ROWS:
             # (out, in) (in, M) -> (out, M) -> (M, out), laid out as the operator says
             return torch.mm(self.data, x.t()).t().contiguous()
-        return super().product(x)
+        return super().kernel(x)
 
 
 def has_tiles() -> bool:
@@ -182,7 +180,7 @@ class PackedInt8(PackedWeights):
     def prepack(self, weight: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_prepack(weight, None)
 
-    def product(self, x: Tensor) -> Tensor:
+    def kernel(self, x: Tensor) -> Tensor:
         return torch.ops.onednn.qlinear_pointwise(
             x,
             1.0,
@@ -218,7 +216,7 @@ class TransposedInt8(PackedInt8):
     def prepack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def product(self, x: Tensor) -> Tensor:
+    def kernel(self, x: Tensor) -> Tensor:
         digits = (x ^ 128).view(torch.int8)  # x - 128
         sums = torch._int_mm(self.data, digits.t())  # (out, in) (in, M) -> (out, M)
         return sums.t().contiguous().float() * self.scale  # (M, out)
@@ -276,7 +274,7 @@ def from_digits(y: Tensor, step: Tensor) -> Tensor:
     return total * step
 
 
-def int8_product_of_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def int8_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """aten's product of int8 codes (out, n) that are 1, for x (M, n) of this dtype."""
     codes = torch.ones(out, n, dtype=torch.int8)
     scale = torch.ones(out, dtype=dtype)
@@ -288,7 +286,7 @@ def int8_product_of_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tens
 INT4_KERNEL = torch.ops.quantized.int4mm_packed_weight_cpu
 
 
-def int4_product_of_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def int4_kernel_on_ones(out: int, n: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """aten's product of int4 codes (out, n) in groups of 128 whose weights are 1, for x (M, n) of
     this dtype."""
     group = 128

@@ -22,8 +22,8 @@ from weights.formats import release_memory
 # Up to this many rows gather the chosen experts' weights; more rows are grouped by expert.
 MAX_KERNEL_ROWS = 16
 
-# Formats whose chosen codes a kernel reads. A subclass may give codes or scales another meaning, so
-# that it computes with dequantized weights.
+# Formats whose codes a kernel can read for the chosen experts. Compared by exact type, because a
+# subclass may give codes or scales another meaning; it falls back to dequantized weights.
 WORD_FORMATS = (formats.Int4, formats.Mx)
 READ_FORMATS = (
     *WORD_FORMATS,

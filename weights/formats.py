@@ -89,10 +89,13 @@ class Format:
     bits: int
     group: int = 0
     ragged: bool = field(default=False, kw_only=True)  # may a row end inside a group?
-    # The smallest input of `quantize`: full "groups" of a row; parts of rows, with each row's
-    # largest |weight| as a second argument, "row_max"; full "rows"; or the full "matrix" as stored
-    # (q, k and v are one). A rank whose shard is smaller quantizes the full weight, then takes its
-    # shard. A subclass with a `quantize` of its own says its own scope.
+    # The smallest piece of a matrix that `quantize` can work on by itself:
+    #   "groups"   full groups of a row
+    #   "row_max"  any part of a row, given the row's largest |weight| as a second argument
+    #   "rows"     full rows
+    #   "matrix"   the full matrix as stored (q, k and v are one)
+    # If a rank's shard is smaller, the rank quantizes the full weight and keeps its shard. A
+    # subclass that overrides `quantize` sets its own scope.
     scope: ClassVar[str] = "rows"
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -103,6 +106,15 @@ class Format:
     def quantize(self, w: Tensor) -> dict[str, Tensor]:
         """Finite float32 (out, in) -> parts."""
         raise NotImplementedError
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """(out, in) -> (out, in / g, g), a ragged last group padded with zeros."""
+        if not self.group:
+            return x[:, None]
+        padding = -x.size(1) % self.group
+        if padding:
+            x = F.pad(x, (0, padding))
+        return x.unflatten(1, (-1, self.group))
 
     def dequantize(self, parts: dict[str, Tensor]) -> Tensor:
         """Parts -> float32 (out, in)."""
@@ -171,15 +183,6 @@ class Symmetric(Format):
         weights = weights.flatten(1)  # (out, in / g, g) -> (out, in)
         return weights[:, : codes.size(1)]
 
-    def grouped(self, x: Tensor) -> Tensor:
-        """(out, in) -> (out, in / g, g), a ragged last group padded with zeros."""
-        if not self.group:
-            return x[:, None]
-        padding = -x.size(1) % self.group
-        if padding:
-            x = F.pad(x, (0, padding))
-        return x.unflatten(1, (-1, self.group))
-
 
 class Int8(Symmetric):
     """|w - w'| <= scale / 2, scale <= max|w| / 127 * (1 + 2^-7)."""
@@ -208,10 +211,6 @@ class Packed(Format):
     def shapes(self, rows, columns):
         num_bytes = columns * self.bits // 8
         return {"codes": ((rows, num_bytes), torch.uint8)}
-
-    def grouped(self, w: Tensor) -> Tensor:
-        """(out, in) -> (out, in / g, g)"""
-        return w.unflatten(1, (-1, self.group))
 
     def packed(self, codes: Tensor) -> Tensor:
         """Codes (out, in / g, g) -> bytes (out, in * bits / 8)"""
@@ -273,13 +272,13 @@ class Mx(Packed):
 
     The shared exponent is floor(log2 max|x|) - emax; elements are rounded half to even and saturate
     (section 6.3). A block of zeros has the smallest scale. A normal element's error is up to |w| *
-    2^-(mantissa + 1), a saturated one's up to max|w| * (1 - largest / 2^(emax + 1)). No code is a
-    NaN: E4M3's reads as 480.
+    2^-(mantissa + 1), a saturated one's up to max|w| * (1 - max_element / 2^(emax + 1)). No code
+    is a NaN: E4M3's reads as 480.
     """
 
     mantissa: int = 0
     bias: int = 0
-    largest: float = 0.0  # largest element
+    max_element: float = 0.0
 
     def shapes(self, rows, columns):
         scale = ((rows, columns // self.group), torch.uint8)
@@ -288,7 +287,7 @@ class Mx(Packed):
     def quantize(self, w):
         w = self.grouped(w)
         _, exponent = w.abs().amax(-1).frexp()  # max = m * 2^exponent, m in [0.5, 1)
-        emax = math.floor(math.log2(self.largest))
+        emax = math.floor(math.log2(self.max_element))
         exponent = torch.where(w.any(-1), exponent - 1 - emax, -127)  # (out, in / 32)
         exponent = exponent.clamp(-127, 127)
         elements = torch.ldexp(w, -exponent[..., None])
@@ -298,7 +297,7 @@ class Mx(Packed):
 
     def encode(self, x: Tensor) -> Tensor:
         """float32 -> element codes: sign, exponent, mantissa."""
-        size = x.abs().clamp(max=self.largest)
+        size = x.abs().clamp(max=self.max_element)
         min_exponent = 1 - self.bias  # subnormals share it
         exponent = torch.where(size == 0, min_exponent, size.frexp().exponent - 1)
         exponent = exponent.clamp(min=min_exponent)
@@ -327,9 +326,9 @@ class Mx(Packed):
 
 
 class NvFp4(Mx):
-    """NVFP4: E2M1 elements in blocks of 16 inputs, w = element * (scale / whole). The scale is
-    E4M3. `global_scale` is a float32 number, one per matrix in other programs and one per row
-    here, so that matrices can be stacked.
+    """NVFP4: E2M1 elements in blocks of 16 inputs, w = element * (scale / global_scale). The scale
+    is E4M3. `global_scale` is float32: other programs store one per matrix, we store one per row,
+    so that matrices can be stacked.
 
     Sources: NVIDIA's Transformer Engine; compressed-tensors, compressors/nvfp4 and
     quantization/lifecycle/forward_helpers.py (_dequantize).
@@ -345,13 +344,13 @@ class NvFp4(Mx):
     def quantize(self, w, row_max: Tensor | None = None):
         """`row_max` as in Symmetric."""
         w = self.grouped(w)
-        largest = w.abs().amax(-1)  # (out, in / 16)
+        group_max = w.abs().amax(-1)  # (out, in / 16)
         if row_max is None:
-            row_max = largest.amax(1)
+            row_max = group_max.amax(1)
         # (out,), replaced by 1 below where a tiny row_max would overflow.
-        global_scale = self.largest * Fp8.max_code / row_max
+        global_scale = self.max_element * Fp8.max_code / row_max
         global_scale = torch.where(row_max > 1e-30, global_scale, 1.0)
-        scale = largest * global_scale[:, None] / self.largest
+        scale = group_max * global_scale[:, None] / self.max_element
         scale = scale.clamp(max=Fp8.max_code).to(torch.float8_e4m3fn)
         step = divisor(self.group_scale({"scale": scale, "global_scale": global_scale}))
         codes = self.encode(w / step[..., None])
@@ -367,9 +366,9 @@ FORMATS: dict[str, Format] = {  # of SCHEMES, then of STORED_SCHEMES
     "int4-g64": Int4(4, 64),
     "int4-g128": Int4(4, 128),
     "fp8": Fp8(8),
-    "mxfp8": Mx(8, 32, mantissa=3, bias=7, largest=448.0),  # E4M3
-    "mxfp6": Mx(6, 32, mantissa=3, bias=1, largest=7.5),  # E2M3
-    "mxfp4": Mx(4, 32, mantissa=1, bias=1, largest=6.0),  # E2M1
+    "mxfp8": Mx(8, 32, mantissa=3, bias=7, max_element=448.0),  # E4M3
+    "mxfp6": Mx(6, 32, mantissa=3, bias=1, max_element=7.5),  # E2M3
+    "mxfp4": Mx(4, 32, mantissa=1, bias=1, max_element=6.0),  # E2M1
 }
 FORMATS |= {
     f"{name}-float32": replace(format, scale_dtype=torch.float32)
@@ -384,7 +383,7 @@ FORMATS |= {
     "fp8-g128-float32": Symmetric(
         8, 128, torch.float32, torch.float8_e4m3fn, max_code=448, ragged=True
     ),
-    "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, largest=6.0),
+    "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),
 }
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -482,13 +481,6 @@ def decode_by_chunks(
             weight = w.new_empty(len(codes), w.size(1), dtype=dtype)
         weight[rows] = w
     return weight
-
-
-def add_squares(squares: list[float], approximate: Tensor, w: Tensor) -> None:
-    """Add the sums of squares of approximate - w, and of w, to `squares`. `approximate` is
-    overwritten."""
-    for i, x in enumerate((approximate.sub_(w), w)):
-        squares[i] += torch.linalg.vector_norm(x).item() ** 2
 
 
 def release_memory() -> None:

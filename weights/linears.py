@@ -247,11 +247,11 @@ class Int8Linear(QuantizedLinear):
     """A Linear of int8 codes with a scale per row, factored out of the product: y = (x @ codes.T) *
     scale.
 
-    On a CPU large weights multiply in integers, with float32 scales; rounding x loses less than
-    rounding the result (see `to_digits`). All other products take scales in the activations' dtype:
-    bfloat16 rounds a float32 scale (int8-float32) by 2^-9, half a last bit of the result. float16
-    can hold neither scales below 6e-5 nor products of codes above 65,504: there the float32 scale
-    multiplies the codes instead of the product.
+    On a CPU large weights are multiplied in integers with float32 scales; quantizing x this way
+    loses less than rounding the result does (see `to_digits`). All other products take the scales
+    in the activations' dtype. bfloat16 rounds a float32 scale (int8-float32) by up to 2^-9, half a
+    unit in the last place of the result. float16 can hold neither scales below 6e-5 nor sums above
+    65,504, so with float16 activations the codes are scaled in float32 before the product.
     """
 
     def prepack(self):
@@ -268,7 +268,7 @@ class Int8Linear(QuantizedLinear):
             if on_cpu:
                 threads = torch.get_num_threads()
                 row_split = find_kernel_split(
-                    cpu.int8_product_of_ones, dtype, ROW_COUNTS[:10], threads
+                    cpu.int8_kernel_on_ones, dtype, ROW_COUNTS[:10], threads
                 )
                 self.use_kernel(row_split, self.out_features)
 
@@ -292,11 +292,11 @@ class Int4Linear(QuantizedLinear):
     """A Linear of int4 codes, for aten's kernels: w = (code - 8) * scale + zero. On a CPU the
     number of rows must be a multiple of 16, on CUDA the activations must be bfloat16.
 
-    The kernels take scale and zero in the activations' dtype. bfloat16 rounds float32 ones
-    (int4-g128-float32) by up to 2^-9 * (|code - 8| * scale + |zero|). That is at most scale / 32
-    where zero is up to 8 scales, as in other programs' folders, after quantizing moved the weights
-    by up to scale / 2. float16 loses an eighth of that, and below 6e-5, where its numbers are 2^-24
-    apart, up to 2^-25 * (|code - 8| + 1). float32 loses nothing.
+    The kernels take scale and zero in the activations' dtype. float32 loses nothing. bfloat16
+    rounds float32 scales (int4-g128-float32), which adds an error of at most 2^-9 * (|code - 8| *
+    scale + |zero|) to a weight: for |zero| <= 8 * scale, as in other programs' folders, that is
+    scale / 32, vs. up to scale / 2 from quantization itself. float16 adds an eighth of that, but up
+    to 2^-25 * (|code - 8| + 1) below 6e-5, where its numbers are 2^-24 apart.
     """
 
     operator = None  # set by `prepack` where a kernel fits
@@ -327,7 +327,7 @@ class Int4Linear(QuantizedLinear):
             # Inductor lowers aten's own operator to this one, but loses the group size inside a
             # region that is compiled once for many layers (torch 2.13).
             self.operator = cpu.INT4_KERNEL
-            kernel = cpu.int4_product_of_ones
+            kernel = cpu.int4_kernel_on_ones
             threads = torch.get_num_threads()
             row_split = find_kernel_split(kernel, self.dtype, range(1, 65), threads)
             self.use_kernel(row_split, num_outputs)

@@ -23,10 +23,9 @@ STORED_SCHEMES = (
     "nvfp4",
 )
 HEAD_HELP = (
-    "of the head and an embedding tied to it, or none: as stored; default: int8 beside"
-    " int4, else none"
+    "scheme for lm_head and a tied embedding; none keeps them as stored; default: int8 with"
+    " --quantize int4-*, otherwise none"
 )
-HEAD_CHOICES = "auto", "none"
 
 
 def check_scheme(scheme: str, names: Collection[str] = (*SCHEMES, *STORED_SCHEMES)) -> None:

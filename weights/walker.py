@@ -118,8 +118,9 @@ def pack_model(model: nn.Module, *others: nn.Module) -> nn.Module:
 
 
 def batch_invariant_rows(model: nn.Module) -> int:
-    """The number of rows up to which every product of a packed model gives a row the same bits for
-    any other rows. 0 if a product has no such number, or does not run on a CPU."""
+    """The largest batch for which every product of a packed model is batch-invariant: a row's
+    result is bitwise equal whatever the other rows are. 0 if some product has no such batch, or
+    does not run on a CPU."""
     return min(
         (
             getattr(linear, "batch_invariant_rows", 0)

@@ -262,7 +262,7 @@ def serve(
 ) -> list[Answer]:
     """The answers to a request: one of a batch, or one a turn. `before`: what another process
     answered, for the places where that was interrupted."""
-    llm = Recorded.over(engine, tokenizer)
+    llm = Recorded.from_engine(engine, tokenizer)
     llm.begin(asked.interrupts, before)
     with silence(), contextlib.suppress(ValueError, KeyboardInterrupt):
         if asked.chat:
