@@ -292,7 +292,7 @@ class Caches(NamedTuple):
     """A KVCache for every layer, and the positions that attention runs over.
 
     `row_multiple` and `key_block` fix the shapes that attention runs in. They change a result by
-    rounding alone, and a caller sets them where every pass has to round alike (exact/).
+    rounding alone, and a caller sets them where every pass has to round alike.
     """
 
     layers: tuple[KVCache, ...]
@@ -305,7 +305,7 @@ class Caches(NamedTuple):
 
     def slice_to(self, length: int) -> Caches:
         """Attend to positions < `length` only. The length is the size of key_pos, and no number,
-        because torch.compile can leave a size dynamic."""
+        because a traced program can leave a size dynamic."""
         return self._replace(key_pos=self.key_pos[:length])
 
     def row_view(self, begin: int, end: int) -> Caches:
