@@ -446,6 +446,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qk_norm = config.qk_norm
         self.interleaved = config.rope_interleaved
+        self.qk_scale = math.sqrt(config.score_scale)  # without RoPE, whose tables hold it
         q_dim = config.n_heads * config.head_dim
         k_dim = config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, q_dim + 2 * k_dim, bias=config.qkv_bias)
@@ -495,6 +496,8 @@ class Attention(nn.Module):
             qk = self.normalize(qk, H)
         if rope is not None:  # q and k together: small models are bound by the number of operations
             qk = apply_rope(qk, *rope[:2], self.interleaved)
+        else:
+            qk = scaled(qk, self.qk_scale)
         if self.qk_norm == "rotated":
             qk = self.normalize(qk, H)
         q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)

@@ -12,7 +12,7 @@ families.py holds the differences between model_types.
 
 import math
 
-from loading.families import FAMILIES, SLIDING, Family, family_of
+from loading.families import FAMILIES, QWEN_VL, SLIDING, Family, family_of
 from model import Config
 
 # Pairs (values, keys): a key with one of these values, or null, changes nothing; () allows null
@@ -103,7 +103,11 @@ class Section(dict):
         layers."""
         values = self.get(key)
         is_complete = isinstance(values, list) and len(values) == count
-        if not is_complete or (allowed and not all(value in allowed for value in values)):
+        if is_complete and not allowed:
+            is_complete = all(isinstance(value, int | float) for value in values)
+        elif is_complete:
+            is_complete = all(value in allowed for value in values)
+        if not is_complete:
             choice = " or ".join(map(str, allowed)) or "a number"
             raise self.refused(key, f"must be {choice} for each of {count} {unit}")
         return values
@@ -163,6 +167,7 @@ def config_from_hf(hf: dict) -> Config:
         # Qwen's model cards tell users to add YaRN without raising max_position_embeddings.
         max_length = max(max_length, round(rope["rope_original_length"] * rope["rope_factor"]))
     fields = rope | expert_fields(hf, family, n_layers)
+    fields["rope_types"] = rope_types(hf, family, layer_windows)
     return Config(
         dim=dim,
         n_layers=n_layers,
@@ -178,7 +183,6 @@ def config_from_hf(hf: dict) -> Config:
         out_bias=has_bias(family.out_bias),
         ffn_bias=has_bias(family.ffn_bias),
         windows=layer_windows,
-        rope_types=rope_types(hf, family, layer_windows),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         family=hf["model_type"],
         **(fields | family.fields | family.own_fields(hf, head_dim)),
@@ -191,12 +195,16 @@ def text_part(hf: dict) -> dict:
     if family is None or not family.text_models:
         return hf
     text = hf.get("text_config")
+    if text is None and family is QWEN_VL:  # Qwen2.5-VL was published without this object
+        text = hf | {"model_type": f"{hf['model_type']}_text"}
     if not isinstance(text, dict) or text.get("model_type") not in family.text_models:
         supported = " or ".join(family.text_models)
         raise Section(hf).refused("text_config", f"must be an object with model_type {supported}")
     inherited = {
         # The wrapper has the head, which it ties unless it says otherwise.
-        "tie_word_embeddings": hf.get("tie_word_embeddings", True),
+        "tie_word_embeddings": hf.get(
+            "tie_word_embeddings", family.defaults.get("tie_word_embeddings", True)
+        ),
         "eos_token_id": text.get("eos_token_id", hf.get("eos_token_id")),
     }
     for key in ("dtype", "torch_dtype", "quantization", "quantization_config"):
@@ -227,10 +235,6 @@ def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     n_chosen = hf.size("num_experts_per_tok", defaults.num_chosen)
     if n_chosen > n_experts:
         raise hf.refused("num_experts_per_tok", f"is more than the number of experts, {n_experts}")
-    dense = hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
-    step = hf.size("decoder_sparse_step", 1)
     expert_dim = hf.size(
         "moe_intermediate_size" if defaults.dim else "intermediate_size", defaults.dim
     )
@@ -238,13 +242,25 @@ def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     if shared_dim:
         shared_dim = hf.size("shared_expert_intermediate_size", shared_dim)
     return {
-        "sparse": tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers)),
+        "sparse": sparse_layers(hf, n_layers),
         "n_experts": n_experts,
         "experts_per_token": n_chosen,
         "expert_dim": expert_dim,
         "router_norm": hf.flag("norm_topk_prob"),
         "shared_dim": shared_dim,
     }
+
+
+def sparse_layers(hf: Section, n_layers: int) -> tuple[bool, ...]:
+    """For each layer: is its feed-forward made of experts?"""
+    if hf.get("mlp_layer_types") is not None:
+        types = hf.entries("mlp_layer_types", n_layers, "layers", ("dense", "sparse"))
+        return tuple(layer_type == "sparse" for layer_type in types)
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
+    step = hf.size("decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers))
 
 
 # ------------------------------------------------------------------------------- windows of layers

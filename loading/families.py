@@ -26,6 +26,16 @@ class ExpertDefaults(NamedTuple):
     shared_dim: int = 0  # 0: there is no shared expert
 
 
+class MergedExperts(NamedTuple):
+    """A folder's tensors that hold all experts of a layer; merged_experts.py splits them."""
+
+    gate_up: str = "mlp.experts.gate_up_proj"  # (experts, 2 F, D)
+    down: str = "mlp.experts.down_proj"  # (experts, D, F)
+    # gpt-oss's: the rows of gate and up in turn, and all matrices transposed. Others are transposed
+    # where their shape says so.
+    is_interleaved: bool = False
+
+
 class Gguf(NamedTuple):
     """llama.cpp's files of a family."""
 
@@ -72,8 +82,7 @@ class Family(NamedTuple):
     names: Mapping[str, list[str]] = {}  # in place of weight_names.INNER
     prefixes: Mapping[str, str] = {}  # of names in the file -> of names in a text model
     unused: tuple[str, ...] = ()  # prefixes of tensors that are not the text model's
-    # Whether one tensor holds all experts of a layer, which merged_experts.py then splits.
-    merges_experts: bool = False
+    merged_experts: MergedExperts | None = None  # None: every expert has tensors of its own
     gguf: Gguf | None = None
 
 
@@ -92,6 +101,9 @@ def window_period(hf) -> int:
 SLIDING = {
     "every": lambda i, hf: True,
     "even": lambda i, hf: i % 2 == 0,
+    "every but listed": lambda i, hf: True,  # layer_types may have others
+    "listed": lambda i, hf: False,
+    "three of four": lambda i, hf: i % 4 > 0,
     "later": lambda i, hf: i >= first_window_layer(hf),
     "early even": lambda i, hf: i % 2 == 0 and i < first_window_layer(hf),
     "by period": lambda i, hf: (i + 1) % window_period(hf) > 0,
@@ -107,6 +119,19 @@ def granite_fields(hf, head_dim: int) -> dict:
     }
 
 
+def granite_swa_fields(hf, head_dim: int) -> dict:
+    """A theta of 0 is a layer without RoPE. ValueError where the others differ."""
+    fields = granite_fields(hf, head_dim)
+    if hf.get("layer_rope_theta") is None:
+        return fields
+    n_layers = hf["num_hidden_layers"]
+    thetas = hf.entries("layer_rope_theta", n_layers, "layers")
+    theta = max(thetas)
+    hf.entries("layer_rope_theta", n_layers, "layers", (0, theta))
+    types = tuple(0 if layer_theta else None for layer_theta in thetas)
+    return fields | {"rope_theta": theta, "rope_types": types}
+
+
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 QWEN2 = {
     "max_length": 32768,
@@ -115,6 +140,20 @@ QWEN2 = {
     "sliding": "later",
     "use_sliding_window": "decides",
 }
+# In a text alone, the three positions of a token are equal, and MRoPE is RoPE.
+MROPE = ("mrope_section", "mrope_interleaved")
+QWEN_VL = Family(
+    {"tie_word_embeddings": False},
+    text_models=("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    prefixes={"model.language_model.": "model."},
+    unused=("model.visual.", "visual."),
+)
+GRANITE_KEYS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
@@ -206,7 +245,7 @@ FAMILIES = {
         default_rope=None,
         experts=ExpertDefaults(128, 4),
         names={"ffn.router": ["mlp.router"]},
-        merges_experts=True,
+        merged_experts=MergedExperts(is_interleaved=True),
         gguf=Gguf(
             "gpt-oss",
             names={"ffn_norm": ["post_attention_norm"]},
@@ -230,14 +269,27 @@ FAMILIES = {
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
     ),
-    "granite": Family(
-        own_keys=(
-            "attention_multiplier",
-            "embedding_multiplier",
-            "logits_scaling",
-            "residual_multiplier",
-        ),
+    "granite": Family(own_keys=GRANITE_KEYS, own_fields=granite_fields),
+    "granitemoe": Family(
+        own_keys=(*GRANITE_KEYS, "num_local_experts"),
         own_fields=granite_fields,
+        supported=ALWAYS_SPARSE,
+        fields={"router_norm": True},
+        experts=ExpertDefaults(8, 2),
+        names={"ffn.router": ["block_sparse_moe.router.layer"]},
+        merged_experts=MergedExperts(
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.output_linear.weight",
+        ),
+    ),
+    "granite_swa": Family(
+        {"sliding_window": 128, "tie_word_embeddings": True},
+        max_length=8192,
+        norm_eps=1e-5,
+        own_keys=GRANITE_KEYS,
+        own_fields=granite_swa_fields,
+        fields={"sinks": True},
+        sliding="three of four",
     ),
     "olmo2": Family(
         norm_eps=1e-5,
@@ -309,6 +361,70 @@ FAMILIES = {
             "llama_4_scaling_beta": 0.1,
         },
     ),
+    "ministral": Family(
+        {"sliding_window": 4096},
+        max_length=131072,
+        supported=NO_BIAS,
+        sliding="every but listed",
+    ),
+    "cwm": Family(
+        {"head_dim": 128, "sliding_window": 8192},
+        max_length=131072,
+        norm_eps=1e-5,
+        supported={"attention_bias": OFF},
+        sliding="three of four",
+        rope_theta=1e6,
+        default_rope=None,
+    ),
+    "iquestcoder": Family(
+        {"head_dim": 128},
+        max_length=131072,
+        norm_eps=1e-5,
+    ),
+    "olmoe": Family(
+        max_length=4096,
+        norm_eps=1e-5,
+        own_keys=("num_experts", "num_local_experts"),
+        fields={"qk_norm": "full"},
+        experts=ExpertDefaults(64, 8),
+        gguf=Gguf("olmoe", norm_topk_prob=False),
+    ),
+    "mellum": Family(
+        {"head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True},
+        max_length=131072,
+        own_keys=("num_experts", "num_local_experts"),
+        fields={"qk_norm": "heads"},
+        sliding="listed",
+        sliding_rope_type=1,
+        default_rope=None,
+        experts=ExpertDefaults(64, 8, 896),
+        unused=("mtp.",),
+    ),
+    "qwen2_5_vl_text": Family(
+        QWEN,
+        **QWEN2,
+        norm_eps=1e-5,
+        own_keys=MROPE,
+        rope_theta=1e6,
+        rope_aliases={"mrope": "default"},
+    ),
+    "qwen3_vl_text": Family(
+        {"head_dim": 128},
+        max_length=128000,
+        own_keys=MROPE,
+        fields={"qk_norm": "heads"},
+        rope_theta=5e5,
+    ),
+    "qwen3_vl_moe_text": Family(
+        max_length=128000,
+        own_keys=(*MROPE, "num_experts", "num_local_experts"),
+        supported={"norm_topk_prob": (True,)},
+        fields={"qk_norm": "heads", "router_norm": True},
+        rope_theta=5e5,
+        experts=ExpertDefaults(60, 4, 1408),
+        merged_experts=MergedExperts(),
+    ),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN_VL),
     "mimo": Family(QWEN, **QWEN2, unused=("model.mtp_layers.",)),
     "mistral3": Family(
         text_models=("mistral", "ministral3"),

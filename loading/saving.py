@@ -126,9 +126,9 @@ def write_tensors(
                 raise ValueError(
                     f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"
                 )
-    if FAMILIES[model.config.family].merges_experts:
+    if layout := FAMILIES[model.config.family].merged_experts:
         from loading.quantized.merged_experts import merge_experts
 
-        tensors = merge_experts(tensors)
+        tensors = merge_experts(tensors, layout)
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -32,7 +32,17 @@ SHARED = (
     "pad_token_id",
 )
 # Model types whose RoPE a Llama's config.json cannot express.
-OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")
+OWN_ROPES = (
+    "phi3",
+    "olmo3",
+    "hunyuan_v1_dense",
+    "ministral3",
+    "granite_swa",
+    "mellum",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+)
 
 
 def check_sizes(args, config: Config) -> None:

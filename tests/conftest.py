@@ -1,5 +1,6 @@
 """Tiny random folders of every family, made by transformers, the oracle that wrote the format."""
 
+import contextlib
 import functools
 import json
 import os
@@ -270,6 +271,101 @@ FAMILIES = {
             original_max_position_embeddings=40,
         ),
     },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        **rope(10000.0),
+    },
+    "granite-moe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+        "attention_multiplier": 0.1,
+        **rope(10000.0),
+    },
+    "granite-swa": {  # the full layer does not rotate
+        "model_type": "granite_swa",
+        "sliding_window": 9,
+        "layer_rope_theta": [0, 5000.0, 5000.0],
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+        "attention_multiplier": 0.1,
+        "tie_word_embeddings": False,
+        **rope(10000.0),
+    },
+    "mellum-2": {
+        "model_type": "mellum",
+        "head_dim": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": rope(
+                500000.0, "yarn", factor=4.0, original_max_position_embeddings=40
+            )["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "cwm": {
+        "model_type": "cwm",
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "head_dim": 16,
+        **LLAMA3_ROPE,
+    },
+    "ministral-8b": {
+        "model_type": "ministral",
+        "head_dim": 32,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        **rope(1e6),
+    },
+    "iquest-coder": {"model_type": "iquestcoder", "head_dim": 32, **rope(500000.0)},
+    "qwen2.5-vl": {
+        "model_type": "qwen2_5_vl_text",
+        "tie_word_embeddings": True,
+        **rope(1e6, mrope_section=[2, 3, 3]),
+    },
+    "qwen3-vl": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 32,
+        **rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    },
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe_text",
+        "head_dim": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        **rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    },
+}
+# Families whose folders hold more than their text model: the rest of such a config.json.
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+WRAPPERS = {
+    "qwen2.5-vl": {
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    },
+    "qwen3-vl": {
+        "model_type": "qwen3_vl",
+        "vision_config": {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
 }
 
 
@@ -279,9 +375,14 @@ def oracle(family: str):
     norms 1."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(**{**BASE, **FAMILIES[family]})
+    hf = {**BASE, **FAMILIES[family]}
+    auto_model = transformers.AutoModelForCausalLM
+    if family in WRAPPERS:
+        hf = {**WRAPPERS[family], "text_config": hf}
+        auto_model = transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.for_model(**hf)
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_model.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(sum(family.encode()))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -289,6 +390,20 @@ def oracle(family: str):
             is_norm = "norm" in name
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.15 * noise)
     return model
+
+
+@contextlib.contextmanager
+def changed_family(family: str, **changes):
+    """A family of other sizes, by a name of its own."""
+    name = f"{family} {changes}"
+    FAMILIES[name] = {**FAMILIES[family], **changes}
+    if family in WRAPPERS:
+        WRAPPERS[name] = WRAPPERS[family]
+    try:
+        yield name
+    finally:
+        del FAMILIES[name]
+        WRAPPERS.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,8 @@ def rotate_pairs(hf: dict, x: torch.Tensor, angle: torch.Tensor, scale: float) -
 
 
 def rotates(hf: dict, layer: int) -> bool:
+    if hf.get("layer_rope_theta"):  # Granite SWA
+        return hf["layer_rope_theta"][layer] != 0
     if hf["model_type"] == "smollm3":
         return bool(hf["no_rope_layers"][layer])
     return (
@@ -94,6 +96,8 @@ def rotates(hf: dict, layer: int) -> bool:
 
 
 def window_of(hf: dict, layer: int) -> int | None:
+    if hf["model_type"] in ("granite_swa", "mellum", "cwm", "ministral"):
+        return hf["sliding_window"] if "sliding" in hf["layer_types"][layer] else None
     if hf["model_type"] in ("olmo3", "exaone4"):
         return hf["sliding_window"] if (layer + 1) % 4 else None
     if hf["model_type"] in ("qwen2", "qwen3"):
@@ -108,6 +112,9 @@ def window_of(hf: dict, layer: int) -> int | None:
         if hf["model_type"] in ("mistral", "mixtral", "qwen3_moe", "phi3")
         else None
     )
+
+
+FULL_NORMS = ("olmo",)  # of all heads as one vector
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -127,6 +134,7 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
     None: it is dense."""
     routers = {
         f"{p}block_sparse_moe.gate": "mixtral",
+        f"{p}block_sparse_moe.router.layer": "granitemoe",
         f"{p}mlp.router": "gpt_oss",
         f"{p}mlp.gate": "qwen",
     }
@@ -140,12 +148,21 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
             : hf["num_experts_per_tok"]
         ]
         shares = scores.softmax(0)
-        if kind != "qwen" or hf["norm_topk_prob"]:
+        if kind != "qwen" or hf.get("norm_topk_prob", True):
             shares = shares / shares[order].sum()
         y = torch.zeros_like(x)
         for number in order:
             if kind == "gpt_oss":
                 y += shares[number] * gpt_oss_expert(w, f"{p}mlp.", number, x)
+                continue
+            merged = [
+                w.get(f"{p}block_sparse_moe.{side}put_linear.weight") for side in ("in", "out")
+            ]
+            if merged[0] is None:  # as transformers 5 saves Qwen3-VL-MoE
+                merged = [w.get(f"{p}mlp.experts.{part}_proj") for part in ("gate_up", "down")]
+            if merged[0] is not None:
+                gate, up = (merged[0][number] @ x).chunk(2)
+                y += shares[number] * (merged[1][number] @ swiglu(gate, up))
                 continue
             names = (
                 ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -194,8 +211,11 @@ def logits(
 ) -> torch.Tensor:
     """Logits (n, V) in float64 for one sequence. What enters each layer, and what leaves the last
     one, both (n, D), is put on the list `entering`."""
+    if "text_config" in hf:
+        hf = {**hf["text_config"], "tie_word_embeddings": hf["tie_word_embeddings"]}
+        weights = {name.replace("language_model.", ""): x for name, x in weights.items()}
     w = named({name: tensor.double() for name, tensor in weights.items()}, hf)
-    granite, rope = hf["model_type"] == "granite", hf.get("rope_parameters") or {}
+    granite, rope = hf["model_type"].startswith("granite"), hf.get("rope_parameters") or {}
     residual = hf["residual_multiplier"] if granite else 1
     n, H, eps = len(tokens), hf["num_attention_heads"], hf["rms_norm_eps"]
     G = hf.get("num_key_value_heads") or H
@@ -214,16 +234,18 @@ def logits(
         h = x if after else norm(x, w[p + "input_layernorm.weight"], eps)
         q, k, v = (linear(h, f"{p}self_attn.{c}_proj") for c in "qkv")
         window, heads = window_of(hf, layer), []
-        angle, scale = angles(hf, E, n, window)
+        if hf.get("layer_rope_theta"):
+            rope = {"rope_theta": hf["layer_rope_theta"][layer] or 1.0}
+        angle, scale = angles({**hf, "rope_parameters": rope}, E, n, window)
         normed = p + "self_attn.q_norm.weight" in w
-        if hf["model_type"].startswith("olmo"):
+        if hf["model_type"].startswith(FULL_NORMS):
             q, k = (
                 norm(x, w[f"{p}self_attn.{c}_norm.weight"], eps) for x, c in ((q, "q"), (k, "k"))
             )
         for head in range(H):
             group = head // (H // G)
             qh, kh, vh = q[:, head * E :][:, :E], k[:, group * E :][:, :E], v[:, group * E :][:, :E]
-            if normed and not hf["model_type"].startswith(("olmo", "hunyuan")):
+            if normed and not hf["model_type"].startswith((*FULL_NORMS, "hunyuan")):
                 qh = norm(qh, w[p + "self_attn.q_norm.weight"], eps)
                 kh = norm(kh, w[p + "self_attn.k_norm.weight"], eps)
             if rotates(hf, layer):

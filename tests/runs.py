@@ -58,6 +58,16 @@ PUBLISHED = {  # every family of the table; the same name counts once
     "exaone-4-small": None,
     "ministral-3": "Ministral 3",
     "gpt-oss": "gpt-oss",
+    "olmoe": "OLMoE",
+    "granite-moe": "Granite MoE",
+    "granite-swa": "Granite SWA",
+    "mellum-2": "Mellum 2",
+    "cwm": "CWM",
+    "ministral-8b": "Ministral 8B",
+    "iquest-coder": "IQuest-Coder",
+    "qwen2.5-vl": "Qwen2.5-VL and Qwen3-VL (text alone)",
+    "qwen3-vl": None,
+    "qwen3-vl-moe": "Qwen3-VL-MoE (text alone)",
 }
 
 

@@ -36,7 +36,7 @@ from scripts.distill_draft import (
     parse_args,
     predict,
 )
-from scripts.draft_start import draft_config, init_weights, project_embedding
+from scripts.draft_start import OWN_ROPES, draft_config, init_weights, project_embedding
 from scripts.draft_text import Windows, hide, hold_out, ids_of
 from speculative import Costs
 
@@ -304,7 +304,7 @@ def test_the_draft_of_every_family_agrees_where_it_must(family):
         if name.startswith("rope_") and name not in ("rope_interleaved", "rope_types")
     ]
     # no Llama rotates so
-    if hf["model_type"] in ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3"):
+    if hf["model_type"] in OWN_ROPES:
         ropes, plain = ["rope_theta"], config_from_hf({**BASE, "model_type": "llama"})
         assert (draft.rope_type, draft.rope_attention_factor, draft.rope_long) == (
             plain.rope_type,

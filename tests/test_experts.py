@@ -34,7 +34,7 @@ from weights.walker import (
     quantized_linears,
 )
 
-SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "gpt-oss"]
+SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "granite-moe"]
 TOKENS = torch.randint(3, 131, (1, 24), generator=torch.Generator().manual_seed(2))
 LIMIT = 1e-4
 

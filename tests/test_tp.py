@@ -31,7 +31,6 @@ import loading.models as models
 import loading.weight_names as weight_names
 import tp
 from loading.checkpoint import load_config, load_model
-from loading.quantized.merged_experts import split_experts
 from loading.saving import save_model
 from scripts import tp_plan
 from scripts.tp_plan import plan
@@ -85,7 +84,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = models.allocate(models.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = files.tensor_reader(split_experts(checkpoint.Checkpoint(folder).tensors))
+    read = files.tensor_reader(checkpoint.Checkpoint(folder).model_tensors)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
         models.fill(model, [name], read, ranks)
@@ -147,7 +146,7 @@ def joined(
 
 
 def same(found: dict, folder) -> None:
-    tensors = split_experts(checkpoint.Checkpoint(folder).tensors)
+    tensors = checkpoint.Checkpoint(folder).model_tensors
     for name, stored in tensors.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = stored[...]
