@@ -128,7 +128,7 @@ class Checkpoint:
     @cached_property
     def text_tensors(self) -> dict[str, object]:
         """Those of `tensors` that are the text model's, by its names."""
-        return text_model_tensors(self.tensors, family_of(self.hf))
+        return text_model_tensors(self.tensors, family_of(self.hf), self.config.n_layers)
 
     @cached_property
     def model_tensors(self) -> dict[str, object]:

@@ -120,7 +120,12 @@ def write_tensors(
                 from loading.quantized.reader import compressed_tensors_part
 
                 source, part = compressed_tensors_part(source, part)
-            is_cast = dtype and is_plain(name) and part.dtype == torch.float32
+            is_cast = (
+                dtype
+                and is_plain(name)
+                and "selection_bias" not in name  # float32 in every folder
+                and part.dtype == torch.float32
+            )
             tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
                 raise ValueError(

@@ -279,18 +279,29 @@ def test_qwen3_vl_moe_as_published(folder_of, tmp_path):
 def test_layers_without_rope_of_granite_swa():
     hf = {**BASE, **FAMILIES["granite-swa"]}
     config = config_from_hf(hf)
-    assert config.rope_types == (None, 0, 0) and config.rope_theta == 5000.0
+    assert config.rope_types == (None, 0, 0) and config.rope_theta == 10000.0
     assert config.windows == (None, 9, 9)  # without layer_types too
     plain = config_from_hf({**hf, "layer_rope_theta": None})
-    assert plain.rope_types == () and plain.rope_theta == 10000.0
-    message = "layer_rope_theta = .* must be 0 or 5000.0 for each of 3 layers"
-    for thetas, expected in (
-        ([1.0, 5000.0, 0], message),
-        ([0, 5000.0], "layer_rope_theta = .* must be a number for each of 3 layers"),
-        (["x"] * 3, "layer_rope_theta = .* must be a number for each of 3 layers"),
-    ):
-        with pytest.raises(ValueError, match=expected):
+    assert plain.rope_types == ()
+    for thetas in ([0, 10000.0, 5000.0], [0, 10000.0], ["x"] * 3):
+        message = "layer_rope_theta = .* must be 10000.0 or 0 for each of 3 layers"
+        with pytest.raises(ValueError, match=message):
             config_from_hf({**hf, "layer_rope_theta": thetas})
+
+
+def test_glm_beside_a_layer_that_predicts_further_ahead(folder_of, tmp_path, capsys):
+    """It has the number behind the last layer's, under which no other family has tensors."""
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    edited(folder_of("glm-4.5"), tmp_path / "m", lambda tensors: tensors | extra, lambda hf: hf)
+    model, tokens = load_model(tmp_path / "m", dtype=torch.float32), torch.arange(5, 45)[None]
+    assert "1 tensors are not the text model's" in capsys.readouterr().err
+    with torch.no_grad():
+        assert (
+            model(tokens, torch.arange(40)) - oracle("glm-4.5")(tokens).logits
+        ).abs().max() <= 1e-4
+    edited(folder_of("llama-3"), tmp_path / "n", lambda tensors: tensors | extra, lambda hf: hf)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\.eh_proj"):
+        load_model(tmp_path / "n")
 
 
 def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_path, capsys):

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from loading.families import FAMILIES, MergedExperts, family_of
+from loading.families import FAMILIES, MergedExperts
 from model import Config
 from weights.formats import dequantize_tensor
 
@@ -29,11 +29,9 @@ PART_BY_SUFFIX = {"": "weight", "_blocks": "codes", "_scales": "scale", "_bias":
 
 def is_mxfp4(hf: dict) -> bool:
     """Is this config.json that of gpt-oss as published? Its experts are then in MXFP4."""
-    family = family_of(hf)
-    layout = family and family.merged_experts
-    if not layout or not layout.is_interleaved:  # gpt-oss's alone are
-        return False
     settings = hf.get("quantization_config")
+    if hf.get("model_type") != "gpt_oss":
+        return False
     return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
@@ -73,7 +71,11 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
     """Name -> stored tensor, with every expert's tensors in place of a layer's."""
     layout = FAMILIES[config.family].merged_experts
     pattern = re.compile(MERGED.format(re.escape(layout.gate_up), re.escape(layout.down)))
-    num_inputs = {layout.gate_up: config.dim, layout.down: config.expert_dim}
+    # Merged module -> an expert's own, the rows of each and the inputs.
+    parts_by_module = {
+        layout.gate_up: (("gate_proj", "up_proj"), config.expert_dim, config.dim),
+        layout.down: (("down_proj",), config.dim, config.expert_dim),
+    }
     split = {}
     for name, stored in tensors.items():
         match = pattern.fullmatch(name)
@@ -81,24 +83,19 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
             split[name] = stored
             continue
         layer, merged_module, suffix = match.groups()
+        modules, num_rows, num_inputs = parts_by_module[merged_module]
         part_name = PART_BY_SUFFIX[suffix]
         shape = stored.get_shape()
-        is_transposed = layout.is_interleaved or shape[-1] != num_inputs[merged_module]
+        is_transposed = layout.is_interleaved or shape[-1] != num_inputs
         is_transposed = is_transposed and part_name == "weight"
         for number in range(shape[0]):
-            for module, rows in rows_by_module(layout, merged_module, config.expert_dim).items():
+            for i, module in enumerate(modules):
+                rows = slice(i * num_rows, (i + 1) * num_rows)
+                if layout.is_interleaved:
+                    rows = slice(i, None, len(modules))
                 expert = StoredExpert(stored, part_name, number, rows, is_transposed)
                 split[f"{layer}mlp.experts.{number}.{module}.{part_name}"] = expert
     return split
-
-
-def rows_by_module(layout: MergedExperts, merged_module: str, num_rows: int) -> dict[str, slice]:
-    """The rows of a merged matrix that an expert's own matrices of num_rows rows have."""
-    if merged_module == layout.down:
-        return {"down_proj": slice(None)}
-    if layout.is_interleaved:
-        return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-    return {"gate_proj": slice(num_rows), "up_proj": slice(num_rows, None)}
 
 
 def tensor_reader(tensors: dict[str, object]) -> Callable[[str], Tensor]:
@@ -128,10 +125,10 @@ def merge_experts(tensors: dict[str, Tensor], layout: MergedExperts) -> dict[str
         layers.setdefault((layer, part_name), {}).setdefault(module, []).append(tensor)
     for (layer, part_name), tensors_by_module in layers.items():
         stacks = {module: torch.stack(parts) for module, parts in tensors_by_module.items()}
-        gate_up = torch.cat((stacks["gate"], stacks["up"]), dim=1)  # (E, 2I, …)
-        if layout.is_interleaved:
-            gate_up = torch.stack((stacks["gate"], stacks["up"]), dim=2)  # (E, I, 2, …)
-            gate_up = gate_up.flatten(1, 2)  # (E, 2I, …), rows in turn
+        # (E, I, 2, …) has the rows of gate and up in turn, (E, 2, I, …) those of gate first.
+        dim = 2 if layout.is_interleaved else 1
+        gate_up = torch.stack((stacks["gate"], stacks["up"]), dim)
+        gate_up = gate_up.flatten(1, 2)  # (E, 2I, …)
         for module, tensor in ((layout.gate_up, gate_up), (layout.down, stacks["down"])):
             if part_name == "bias":
                 merged[f"{layer}{module}_bias"] = tensor
