@@ -55,7 +55,8 @@ class Config:
     # RMSNorm of q and k: of each head before ("heads") or after the rotation ("rotated"), or of
     # all heads as one vector ("full").
     qk_norm: str | None = None
-    norms_after: bool = False  # norms follow attention and feed-forward instead of preceding them
+    norms_before: bool = True  # of the inputs of attention and feed-forward
+    norms_after: bool = False  # of their outputs
     embed_scale: float = 1.0  # factor of embeddings
     residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
     score_scale: float = 1.0  # of q k / sqrt(E)
@@ -71,8 +72,12 @@ class Config:
     expert_dim: int = 0  # F of an expert
     expert_bias: bool = False
     router_bias: bool = False
+    router_sigmoid: bool = False  # are the experts' scores sigmoids, and not a softmax?
+    selection_bias: bool = False  # a bias of each score that counts for the choice alone
     router_norm: bool = True  # do the weights of a token's experts sum to 1?
+    routed_scale: float = 1.0  # factor of these weights
     shared_dim: int = 0  # F of the expert that every token takes; 0: none
+    shared_gate: bool = False  # is it weighted by the sigmoid of a score of its own?
 
     rope_theta: float = 10000.0
     rope_dim: int = 0  # rotated leading dimensions of a head; 0: all
@@ -451,6 +456,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qk_norm = config.qk_norm
         self.interleaved = config.rope_interleaved
+        self.qk_scale = math.sqrt(config.score_scale)  # without RoPE, whose tables hold it
         q_dim = config.n_heads * config.head_dim
         k_dim = config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, q_dim + 2 * k_dim, bias=config.qkv_bias)
@@ -500,6 +506,8 @@ class Attention(nn.Module):
             qk = self.normalize(qk, H)
         if rope is not None:  # q and k together: small models are bound by the number of operations
             qk = apply_rope(qk, *rope[:2], self.interleaved)
+        else:
+            qk = scaled(qk, self.qk_scale)
         if self.qk_norm == "rotated":
             qk = self.normalize(qk, H)
         q, k = qk.split((H, G), dim=1)  # (B, H, T, E), (B, G, T, E)
@@ -549,25 +557,35 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer. Each token takes the top k of the router's logits, and weights their
-    outputs by them (Shazeer et al., arXiv:1701.06538)."""
+    """The experts of a layer. Each token takes the top k of the router's scores, and weights their
+    outputs by them (Shazeer et al., arXiv:1701.06538). A selection bias, which balances the
+    experts' load in training, changes the choice and not the weights (DeepSeek-V3,
+    arXiv:2412.19437 eq. 16)."""
 
     def __init__(self, config: Config):
         dim = config.expert_dim
         bias = config.expert_bias
         super().__init__(FeedForward(config, dim, bias) for _ in range(config.n_experts))
-        self.top_k = config.experts_per_token
-        self.renormalize = config.router_norm
+        self.config = config
+        self.selection_bias = None
+        if config.selection_bias:
+            self.selection_bias = nn.Parameter(torch.zeros(config.n_experts))
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits (N, experts) -> ids of the top k experts (N, k), of equal ones the first, and
-        their float32 weights: a softmax over all experts, or over the top k alone."""
+        their float32 weights (N, k): their scores, divided by their sum or not."""
+        config = self.config
         logits = logits.float()
-        ordered_logits, order = logits.sort(dim=1, descending=True, stable=True)
-        top_experts = order[:, : self.top_k]
-        if self.renormalize:
-            return top_experts, ordered_logits[:, : self.top_k].softmax(1)
-        return top_experts, logits.softmax(1).gather(1, top_experts)
+        scores = sigmoid(logits) if config.router_sigmoid else logits.softmax(1)
+        ranking = logits
+        if self.selection_bias is not None:
+            ranking = scores + self.selection_bias
+        order = ranking.sort(dim=1, descending=True, stable=True).indices
+        top_experts = order[:, : config.experts_per_token]
+        weights = scores.gather(1, top_experts)
+        if config.router_norm:
+            weights = weights / weights.sum(1, keepdim=True)
+        return top_experts, scaled(weights, config.routed_scale)
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         """x (N, D), logits (N, experts) -> (N, D). Each expert runs once, on the rows that chose
@@ -589,14 +607,15 @@ class Experts(nn.ModuleList):
 
 
 class SparseMoE(nn.Module):
-    """The feed-forward of a sparse layer. Qwen2-MoE adds an expert that every token takes, times a
-    sigmoid gate, whose weights are one more row of the router."""
+    """The feed-forward of a sparse layer. A shared expert is one that every token takes; Qwen2-MoE
+    multiplies it by a sigmoid gate, whose weights are one more row of the router. A router in
+    float32, which selects by scores that are close, makes a 16-bit model choose as published."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.n_experts = config.n_experts
         self.top_k = config.experts_per_token
-        num_scores = config.n_experts + bool(config.shared_dim)
+        num_scores = config.n_experts + config.shared_gate
         self.router = Linear(config.dim, num_scores, bias=config.router_bias)
         self.experts = Experts(config)
         self.shared = None
@@ -605,11 +624,14 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # (B, T, D) -> (N, D)
-        scores = self.router(flat)
+        scores = self.router(flat.to(self.router.weight.dtype))
         logits, gate = scores.tensor_split((self.n_experts,), dim=1)  # (N, experts), (N, 1 or 0)
         y = self.experts(flat, logits)
         if self.shared is not None:
-            y = y + (sigmoid(gate) * self.shared(flat)).to(y.dtype)
+            shared = self.shared(flat)
+            if gate.size(1):
+                shared = sigmoid(gate) * shared
+            y = y + shared.to(y.dtype)
         return y.view(x.shape)
 
 
@@ -621,15 +643,20 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, sparse: bool = False):
         super().__init__()
-        self.norms_after = config.norms_after
         self.scale = config.residual_scale
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+
+        def norm(is_present: bool) -> nn.Module:
+            return RMSNorm(config.dim, config.norm_eps) if is_present else nn.Identity()
+
+        self.attention_norm = norm(config.norms_before)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_after = norm(config.norms_after)
+        self.ffn_norm = norm(config.norms_before)
         if sparse:
             self.ffn = SparseMoE(config)
         else:
             self.ffn = FeedForward(config, config.ffn_dim, config.ffn_bias)
+        self.ffn_after = norm(config.norms_after)
 
     @compiler.nested_compile_region  # a compiler traces one block for all layers
     def forward(
@@ -640,13 +667,10 @@ class Block(nn.Module):
         visible: AttentionMask,
         cache: KVCache | None,
     ) -> Tensor:
-        if self.norms_after:
-            x = x + self.attention_norm(self.attention(x, pos, rope, visible, cache))
-            return x + self.ffn_norm(self.ffn(x))
         y = self.attention(self.attention_norm(x), pos, rope, visible, cache)
-        x = x + scaled(y, self.scale)
+        x = x + scaled(self.attention_after(y), self.scale)
         y = self.ffn(self.ffn_norm(x))
-        return x + scaled(y, self.scale)
+        return x + scaled(self.ffn_after(y), self.scale)
 
 
 class Transformer(nn.Module):

@@ -99,8 +99,8 @@ def has_long_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
 
 def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
     """Can the folder be stored as compressed-tensors? These have one format per folder, none for an
-    embedding; transformers reads no quantized experts and no MiMo."""
-    if config.n_experts or config.family == "mimo":
+    embedding; transformers reads no quantized experts, no MiMo and no Qwen-VL without vision."""
+    if config.n_experts or config.family in ("mimo", "qwen2_5_vl_text", "qwen3_vl_text"):
         return False
     heads = [None] if config.tie_embeddings else [None, options.scheme]
     return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head in heads

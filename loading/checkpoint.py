@@ -126,22 +126,28 @@ class Checkpoint:
         return gguf.open_tensors(self.path)
 
     @cached_property
+    def text_tensors(self) -> dict[str, object]:
+        """Those of `tensors` that are the text model's, by its names."""
+        return text_model_tensors(self.tensors, family_of(self.hf), self.config.n_layers)
+
+    @cached_property
+    def model_tensors(self) -> dict[str, object]:
+        """`text_tensors`, in which every expert has tensors of its own."""
+        if FAMILIES[self.config.family].merged_experts is None:
+            return self.text_tensors
+        from loading.quantized.merged_experts import split_experts
+
+        return split_experts(self.text_tensors, self.config)
+
+    @cached_property
     def weights(self) -> Weights:
         """Its tensors as weights. ValueError lists those that are missing, unexpected, or of a
         wrong shape or type."""
         config = self.config
-        tensors = self.tensors
+        tensors = self.model_tensors
         notes = []
-        family = family_of(self.hf)
-        if FAMILIES[config.family].merges_experts:
-            from loading.quantized.merged_experts import split_experts
-
-            tensors = split_experts(tensors)
-        if family.prefixes or family.unused:
-            num_stored = len(tensors)
-            tensors = text_model_tensors(tensors, family)
-            if num_unused := num_stored - len(tensors):
-                notes.append(f"{num_unused} tensors are not the text model's and are not used")
+        if num_unused := len(self.tensors) - len(self.text_tensors):
+            notes.append(f"{num_unused} tensors are not the text model's and are not used")
         if config.tie_embeddings and has_separate_head(tensors):
             # As in transformers, whatever config.json says.
             config = replace(config, tie_embeddings=False)
@@ -282,7 +288,7 @@ def open_weights(
         return open_other_format(checkpoint, config, tensors, layout)
     form = read_stored_form(checkpoint.hf, checkpoint.path / "config.json")
     read = tensor_reader(tensors)
-    if FAMILIES[config.family].merges_experts:
+    if FAMILIES[config.family].merged_experts:
         from loading.quantized import merged_experts
 
         if merged_experts.is_mxfp4(checkpoint.hf):

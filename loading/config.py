@@ -12,7 +12,14 @@ families.py holds the differences between model_types.
 
 import math
 
-from loading.families import FAMILIES, SLIDING, Family, family_of
+from loading.families import (
+    FAMILIES,
+    FULL_EXPERTS,
+    SLIDING,
+    SMALL_EXPERTS,
+    Family,
+    family_of,
+)
 from model import Config
 
 # Pairs (values, keys): keys that are ignored if they are absent, null, or one of these values. ():
@@ -66,6 +73,25 @@ ROPE_KEYS = {
     "dynamic": "alpha factor beta_fast beta_slow mscale mscale_all_dim",
 }
 
+# Keys of NEUTRAL that sparse families compute with.
+SPARSE_KEYS = (
+    "first_k_dense_replace",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts",
+    "num_local_experts",
+    "routed_scaling_factor",
+)
+# Keys of experts that sparse families call by other names, here behind those that are read.
+EXPERT_KEYS = {
+    "num_experts": "num_local_experts n_routed_experts moe_num_experts",
+    "num_experts_per_tok": "moe_k moe_topk",
+    "n_shared_experts": "num_shared_expert num_shared_experts moe_num_shared_experts",
+    "routed_scaling_factor": "router_scaling_factor",
+    "first_k_dense_replace": "moe_layer_start_index",
+    "decoder_sparse_step": "moe_layer_interval",
+}
+
 MIN_NUMBER = 1e-30  # float32 holds this and its reciprocal
 MAX_SIZE = 2**24  # of a dimension, vocabulary or context; real ones stay far below
 
@@ -92,6 +118,10 @@ class Section(dict):
         if value != int(value) or value > max_size:
             raise self.refused(key, f"must be a whole number up to {max_size:,}")
         return int(value)
+
+    def count(self, key: str) -> int:
+        """A size that may be 0."""
+        return self.size(key) if self.get(key) else 0
 
     def flag(self, key: str) -> bool:
         if self.get(key) not in (None, True, False):
@@ -178,7 +208,7 @@ def config_from_hf(hf: dict) -> Config:
         out_bias=has_bias(family.out_bias),
         ffn_bias=has_bias(family.ffn_bias),
         windows=layer_windows,
-        rope_types=rope_types(hf, family, layer_windows),
+        rope_types=rope_types(hf, family, layer_windows, rope["rope_theta"]),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         family=hf["model_type"],
         **(fields | family.fields | family.own_fields(hf, head_dim)),
@@ -190,7 +220,8 @@ def text_part(hf: dict) -> dict:
     family = family_of(hf)
     if family is None or not family.text_models:
         return hf
-    text = hf.get("text_config")
+    # Qwen2.5-VL was published without this object.
+    text = hf.get("text_config", hf | {"model_type": f"{hf['model_type']}_text"})
     if not isinstance(text, dict) or text.get("model_type") not in family.text_models:
         supported = " or ".join(family.text_models)
         raise Section(hf).refused("text_config", f"must be an object with model_type {supported}")
@@ -207,11 +238,16 @@ def text_part(hf: dict) -> dict:
 
 def check_supported(hf: Section, family: Family, n_layers: int) -> None:
     """ValueError for a key whose value would change the arithmetic."""
-    supported = NEUTRAL | {"no_rope_layers": ([], [1] * n_layers)}
+    supported = NEUTRAL | {
+        "no_rope_layers": ([], [1] * n_layers),
+        "moe_layer_end_index": (-1, n_layers - 1),
+    }
     if family.fields.get("qk_norm"):
         supported |= QK_NORM_KEYS
+    has_sparse_keys = family.experts in (SMALL_EXPERTS, FULL_EXPERTS)
     for key, values in {**supported, **family.supported}.items():
-        if key not in family.own_keys and hf.get(key) not in (None, *values):
+        is_own = key in family.own_keys or (has_sparse_keys and key in SPARSE_KEYS)
+        if not is_own and hf.get(key) not in (None, *values):
             alternatives = f"supported: {' or '.join(map(repr, values))}"
             absent = "only a config.json without it, or with null, is"
             raise hf.refused(key, f"is not supported; {alternatives if values else absent}")
@@ -222,29 +258,42 @@ def expert_fields(hf: Section, family: Family, n_layers: int) -> dict:
     defaults = family.experts
     if defaults is None:
         return {}
-    hf["num_experts"] = hf.agreed("num_experts", hf, "num_local_experts")  # v5 reads either name
+    for key, names in EXPERT_KEYS.items():
+        for name in names.split():
+            value = hf.get(name)
+            if isinstance(value, list):  # Hunyuan's, one for each layer
+                hf[name] = hf.entries(name, n_layers, "layers", tuple(value[:1]))[0]
+            hf[key] = hf.agreed(key, hf, name)
     n_experts = hf.size("num_experts", defaults.num_experts)
     n_chosen = hf.size("num_experts_per_tok", defaults.num_chosen)
     if n_chosen > n_experts:
         raise hf.refused("num_experts_per_tok", f"is more than the number of experts, {n_experts}")
-    dense = hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
-    step = hf.size("decoder_sparse_step", 1)
-    expert_dim = hf.size(
-        "moe_intermediate_size" if defaults.dim else "intermediate_size", defaults.dim
-    )
-    shared_dim = defaults.shared_dim
-    if shared_dim:
-        shared_dim = hf.size("shared_expert_intermediate_size", shared_dim)
+    expert_dim = hf.size(defaults.dim_key, defaults.dim)
+    shared_dim = expert_dim * hf.count("n_shared_experts")
+    if defaults.shared_dim:
+        shared_dim = hf.size("shared_expert_intermediate_size", defaults.shared_dim)
     return {
-        "sparse": tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers)),
+        "sparse": sparse_layers(hf, n_layers),
         "n_experts": n_experts,
         "experts_per_token": n_chosen,
         "expert_dim": expert_dim,
         "router_norm": hf.flag("norm_topk_prob"),
+        "routed_scale": hf.number("routed_scaling_factor", 1.0),
         "shared_dim": shared_dim,
     }
+
+
+def sparse_layers(hf: Section, n_layers: int) -> tuple[bool, ...]:
+    """For each layer: is its feed-forward made of experts?"""
+    if hf.get("mlp_layer_types") is not None:
+        types = hf.entries("mlp_layer_types", n_layers, "layers", ("dense", "sparse"))
+        return tuple(layer_type == "sparse" for layer_type in types)
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise hf.refused("mlp_only_layers", "must be null, or the numbers of layers")
+    dense = {*dense, *range(hf.count("first_k_dense_replace"))}
+    step = hf.size("decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers))
 
 
 # ------------------------------------------------------------------------------- windows of layers
@@ -282,14 +331,20 @@ def window_in_use(hf: Section, family: Family) -> int | None:
     return None if is_off else hf.size("sliding_window")
 
 
-def rope_types(hf: Section, family: Family, layer_windows: tuple) -> tuple[int | None, ...]:
+def rope_types(
+    hf: Section, family: Family, layer_windows: tuple, theta: float
+) -> tuple[int | None, ...]:
     """How each layer rotates queries and keys, as in Config; () where all layers rotate alike."""
     n_layers = len(layer_windows)
-    if "no_rope_layers" in family.own_keys:
+    rotates = []
+    if hf.get("layer_rope_theta"):
+        rotates = hf.entries("layer_rope_theta", n_layers, "layers", (theta, 0))
+    elif "no_rope_layers" in family.own_keys:
         interval = hf.size("no_rope_layer_interval")
-        rotates = [(i + 1) % interval != 0 for i in range(n_layers)]
+        rotates = [(i + 1) % interval for i in range(n_layers)]
         if hf.get("no_rope_layers") is not None:
             rotates = hf.entries("no_rope_layers", n_layers, "layers", (1, 0))
+    if rotates:
         return tuple(0 if layer else None for layer in rotates)
     if family.full_rope_type == family.sliding_rope_type or hf.get("sliding_window") is None:
         return ()
@@ -319,7 +374,7 @@ def rope_fields(hf: Section, family: Family, head_dim: int, max_length: int) -> 
     }
     if rope_type == "dynamic":
         if "alpha" not in family.own_keys or rope.get("alpha") is None:
-            raise rope.refused("rope_type", "is supported only for hunyuan_v1_dense, with alpha")
+            raise rope.refused("rope_type", "is supported only for Hunyuan, with alpha")
         stretched = theta * rope.number("alpha") ** (head_dim / (head_dim - 2))
         return fields | {"rope_type": "default", "rope_theta": stretched}
     rope_dim = rotated_dim(hf, rope, family, head_dim)
@@ -390,7 +445,9 @@ def rotated_dim(hf: Section, rope: Section, family: Family, head_dim: int) -> in
     says."""
     if "partial_rotary_factor" not in family.own_keys:
         return head_dim
-    share = rope.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
+    default = hf.size("rotary_dim", head_dim) / head_dim  # MiniMax's key
+    default = hf.number("partial_rotary_factor", default)
+    share = rope.number("partial_rotary_factor", default)
     dim = int(head_dim * share)
     if share > 1 or dim % 2 or not dim:
         raise hf.refused("partial_rotary_factor", f"rotates {dim} of {head_dim} dimensions")

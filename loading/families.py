@@ -18,12 +18,23 @@ from typing import NamedTuple
 
 
 class ExpertDefaults(NamedTuple):
-    """transformers' values for a config.json that leaves them out."""
+    """transformers' values for a config.json that leaves them out; None: it must have them."""
 
-    num_experts: int
-    num_chosen: int
-    dim: int | None = None  # None: the experts have the size `intermediate_size`
-    shared_dim: int = 0  # 0: there is no shared expert
+    num_experts: int | None = None
+    num_chosen: int | None = None
+    dim: int | None = None
+    shared_dim: int = 0  # 0: without a shared expert, or one of n_shared_experts times dim
+    dim_key: str = "moe_intermediate_size"
+
+
+class MergedExperts(NamedTuple):
+    """A folder's tensors that hold all experts of a layer; merged_experts.py splits them."""
+
+    gate_up: str = "mlp.experts.gate_up_proj"  # (experts, 2 F, D)
+    down: str = "mlp.experts.down_proj"  # (experts, D, F)
+    # gpt-oss's: the rows of gate and up in turn, and matrices transposed. Others are transposed if
+    # their shape says so.
+    is_interleaved: bool = False
 
 
 class Gguf(NamedTuple):
@@ -72,13 +83,8 @@ class Family(NamedTuple):
     names: Mapping[str, list[str]] = {}  # in place of weight_names.INNER
     prefixes: Mapping[str, str] = {}  # of names in the file -> of names in a text model
     unused: tuple[str, ...] = ()  # prefixes of tensors that are not the text model's
-    # Whether one tensor holds all experts of a layer, which merged_experts.py then splits.
-    merges_experts: bool = False
+    merged_experts: MergedExperts | None = None  # None: every expert has tensors of its own
     gguf: Gguf | None = None
-
-
-def first_window_layer(hf) -> int:
-    return hf.size("max_window_layers") if hf.get("max_window_layers") else 0
 
 
 def window_period(hf) -> int:
@@ -92,8 +98,10 @@ def window_period(hf) -> int:
 SLIDING = {
     "every": lambda i, hf: True,
     "even": lambda i, hf: i % 2 == 0,
-    "later": lambda i, hf: i >= first_window_layer(hf),
-    "early even": lambda i, hf: i % 2 == 0 and i < first_window_layer(hf),
+    "listed": lambda i, hf: False,
+    "three of four": lambda i, hf: i % 4 > 0,
+    "later": lambda i, hf: i >= hf.count("max_window_layers"),
+    "early even": lambda i, hf: i % 2 == 0 and i < hf.count("max_window_layers"),
     "by period": lambda i, hf: (i + 1) % window_period(hf) > 0,
 }
 
@@ -115,19 +123,68 @@ QWEN2 = {
     "sliding": "later",
     "use_sliding_window": "decides",
 }
+# In a text alone, the three positions of a token are equal, and MRoPE is RoPE.
+MROPE = ("mrope_section", "mrope_interleaved")
+QWEN_VL = Family(
+    text_models=("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    prefixes={"model.language_model.": "model."},
+    unused=("model.visual.", "visual."),
+)
+GRANITE_KEYS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
+# Families with these also read the keys of experts in config.SPARSE_KEYS.
+SMALL_EXPERTS = ExpertDefaults()
+FULL_EXPERTS = ExpertDefaults(dim_key="intermediate_size")
 ALWAYS_SPARSE = {
     "decoder_sparse_step": (1,),
     "norm_topk_prob": (True,),
     "moe_intermediate_size": (),
     "mlp_only_layers": ([],),
 }
-NORMS_AFTER = {
-    "attention_norm": ["post_attention_layernorm"],
-    "ffn_norm": ["post_feedforward_layernorm"],
+# A router as DeepSeek-V3's with one group of experts.
+SIGMOID_ROUTER = {"router_sigmoid": True, "selection_bias": True}
+SIGMOID = {"scoring_func": ("sigmoid", "noaux_tc")}  # the latter is dots.llm1's name
+MTP_LAYER = ("model.layers.{n_layers}.",)  # it predicts further ahead
+MIXTRAL_NAMES = {
+    "ffn.router": ["block_sparse_moe.gate"],
+    "ffn.experts": ["block_sparse_moe.e_score_correction_bias"],
+    "ffn.experts.gate_up": [
+        "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3",
+    ],
+    "ffn.experts.down": ["block_sparse_moe.experts.{}.w2"],
 }
+SHARED_MLP = {
+    "ffn.shared.gate_up": ["mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"],
+    "ffn.shared.down": ["mlp.shared_mlp.down_proj"],
+}
+HUNYUAN_NAMES = {
+    **SHARED_MLP,
+    "attention.q_norm": ["self_attn.query_layernorm"],
+    "attention.k_norm": ["self_attn.key_layernorm"],
+    "ffn.router": ["mlp.gate.wg"],
+}
+NORMS_AFTER = {
+    "attention_after": ["post_attention_layernorm"],
+    "ffn_after": ["post_feedforward_layernorm"],
+}
+ONLY_AFTER = {"norms_before": False, "norms_after": True}
+GLM = {
+    "defaults": {"partial_rotary_factor": 0.5},
+    "max_length": 131072,
+    "norm_eps": 1.5625e-07,
+    "own_keys": ("partial_rotary_factor",),
+    "fields": {"rope_interleaved": True},
+    "out_bias": False,
+}
+MERGED_FFN = {"ffn.gate_up": ["mlp.gate_up_proj"]}
 
 FAMILIES = {
     "llama": Family(gguf=Gguf("llama", permutes_heads=True)),
@@ -156,15 +213,8 @@ FAMILIES = {
         fields={"router_norm": True},
         sliding="every",
         rope_theta=1e6,
-        experts=ExpertDefaults(8, 2),
-        names={
-            "ffn.router": ["block_sparse_moe.gate"],
-            "ffn.experts.gate_up": [
-                "block_sparse_moe.experts.{}.w1",
-                "block_sparse_moe.experts.{}.w3",
-            ],
-            "ffn.experts.down": ["block_sparse_moe.experts.{}.w2"],
-        },
+        experts=ExpertDefaults(8, 2, dim_key="intermediate_size"),
+        names=MIXTRAL_NAMES,
         gguf=Gguf("llama", "expert_count", permutes_heads=True),
     ),
     "qwen2_moe": Family(
@@ -172,12 +222,17 @@ FAMILIES = {
         max_length=32768,
         own_keys=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
         supported={"attention_bias": OFF},
+        fields={"shared_gate": True},
         qkv_bias="qkv_bias",
         out_bias=False,
         sliding="early even",
         use_sliding_window="decides",
         experts=ExpertDefaults(60, 4, 1408, 5632),
-        names={"ffn.router": ["mlp.gate", "mlp.shared_expert_gate"]},
+        names={
+            "ffn.router": ["mlp.gate", "mlp.shared_expert_gate"],
+            "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
+            "ffn.shared.down": ["mlp.shared_expert.down_proj"],
+        },
         gguf=Gguf("qwen2moe", norm_topk_prob=False),
     ),
     "qwen3_moe": Family(
@@ -204,9 +259,9 @@ FAMILIES = {
         sliding="even",
         rope_theta=150000.0,
         default_rope=None,
-        experts=ExpertDefaults(128, 4),
+        experts=ExpertDefaults(128, 4, dim_key="intermediate_size"),
         names={"ffn.router": ["mlp.router"]},
-        merges_experts=True,
+        merged_experts=MergedExperts(is_interleaved=True),
         gguf=Gguf(
             "gpt-oss",
             names={"ffn_norm": ["post_attention_norm"]},
@@ -228,21 +283,33 @@ FAMILIES = {
         supported=NO_BIAS,
         sliding="every",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
-        names={"attention.qkv": ["self_attn.qkv_proj"], "ffn.gate_up": ["mlp.gate_up_proj"]},
+        names={"attention.qkv": ["self_attn.qkv_proj"], **MERGED_FFN},
     ),
-    "granite": Family(
-        own_keys=(
-            "attention_multiplier",
-            "embedding_multiplier",
-            "logits_scaling",
-            "residual_multiplier",
-        ),
+    "granite": Family(own_keys=GRANITE_KEYS, own_fields=granite_fields),
+    "granitemoe": Family(
+        own_keys=GRANITE_KEYS,
         own_fields=granite_fields,
+        fields={"router_norm": True},
+        experts=FULL_EXPERTS,
+        names={"ffn.router": ["block_sparse_moe.router.layer"]},
+        merged_experts=MergedExperts(
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.output_linear.weight",
+        ),
+    ),
+    "granite_swa": Family(
+        {"sliding_window": 128},
+        max_length=8192,
+        norm_eps=1e-5,
+        own_keys=GRANITE_KEYS,
+        own_fields=granite_fields,
+        fields={"sinks": True},
+        sliding="three of four",
     ),
     "olmo2": Family(
         norm_eps=1e-5,
         supported=NO_MLP_BIAS,
-        fields={"qk_norm": "full", "norms_after": True},
+        fields={"qk_norm": "full", **ONLY_AFTER},
         names=NORMS_AFTER,
     ),
     "olmo3": Family(
@@ -250,7 +317,7 @@ FAMILIES = {
         norm_eps=1e-5,
         # transformers reads no other value from the file.
         supported={**NO_MLP_BIAS, "sliding_window_pattern": (4,)},
-        fields={"qk_norm": "full", "norms_after": True},
+        fields={"qk_norm": "full", **ONLY_AFTER},
         sliding="by period",
         rope_theta=5e5,
         sliding_rope_type=1,
@@ -278,19 +345,118 @@ FAMILIES = {
         own_keys=("alpha",),
         supported={"use_qk_norm": (True,)},
         fields={"qk_norm": "rotated"},
-        names={
-            "attention.q_norm": ["self_attn.query_layernorm"],
-            "attention.k_norm": ["self_attn.key_layernorm"],
-        },
+        names=HUNYUAN_NAMES,
+    ),
+    "hunyuan_v1_moe": Family(
+        {"num_shared_expert": 1},
+        norm_eps=1e-5,
+        own_keys=("alpha",),
+        fields={"qk_norm": "rotated", "router_norm": True},
+        experts=FULL_EXPERTS,
+        names=HUNYUAN_NAMES,
+    ),
+    "ernie4_5_moe": Family(
+        max_length=131072,
+        norm_eps=1e-5,
+        supported={"use_bias": OFF},
+        fields={"rope_interleaved": True, "selection_bias": True, "router_norm": True},
+        rope_theta=5e5,
+        experts=SMALL_EXPERTS,
+        names={"ffn.experts": ["mlp.moe_statics.e_score_correction_bias"]},
+        unused=("model.mtp_",),
     ),
     "exaone4": Family(
         {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
         norm_eps=1e-5,
         supported=NO_BIAS,
-        fields={"qk_norm": "heads", "norms_after": True},
+        fields={"qk_norm": "heads", **ONLY_AFTER},
         sliding="by period",
         full_rope_type=None,
         names=NORMS_AFTER,
+    ),
+    "exaone_moe": Family(
+        {
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        norm_eps=1e-5,
+        supported=SIGMOID,
+        fields={**SIGMOID_ROUTER, "qk_norm": "heads"},
+        sliding="by period",
+        full_rope_type=None,
+        experts=SMALL_EXPERTS,
+        names={"ffn.experts": ["mlp.e_score_correction_bias"]},
+        unused=("mtp.",),
+    ),
+    "glm4_moe": Family(
+        {
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+        },
+        max_length=131072,
+        norm_eps=1e-5,
+        own_keys=("partial_rotary_factor", "use_qk_norm"),
+        supported=SIGMOID,
+        fields=SIGMOID_ROUTER,
+        own_fields=lambda hf, head_dim: {"qk_norm": "heads" if hf.flag("use_qk_norm") else None},
+        out_bias=False,
+        experts=SMALL_EXPERTS,
+        unused=MTP_LAYER,
+    ),
+    "glm": Family(**GLM, names=MERGED_FFN),
+    "glm4": Family(
+        **{**GLM, "fields": {"rope_interleaved": True, "norms_after": True}},
+        names={
+            **MERGED_FFN,
+            "attention_after": ["post_self_attn_layernorm"],
+            "ffn_after": ["post_mlp_layernorm"],
+        },
+    ),
+    "solar_open": Family(
+        {
+            "intermediate_size": 10240,  # of no layer: all have experts
+            "norm_topk_prob": True,
+        },
+        max_length=131072,
+        norm_eps=1e-5,
+        supported=SIGMOID,
+        fields=SIGMOID_ROUTER,
+        out_bias=False,
+        rope_theta=1e6,
+        experts=SMALL_EXPERTS,
+    ),
+    "dots1": Family(
+        {"sliding_window": 4096, "max_window_layers": 62},
+        supported=SIGMOID,
+        fields={**SIGMOID_ROUTER, "qk_norm": "heads"},
+        sliding="later",
+        experts=SMALL_EXPERTS,
+    ),
+    "hy_v3": Family(
+        {"router_scaling_factor": 2.826},
+        max_length=131072,
+        norm_eps=1e-5,
+        supported=SIGMOID,
+        fields={**SIGMOID_ROUTER, "qk_norm": "heads", "router_norm": True},
+        rope_theta=11158840.0,
+        experts=SMALL_EXPERTS,
+        names={
+            **SHARED_MLP,
+            "ffn.router": ["mlp.router.gate"],
+            "ffn.experts": ["mlp.expert_bias"],
+        },
+        unused=MTP_LAYER,
+    ),
+    "minimax_m2": Family(
+        max_length=196608,
+        own_keys=("partial_rotary_factor",),
+        supported=SIGMOID,
+        fields={**SIGMOID_ROUTER, "qk_norm": "full", "router_norm": True},
+        rope_theta=5e6,
+        experts=FULL_EXPERTS,
+        names=MIXTRAL_NAMES,
     ),
     "ministral3": Family(
         {"num_key_value_heads": 8, "head_dim": 128},
@@ -309,6 +475,63 @@ FAMILIES = {
             "llama_4_scaling_beta": 0.1,
         },
     ),
+    "ministral": Family(
+        {"sliding_window": 4096},
+        max_length=131072,
+        sliding="later",  # than no layer: all slide that layer_types does not list as full
+    ),
+    "cwm": Family(
+        {"sliding_window": 8192},
+        max_length=131072,
+        norm_eps=1e-5,
+        sliding="three of four",
+        rope_theta=1e6,
+        default_rope=None,
+    ),
+    "iquestcoder": Family(
+        max_length=131072,
+        norm_eps=1e-5,
+    ),
+    "olmoe": Family(
+        max_length=4096,
+        norm_eps=1e-5,
+        fields={"qk_norm": "full"},
+        experts=FULL_EXPERTS,
+        gguf=Gguf("olmoe", norm_topk_prob=False),
+    ),
+    "mellum": Family(
+        {"sliding_window": 1024, "norm_topk_prob": True},
+        max_length=131072,
+        fields={"qk_norm": "heads"},
+        sliding="listed",
+        sliding_rope_type=1,
+        default_rope=None,
+        experts=SMALL_EXPERTS,
+        unused=("mtp.",),
+    ),
+    "qwen2_5_vl_text": Family(
+        QWEN,
+        **QWEN2,
+        norm_eps=1e-5,
+        own_keys=MROPE,
+        rope_theta=1e6,
+        rope_aliases={"mrope": "default"},
+    ),
+    "qwen3_vl_text": Family(
+        max_length=128000,
+        own_keys=MROPE,
+        fields={"qk_norm": "heads"},
+        rope_theta=5e5,
+    ),
+    "qwen3_vl_moe_text": Family(
+        max_length=128000,
+        own_keys=MROPE,
+        fields={"qk_norm": "heads", "router_norm": True},
+        rope_theta=5e5,
+        experts=SMALL_EXPERTS,
+        merged_experts=MergedExperts(),
+    ),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN_VL),
     "mimo": Family(QWEN, **QWEN2, unused=("model.mtp_layers.",)),
     "mistral3": Family(
         text_models=("mistral", "ministral3"),

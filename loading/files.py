@@ -102,11 +102,14 @@ def open_safetensors(file: Path):
         raise ValueError(f"{file}: not a readable safetensors file: {reason}") from None
 
 
-def text_model_tensors(tensors: Mapping[str, object], family: Family) -> dict[str, object]:
+def text_model_tensors(
+    tensors: Mapping[str, object], family: Family, n_layers: int
+) -> dict[str, object]:
     """The text model's tensors alone, by a text model's names."""
+    unused = tuple(prefix.format(n_layers=n_layers) for prefix in family.unused)
     selected = {}
     for name, stored in tensors.items():
-        if name.startswith(family.unused):
+        if name.startswith(unused):
             continue
         for prefix, replacement in family.prefixes.items():
             if name.startswith(prefix):

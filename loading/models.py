@@ -60,7 +60,7 @@ def expected_tensors(
 def is_plain(name: str) -> bool:
     """Is this parameter in full precision? Parts of quantized matrices are read and written in
     their own dtype."""
-    return name.endswith((".weight", ".bias", ".sinks"))
+    return name.endswith((".weight", ".bias", ".sinks", ".selection_bias"))
 
 
 def empty_model(
@@ -80,6 +80,10 @@ def empty_model(
     check_head(head, scheme)
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
+        if config.selection_bias:
+            for name, parameter in model.named_parameters():
+                if name.endswith((".selection_bias", ".router.weight")):
+                    parameter.data = parameter.data.float()  # as in transformers and vLLM
     shrink_to_shard(model, ranks)
 
     def empty(name: str, linear: nn.Module) -> QuantizedLinear | None:

@@ -120,15 +120,20 @@ def write_tensors(
                 from loading.quantized.reader import compressed_tensors_part
 
                 source, part = compressed_tensors_part(source, part)
-            is_cast = dtype and is_plain(name) and part.dtype == torch.float32
+            is_cast = (
+                dtype
+                and is_plain(name)
+                and "selection_bias" not in name  # float32 in every folder
+                and part.dtype == torch.float32
+            )
             tensors[source] = part.to(dtype if is_cast else part.dtype).contiguous().clone()
             if is_cast and not tensors[source].isfinite().all() and part.isfinite().all():
                 raise ValueError(
                     f"{source}: its weights overflow {dtype}; --dtype bfloat16 has float32's range"
                 )
-    if FAMILIES[model.config.family].merges_experts:
+    if layout := FAMILIES[model.config.family].merged_experts:
         from loading.quantized.merged_experts import merge_experts
 
-        tensors = merge_experts(tensors)
+        tensors = merge_experts(tensors, layout)
     save_tensors(file, tensors)
     return dict.fromkeys(tensors, file.name)

@@ -3,8 +3,8 @@
     OUTER, INNER    our module -> the modules whose rows, one after the other, make its matrix
     sources         the tensors behind one parameter;  pieces  and the rows of it that each fills
 
-A Family's `names` replace entries of INNER. This file does not know files; tp.py knows the rows of
-a rank.
+A Family's `names` replace entries of INNER, or add to them. This file does not know files; tp.py
+knows the rows of a rank.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,12 @@ INNER = {
     "ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "ffn.down": ["mlp.down_proj"],
     "ffn.router": ["mlp.gate"],
+    "ffn.experts": ["mlp.gate.e_score_correction_bias"],  # their selection bias
     # {}: the expert's number
     "ffn.experts.gate_up": ["mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"],
     "ffn.experts.down": ["mlp.experts.{}.down_proj"],
-    "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
-    "ffn.shared.down": ["mlp.shared_expert.down_proj"],
+    "ffn.shared.gate_up": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+    "ffn.shared.down": ["mlp.shared_experts.down_proj"],
 }
 
 
@@ -46,7 +47,8 @@ def sources(family: str, name: str) -> list[str]:
         _, _, expert, matrix = module.split(".")
         module = f"ffn.experts.{matrix}"
     names = FAMILIES[family].names.get(module) or INNER[module]
-    return [f"model.layers.{layer}.{source.format(expert)}.{part}" for source in names]
+    suffix = "" if part == "selection_bias" else f".{part}"
+    return [f"model.layers.{layer}.{source.format(expert)}{suffix}" for source in names]
 
 
 def pieces(
@@ -55,9 +57,11 @@ def pieces(
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory.
     `parameter` holds the share of one of the ranks."""
     module, names, parts = name.rsplit(".", 1)[0], sources(config.family, name), [parameter]
+    if "moe_statics" in names[0]:  # ERNIE's bias has a row for each group of experts, of which
+        parts = [parameter[None]]  # there is one: (1, experts)
     if len(names) > 1:
         sizes = source_rows(shard_spec(module), len(parameter), config, ranks)
-        if module.endswith("ffn.router") and config.shared_dim:
+        if module.endswith("ffn.router"):  # its last row is the shared expert's gate
             sizes = [config.n_experts, 1]
         parts = parameter.split(sizes)
     yield from zip(names, parts, strict=True)

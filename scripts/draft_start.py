@@ -32,7 +32,21 @@ SHARED = (
     "pad_token_id",
 )
 # Model types whose RoPE a Llama's config.json cannot express.
-OWN_ROPES = ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3")
+OWN_ROPES = (
+    "phi3",
+    "olmo3",
+    "hunyuan_v1_dense",
+    "ministral3",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "hunyuan_v1_moe",
+    "minimax_m2",
+    "mellum",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+)
 
 
 def check_sizes(args, config: Config) -> None:

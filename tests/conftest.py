@@ -1,5 +1,6 @@
 """Tiny random folders of every family, made by transformers, the oracle that wrote the format."""
 
+import contextlib
 import functools
 import json
 import os
@@ -270,6 +271,198 @@ FAMILIES = {
             original_max_position_embeddings=40,
         ),
     },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        **rope(10000.0),
+    },
+    "granite-moe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+        "attention_multiplier": 0.1,
+        **rope(10000.0),
+    },
+    "granite-swa": {  # the full layer does not rotate
+        "model_type": "granite_swa",
+        "sliding_window": 9,
+        "layer_rope_theta": [0, 10000.0, 10000.0],
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+        "attention_multiplier": 0.1,
+        "tie_word_embeddings": False,
+        **rope(10000.0),
+    },
+    "mellum-2": {
+        "model_type": "mellum",
+        "head_dim": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": rope(
+                500000.0, "yarn", factor=4.0, original_max_position_embeddings=40
+            )["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "cwm": {
+        "model_type": "cwm",
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "head_dim": 16,
+        **LLAMA3_ROPE,
+    },
+    "ministral-8b": {
+        "model_type": "ministral",
+        "head_dim": 32,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        **rope(1e6),
+    },
+    "iquest-coder": {"model_type": "iquestcoder", "head_dim": 32, **rope(500000.0)},
+    "glm-4.5": {
+        "model_type": "glm4_moe",
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        **rope(1e6, partial_rotary_factor=0.5),
+    },
+    "glm-4.5-air": {  # no norms of queries and keys, and weights that do not sum to 1
+        "model_type": "glm4_moe",
+        "head_dim": 32,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": False,
+        **rope(1e6, partial_rotary_factor=0.5),
+    },
+    "glm-4": {
+        "model_type": "glm",
+        "head_dim": 32,
+        "pad_token_id": 0,
+        **rope(10000.0, partial_rotary_factor=0.5),
+    },
+    "glm-4-0414": {
+        "model_type": "glm4",
+        "head_dim": 32,
+        "pad_token_id": 0,
+        **rope(10000.0, partial_rotary_factor=0.5),
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        **rope(5e6, partial_rotary_factor=0.5),
+    },
+    "solar-open": {
+        "model_type": "solar_open",
+        "head_dim": 32,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        **rope(1e6, "yarn", factor=4.0, original_max_position_embeddings=40),
+    },
+    "k-exaone": {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+        **rope(1e6),
+    },
+    "dots.llm1": {
+        "model_type": "dots1",
+        "head_dim": 32,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+        **rope(1e7),
+    },
+    "hy3": {
+        "model_type": "hy_v3",
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        **rope(1e7),
+    },
+    "ernie-4.5-moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": False,
+        **rope(5e5),
+    },
+    "hunyuan-a13b": {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 32,
+        "num_experts": 6,
+        "moe_topk": [2, 2, 2],
+        **rope(10000.0, "dynamic", alpha=50.0, factor=1.0),
+    },
+    "qwen2.5-vl": {
+        "model_type": "qwen2_5_vl_text",
+        "tie_word_embeddings": True,
+        **rope(1e6, mrope_section=[2, 3, 3]),
+    },
+    "qwen3-vl": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 32,
+        **rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    },
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe_text",
+        "head_dim": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        **rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    },
+}
+# Families whose folders hold more than their text model: the rest of such a config.json.
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+WRAPPERS = {
+    "qwen2.5-vl": {
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    },
+    "qwen3-vl": {
+        "model_type": "qwen3_vl",
+        "vision_config": {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": {**VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    },
 }
 
 
@@ -279,16 +472,38 @@ def oracle(family: str):
     norms 1."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(**{**BASE, **FAMILIES[family]})
+    hf = {**BASE, **FAMILIES[family]}
+    auto_model = transformers.AutoModelForCausalLM
+    if family in WRAPPERS:
+        hf = {**WRAPPERS[family], "text_config": hf}
+        auto_model = transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.for_model(**hf)
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_model.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(sum(family.encode()))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name
             parameter.copy_(1 + 0.2 * noise if is_norm else 0.15 * noise)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+@contextlib.contextmanager
+def changed_family(family: str, **changes):
+    """A family of other sizes, by a name of its own."""
+    name = f"{family} {changes}"
+    FAMILIES[name] = {**FAMILIES[family], **changes}
+    if family in WRAPPERS:
+        WRAPPERS[name] = WRAPPERS[family]
+    try:
+        yield name
+    finally:
+        del FAMILIES[name]
+        WRAPPERS.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -76,25 +76,31 @@ def rotate(x: torch.Tensor, angle: torch.Tensor, scale: float) -> torch.Tensor:
 
 def rotate_pairs(hf: dict, x: torch.Tensor, angle: torch.Tensor, scale: float) -> torch.Tensor:
     """`rotate` of the leading dimensions that have an angle; ERNIE's pairs are neighbours."""
-    if hf["model_type"] == "ernie4_5":
-        # a rotation of both q and k that their product does not see
-        x = torch.cat((x[:, ::2], x[:, 1::2]), dim=-1)
     n = 2 * angle.size(1)
+    if hf["model_type"].startswith(("ernie4_5", "glm")) and hf["model_type"] != "glm4_moe":
+        # a rotation of both q and k that their product does not see
+        x = torch.cat((x[:, :n:2], x[:, 1:n:2], x[:, n:]), dim=-1)
     return torch.cat((rotate(x[:, :n], angle, scale), x[:, n:]), dim=-1)
 
 
 def rotates(hf: dict, layer: int) -> bool:
+    if hf.get("layer_rope_theta"):  # Granite SWA
+        return hf["layer_rope_theta"][layer] != 0
     if hf["model_type"] == "smollm3":
         return bool(hf["no_rope_layers"][layer])
     return (
-        hf["model_type"] != "exaone4"
+        not hf["model_type"].startswith("exaone")
         or not hf["sliding_window"]
         or window_of(hf, layer) is not None
     )
 
 
 def window_of(hf: dict, layer: int) -> int | None:
-    if hf["model_type"] in ("olmo3", "exaone4"):
+    if hf["model_type"] in ("granite_swa", "mellum", "cwm", "ministral"):
+        return hf["sliding_window"] if "sliding" in hf["layer_types"][layer] else None
+    if hf["model_type"] == "dots1":
+        return hf["sliding_window"] if layer >= hf["max_window_layers"] else None
+    if hf["model_type"] in ("olmo3", "exaone4", "exaone_moe"):
         return hf["sliding_window"] if (layer + 1) % 4 else None
     if hf["model_type"] in ("qwen2", "qwen3"):
         slides = hf.get("use_sliding_window") and layer >= hf["max_window_layers"]
@@ -108,6 +114,18 @@ def window_of(hf: dict, layer: int) -> int | None:
         if hf["model_type"] in ("mistral", "mixtral", "qwen3_moe", "phi3")
         else None
     )
+
+
+FULL_NORMS = ("olmo", "minimax")  # of all heads as one vector
+SIGMOID_ROUTERS = ("glm4_moe", "minimax_m2", "solar_open", "exaone_moe", "dots1", "hy_v3")
+# Where its keys and tensors are called otherwise, by the names of most.
+EXPERT_NAMES = {
+    "block_sparse_moe.e_score_correction_bias": "bias",
+    "mlp.gate.e_score_correction_bias": "bias",
+    "mlp.e_score_correction_bias": "bias",
+    "mlp.moe_statics.e_score_correction_bias": "bias",
+    "mlp.expert_bias": "bias",
+}
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -127,8 +145,11 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
     None: it is dense."""
     routers = {
         f"{p}block_sparse_moe.gate": "mixtral",
+        f"{p}block_sparse_moe.router.layer": "granitemoe",
         f"{p}mlp.router": "gpt_oss",
         f"{p}mlp.gate": "qwen",
+        f"{p}mlp.gate.wg": "hunyuan",
+        f"{p}mlp.router.gate": "hy3",
     }
     name = next((name for name in routers if f"{name}.weight" in w), None)
     if name is None:
@@ -136,16 +157,29 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
     kind, rows = routers[name], []
     for x in h:
         scores = w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0)
-        order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))[
-            : hf["num_experts_per_tok"]
-        ]
-        shares = scores.softmax(0)
-        if kind != "qwen" or hf["norm_topk_prob"]:
+        k = hf.get("num_experts_per_tok") or hf.get("moe_k") or hf["moe_topk"]
+        k = k[0] if isinstance(k, list) else k
+        sigmoid = hf["model_type"] in SIGMOID_ROUTERS
+        shares = 1 / (1 + (-scores).exp()) if sigmoid else scores.softmax(0)
+        biases = [w[p + key].flatten() for key in EXPERT_NAMES if p + key in w]
+        ranks = shares + sum(biases) if biases else scores
+        order = sorted(range(len(scores)), key=lambda i: (-ranks[i].item(), i))[:k]
+        if kind != "qwen" or hf.get("norm_topk_prob", True):
             shares = shares / shares[order].sum()
+        shares = shares * (hf.get("routed_scaling_factor") or hf.get("router_scaling_factor") or 1)
         y = torch.zeros_like(x)
         for number in order:
             if kind == "gpt_oss":
                 y += shares[number] * gpt_oss_expert(w, f"{p}mlp.", number, x)
+                continue
+            merged = [
+                w.get(f"{p}block_sparse_moe.{side}put_linear.weight") for side in ("in", "out")
+            ]
+            if merged[0] is None:  # as transformers 5 saves Qwen3-VL-MoE
+                merged = [w.get(f"{p}mlp.experts.{part}_proj") for part in ("gate_up", "down")]
+            if merged[0] is not None:
+                gate, up = (merged[0][number] @ x).chunk(2)
+                y += shares[number] * (merged[1][number] @ swiglu(gate, up))
                 continue
             names = (
                 ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -153,6 +187,12 @@ def experts(hf: dict, w: dict, p: str, h: torch.Tensor) -> torch.Tensor | None:
             room = f"{p}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}.experts.{number}"
             gate, up, down = (w[f"{room}.{matrix}.weight"] for matrix in names)
             y += shares[number] * (down @ swiglu(gate @ x, up @ x))
+        for room in ("shared_experts", "shared_mlp"):  # without a gate
+            if f"{p}mlp.{room}.up_proj.weight" in w:
+                gate, up, down = (
+                    w[f"{p}mlp.{room}.{matrix}_proj.weight"] for matrix in ("gate", "up", "down")
+                )
+                y += down @ swiglu(gate @ x, up @ x)
         if f"{p}mlp.shared_expert_gate.weight" in w:
             gate, up, down = (
                 w[f"{p}mlp.shared_expert.{matrix}_proj.weight"] for matrix in ("gate", "up", "down")
@@ -176,7 +216,7 @@ def named(w: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:
             ("qkv_proj", x.split(sizes) if "qkv_proj" in name else ()),
             ("gate_up_proj", x.chunk(2)),
         ):
-            if fused in name and hf["model_type"] == "phi3":
+            if fused in name and hf["model_type"] in ("phi3", "glm", "glm4"):
                 names = (
                     ("q_proj", "k_proj", "v_proj")
                     if fused == "qkv_proj"
@@ -194,8 +234,11 @@ def logits(
 ) -> torch.Tensor:
     """Logits (n, V) in float64 for one sequence. What enters each layer, and what leaves the last
     one, both (n, D), is put on the list `entering`."""
+    if "text_config" in hf:
+        hf = {**hf["text_config"], "tie_word_embeddings": hf["tie_word_embeddings"]}
+        weights = {name.replace("language_model.", ""): x for name, x in weights.items()}
     w = named({name: tensor.double() for name, tensor in weights.items()}, hf)
-    granite, rope = hf["model_type"] == "granite", hf.get("rope_parameters") or {}
+    granite, rope = hf["model_type"].startswith("granite"), hf.get("rope_parameters") or {}
     residual = hf["residual_multiplier"] if granite else 1
     n, H, eps = len(tokens), hf["num_attention_heads"], hf["rms_norm_eps"]
     G = hf.get("num_key_value_heads") or H
@@ -216,14 +259,14 @@ def logits(
         window, heads = window_of(hf, layer), []
         angle, scale = angles(hf, E, n, window)
         normed = p + "self_attn.q_norm.weight" in w
-        if hf["model_type"].startswith("olmo"):
+        if hf["model_type"].startswith(FULL_NORMS):
             q, k = (
                 norm(x, w[f"{p}self_attn.{c}_norm.weight"], eps) for x, c in ((q, "q"), (k, "k"))
             )
         for head in range(H):
             group = head // (H // G)
             qh, kh, vh = q[:, head * E :][:, :E], k[:, group * E :][:, :E], v[:, group * E :][:, :E]
-            if normed and not hf["model_type"].startswith(("olmo", "hunyuan")):
+            if normed and not hf["model_type"].startswith((*FULL_NORMS, "hunyuan")):
                 qh = norm(qh, w[p + "self_attn.q_norm.weight"], eps)
                 kh = norm(kh, w[p + "self_attn.k_norm.weight"], eps)
             if rotates(hf, layer):
@@ -244,6 +287,9 @@ def logits(
                 rows.append(shares @ vh[first : i + 1])
             heads.append(torch.stack(rows))
         y = linear(torch.cat(heads, dim=-1), f"{p}self_attn.o_proj")
+        around = p + "post_self_attn_layernorm.weight" in w  # GLM-4-0414
+        if around:
+            y = norm(y, w[p + "post_self_attn_layernorm.weight"], eps)
         x = x + (norm(y, w[p + "post_attention_layernorm.weight"], eps) if after else y * residual)
         h = x if after else norm(x, w[p + "post_attention_layernorm.weight"], eps)
         y = experts(hf, w, p, h)
@@ -252,6 +298,8 @@ def logits(
                 swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")),
                 f"{p}mlp.down_proj",
             )
+        if around:
+            y = norm(y, w[p + "post_mlp_layernorm.weight"], eps)
         x = x + (
             norm(y, w[p + "post_feedforward_layernorm.weight"], eps) if after else y * residual
         )

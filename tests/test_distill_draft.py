@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT, config_json
+from conftest import BASE, FAMILIES, ROOT, changed_family, config_json
 from safetensors.torch import load_file
 
 from benchmarks import self_prompts
@@ -36,7 +36,7 @@ from scripts.distill_draft import (
     parse_args,
     predict,
 )
-from scripts.draft_start import draft_config, init_weights, project_embedding
+from scripts.draft_start import OWN_ROPES, draft_config, init_weights, project_embedding
 from scripts.draft_text import Windows, hide, hold_out, ids_of
 from speculative import Costs
 
@@ -304,7 +304,7 @@ def test_the_draft_of_every_family_agrees_where_it_must(family):
         if name.startswith("rope_") and name not in ("rope_interleaved", "rope_types")
     ]
     # no Llama rotates so
-    if hf["model_type"] in ("phi3", "olmo3", "hunyuan_v1_dense", "ministral3"):
+    if hf["model_type"] in OWN_ROPES:
         ropes, plain = ["rope_theta"], config_from_hf({**BASE, "model_type": "llama"})
         assert (draft.rope_type, draft.rope_attention_factor, draft.rope_long) == (
             plain.rope_type,
@@ -582,13 +582,13 @@ def test_a_gguf_target_answers_prompts(
     leads it or a window. The draft's folder has the tokenizer that the file stands for. Other
     prompts are not mixed with the documents of these."""
     pytest.importorskip("gguf")
-    from test_gguf import TEMPLATE, changed, from_sentencepiece, write
+    from test_gguf import TEMPLATE, from_sentencepiece, write
 
     def keys(writer) -> None:
         from_sentencepiece(writer, story_tokenizer)
         writer.add_chat_template(TEMPLATE)
 
-    with changed("llama-3.2", vocab_size=384) as family:
+    with changed_family("llama-3.2", vocab_size=384) as family:
         target = write(tmp_path / "m.gguf", family, "Q8_0", keys=keys)
     file, work, windows = tmp_path / "prompts.txt", tmp_path / "draft-work", []
     file.write_text("the cat\n\n  the dog  \na ball\n")

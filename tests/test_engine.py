@@ -429,7 +429,7 @@ def test_warm_up_runs_every_length_that_will_be_recorded(folder_of, k, monkeypat
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDraft], ids=["plain", "ngram"])
-def test_one_width_is_one_width(folder_of, drafter):
+def test_steps_of_a_fixed_width(folder_of, drafter):
     """Where kernels round by width, as on a GPU: each step is a pass over K + 1 positions, drafted
     or not. The text is what it was, and nobody who did not ask for a draft is told of one."""
     model, widths = load_model(folder_of("llama-3"), dtype=torch.bfloat16), []

@@ -34,7 +34,18 @@ from weights.walker import (
     quantized_linears,
 )
 
-SPARSE = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed", "gpt-oss"]
+SPARSE = [
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "qwen3-moe-mixed",
+    "gpt-oss",
+    "granite-moe",
+    "glm-4.5",
+    "minimax-m2",
+    "hy3",
+    "ernie-4.5-moe",
+]
 TOKENS = torch.randint(3, 131, (1, 24), generator=torch.Generator().manual_seed(2))
 LIMIT = 1e-4
 
@@ -78,6 +89,41 @@ def test_of_equal_logits_the_first_expert_is_taken():
         shares = tied.double().softmax(1).gather(1, chosen)
         shares = shares / shares.sum(1, keepdim=True) if renormalise else shares
         assert torch.allclose(weight.double(), shares, atol=1e-6)
+
+
+@pytest.mark.parametrize("sigmoid", [True, False], ids=["sigmoid", "softmax"])
+def test_a_selection_bias_counts_for_the_choice_alone(sigmoid):
+    """Experts are ranked by score + bias; the weights are the scores, normed and scaled. Without
+    the bias others are chosen."""
+    fields = {"router_sigmoid": sigmoid, "selection_bias": True, "routed_scale": 2.5}
+    mixture = Experts(plain_config(**fields)).requires_grad_(False)
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5, -2.0]])
+    mixture.selection_bias.copy_(torch.tensor([-9.0, 0, 0, 9.0, 0, 0]))
+    chosen, weight = mixture.route(logits)
+    scores = 1 / (1 + (-logits.double()).exp()) if sigmoid else logits.double().softmax(1)
+    shares = scores[:, [3, 1]] / scores[:, [3, 1]].sum() * 2.5
+    assert chosen.tolist() == [[3, 1]] and torch.allclose(weight.double(), shares, atol=1e-6)
+    mixture.selection_bias.zero_()
+    assert mixture.route(logits)[0].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_routers_with_a_selection_bias_stay_in_float32(pack, folder_of):
+    """In a 16-bit model too, as transformers keeps the bias and computes the product."""
+    folder = folder_of("glm-4.5")
+    model = load_model(folder, dtype=torch.bfloat16, pack=False)
+    stored = load_file(folder / "model.safetensors")
+    layer, name = model.layers[1].ffn, "model.layers.1.mlp.gate."
+    assert torch.equal(layer.experts.selection_bias, stored[f"{name}e_score_correction_bias"])
+    assert layer.experts[0].down.weight.dtype == torch.bfloat16
+    if pack:
+        pack_model(model)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = []
+    layer.experts.register_forward_hook(lambda own, args, y: logits.append(args[1]))
+    assert layer(x).dtype == torch.bfloat16
+    want = x.double() @ stored[f"{name}weight"].double().T
+    assert (logits[0].double() - want).abs().max() < 1e-5  # bfloat16 is off by 1e-2
 
 
 def test_routing_is_decided_in_float32():
@@ -571,6 +617,7 @@ MIXTRAL = {key: QWEN[key] for key in [*QWEN][:11]} | {
     "model_type": "mixtral",
     "num_local_experts": 4,
 }
+GLM = {**QWEN, "model_type": "glm4_moe"}
 OSS = {**MIXTRAL, "model_type": "gpt_oss", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
 
 
@@ -622,6 +669,16 @@ def test_v4_and_v5_names_of_the_number_of_experts():
         ({**QWEN, "n_shared_experts": 1}, "n_shared_experts = 1"),
         ({**QWEN, "routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
         ({**QWEN, "scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ({**GLM, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({**GLM, "n_group": 2}, "n_group = 2"),
+        ({**GLM, "topk_group": 2}, "topk_group = 2"),
+        ({**GLM, "n_routed_experts": 5}, "num_experts = 4 and n_routed_experts = 5 disagree"),
+        ({**GLM, "first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+        ({**GLM, "kv_lora_rank": 512}, "kv_lora_rank = 512"),
+        ({**GLM, "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types"),
+        ({**GLM, "model_type": "ernie4_5_moe", "use_bias": True}, "use_bias = True"),
+        ({**GLM, "model_type": "ernie4_5_moe", "moe_layer_end_index": 2}, "moe_layer_end_index"),
+        ({**GLM, "model_type": "hunyuan_v1_moe", "moe_topk": [2, 2, 2, 1]}, "moe_topk = [2, 2, 2"),
         ({**QWEN, "swiglu_limit": 7.0}, "swiglu_limit = 7.0"),
         ({**MIXTRAL, "num_experts": 8}, "num_experts = 8"),
         ({**MIXTRAL, "mlp_only_layers": [1]}, "mlp_only_layers = [1]"),

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from conftest import BASE, FAMILIES, config_json, oracle
+from conftest import BASE, FAMILIES, changed_family, config_json, oracle
 from safetensors.torch import load_file, save_file
 
 import cli.quantize as quantize_command
@@ -221,6 +221,87 @@ def test_mistral_3_with_a_tensor_of_no_known_part(folder_of, tmp_path):
     )
     with pytest.raises(ValueError, match=r"unexpected: audio_tower\.x"):
         load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])
+def test_qwen_vl_is_its_text_model(family, folder_of, tmp_path, capsys):
+    """Vision tensors are left out and counted; saved again it is a text model of its own."""
+    model, tokens = load_model(folder_of(family), dtype=torch.float32), torch.arange(5, 25)[None]
+    stored = load_file(folder_of(family) / "model.safetensors")
+    num_vision = sum("visual." in name for name in stored)
+    assert num_vision > 10 and f"{num_vision} tensors are not" in capsys.readouterr().err
+    save_model(model, tmp_path / "again", config_json(folder_of(family)))
+    again = load_model(tmp_path / "again", dtype=torch.float32)
+    assert again.config == model.config and capsys.readouterr().err == ""
+    assert torch.equal(again(tokens, torch.arange(20)), model(tokens, torch.arange(20)))
+
+
+def test_qwen_2_5_vl_as_first_published(folder_of, tmp_path):
+    """All keys side by side, and MRoPE named so."""
+
+    def flat(hf):
+        text = {**hf["text_config"], **hf, "torch_dtype": "float32"}
+        for key in ("text_config", "rope_parameters", "layer_types"):
+            text.pop(key, None)
+        mrope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+        return text | {"rope_theta": 1e6, "rope_scaling": mrope}
+
+    folder = folder_of("qwen2.5-vl")
+    edited(folder, tmp_path / "m", lambda tensors: tensors, flat)
+    got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "m", folder))
+    assert got.config == want.config and got.config.tie_embeddings
+    assert all(torch.equal(*pair) for pair in zip(got.parameters(), want.parameters(), strict=True))
+
+
+def test_qwen3_vl_moe_as_published(folder_of, tmp_path):
+    """The hub's experts are transposed, those that transformers 5 saves are not."""
+
+    def published(tensors):
+        return {
+            name: x.mT.contiguous() if name.endswith(("gate_up_proj", "down_proj")) else x
+            for name, x in tensors.items()
+        }
+
+    # transformers takes a square tensor for its own form, so that no side may equal another
+    with changed_family("qwen3-vl-moe", moe_intermediate_size=48) as family:
+        oracle(family).save_pretrained(tmp_path / "saved")
+        edited(tmp_path / "saved", tmp_path / "published", published, lambda hf: hf)
+        models = [
+            load_model(tmp_path / name, dtype=torch.float32) for name in ("saved", "published")
+        ]
+        tokens = torch.arange(5, 25)[None]
+        got, again = (model(tokens, torch.arange(20)) for model in models)
+        with torch.no_grad():
+            assert (oracle(family)(tokens).logits - got).abs().max() <= 1e-4
+        assert torch.equal(got, again)
+
+
+def test_layers_without_rope_of_granite_swa():
+    hf = {**BASE, **FAMILIES["granite-swa"]}
+    config = config_from_hf(hf)
+    assert config.rope_types == (None, 0, 0) and config.rope_theta == 10000.0
+    assert config.windows == (None, 9, 9)  # without layer_types too
+    plain = config_from_hf({**hf, "layer_rope_theta": None})
+    assert plain.rope_types == ()
+    for thetas in ([0, 10000.0, 5000.0], [0, 10000.0], ["x"] * 3):
+        message = "layer_rope_theta = .* must be 10000.0 or 0 for each of 3 layers"
+        with pytest.raises(ValueError, match=message):
+            config_from_hf({**hf, "layer_rope_theta": thetas})
+
+
+def test_glm_beside_a_layer_that_predicts_further_ahead(folder_of, tmp_path, capsys):
+    """It has the number behind the last layer's, under which no other family has tensors."""
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    edited(folder_of("glm-4.5"), tmp_path / "m", lambda tensors: tensors | extra, lambda hf: hf)
+    model, tokens = load_model(tmp_path / "m", dtype=torch.float32), torch.arange(5, 45)[None]
+    assert "1 tensors are not the text model's" in capsys.readouterr().err
+    with torch.no_grad():
+        assert (
+            model(tokens, torch.arange(40)) - oracle("glm-4.5")(tokens).logits
+        ).abs().max() <= 1e-4
+    edited(folder_of("llama-3"), tmp_path / "n", lambda tensors: tensors | extra, lambda hf: hf)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\.eh_proj"):
+        load_model(tmp_path / "n")
 
 
 def test_mimo_is_qwen2_beside_layers_that_predict_further_ahead(folder_of, tmp_path, capsys):

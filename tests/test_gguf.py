@@ -3,7 +3,6 @@ the folders, the package's own dequantization, and the libraries whose vocabular
 None of them shares code with loading/, but for the arithmetic of types that it leaves to the
 package."""
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import BASE, FAMILIES, ROOT, oracle
+from conftest import BASE, FAMILIES, ROOT, changed_family, oracle
 
 import loading.checkpoint as checkpoint
 import loading.gguf as ours
@@ -176,17 +175,6 @@ def weights_of(file: Path, heads: dict[str, int]) -> dict[str, torch.Tensor]:
     return found
 
 
-@contextlib.contextmanager
-def changed(family: str, **changes):
-    """A family of other sizes, by a name of its own."""
-    name = f"{family} {changes}"
-    FAMILIES[name] = {**FAMILIES[family], **changes}
-    try:
-        yield name
-    finally:
-        del FAMILIES[name]
-
-
 # what llama.cpp's keys have no words for
 NOT_SAID = ("qwen2.5-sliding", "qwen3-biased", "qwen3-moe-mixed")
 LLAMA_HEADS = {"attn_q.": 4, "attn_k.": 2}
@@ -217,7 +205,17 @@ def same(a, b) -> bool:
 
 
 # model_types of files
-WRITTEN = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss")
+WRITTEN = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "olmoe",
+)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +295,7 @@ def test_types_keep_their_bits(kind, family, tmp_path, capsys):
 def test_float64_is_read_as_what_it_holds(tmp_path, story_tokenizer):
     """Weights of float32 in the wider type are the same model, and a folder made of them is no
     wider than others."""
-    with changed("llama-3", vocab_size=384) as family:
+    with changed_family("llama-3", vocab_size=384) as family:
         wide, narrow = (
             write(
                 tmp_path / f"{kind}.gguf",
@@ -349,7 +347,7 @@ def mixed(name: str) -> str:
 def test_merged_experts_keep_their_bits(kind, family, tmp_path):
     """Each expert's matrix holds what the gguf package reads in the merged tensor."""
     scheme = {"Q4_0": "q4_1", "Q8_0": "q8_0", "MXFP4": "mxfp4"}[kind]
-    with changed(
+    with changed_family(
         family, hidden_size=64, **{"moe_intermediate_size": 32} if family == "qwen3-moe" else {}
     ) as other:
         file = write(
@@ -463,7 +461,7 @@ def test_other_types_are_unpacked(tmp_path, capsys, monkeypatch):
 
 def test_pieces_of_two_ranks_are_slices(tmp_path):
     """Rows of q, k, v, gate and up, columns of o and down, in the quantized form."""
-    with changed("llama-3", intermediate_size=128, vocab_size=132) as family:
+    with changed_family("llama-3", intermediate_size=128, vocab_size=132) as family:
         file = write(tmp_path / "m.gguf", family, "Q4_1")
     want = weights_of(file, LLAMA_HEADS)
     config, form, read = checkpoint.Checkpoint(file).weights
@@ -1104,7 +1102,7 @@ def test_what_is_no_gguf_file(tmp_path):
 @pytest.fixture
 def model_file(tmp_path, story_tokenizer) -> Path:
     """A whole model with its vocabulary."""
-    with changed("llama-3", vocab_size=384) as family:
+    with changed_family("llama-3", vocab_size=384) as family:
         return write(
             tmp_path / "m.gguf",
             family,
@@ -1148,7 +1146,7 @@ def test_transformers_reads_a_folder_made_of_a_file_with_experts(family, tmp_pat
     """Each config of transformers reads its own key of the number of experts."""
     import transformers
 
-    with changed(family, vocab_size=384) as other:
+    with changed_family(family, vocab_size=384) as other:
         file = write(
             tmp_path / "m.gguf",
             other,

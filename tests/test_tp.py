@@ -31,7 +31,6 @@ import loading.models as models
 import loading.weight_names as weight_names
 import tp
 from loading.checkpoint import load_config, load_model
-from loading.quantized.merged_experts import split_experts
 from loading.saving import save_model
 from scripts import tp_plan
 from scripts.tp_plan import plan
@@ -85,7 +84,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     will be held."""
     config, ranks = load_config(folder), Ranks(rank, world)
     model = models.allocate(models.empty_model(config, torch.float32, scheme, head, ranks), "cpu")
-    read = files.tensor_reader(split_experts(checkpoint.Checkpoint(folder).tensors))
+    read = files.tensor_reader(checkpoint.Checkpoint(folder).model_tensors)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
         models.fill(model, [name], read, ranks)
@@ -125,7 +124,8 @@ def joined(
             )
             continue
         by_inputs = any(name in source for name in ("o_proj", "down_proj", ".w2."))
-        routes = any(name in source for name in (".gate.", ".router.", "shared_expert_gate."))
+        routers = (".gate.", ".router.", "shared_expert_gate.", "correction_bias", "expert_bias")
+        routes = any(name in source for name in routers)
         whole_everywhere = "norm" in source or routes or (by_inputs and parts[0].dim() == 1)
         if whole_everywhere:
             assert all(torch.equal(bits(part), bits(parts[0])) for part in parts), source
@@ -147,7 +147,7 @@ def joined(
 
 
 def same(found: dict, folder) -> None:
-    tensors = split_experts(checkpoint.Checkpoint(folder).tensors)
+    tensors = checkpoint.Checkpoint(folder).model_tensors
     for name, stored in tensors.items():
         if name in found or not load_config(folder).tie_embeddings:
             want = stored[...]
@@ -479,6 +479,8 @@ ON_TWO = (
     "plain sampled",
     "stops",
     "experts int4-g32",
+    "family glm-4.5",
+    "shared experts int8",
     "cache int8",
     "cache fp8",
 )
@@ -498,6 +500,11 @@ def cases(folder_of, wide):
     found["experts int4-g32"] = {
         "folder": str(folder_of("gpt-oss")),
         "quantize": "int4-g32",
+        "tokens": 24,
+    }
+    found["shared experts int8"] = {
+        "folder": str(folder_of("glm-4.5")),
+        "quantize": "int8",
         "tokens": 24,
     }
     # few tokens: where ranks round otherwise, a number may get the next code
@@ -592,6 +599,8 @@ def check_ranks(nproc: int, here: dict, alone, tmp_path) -> None:
         want = alone(name)
         if name == "family smollm2":
             assert "num_attention_heads = 9 cannot be divided" in got[name]["error"]
+        elif load_config(here[name]["folder"]).qk_norm == "full":
+            assert "normed over all heads" in got[name]["error"], name
         elif name.startswith("noisy"):
             # The other rank computes something else; what rank 0 decides is all that counts.
             assert got[name]["tokens"] == got[name.removeprefix("noisy ")]["tokens"], name

@@ -1,15 +1,15 @@
-"""gpt-oss's experts: a layer's experts in one tensor <-> a tensor for each expert.
+"""A layer's experts in one tensor <-> a tensor for each expert: gpt-oss, GraniteMoE, Qwen3-VL-MoE.
 
     split_experts   stored tensors -> those of every expert, under weight_names.py's names
     tensor_reader   the tensor of a name, or the weight of an expert in MXFP4
     is_mxfp4        is this the config.json of such a folder?
     merge_experts   the tensors of experts in full precision -> those of a published folder
 
-Published in MXFP4 (E experts, 2I rows of gate and up in turn): gate_up_proj_blocks (E, 2I, D / 32,
-16) uint8, two elements a byte, low half first; gate_up_proj_scales (E, 2I, D / 32) uint8; the same
-of down_proj. These are the codes and scales of our mxfp4, bit for bit. In full precision
-gate_up_proj is (E, D, 2I). Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py and
-integrations/mxfp4.py.
+families.MergedExperts says how they lie in full precision. gpt-oss is published in MXFP4 (E
+experts, 2I rows of gate and up in turn): gate_up_proj_blocks (E, 2I, D / 32, 16) uint8, two
+elements a byte, low half first; gate_up_proj_scales (E, 2I, D / 32) uint8; the same of down_proj.
+These are the codes and scales of our mxfp4, bit for bit. Source: transformers 5.23,
+models/gpt_oss/modeling_gpt_oss.py, integrations/mxfp4.py and conversion_mapping.py.
 """
 
 import re
@@ -18,39 +18,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from loading.families import family_of
+from loading.families import FAMILIES, MergedExperts
+from model import Config
 from weights.formats import dequantize_tensor
 
-MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(|_blocks|_scales|_bias)")
-EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bias)")
+MERGED = r"(.*\.layers\.\d+\.)({}|{})(|_blocks|_scales|_bias)"
+EXPERT = re.compile(r"(.*\.)mlp\.experts\.\d+\.(gate|up|down)_proj\.(weight|bias)")
 PART_BY_SUFFIX = {"": "weight", "_blocks": "codes", "_scales": "scale", "_bias": "bias"}
-ROWS_BY_MODULE = {
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(None)},
-}
 
 
 def is_mxfp4(hf: dict) -> bool:
     """Is this config.json that of gpt-oss as published? Its experts are then in MXFP4."""
-    family = family_of(hf)
-    if family is None or not family.merges_experts:
-        return False
     settings = hf.get("quantization_config")
+    if hf.get("model_type") != "gpt_oss":
+        return False
     return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 class StoredExpert:
     """One expert's rows of a merged tensor, with the methods of a stored tensor."""
 
-    def __init__(self, merged, part_name: str, number: int, rows: slice):
+    def __init__(self, merged, part_name: str, number: int, rows: slice, is_transposed: bool):
         self.merged = merged
         self.part_name = part_name
         self.number = number
         self.rows = rows
+        self.is_transposed = is_transposed
 
     def get_shape(self) -> list[int]:
         _, *shape = self.merged.get_shape()
-        if self.part_name == "weight":
+        if self.is_transposed:
             shape.reverse()
         if self.part_name == "codes":
             shape = [shape[0], shape[1] * shape[2]]
@@ -62,7 +59,7 @@ class StoredExpert:
 
     def __getitem__(self, index) -> Tensor:
         tensor = self.merged[self.number : self.number + 1][0]  # reads one expert alone
-        if self.part_name == "weight":
+        if self.is_transposed:
             tensor = tensor.T  # (D, rows) -> (rows, D)
         tensor = tensor[self.rows]
         if self.part_name == "codes":
@@ -70,20 +67,34 @@ class StoredExpert:
         return tensor[index]
 
 
-def split_experts(tensors: dict[str, object]) -> dict[str, object]:
+def split_experts(tensors: dict[str, object], config: Config) -> dict[str, object]:
     """Name -> stored tensor, with every expert's tensors in place of a layer's."""
+    layout = FAMILIES[config.family].merged_experts
+    pattern = re.compile(MERGED.format(re.escape(layout.gate_up), re.escape(layout.down)))
+    # Merged module -> an expert's own, the rows of each and the inputs.
+    parts_by_module = {
+        layout.gate_up: (("gate_proj", "up_proj"), config.expert_dim, config.dim),
+        layout.down: (("down_proj",), config.dim, config.expert_dim),
+    }
     split = {}
     for name, stored in tensors.items():
-        match = MERGED.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match is None:
             split[name] = stored
             continue
-        experts, merged_module, suffix = match.groups()
+        layer, merged_module, suffix = match.groups()
+        modules, num_rows, num_inputs = parts_by_module[merged_module]
         part_name = PART_BY_SUFFIX[suffix]
-        for number in range(stored.get_shape()[0]):
-            for module, rows in ROWS_BY_MODULE[merged_module].items():
-                expert = StoredExpert(stored, part_name, number, rows)
-                split[f"{experts}.{number}.{module}.{part_name}"] = expert
+        shape = stored.get_shape()
+        is_transposed = layout.is_interleaved or shape[-1] != num_inputs
+        is_transposed = is_transposed and part_name == "weight"
+        for number in range(shape[0]):
+            for i, module in enumerate(modules):
+                rows = slice(i * num_rows, (i + 1) * num_rows)
+                if layout.is_interleaved:
+                    rows = slice(i, None, len(modules))
+                expert = StoredExpert(stored, part_name, number, rows, is_transposed)
+                split[f"{layer}mlp.experts.{number}.{module}.{part_name}"] = expert
     return split
 
 
@@ -100,25 +111,28 @@ def tensor_reader(tensors: dict[str, object]) -> Callable[[str], Tensor]:
     return read
 
 
-def merge_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def merge_experts(tensors: dict[str, Tensor], layout: MergedExperts) -> dict[str, Tensor]:
     """The tensors of a published folder. Layers with quantized experts stay as they are, for our
     own use."""
     merged = {}
     layers = {}  # (layer, part) -> {module: its tensors, expert by expert}
     for name, tensor in tensors.items():
         match = EXPERT.fullmatch(name)
-        if match is None or f"{match[1]}.0.gate_proj.weight" not in tensors:
+        if match is None or f"{match[1]}mlp.experts.0.gate_proj.weight" not in tensors:
             merged[name] = tensor
             continue
         layer, module, part_name = match.groups()
         layers.setdefault((layer, part_name), {}).setdefault(module, []).append(tensor)
     for (layer, part_name), tensors_by_module in layers.items():
         stacks = {module: torch.stack(parts) for module, parts in tensors_by_module.items()}
-        gate_up = torch.stack((stacks["gate"], stacks["up"]), dim=2)  # (E, I, 2, …)
-        gate_up = gate_up.flatten(1, 2)  # (E, 2I, …), rows in turn
-        for module, tensor in (("gate_up_proj", gate_up), ("down_proj", stacks["down"])):
+        # (E, I, 2, …) has the rows of gate and up in turn, (E, 2, I, …) those of gate first.
+        dim = 2 if layout.is_interleaved else 1
+        gate_up = torch.stack((stacks["gate"], stacks["up"]), dim)
+        gate_up = gate_up.flatten(1, 2)  # (E, 2I, …)
+        for module, tensor in ((layout.gate_up, gate_up), (layout.down, stacks["down"])):
             if part_name == "bias":
-                merged[f"{layer}.{module}_bias"] = tensor
+                merged[f"{layer}{module}_bias"] = tensor
             else:
-                merged[f"{layer}.{module}"] = tensor.mT.contiguous()
+                tensor = tensor.mT if layout.is_interleaved else tensor
+                merged[f"{layer}{module}"] = tensor.contiguous()
     return merged
