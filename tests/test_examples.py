@@ -135,9 +135,9 @@ def fork(tmp_path_factory):
     return folder
 
 
-def test_gemma_3_is_a_diff_of_seventy_lines():
+def test_gemma_3_is_a_diff_of_sixty_lines():
     lines = (ROOT / "examples" / "gemma3.diff").read_text().splitlines()
-    assert len([line for line in lines if re.match(r"[+-](?![+-]{2} [ab]/)", line)]) <= 70
+    assert len([line for line in lines if re.match(r"[+-](?![+-]{2} [ab]/)", line)]) <= 60
 
 
 @pytest.mark.readme
