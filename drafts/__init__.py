@@ -2,6 +2,7 @@
 
     suffix.py           the continuation of the longest repeated suffix, from this request or
                         earlier answers
+    hybrid.py           the suffix draft and a folder's, row by row the one that promises more
     ngram.py            prompt lookup: the continuation of the last N tokens' latest earlier
                         occurrence
     pard.py             all K tokens from one pass over mask tokens
