@@ -310,10 +310,10 @@ class Drafter(nn.Module):
         """For each scheduler.Request the probability that each token of its draft and all before it
         are accepted; [] without a draft, None where only the rounds will show it. The host has yet
         to read up to `unread` tokens of a row."""
-        drafting = [
-            request.can_draft and request.draft and self.fits(request) for request in requests
+        return [
+            None if request.can_draft and request.draft and self.fits(request) else []
+            for request in requests
         ]
-        return [None if is_drafting else [] for is_drafting in drafting]
 
     def lag_after(self, request, k: int) -> int:
         """A bound on the decided positions that the cache of its model lacks for a
@@ -425,10 +425,11 @@ class ModelDraft(Drafter):
         state: nn.Module,
         h: Tensor,
         pos: Tensor,
+        bias: Tensor | float = 0.0,
     ) -> None:
         """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the
-        proposal."""
-        logits = self.model.head(h)  # (B, T, V)
+        proposal. `bias` (B, T, V) is added to their logits."""
+        logits = self.model.head(h) + bias  # (B, T, V)
         logits = logits[..., : self.vocab]  # of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
@@ -609,8 +610,7 @@ class DraftLength:
         self.num_probes = 0
 
     @property
-    def alpha(self) -> float:
-        """The mean acceptance of the model's draft."""
+    def alpha(self) -> float:  # the mean acceptance
         return self.overlap / self.weight
 
     def observe(self, overlap: float) -> None:
@@ -629,8 +629,7 @@ class DraftLength:
         if self.fixed is not None:
             return self.fixed
         if None not in expected:
-            k, _ = self.best_of(expected)
-            return k
+            return self.best_of(expected)[1]
         k, gain = self.best()
         if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
             self.num_plain_steps = 0
@@ -652,13 +651,13 @@ class DraftLength:
 
     def best_of(
         self, expected: Sequence[list[float]], runs_model: bool = True
-    ) -> tuple[int, float]:
-        """The same by what is expected of each row. A round has to gain more than a plain step."""
-        num_rows = len(expected)
-        gains = {}
+    ) -> tuple[float, int]:
+        """The largest gain by what is expected of each row, and its K. A round has to gain more
+        than a plain step."""
+        gains = []
         for k in (0, *self.costs.verify_s):
             num_drafted = sum(sum(row[:k]) for row in expected)
-            rate = (1 + num_drafted / num_rows) / self.costs.round(k, runs_model)
-            gains[k] = rate / MIN_GAIN if k else rate
-        best_k = max(gains, key=gains.get)
-        return best_k, gains[best_k]
+            cost = self.costs.round(k, runs_model) * (MIN_GAIN if k else 1.0)
+            gain = (1 + num_drafted / len(expected)) / cost
+            gains.append((gain, k))
+        return max(gains)

@@ -207,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     draft.add_argument(
         "--draft_checkpoint",
         metavar="PATH",
-        help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft",
+        help="a smaller model, a PARD, an EAGLE-3, a DFlash or a DSpark draft",
     )
     draft.add_argument(
         "--draft",

@@ -98,7 +98,7 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1))
         read += cached(target, step.positions, step.k)
-        num_passes = engine.drafter.passes(step.k) if step.runs_model else 0
+        num_passes = engine.drafter.passes(step.k) * step.runs_model
         for draft in drafts:
             for i in range(num_passes):
                 read += weights(draft, rows)

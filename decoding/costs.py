@@ -39,8 +39,7 @@ class Costs:
         """Cost of a step that drafts k tokens, in plain steps without a drafter; `runs_model`: does
         the drafter's model run?"""
         target_s = self.verify_s[k] if k else self.decode_s
-        draft_s = self.draft_s.get(k, 0.0) * runs_model
-        return (draft_s + target_s) / self.decode_s
+        return (self.draft_s.get(k, 0.0) * runs_model + target_s) / self.decode_s
 
     def speedup(
         self,

@@ -458,7 +458,12 @@ class Engine:
         begin, end = self.row_range([request.slot.index for request in requests])
         num_rows = 1 if end - begin == 1 else self.batch_size
         self.costs = self.costs_by_rows.get(num_rows, self.costs)
-        k = self.choose_k(requests)
+        k = 0
+        if self.ks:
+            self.draft_length.costs = self.costs
+            k = self.drafter.choose_k(requests, self.readback.unread, self.draft_length)
+        if self.options.one_width:
+            k = self.max_k
         draft_s = time.perf_counter() - begin_s
         unread = self.readback.unread
         length = max(request.num_positions for request in requests) + unread
@@ -470,17 +475,16 @@ class Engine:
         rows.drafter.runs_model = self.drafter.runs_model
         running = [(request.slot.index - begin, request) for request in requests]
         rows.state.prepare_step(running)
-        length = min(length, self.max_seq_length)
-        planned = self.drafter
-        return Step(running, rows, length, k, begin_s, draft_s, planned.guessed, planned.runs_model)
-
-    def choose_k(self, requests: list[Request]) -> int:
-        """The number of tokens that the next step of these requests drafts; 0 for a plain step."""
-        if not self.ks:
-            return 0
-        self.draft_length.costs = self.costs
-        k = self.drafter.choose_k(requests, self.readback.unread, self.draft_length)
-        return self.max_k if self.options.one_width else k
+        return Step(
+            running,
+            rows,
+            min(length, self.max_seq_length),
+            k,
+            begin_s,
+            draft_s,
+            self.drafter.guessed,
+            self.drafter.runs_model,
+        )
 
     def update_draft_lags(self, requests: list[Request], k: int) -> None:
         """Bound the decided positions that the draft's cache lacks before a step that drafts k
@@ -550,8 +554,8 @@ class Engine:
             (row, request) for row, request in step.requests if request.finish_reason is None
         ]
         record = self.step_record(step, result, running, now)
-        if step.k:
-            drawn = [row for row, request in running if request not in step.guessed]
+        drawn = [row for row, request in running if request not in step.guessed]
+        if step.k and drawn:
             self.observe_round(result, drawn)
         events = []
         for row, request in running:
@@ -563,9 +567,9 @@ class Engine:
                 request.record_step(record)
             ids = request.receive(result, row)
             if self.runs_rounds:
-                overlaps = result.overlaps_of(row)
-                is_first = not result.times
-                request.record_drafting(len(ids), result.accepted[row], overlaps, is_first)
+                request.record_drafting(
+                    len(ids), result.accepted[row], result.overlaps_of(row), not result.times
+                )
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
@@ -582,17 +586,20 @@ class Engine:
             return None
         seconds = now - max(step.begin_s, self.read_at)
         draft_s, verify_s = step_times(result)
-        draft_s += step.draft_s
         positions = tuple(request.num_positions for _, request in running)
         return StepRecord(
-            step.k, seconds, draft_s, verify_s, positions, self.costs, step.runs_model
+            step.k,
+            seconds,
+            draft_s + step.draft_s,
+            verify_s,
+            positions,
+            self.costs,
+            step.runs_model,
         )
 
     def observe_round(self, result: StepResult, rows: list[int]) -> None:
         """Tell drafter and draft length how a round of these rows went, whose tokens were drafted
         by the drafter's model, if it has one."""
-        if not rows:
-            return
         drafted_rows = [row for row in rows if result.accepted[row] >= 0]
         self.draft_length.drafted(len(drafted_rows), len(rows))
         for row in drafted_rows:

@@ -2,10 +2,11 @@
 
     EagleModel      pairs (token, state before it) -> logits at the target's ids
     EagleDraft      pairs decided tokens with the target's states, drafted ones with the draft's
-    eagle_of        reads the config.json of two published layouts: SafeAILab's
-                    (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), and speculators'
-                    (github.com/vllm-project/speculators, `layers.0.*`)
-    check, load_eagle    read a folder of either layout
+    eagle_of        reads the config.json of three published layouts: SafeAILab's
+                    (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), speculators'
+                    (github.com/vllm-project/speculators, `layers.0.*`), and DeepSpec's
+                    (github.com/deepseek-ai/DeepSpec, likewise, with a layer of Qwen3)
+    check, load_eagle    read a folder of any of these layouts
 
 Published code puts a pair at the position of its state, this file at that of its token, one later.
 RoPE gives the same scores, and the pair is cached and prefilled like a token. Position 0 has no
@@ -44,7 +45,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Eagle(NamedTuple):
-    layer: dict  # config.json of a Llama with one layer
+    layer: dict  # config.json of a Llama or Qwen3 with one layer
     vocab_size: int  # of the draft's head
     # The target's layers whose inputs go into `fc`; their number is the last output.
     aux_layer_ids: tuple[int, ...]
@@ -239,8 +240,8 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
         layer = Section(hf["transformer_layer_config"])
         layer.prefix = "transformer_layer_config."
     layer["tie_word_embeddings"] = False  # the draft's head is stored
-    if layer.setdefault("model_type", "llama") != "llama":
-        supported = "supported: 'llama'"
+    if layer.setdefault("model_type", "llama") not in ("llama", "qwen3"):
+        supported = "supported: 'llama', 'qwen3'"
         raise layer.refused("model_type", f"is not supported as an EAGLE-3 draft; {supported}")
     check_target(hf, {"target_hidden_size": target.dim})
     vocab_size = hf.size("draft_vocab_size", layer.size("vocab_size"))
@@ -257,11 +258,15 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
 def aux_layer_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs the draft reads, and the assumption that this rests on, or "".
 
-    Without a key they are 2, L // 2 and L - 3. Ids that begin with 1 are outputs, except those for
-    gpt-oss, and others are inputs (SGLang, pull requests 25454 and 32334, which measured the
-    acceptance of published heads). vLLM reads inputs alone.
+    DeepSpec's `target_layer_ids` are outputs. Without a key they are 2, L // 2 and L - 3. Other ids
+    that begin with 1 are outputs, except those for gpt-oss, and others are inputs (SGLang, pull
+    requests 25454 and 32334, which measured the acceptance of published heads). vLLM reads inputs
+    alone.
     """
     L = target.n_layers
+    if settings.get("target_layer_ids"):
+        outputs = read_layer_ids(settings, "target_layer_ids", L - 1)
+        return tuple(i + 1 for i in outputs), ""
     keys = [key for key in (STATES_KEY, *OUTER_KEYS) if settings.get(key)]
     if not keys:
         return (2, L // 2, L - 3), "its config.json names no layers of the target"

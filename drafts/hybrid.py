@@ -30,9 +30,9 @@ class HybridDraft(SuffixDraft):
         self.max_draft_tokens = draft.max_draft_tokens
         self.max_positions = draft.max_positions
 
-    def setup(self, state: nn.Module, k_max: int, *engine) -> None:
-        super().setup(state, k_max, *engine)
-        self.draft.setup(state, k_max, *engine)
+    def setup(self, *args) -> None:
+        super().setup(*args)
+        self.draft.setup(*args)
         self.runner = self.draft.runner
         self.num_input_tokens = self.draft.num_input_tokens
 
@@ -56,7 +56,7 @@ class HybridDraft(SuffixDraft):
         k = 0
         model_tokens = 0.0
         if is_auto:
-            k, gain = draft_length.best_of(guesses, runs_model=False)
+            gain, k = draft_length.best_of(guesses, runs_model=False)
             if any(can_run) and gain < draft_length.best()[1]:
                 k = 0
         if k == 0 and any(can_run if is_auto else can_run + guesses):
@@ -74,8 +74,8 @@ class HybridDraft(SuffixDraft):
     def lag_after(self, request: Request, k: int) -> int:
         if not self.runs_model:
             return request.draft_lag + k + 1
-        lag = super().lag_after(request, k)
-        return max(lag, k) if request in self.guessed else lag
+        num_lost = k if request in self.guessed else 0  # the model's drafts were of another text
+        return max(super().lag_after(request, k), num_lost)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
         """A suffix draft that later tokens have refuted leaves its row to the model, if that

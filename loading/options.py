@@ -78,9 +78,9 @@ class DraftOptions:
     @property
     def source(self) -> str | Path | None:
         """What drafts.registry.load_drafter takes; None without a draft."""
-        if self.checkpoint and self.spec:
-            return f"{self.spec},{self.checkpoint}"
-        return Path(self.checkpoint) if self.checkpoint else self.spec
+        if not self.checkpoint:
+            return self.spec
+        return f"{self.spec},{self.checkpoint}" if self.spec else Path(self.checkpoint)
 
 
 def split_spec(text: str | None) -> tuple[str | None, str | None]:
