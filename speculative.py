@@ -31,7 +31,7 @@ import decoding.sampling as sampling
 from decoding.costs import Costs
 from decoding.readback import timestamp
 from decoding.sampling import ACCEPT, DRAFT_DRAW, draw, round_uniform, uniform
-from model import Caches, Config, Transformer
+from model import Caches, Config, Transformer, row_view
 from weights.formats import format_of
 from weights.walker import quantized_copy
 
@@ -245,6 +245,10 @@ class Drafter(nn.Module):
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # does its model have a cache of its own, and so need every prompt?
+    # Of the next step, as `choose_k` planned it: the requests whose draft is not the model's, and
+    # whether the model runs.
+    guessed = frozenset()
+    runs_model = True
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
     # Decided tokens that the first pass of a round reads; its cache may lack all but one of them.
     num_input_tokens = 2
@@ -295,14 +299,41 @@ class Drafter(nn.Module):
         choices = self.auto_k if k == "auto" else (k,)
         return tuple(choice for choice in choices if choice <= self.max_draft_tokens)
 
+    def choose_k(
+        self,
+        requests: Sequence,
+        unread: int,
+        draft_length: "DraftLength",
+    ) -> int:
+        """Called before each step, on the host: the number of tokens that it drafts for these
+        scheduler.Requests, 0 for a plain step. `unread`: as of `expect`."""
+        expected = self.expect(requests, unread)
+        has_draft = any(row != [] for row in expected)
+        return draft_length.choose(expected) if has_draft else 0
+
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
-        """Called before each step, on the host: for each scheduler.Request the probability that
-        each token of its draft and all before it are accepted; [] without a draft, None where only
-        the rounds will show it. The host has yet to read up to `unread` tokens of a row."""
-        drafting = [
-            request.can_draft and request.may_draft and self.fits(request) for request in requests
+        """For each scheduler.Request the probability that each token of its draft and all before it
+        are accepted; [] without a draft, None where only the rounds will show it. The host has yet
+        to read up to `unread` tokens of a row."""
+        return [
+            None if request.can_draft and request.may_draft and self.fits(request) else []
+            for request in requests
         ]
-        return [None if is_drafting else [] for is_drafting in drafting]
+
+    def lag_after(self, request, k: int) -> int:
+        """A bound on the decided positions that the cache of its model lacks for a
+        scheduler.Request, after the planned step of k drafted tokens."""
+        if k and self.fits(request):
+            return self.num_input_tokens - 1
+        return request.draft_lag + 1
+
+    def row_view(self, begin: int, end: int) -> "Drafter":
+        """The drafter of rows [begin, end)."""
+        view = row_view(self, begin, end)
+        view._modules = dict(self._modules)
+        if self.runner is not None:
+            view.runner = self.runner.row_view(begin, end)
+        return view
 
     def fits(self, request) -> bool:
         """Can the next token of a scheduler.Request be drafted within `max_positions`, by what the
@@ -399,10 +430,11 @@ class ModelDraft(Drafter):
         state: nn.Module,
         h: Tensor,
         pos: Tensor,
+        bias: Tensor | float = 0.0,
     ) -> None:
         """Draw the tokens at pos (B, T) from hidden states h (B, T, D), and append them to the
-        proposal."""
-        logits = self.model.head(h)  # (B, T, V)
+        proposal. `bias` (B, T, V) is added to their logits."""
+        logits = self.model.head(h) + bias  # (B, T, V)
         logits = logits[..., : self.vocab]  # of the shorter vocabulary
         # All T draws see the tokens before the first of them: PARD draws them at once.
         last = (pos[:, :1] - 1).expand_as(pos)
@@ -582,6 +614,10 @@ class DraftLength:
         self.patience = PROBE_AFTER
         self.num_probes = 0
 
+    @property
+    def alpha(self) -> float:  # the mean acceptance
+        return self.overlap / self.weight
+
     def observe(self, overlap: float) -> None:
         """`overlap`: sum of min(p, q) at one drafted position that was reached."""
         if math.isfinite(overlap):  # a draft's NaN would stay in the mean for good
@@ -598,9 +634,8 @@ class DraftLength:
         if self.fixed is not None:
             return self.fixed
         if None not in expected:
-            choices = (0, *self.costs.verify_s)
-            return max(choices, key=lambda k: self.gain(k, expected))
-        k, gain = self.costs.best(self.overlap / self.weight, self.draft_share)
+            return self.best_of(expected)[1]
+        k, gain = self.best()
         if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
             self.num_plain_steps = 0
             self.patience = PROBE_AFTER
@@ -615,10 +650,19 @@ class DraftLength:
             self.num_probes = PROBE_ROUNDS
         return 0
 
-    def gain(self, k: int, expected: Sequence[list[float]]) -> float:
-        """Tokens of a step that drafts k tokens, by its cost. A round has to gain more than a plain
-        step."""
-        num_drafted = sum(sum(row[:k]) for row in expected)
-        tokens = len(expected) + num_drafted
-        rate = tokens / self.costs.round(k)
-        return rate / MIN_GAIN if k else rate
+    def best(self) -> tuple[int, float]:
+        """K with the largest expected speed-up by the acceptance so far, and that speed-up."""
+        return self.costs.best(self.alpha, self.draft_share)
+
+    def best_of(
+        self, expected: Sequence[list[float]], runs_model: bool = True
+    ) -> tuple[float, int]:
+        """The largest gain by what is expected of each row, and its K. A round has to gain more
+        than a plain step."""
+        gains = []
+        for k in (0, *self.costs.verify_s):
+            num_drafted = sum(sum(row[:k]) for row in expected)
+            cost = self.costs.round(k, runs_model) * (MIN_GAIN if k else 1.0)
+            gain = (1 + num_drafted / len(expected)) / cost
+            gains.append((gain, k))
+        return max(gains)

@@ -31,7 +31,7 @@ from decoding.settings import (
     random_seed,
 )
 from loading.hub import PATH_HELP, checkpoint_path
-from loading.options import DraftOptions, ModelOptions
+from loading.options import DraftOptions, ModelOptions, split_spec
 from weights.schemes import HEAD_HELP, SCHEMES
 
 VERSION = "0.3.0.dev0"
@@ -222,12 +222,12 @@ def parser() -> argparse.ArgumentParser:
         "-d",
         "--draft_checkpoint",
         metavar="PATH",
-        help="a smaller model, a PARD, an EAGLE-3 or a DFlash draft",
+        help="a smaller model, a PARD, an EAGLE-3, a DFlash or a DSpark draft",
     )
     draft.add_argument(
         "--draft",
         metavar="SPEC",
-        help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME",
+        help="suffix[:N], suffix[:N],DIR, ngram[:N], layers:0-7,24-31 or quantized:SCHEME",
     )
     add(
         "--speculate_k",
@@ -389,9 +389,10 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def draft_options(args: argparse.Namespace) -> DraftOptions:
+    spec, folder = split_spec(args.draft)
     return DraftOptions(
-        checkpoint=checkpoint_path(args.draft_checkpoint),
-        spec=args.draft,
+        checkpoint=checkpoint_path(args.draft_checkpoint or folder),
+        spec=spec,
         quantize=getattr(args, "draft_quantize", None),
         sharded=getattr(args, "draft_tp", None) == "sharded",
     )

@@ -98,8 +98,9 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1))
         read += cached(target, step.positions, step.k)
+        num_passes = engine.drafter.passes(step.k) * step.runs_model
         for draft in drafts:
-            for i in range(engine.drafter.passes(step.k)):
+            for i in range(num_passes):
                 read += weights(draft, rows)
                 read += cached(draft, step.positions, i)
     return read
@@ -244,7 +245,7 @@ def speed_ups(counts: RowStatistics, requests: Sequence[Request]) -> dict:
             if not covers(step.costs, [step.k]):
                 return figures
             plain_s += n * step.costs.decode_s
-            cost += step.costs.round(step.k)
+            cost += step.costs.round(step.k, step.runs_model)
             has_rounds |= step.k > 0
     seconds = sum(request.decode_s for request in requests)
     if counts.num_drafted and seconds > 0:

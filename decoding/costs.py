@@ -35,10 +35,11 @@ class Costs:
         """Cost of verifying K + 1 positions, in plain steps."""
         return self.verify_s[k] / self.decode_s
 
-    def round(self, k: int) -> float:
-        """Cost of a step that drafts k tokens, in plain steps without a drafter."""
+    def round(self, k: int, runs_model: bool = True) -> float:
+        """Cost of a step that drafts k tokens, in plain steps without a drafter; `runs_model`: does
+        the drafter's model run?"""
         target_s = self.verify_s[k] if k else self.decode_s
-        return (self.draft_s.get(k, 0.0) + target_s) / self.decode_s
+        return (self.draft_s.get(k, 0.0) * runs_model + target_s) / self.decode_s
 
     def speedup(
         self,

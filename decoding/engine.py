@@ -110,6 +110,8 @@ class Step(NamedTuple):
     k: int = 0  # drafted tokens; 0: a plain step
     begin_s: float = 0.0  # time.perf_counter as the host began to plan it
     draft_s: float = 0.0  # seconds that the host then drafted
+    guessed: frozenset[Request] = frozenset()  # of a round, as Drafter.guessed
+    runs_model: bool = True  # likewise
 
 
 class Engine:
@@ -231,9 +233,7 @@ class Engine:
         """Slots [begin, end) as a batch: views of the engine's tensors."""
         if (begin, end) not in self.views:
             with torch.inference_mode(False):
-                drafter = row_view(self.drafter, begin, end)
-                if drafter.runner is not None:
-                    drafter.runner = drafter.runner.row_view(begin, end)
+                drafter = self.drafter.row_view(begin, end)
                 state = row_view(self.state, begin, end)
                 self.views[begin, end] = Rows(state, self.runner.row_view(begin, end), drafter)
         rows = self.views[begin, end]
@@ -462,7 +462,12 @@ class Engine:
         begin, end = self.row_range([request.slot.index for request in requests])
         num_rows = 1 if end - begin == 1 else self.batch_size
         self.costs = self.costs_by_rows.get(num_rows, self.costs)
-        k = self.choose_k(requests)
+        k = 0
+        if self.ks:
+            self.draft_length.costs = self.costs
+            k = self.drafter.choose_k(requests, self.readback.unread, self.draft_length)
+        if self.options.fixed_width_steps:
+            k = self.max_k
         draft_s = time.perf_counter() - begin_s
         unread = self.readback.unread
         length = max(request.num_positions for request in requests) + unread
@@ -471,20 +476,19 @@ class Engine:
         for request in requests:
             request.num_launched += 1
         rows = self.rows(begin, end)
+        rows.drafter.runs_model = self.drafter.runs_model
         running = [(request.slot.index - begin, request) for request in requests]
         rows.state.prepare_step(running)
-        return Step(running, rows, min(length, self.max_seq_length), k, begin_s, draft_s)
-
-    def choose_k(self, requests: list[Request]) -> int:
-        """The number of tokens that the next step of these requests drafts; 0 for a plain step."""
-        if not self.ks:
-            return 0
-        self.draft_length.costs = self.costs
-        expected = self.drafter.expect(requests, self.readback.unread)
-        has_draft = any(row != [] for row in expected)
-        if not has_draft and not self.options.fixed_width_steps:
-            return 0
-        return self.draft_length.choose(expected)
+        return Step(
+            running,
+            rows,
+            min(length, self.max_seq_length),
+            k,
+            begin_s,
+            draft_s,
+            self.drafter.guessed,
+            self.drafter.runs_model,
+        )
 
     def update_draft_lags(self, requests: list[Request], k: int) -> None:
         """Update the upper bounds on how many decided positions the draft's cache is missing:
@@ -496,10 +500,7 @@ class Engine:
         lags = [request.draft_lag - num_behind for request in fitting]
         self.max_draft_lag = max([0, *lags])
         for request in requests:
-            request.draft_lag += 1
-        if k:
-            for request in fitting:
-                request.draft_lag = num_behind
+            request.draft_lag = self.drafter.lag_after(request, k)
 
     def row_range(self, slots: Sequence[int]) -> tuple[int, int]:
         """The range of rows that a step for these slots runs. A compiled step runs one row or the
@@ -565,8 +566,9 @@ class Engine:
             (row, request) for row, request in step.requests if request.finish_reason is None
         ]
         record = self.step_record(step, result, running, now)
-        if step.k and running:
-            self.observe_round(result, [row for row, _ in running])
+        drawn = [row for row, request in running if request not in step.guessed]
+        if step.k and drawn:
+            self.observe_round(result, drawn)
         events = []
         for row, request in running:
             if not request.tokens:
@@ -577,7 +579,9 @@ class Engine:
                 request.record_step(record)
             ids = request.receive(result, row)
             if self.runs_rounds:
-                self.record_drafting(request, result, row, len(ids))
+                request.record_drafting(
+                    len(ids), result.accepted[row], result.overlaps_of(row), not result.times
+                )
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
@@ -595,25 +599,26 @@ class Engine:
         seconds = now - max(step.begin_s, self.read_at)
         draft_s, verify_s = step_times(result)
         positions = tuple(request.num_positions for _, request in running)
-        return StepRecord(step.k, seconds, draft_s + step.draft_s, verify_s, positions, self.costs)
+        return StepRecord(
+            step.k,
+            seconds,
+            draft_s + step.draft_s,
+            verify_s,
+            positions,
+            self.costs,
+            step.runs_model,
+        )
 
     def observe_round(self, result: StepResult, rows: list[int]) -> None:
-        """Tell drafter and draft length how a round of these rows went."""
+        """Tell drafter and draft length how a round of these rows went, whose tokens were drafted
+        by the drafter's model, if it has one."""
         drafted_rows = [row for row in rows if result.accepted[row] >= 0]
         self.draft_length.drafted(len(drafted_rows), len(rows))
         for row in drafted_rows:
-            self.drafter.observe(result.overlap[row][0])
-
-    def record_drafting(
-        self, request: Request, result: StepResult, row: int, num_tokens: int
-    ) -> None:
-        """Record the origin of a row's new tokens, and let the draft length observe the drafted
-        ones."""
-        overlaps = result.overlaps_of(row)
-        is_first = not result.times
-        request.record_drafting(num_tokens, result.accepted[row], overlaps, is_first)
-        for overlap in overlaps[:num_tokens]:
-            self.draft_length.observe(overlap)
+            overlaps = result.overlaps_of(row)
+            self.drafter.observe(overlaps[0])
+            for overlap in overlaps[: len(result.ids_of(row))]:
+                self.draft_length.observe(overlap)
 
     # ------------------------------------------------------------------------ before requests come
 

@@ -1,15 +1,18 @@
 """DFlash (arXiv:2602.06036): a few layers over the target's hidden states draw a block of tokens in
 one pass.
 
-    DFlash          settings of config.json that a Qwen3 model does not have
-                    (github.com/z-lab/dflash)
+    DFlash          settings of config.json that a Qwen3 model does not have, in two layouts:
+                    z-lab's (github.com/z-lab/dflash), and DeepSpec's, with DSpark's Markov head
+                    (arXiv:2607.05147, github.com/deepseek-ai/DeepSpec)
     DFlashModel     the target's hidden states -> keys and values of decided tokens; a block ->
                     hidden states
-    DFlashDraft     runs a block of the last decided token and masks, whose i-th mask draws token i
+    DFlashDraft     runs a block of the last decided token and masks. In z-lab's layout the i-th
+                    mask draws token i, in DeepSpec's the last token draws token 1
     check, load_dflash    read a published folder
 
-The draft uses the embedding and the head of its target. q_i does not depend on drafted tokens, so
-rejection sampling applies unchanged.
+A draft in z-lab's layout uses the embedding and the head of its target. q_i depends on no drafted
+token, or with a Markov head on the one before it, which is drawn first, so rejection sampling
+applies unchanged.
 """
 
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafts.hidden_states import (
     HiddenStateDraft,
@@ -44,6 +47,8 @@ class DFlash(NamedTuple):
     block_size: int  # tokens of a block, the last decided one included
     mask: int  # the id of the mask token
     target_layer_ids: tuple[int, ...]  # the target's layers whose outputs go into `fc`
+    is_deepspec: bool = False  # the last decided token draws too; own embedding and head
+    markov_rank: int = 0  # of the Markov head; 0: there is none
 
 
 class DFlashModel(HiddenStateModel):
@@ -56,7 +61,15 @@ class DFlashModel(HiddenStateModel):
     def __init__(self, config: Config, dflash: DFlash):
         super().__init__(config)
         self.dflash = dflash
-        self.embed = self.lm_head = None
+        if not dflash.is_deepspec:
+            self.embed = self.lm_head = None
+        V = config.vocab_size
+        R = dflash.markov_rank
+        # Tokens (B, T) -> what they add to the logits (B, T, V) of the next ones.
+        self.markov_head = nn.Sequential()
+        if R:
+            self.markov_head.markov_w1 = nn.Embedding(V, R)
+            self.markov_head.markov_w2 = Linear(R, V, bias=False)
         num_inputs = len(dflash.target_layer_ids) * config.dim
         self.fc = Linear(num_inputs, config.dim, bias=False)
         self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
@@ -127,14 +140,16 @@ class DFlashModel(HiddenStateModel):
 
 class DFlashDraft(HiddenStateDraft, ParallelDraft):
     """A ParallelDraft that writes the context of the tokens that the last round decided, then draws
-    from a block. The block has its trained width for any K; its first K masks draw tokens."""
+    from a block. The block has its trained width for any K; its first K masks draw tokens, or the
+    last decided token and K - 1 masks."""
 
     num_extra_inputs = 1  # the newest token, which stands in the block and not in the context
 
     def __init__(self, model: DFlashModel):
         super().__init__(model)
         self.num_scratch = model.dflash.block_size
-        self.max_draft_tokens = self.num_scratch - 1
+        self.first = int(not model.dflash.is_deepspec)  # position that draws the first token
+        self.max_draft_tokens = self.num_scratch - self.first
 
     def draw_all(
         self,
@@ -153,7 +168,13 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
         # them.
         begin = torch.where(pos < state.parked_pos, pos, self.runner.S)
         h = self.model.block_hidden(tokens, begin + steps, caches)  # (B, W, D)
-        self.draw(state, h[:, 1 : K + 1], pos + steps[1 : K + 1])
+        h = h[:, self.first : self.first + K]  # (B, K, D)
+        if not self.model.markov_head:
+            self.draw(state, h, pos + 1 + steps[:K])
+            return
+        for i in range(K):
+            before = state.tokens.gather(1, pos + i)  # (B, 1), as drawn
+            self.draw(state, h[:, i : i + 1], pos + i + 1, self.model.markov_head(before))
 
 
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., DFlashDraft]:
@@ -185,11 +206,8 @@ def read_dflash(checkpoint: Checkpoint, target: Config) -> tuple[DFlash, Config]
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     """The same of a parsed config.json. ValueError names the wrong key and value."""
     hf = Section(hf)
-    if not isinstance(hf.get("dflash_config"), dict):
-        raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")
-    options = Section(hf["dflash_config"])
-    options.prefix = "dflash_config."
-    check_layout(hf, options)
+    is_deepspec = hf.get("dflash_config") is None
+    options = hf if is_deepspec else zlab_options(hf)
     sizes = {
         "hidden_size": target.dim,
         "vocab_size": target.vocab_size,
@@ -204,11 +222,19 @@ def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
     block_size = section.size("block_size", max_size=MAX_BLOCK)
     mask = read_token_id(options, "mask_token_id", target.vocab_size)
     layer_ids = read_layer_ids(options, "target_layer_ids", target.n_layers - 2)
-    return DFlash(block_size, mask, layer_ids), config
+    rank = hf.get("markov_rank") and hf.size("markov_rank")
+    if rank and hf.get("markov_head_type") != "vanilla":
+        raise hf.refused("markov_head_type", "is not supported; supported: 'vanilla'")
+    return DFlash(block_size, mask, layer_ids, is_deepspec, rank), config
 
 
-def check_layout(hf: Section, options: Section) -> None:
-    """ValueError for a model of another type, and for keys of other layouts."""
+def zlab_options(hf: Section) -> Section:
+    """The object dflash_config of z-lab's layout. ValueError for a model of another type, and for
+    keys of other layouts."""
+    if not isinstance(hf["dflash_config"], dict):
+        raise hf.refused("dflash_config", "must be an object, as in github.com/z-lab/dflash")
+    options = Section(hf["dflash_config"])
+    options.prefix = "dflash_config."
     if hf.get("model_type") != "qwen3":
         supported = "supported: 'qwen3'"
         raise hf.refused("model_type", f"is not supported as a DFlash draft; {supported}")
@@ -217,3 +243,4 @@ def check_layout(hf: Section, options: Section) -> None:
             if section.get(key):
                 supported = "the layout of github.com/z-lab/dflash is"
                 raise section.refused(key, f"is not supported; {supported}")
+    return options

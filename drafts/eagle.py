@@ -2,10 +2,11 @@
 
     EagleModel      pairs (token, state before it) -> logits at the target's ids
     EagleDraft      pairs decided tokens with the target's states, drafted ones with the draft's
-    eagle_of        reads the config.json of two published layouts: SafeAILab's
-                    (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), and speculators'
-                    (github.com/vllm-project/speculators, `layers.0.*`)
-    check, load_eagle    read a folder of either layout
+    eagle_of        reads the config.json of three published layouts: SafeAILab's
+                    (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), speculators'
+                    (github.com/vllm-project/speculators, `layers.0.*`), and DeepSpec's
+                    (github.com/deepseek-ai/DeepSpec, likewise, with a layer of Qwen3)
+    check, load_eagle    read a folder of any of these layouts
 
 A token is paired with the hidden state of the position before it. Published code stores a pair at
 the position of its state; this file stores it at that of its token, one later, so that pairs are
@@ -45,7 +46,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Eagle(NamedTuple):
-    layer: dict  # config.json of a Llama with one layer
+    layer: dict  # config.json of a Llama or Qwen3 with one layer
     vocab_size: int  # of the draft's head
     # The target's layers whose inputs go into `fc`; their number is the last output.
     aux_layer_ids: tuple[int, ...]
@@ -240,8 +241,8 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
         layer = Section(hf["transformer_layer_config"])
         layer.prefix = "transformer_layer_config."
     layer["tie_word_embeddings"] = False  # the draft's head is stored
-    if layer.setdefault("model_type", "llama") != "llama":
-        supported = "supported: 'llama'"
+    if layer.setdefault("model_type", "llama") not in ("llama", "qwen3"):
+        supported = "supported: 'llama', 'qwen3'"
         raise layer.refused("model_type", f"is not supported as an EAGLE-3 draft; {supported}")
     check_target(hf, {"target_hidden_size": target.dim})
     vocab_size = hf.size("draft_vocab_size", layer.size("vocab_size"))
@@ -258,12 +259,15 @@ def eagle_of(hf: dict, target: Config) -> Eagle:
 def aux_layer_ids_of(settings: Section, target: Config) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs the draft reads, and the assumption that this rests on, or "".
 
-    Without a key they default to 2, L // 2 and L - 3. Published files disagree on whether ids count
-    layer inputs or outputs: a list that starts with 1 is read as outputs (except for gpt-oss), any
-    other as inputs, as in SGLang (pull requests 25454 and 32334, which measured the acceptance of
-    published heads). vLLM always reads inputs.
+    DeepSpec's `target_layer_ids` are outputs. Without a key they default to 2, L // 2 and L - 3.
+    Other published files disagree on whether ids count layer inputs or outputs: a list that starts
+    with 1 is read as outputs (except for gpt-oss), any other as inputs, as in SGLang (pull requests
+    25454 and 32334, which measured the acceptance of published heads). vLLM always reads inputs.
     """
     L = target.n_layers
+    if settings.get("target_layer_ids"):
+        outputs = read_layer_ids(settings, "target_layer_ids", L - 1)
+        return tuple(i + 1 for i in outputs), ""
     keys = [key for key in (STATES_KEY, *OUTER_KEYS) if settings.get(key)]
     if not keys:
         return (2, L // 2, L - 3), "its config.json names no layers of the target"

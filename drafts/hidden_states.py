@@ -72,7 +72,12 @@ class HiddenStateModel(Transformer):
     aux_layer_ids: tuple[int, ...]
     layers_key: str  # of config.json, which names the layers
     fc: Linear
-    OWN = ("fc", "hidden_norm", "input_norm")  # modules that a Transformer does not have
+    OWN = (
+        "fc",
+        "hidden_norm",
+        "input_norm",
+        "markov_head",
+    )  # modules that a Transformer does not have
 
     def target_states(self, caches: Caches, pos: Tensor) -> Tensor:
         """The fused state (B, T, D) at each of the target's positions pos (B, T)."""

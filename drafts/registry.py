@@ -17,7 +17,7 @@ import torch
 
 from loading.checkpoint import Checkpoint
 from loading.draft_kinds import kind_of
-from loading.options import DraftOptions, ModelOptions
+from loading.options import DraftOptions, ModelOptions, split_spec
 from loading.plain_files import error_prefix
 from loading.target import load_target
 from loading.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def load_drafter(
 ) -> Drafter:
     """The Drafter for this target. A Path or Checkpoint is a folder of any kind in `folder_check`.
     Text is a spec, suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME, or else the name of
-    a folder.
+    a folder. suffix[:N],DIR is the suffix draft and a folder's together.
 
     `dtype` and `quantize` are those of a draft model; `sharded` divides it over the ranks. With
     `pack` the target and the draft are packed for their kernels; a target that is packed already
@@ -122,9 +122,24 @@ def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Call
         with error_prefix(checkpoint.path / "config.json"):
             kind = kind_of(checkpoint.hf)
         return folder_check(kind)(checkpoint, config)
-    kind, _, value = folder_or_spec.partition(":")
+    spec, folder = split_spec(folder_or_spec)
+    kind, _, value = spec.partition(":")
     with error_prefix(f"--draft {folder_or_spec}"):
-        return spec_parser(kind)(value, config)
+        load = spec_parser(kind)(value, config)
+    return load if folder is None else hybrid_loader(load, Checkpoint(folder), config)
+
+
+def hybrid_loader(load_suffix: Callable, folder: Checkpoint, config: Config) -> Callable:
+    """Check a folder's draft, and return the loader of both as one drafter."""
+    from drafts.hybrid import HybridDraft
+
+    check_draft(folder, config)
+
+    def load(target: Transformer, tokenizer: Tokenizer, **options) -> HybridDraft:
+        draft = load_drafter(folder, target, tokenizer, pack=False, **options)
+        return HybridDraft(draft, load_suffix(target, tokenizer).depth)
+
+    return load
 
 
 def folder_check(kind: str) -> Callable:
@@ -159,7 +174,8 @@ def spec_parser(kind: str) -> Callable:
         case "quantized":
             return quantized_from_spec
     raise ValueError(
-        "expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31 or quantized:SCHEME"
+        "expected suffix, suffix:N, ngram, ngram:N, layers:0-7,24-31, quantized:SCHEME, or a draft"
+        " folder behind a suffix: suffix,DIR"
     )
 
 

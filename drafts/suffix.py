@@ -183,9 +183,10 @@ class SuffixDraft(Drafter):
         max_length: int,
     ) -> list[Guess]:
         """The continuation, from the text itself or the pool, with the most tokens expected."""
-        drafts = []
-        for source in (text, *self.pool):
-            drafts.append(source.continuation(text.ids, self.depth, max_length, seed))
+        drafts = [
+            source.continuation(text.ids, self.depth, max_length, seed)
+            for source in (text, *self.pool)
+        ]
         return max(drafts, key=lambda guesses: sum(self.acceptances(guesses)))
 
     def read(self, request: Request) -> Text:

@@ -17,6 +17,8 @@ KIND_BY_KEY = {
 def kind_of(hf: dict) -> str:
     """One of KINDS. ValueError names the key and value that mark a draft of another kind."""
     hf = Section(hf)
+    if hf.get("architectures") == ["Qwen3DSparkModel"]:
+        return "dflash"  # in DeepSpec's layout
     kind_by_key = {"speculators_model_type": hf.get("speculators_model_type"), **KIND_BY_KEY}
     for key, kind in kind_by_key.items():
         if hf.get(key) is None:

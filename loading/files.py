@@ -156,8 +156,11 @@ def check_headers(folder: Path, expected: dict[str, tuple], tensors: dict, tied:
     """ValueError that lists missing and unexpected tensors, and those of another shape or type than
     expected."""
     absent = [name for name in expected if name not in tensors]
-    # Old checkpoints store RoPE's frequencies, and some store a tied head.
-    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+    # Old checkpoints store RoPE's frequencies, DSpark drafts a head that may end a draft early, and
+    # some store a tied head.
+    ignored = ("rotary_emb.inv_freq", "confidence_head.proj.weight", "confidence_head.proj.bias")
+    if tied:
+        ignored += ("lm_head.weight",)
     extra = [name for name in tensors if name not in expected and not name.endswith(ignored)]
     wrong = []
     for name in expected.keys() & tensors.keys():

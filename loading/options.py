@@ -5,6 +5,7 @@ ModelOptions        a checkpoint, or a shape with random weights; its precision 
 DraftOptions        what drafts for it
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What drafts: a folder, or a spec such as "ngram". ValueError for options that need a folder.
+    """What drafts: a folder, or a spec such as "ngram", or the suffix draft and a folder together.
+    ValueError for options that need a folder.
 
     quantize            a scheme for the folder's weights
     sharded             divide the folder's model over the ranks, instead of holding it on every one
@@ -80,4 +82,13 @@ class DraftOptions:
     @property
     def source(self) -> str | Path | None:
         """What drafts.registry.load_drafter takes; None without a draft."""
-        return Path(self.checkpoint) if self.checkpoint else self.spec
+        if not self.checkpoint:
+            return self.spec
+        return f"{self.spec},{self.checkpoint}" if self.spec else Path(self.checkpoint)
+
+
+def split_spec(text: str | None) -> tuple[str | None, str | None]:
+    """A spec of --draft -> the spec, and the folder that follows a suffix draft, or None:
+    "suffix:8,DIR" -> ("suffix:8", "DIR")."""
+    match = re.fullmatch("(suffix(?::[^,]*)?),(.*)", text or "")
+    return match.groups() if match else (text, None)

@@ -170,7 +170,7 @@ def eval_lm_args() -> EvaluationOptions:
     draft.add_argument(
         "--draft",
         metavar="SPEC",
-        help="suffix[:N], ngram[:N], layers:0-7,24-31 or quantized:SCHEME",
+        help="suffix[:N], suffix[:N],DIR, ngram[:N], layers:0-7,24-31 or quantized:SCHEME",
     )
     add("--dtype", choices=DTYPES, help="default: the checkpoint's")
     add("--device", help="cpu, cuda, cuda:N or mps; default: cuda if there is a GPU")

@@ -132,8 +132,11 @@ class DFlashTwin:
         self.target_w = {
             name: x.double() for name, x in load_file(target / "model.safetensors").items()
         }
-        self.options = self.hf["dflash_config"]
+        self.options = self.hf.get("dflash_config", self.hf)
         self.ids = self.options["target_layer_ids"]
+        self.embed = self.target_w["model.embed_tokens.weight"]
+        self.lm_head = self.target_w["lm_head.weight"]
+        self.first = 1  # the block's position that draws the first token
 
     def __call__(
         self, folder, tokens: list[int], drafted: list[int], sampling: Sampling
@@ -142,7 +145,7 @@ class DFlashTwin:
         return sampling.probs(self.logits(tokens)[: len(drafted)])
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """(block_size - 1, V): what a block after these decided tokens predicts."""
+        """(block_size - first, V): what a block after these decided tokens predicts."""
         w, entering, n = self.w, [], len(tokens) - 1
         H, G, E, eps = (
             self.hf[f"{key}"]
@@ -156,7 +159,7 @@ class DFlashTwin:
         # what leaves layer i
         fused = torch.cat([entering[i + 1][:n] for i in self.ids], -1) @ w["fc.weight"].T
         context = norm(fused, w["hidden_norm.weight"], eps)
-        x = self.target_w["model.embed_tokens.weight"][[tokens[-1], *[mask] * (W - 1)]]
+        x = self.embed[[tokens[-1], *[mask] * (W - 1)]]
         angle, scale = angles(self.hf, E, n + W)
         for layer in range(self.hf["num_hidden_layers"]):
             p = f"layers.{layer}."
@@ -187,7 +190,7 @@ class DFlashTwin:
             h = norm(x, w[p + "post_attention_layernorm.weight"], eps)
             gate, up = (h @ w[f"{p}mlp.{c}_proj.weight"].T for c in ("gate", "up"))
             x = x + swiglu(gate, up) @ w[p + "mlp.down_proj.weight"].T
-        return norm(x, w["norm.weight"], eps)[1:] @ self.target_w["lm_head.weight"].T
+        return norm(x, w["norm.weight"], eps)[self.first :] @ self.lm_head.T
 
 
 @pytest.fixture(scope="module")

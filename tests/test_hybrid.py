@@ -1,0 +1,412 @@
+"""drafts/hybrid.py: which draft a row takes, the law of sampled text in batches of mixed rows, and
+the cache of a model that sits rounds out.
+
+A false alarm of a chi-square test here has probability below 1e-6; its control, broken on purpose,
+must be caught with p < 1e-12.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_drafts import any_drafter, recorded, tiny_drafter, with_context
+from test_speculative import (
+    BASE,
+    LONG_PROMPT,
+    PROMPTS,
+    joint_law,
+    p_value,
+    pair,
+    rows_of,
+    tiny,
+)
+
+import decoding.readback as clock
+from cli.flags import parse_args
+from cli.main import run as run_args
+from decoding.costs import Costs, expected_tokens
+from decoding.engine import Engine
+from decoding.sampling import Sampling
+from decoding.scheduler import Request, Slot
+from decoding.statistics import Timing
+from drafts.hybrid import HybridDraft
+from drafts.registry import check_draft, load_drafter
+from drafts.suffix import END
+from generate import generate
+from loading.options import DraftOptions, split_spec
+from speculative import DraftLength, ModelDraft
+
+KS = (1, 2, 3, 5, 8)
+
+
+class Spy:
+    """Records what an engine plans: K, the rows that take the suffix draft, and whether the model
+    runs."""
+
+    def __init__(self, engine: Engine):
+        self.steps = []
+        plan = engine.plan
+
+        def planned(requests):
+            step = plan(requests)
+            guessed = sorted(request.id for request in step.guessed)
+            self.steps.append((step.k, guessed, step.runs_model, len(requests)))
+            return step
+
+        engine.plan = planned
+
+    @property
+    def rounds(self) -> dict[str, int]:
+        """How many rounds had rows of one draft alone, and of both."""
+        counts = {"suffix": 0, "model": 0, "mixed": 0}
+        for k, guessed, runs_model, num_rows in self.steps:
+            if k:
+                name = "mixed" if guessed else "model"
+                assert runs_model == (len(guessed) < num_rows)
+                counts[name if runs_model else "suffix"] += 1
+        return counts
+
+
+def hybrid_of(kind: str, target, draft) -> HybridDraft:
+    if kind == "model":
+        return HybridDraft(ModelDraft(draft))
+    return HybridDraft(any_drafter(kind, target, draft))
+
+
+# -------------------------------------------------------------------------------------- the choice
+
+
+class StubDraft:
+    """The model's side of a choice: it can draft for these requests."""
+
+    model = None
+    owns_cache = True
+    max_draft_tokens = 8
+    max_positions = 100
+
+    def __init__(self, can_run: list[bool]):
+        self.can_run = can_run
+
+    def expect(self, requests, unread):
+        return [None if can else [] for can in self.can_run]
+
+
+class Guessing(HybridDraft):
+    """Its suffix drafts promise what the test says."""
+
+    def __init__(self, guesses: list[list[float]], can_run: list[bool]):
+        super().__init__(StubDraft(can_run))
+        self.guesses = guesses
+        self.draft_rows = torch.zeros(len(guesses), 4, dtype=torch.int64)
+
+    def expect(self, requests, unread):
+        return self.guesses
+
+
+def choice(guesses, can_run, length: DraftLength) -> tuple[int, list[int], bool]:
+    """K, the rows that take the suffix draft, and whether the model runs. The suffix drafts of
+    other rows must be emptied, and no others."""
+    requests = [Request(i, [1], Sampling(0), 9, slot=Slot(i)) for i in range(len(guesses))]
+    drafter = Guessing(guesses, can_run)
+    k = drafter.choose_k(requests, 0, length)
+    rows = [i for i, request in enumerate(requests) if request in drafter.guessed]
+    emptied = (drafter.draft_rows[:, 1] == END).nonzero()[:, 0].tolist()
+    assert sorted(rows + emptied) == list(range(len(guesses)))
+    return k, rows, drafter.runs_model
+
+
+def length_of(k: int | str, alpha: float, draft_s: float = 0.4) -> DraftLength:
+    """A draft that costs 0.4 of a plain step a token, and whose tokens were accepted so often."""
+    costs = Costs(1.0, {k: draft_s * k for k in KS}, {k: 1 + 0.05 * k for k in KS})
+    length = DraftLength(k, costs)
+    length.overlap = alpha * length.weight
+    return length
+
+
+def test_a_row_takes_the_draft_that_promises_more_tokens():
+    """With K = 3 and an acceptance of 0.6 the model promises 0.6 + 0.36 + 0.216 = 1.176 tokens."""
+    length = length_of(3, 0.6)
+    assert expected_tokens(0.6, 3) - 1 == pytest.approx(1.176)
+    rows = [[0.9, 0.277], [0.9, 0.275], [], [0.5, 0.4, 0.2, 0.2, 0.2]]
+    assert choice(rows, [True] * 4, length) == (3, [0], True)
+    assert choice(rows[:1], [True], length) == (3, [0], False), "nobody needs the model"
+    assert choice([[0.1], []], [True, True], length) == (3, [], True)
+    assert choice([[0.1], []], [False, True], length) == (3, [0], True), "it cannot draft for it"
+    assert choice([[0.1], []], [False, False], length) == (3, [0, 1], False)
+    assert choice([[], []], [False, False], length)[0] == 0, "nothing to draft: a plain step"
+    assert choice([[0.999] * 3], [True], length_of(3, 0.9995))[1] == []
+
+
+def test_auto_also_weighs_what_a_round_costs():
+    """1.9 tokens for 1.05 are more than a model gives that costs 0.4 a token; without a guess, or
+    beyond the reach of the model, there is one draft left."""
+    assert choice([[0.9]], [True], length_of("auto", 0.8)) == (1, [0], False)
+    assert choice([[0.9, 0.8, 0.8]], [True], length_of("auto", 0.8)) == (3, [0], False)
+    cheap = length_of("auto", 0.95, draft_s=0.01)
+    assert choice([[0.9]], [True], cheap) == (8, [], True), "one token is less than eight"
+    assert choice([[]], [True], cheap) == (8, [], True)
+    assert choice([[0.9]], [False], cheap) == (1, [0], False)
+    assert choice([[0.01]], [False], cheap)[0] == 0, "a poor guess is not worth a round"
+    assert choice([[]], [True], length_of("auto", 0.1))[0] == 0, "and neither is a poor model"
+    assert choice([[0.99] * 8, [], []], [True] * 3, cheap) == (8, [0], True)
+
+
+# ---------------------------------------------------------------------------------------- batches
+
+
+@pytest.fixture(scope="module")
+def models():
+    return pair()
+
+
+def known(engine: Engine, num_tokens: int = 60) -> None:
+    """Answer two prompts of four, so that their text is in the suffix drafter's pool."""
+    rows_of(engine.model, PROMPTS[:2], engine=engine, max_new_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("kind", ["model", "pard", "eagle", "dflash", "shared"])
+def test_greedy_text_is_plain_text_in_batches_of_mixed_rows(kind, models):
+    """Two rows whose text was seen before, and two new ones, together and alone."""
+    target, draft = models
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    engine = Engine(target, 4, 96, drafter=hybrid_of(kind, target, draft), speculate_k=3)
+    known(engine)
+    spy = Spy(engine)
+    assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+    alone = [rows_of(target, [prompt], engine=engine, max_new_tokens=60)[0] for prompt in PROMPTS]
+    assert alone == want
+    assert min(spy.rounds.values()) > 3, spy.rounds
+
+
+def model_difference(models, num_rows: int) -> float:
+    """The largest difference of the distributions of a draft in rows that took it to those that the
+    same model computes from the text alone, without a cache."""
+    target, draft = models
+    drafter = HybridDraft(recorded(ModelDraft)(draft))
+    engine = Engine(target, num_rows, 96, drafter=drafter, speculate_k=3)
+    sampling = Sampling(0.3)
+    prompts = [PROMPTS[0] * 3, PROMPTS[1], PROMPTS[3] * 2, PROMPTS[2]][:num_rows]
+    options = {"engine": engine, "max_new_tokens": 60, "sampling": sampling}
+    rows_of(target, prompts, seed=1, **options)  # more to look up
+    engine.clear()
+    drafter.draft.seen.clear()
+    for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
+        cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
+    spy = Spy(engine)
+    rows_of(target, prompts, seed=2, **options)
+    assert spy.rounds["mixed" if num_rows > 1 else "suffix"] > 1
+    model_rounds = [step for step in spy.steps if step[0] and step[2]]
+    worst, num_judged = 0.0, 0
+    for (_, guessed, *_), seen in zip(model_rounds, drafter.draft.seen, strict=True):
+        for row, (before, tokens, probs) in enumerate(zip(*seen)):
+            if row in guessed or len(before) > 90:
+                continue
+            text = torch.tensor([before + tokens])
+            logits = draft(text, torch.arange(text.size(1)))[0, len(before) - 1 : -1]
+            worst = max(worst, (sampling.probs(logits) - probs).abs().max().item())
+            num_judged += 1
+    assert num_judged > 9
+    return worst
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, lag, monkeypatch):
+    """And while its row of a mixed batch takes the suffix draft. Rows take that as often as they
+    can, to make gaps."""
+    monkeypatch.setattr(DraftLength, "alpha", 0.001)
+    monkeypatch.setattr(clock, "host_lag", lambda device: lag)
+    assert model_difference(models, num_rows) < 1e-4
+    # The negative control: a suffix draft leaves no gap, it says.
+    monkeypatch.setattr(
+        HybridDraft, "lag_after", lambda self, request, k: self.num_input_tokens - 1
+    )
+    assert model_difference(models, num_rows) > 1e-2
+
+
+def test_a_round_of_suffix_drafts_runs_no_model(models, monkeypatch):
+    """Neither `propose` nor `catch_up`; and its cost is the verification's."""
+    target, draft = models
+    drafter = hybrid_of("model", target, draft)
+    engine = Engine(target, 1, 96, drafter=drafter, speculate_k=3)
+    known(engine)
+    spy, passes = Spy(engine), []
+    hidden = draft.hidden
+    monkeypatch.setattr(
+        draft, "hidden", lambda *args: (passes.append(len(spy.steps)), hidden(*args))[1]
+    )
+    timing = Timing()
+    rows_of(target, PROMPTS[:1], engine=engine, max_new_tokens=60, timing=timing)
+    ran = {number for number in passes if number}
+    without = {i + 1 for i, step in enumerate(spy.steps) if step[0] and not step[2]}
+    assert len(without) > 5 and not ran & without
+    assert [step.runs_model for step in timing.records] == [step[2] for step in spy.steps]
+
+
+def test_suffix_drafts_go_on_beyond_the_models_context(models):
+    target, draft = models
+    want = rows_of(target, PROMPTS, max_new_tokens=80)
+    drafter = hybrid_of("model", target, draft)
+    with_context(drafter.draft, 40)
+    drafter.max_positions = 40
+    engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3)
+    for _ in range(2):
+        timing = Timing()
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=80, timing=timing) == want
+    late = [
+        token.index < token.accepted
+        for request in timing.requests
+        for token in request.token_records[40 - len(request.prompt) :]
+    ]
+    assert sum(late) > 0.6 * len(late) > 60
+
+
+@pytest.mark.parametrize("kind", ["model", "dflash"])
+def test_auto(kind, models):
+    """K follows from costs, the model sits out where the text is known, and the acceptance that
+    `auto` measures is the model's alone."""
+    target, draft = models
+    want = rows_of(target, PROMPTS, max_new_tokens=60)
+    drafter = hybrid_of(kind, target, draft)
+    engine = Engine(target, 4, 96, drafter=drafter, speculate_k="auto")
+    costs = length_of("auto", 0.5, draft_s=0.1).costs
+    costs.verify_s = {k: costs.verify_s[k] for k in engine.ks if k in costs.verify_s}
+    engine.costs, engine.costs_by_rows = costs, {1: costs, 4: costs}
+    spy = Spy(engine)
+    for _ in range(2):
+        steps = spy.steps.copy()
+        spy.steps.clear()
+        assert rows_of(target, PROMPTS, engine=engine, max_new_tokens=60) == want
+    assert spy.rounds["suffix"] > 5 and len({step[0] for step in steps + spy.steps}) > 2
+    # Each time the measured acceptance begins anew.
+    ran = spy.rounds["model"] + spy.rounds["mixed"]
+    assert (engine.draft_length.weight != 4.0) == (ran > 0)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_compiled_rounds(k, models):
+    """Nothing compiles after warm-up, whether the model runs or not."""
+    target, draft = models
+    want = rows_of(target, PROMPTS, max_new_tokens=40)
+    drafter = hybrid_of("model", target, draft)
+    drafter.auto_k = (1, 3)
+    engine = Engine(target, 4, 96, drafter=drafter, speculate_k=k, compile=True)
+    engine.warm_up("greedy")
+    engine.calibrate(Sampling(0), 20, rounds=1)
+    spy = Spy(engine)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for prompts in (PROMPTS, PROMPTS, PROMPTS[:1]):
+            got = rows_of(target, prompts, engine=engine, max_new_tokens=40)
+            assert got == want[: len(prompts)]
+    assert spy.rounds["suffix"] and (k == "auto" or spy.rounds["model"])
+
+
+# -------------------------------------------------------------------------------------------- laws
+
+
+class ChoosesByTheDraw(HybridDraft):
+    """Looks at the model's first token and takes the suffix draft where the model had found it
+    unlikely: not lossless."""
+
+    def propose(self, state):
+        tokens, probs = (x.clone() for x in super(HybridDraft, self).propose(state))
+        drawn, q = self.draft.propose(state)
+        is_unlikely = q[:, 0].gather(1, drawn[:, :1]) < 0.4  # (B, 1)
+        takes = is_unlikely & (probs[:, :1].sum(-1) > 0)
+        drawn.copy_(torch.where(takes, tokens, drawn))
+        q.copy_(torch.where(takes[..., None], probs, q))
+        return drawn, q
+
+
+@pytest.mark.parametrize("k", [3])
+@pytest.mark.parametrize("drafter_class", [HybridDraft, ChoosesByTheDraw])
+def test_mixed_rounds_have_the_targets_joint_law(drafter_class, k, monkeypatch):
+    """Sequences of five tokens in batches in which rows differ in what they take."""
+    check_law(drafter_class, "model", k, monkeypatch)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("kind", ["pard", "eagle", "dflash"])
+def test_mixed_rounds_of_other_drafts_have_the_targets_joint_law(kind, monkeypatch):
+    check_law(HybridDraft, kind, 3, monkeypatch)
+
+
+def check_law(drafter_class, kind: str, k: int, monkeypatch) -> None:
+    model = tiny(3)
+    V, n, num_rows = model.config.vocab_size, 5, 256
+    is_broken = drafter_class is ChoosesByTheDraw
+    monkeypatch.setattr(DraftLength, "alpha", 0.0 if is_broken else 0.45)
+    draft = ModelDraft(tiny(7, n_layers=1)) if kind == "model" else tiny_drafter(kind, model)
+    drafter = drafter_class(draft)
+    if is_broken:  # the rows keep their suffix drafts, and the model runs in every round
+        drafter_class.choose_k = lambda self, requests, unread, length: (
+            self.expect(requests, unread),
+            length.choose(),
+        )[1]
+    engine = Engine(model, num_rows, len(LONG_PROMPT) + n, drafter=drafter, speculate_k=k)
+    spy = Spy(engine)
+    counts = torch.zeros(V**n)
+    for seed in range(0, 4096, num_rows):
+        rows = [[] for _ in range(num_rows)]
+        seeds = [*range(seed, seed + num_rows)]
+        options = {"engine": engine, "sampling": Sampling(1), "max_new_tokens": n, "seed": seeds}
+        drafter.pool_tokens = 0
+        for row, id in generate(model, [LONG_PROMPT] * num_rows, **options):
+            rows[row].append(id)
+        for row in rows:
+            counts[sum(id * V**i for i, id in enumerate(reversed(row)))] += 1
+    p = p_value(counts, joint_law(model, LONG_PROMPT, n, Sampling(1)))
+    assert p < 1e-12 if is_broken else p > 1e-6
+    assert is_broken or spy.rounds["mixed"] > 50
+
+
+# ------------------------------------------------------------------------------------------- flags
+
+
+def test_a_spec_names_both():
+    assert split_spec("suffix,some/dir") == ("suffix", "some/dir")
+    assert split_spec("suffix:8,a,b") == ("suffix:8", "a,b")
+    assert split_spec("layers:0-3,5") == ("layers:0-3,5", None) and split_spec(None) == (None, None)
+    options = DraftOptions("some/dir", "suffix:8", quantize="int8")
+    assert options.source == "suffix:8,some/dir"
+
+
+def test_the_command_line_drafts_with_both(text_folder, capsys):
+    common = ["--checkpoint", text_folder, "--prompt", "the little cat", "--temperature", 0]
+    common += ["--dtype", "float32", "--max_new_tokens", 30, "--ignore_eos", "--json"]
+    rows = []
+    both = ["--draft", f"suffix:8,{text_folder}", "--draft_quantize", "int8", "--speculate_k", 3]
+    for draft in ([], both):
+        args = [str(part) for part in (*common, "--device", "cpu", *draft)]
+        run_args(parse_args(args))
+        rows.append(json.loads(capsys.readouterr().out))
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+    assert rows[1]["speculative"]["accepted"] > 10
+
+
+def test_a_folder_that_cannot_be_a_draft_is_refused_by_name(text_folder, tmp_path):
+    target = SimpleNamespace(**BASE)
+    with pytest.raises(ValueError, match=r"--draft suffix:x,.*: 'x' is no number"):
+        check_draft(f"suffix:x,{text_folder}", target)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'none'}"):
+        check_draft(f"suffix,{tmp_path / 'none'}", target)
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 3}))
+    with pytest.raises(ValueError, match=f"{tmp_path}.*medusa_num_heads = 3"):
+        check_draft(f"suffix,{tmp_path}", target)
+
+
+def test_a_spec_of_both_is_a_drafter(target_of_folder):
+    folder, model, tokenizer = target_of_folder
+    drafter = load_drafter(f"suffix:5,{folder}", model, tokenizer, pack=False)
+    assert isinstance(drafter, HybridDraft) and drafter.depth == 5
+    assert drafter.model is drafter.draft.model and drafter.owns_cache
+
+
+@pytest.fixture
+def target_of_folder(text_folder):
+    from loading.checkpoint import load_model
+    from loading.tokenizer import load_tokenizer
+
+    return text_folder, load_model(text_folder, dtype=torch.float32), load_tokenizer(text_folder)
