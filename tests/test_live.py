@@ -26,7 +26,7 @@ from cli.answers import COLOURS
 from cli.flags import parse_args
 from cli.main import run
 from cli.prompts import Prompt
-from cli.report import ACCEPTED, CORRECTED, origin
+from cli.report import ACCEPTED, CORRECTED, token_origin
 from scripts import compare
 from scripts.live import STYLES, Column, picture, watch
 
@@ -174,7 +174,7 @@ def test_colours_and_rates_tell_which_tokens_were_drafted():
     text, stream = drafted.text(), drafted.llm.tokenizer.stream(continues=True)
     records = drafted.answer.request.token_records
     pieces = [
-        (stream.feed(id), origin(record))
+        (stream.feed(id), token_origin(record))
         for id, record in zip(drafted.answer.ids, records, strict=True)
     ]
     for source in (ACCEPTED, CORRECTED):
@@ -186,7 +186,7 @@ def test_colours_and_rates_tell_which_tokens_were_drafted():
     assert {span.style for span in plain.text().spans} <= {"dim"} and plain.rates().endswith(
         "\nnothing drafted"
     )
-    origins = [origin(record) for record in records]
+    origins = [token_origin(record) for record in records]
     num_accepted, num_judged = (
         origins.count(ACCEPTED),
         len([source for source in origins if source in STYLES]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_speculative import tiny
 
-from cli.chat import statistics
+from cli.chat import status_line
 from cli.report import (
     ACCEPTED,
     BONUS,
@@ -19,9 +19,9 @@ from cli.report import (
     RowStatistics,
     bytes_read,
     decided,
-    origin,
     peak_memory_gb,
     speculative,
+    token_origin,
 )
 from cli.report import summary as lines_of
 from decoding.costs import Costs, expected_tokens
@@ -60,7 +60,7 @@ def batch(rows: list[list[TokenRecord]], ks: list[int], seconds: float) -> Timin
 
 def engine(k: int = 3) -> SimpleNamespace:
     return SimpleNamespace(
-        drafts=True,
+        has_drafter=True,
         identical=True,
         drafter=True,
         models=[torch.nn.Linear(2, 2)],
@@ -74,7 +74,7 @@ def test_statistics_by_hand():
     at the end. Then a plain step."""
     row = [FIRST, *tokens(2, 3), *tokens(3, 4), *tokens(0, 1), PLAIN]
     A, C, B, P = ACCEPTED, CORRECTED, BONUS, PLAIN_TOKEN
-    assert [origin(token) for token in row] == [P, A, A, C, A, A, A, B, C, P]
+    assert [token_origin(token) for token in row] == [P, A, A, C, A, A, A, B, C, P]
     found = speculative(engine(), [batch([row], [3, 3, 3, 0], seconds=0.6)])
     assert found["draft_s"] == pytest.approx(0.4) and found["verify_s"] == pytest.approx(0.6)
     assert found["rounds"] == 4 and found["rounds_by_k"] == {0: 1, 3: 3}
@@ -144,7 +144,7 @@ def test_a_chat_tells_the_share_of_all_drafted_tokens():
     records = [FIRST, *tokens(0, 1), *tokens(2, 3)]
     request = Request(0, [1], Sampling(0), 99, tokens=[1] * 5, token_records=records, steps=[1, 2])
     answer = SimpleNamespace(prompt=[1], finish_reason="length", request=request)
-    assert statistics(answer).endswith("2.00 tokens a round, 33% accepted")
+    assert status_line(answer).endswith("2.00 tokens a round, 33% accepted")
 
 
 def test_a_row_without_any_match_is_charged_for_the_rounds_of_others():
