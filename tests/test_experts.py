@@ -277,7 +277,9 @@ def test_full_precision_survives_both_ways(folder_of, tmp_path):
 # -------------------------------------------------------------------------------------- quantized
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", *(pytest.param(x, marks=pytest.mark.attack) for x in ("int4-g32", "mxfp4"))]
+)
 @pytest.mark.parametrize("family", SPARSE)
 def test_every_matrix_but_routers_is_quantized(family, scheme, folder_of, tmp_path):
     """Expert by expert, as if each had been a matrix alone; saved and loaded again it is the

@@ -165,7 +165,14 @@ def known(engine: Engine, num_tokens: int = 60) -> None:
     rows_of(engine.model, PROMPTS[:2], engine=engine, max_new_tokens=num_tokens)
 
 
-@pytest.mark.parametrize("kind", ["model", "pard", "eagle", "dflash", "shared"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "model",
+        "eagle",
+        *(pytest.param(kind, marks=pytest.mark.attack) for kind in ("pard", "dflash", "shared")),
+    ],
+)
 def test_greedy_text_is_plain_text_in_batches_of_mixed_rows(kind, models):
     """Two rows whose text was seen before, and two new ones, together and alone."""
     target, draft = models
@@ -210,8 +217,8 @@ def model_difference(models, num_rows: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.attack), 2])
+@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.attack), 4])
 def test_the_model_keeps_its_cache_while_it_sits_rounds_out(models, num_rows, lag, monkeypatch):
     """And while its row of a mixed batch takes the suffix draft. Rows take that as often as they
     can, to make gaps."""
@@ -320,6 +327,7 @@ class ChoosesByTheDraw(HybridDraft):
         return drawn, q
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("k", [3])
 @pytest.mark.parametrize("drafter_class", [HybridDraft, ChoosesByTheDraw])
 def test_mixed_rounds_have_the_targets_joint_law(drafter_class, k, monkeypatch):

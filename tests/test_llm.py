@@ -161,7 +161,10 @@ def test_streams_may_run_side_by_side(llm):
     assert ["".join(column) for column in zip(*pieces)] == wanted
 
 
-@pytest.mark.parametrize("draft, k", [("ngram", 3), (DRAFT, 3), (str(DRAFT), "auto")])
+@pytest.mark.parametrize(
+    "draft, k",
+    [("ngram", 3), (DRAFT, 3), pytest.param(str(DRAFT), "auto", marks=pytest.mark.attack)],
+)
 def test_drafts_leave_the_greedy_text_as_it_is(llm, draft, k):
     drafted = LLM(DEMO, batch_size=2, device="cpu", dtype="float32", draft=draft, speculate_k=k)
     prompts = [*PROMPTS, "the cat sat on the mat, the cat sat on the"]

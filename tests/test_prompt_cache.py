@@ -227,7 +227,16 @@ def test_compiled_prompts():
 # ---------------------------------------------------------------------------- from batch to batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "model",
+        "eagle",
+        *(pytest.param(kind, marks=pytest.mark.attack) for kind in ("ngram", "pard", "dflash")),
+        pytest.param("shared", marks=pytest.mark.attack),
+    ],
+)
 def test_newcomers_take_what_other_slots_hold(kind):
     """Each prompt takes its beginning from whichever slot has it, in a later batch of other rows
     and other numbers."""

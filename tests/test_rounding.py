@@ -332,7 +332,8 @@ SCHEMES = ("bfloat16", "float16", "float32", "int8", "int4-g32", "fp8")
 @pytest.mark.parametrize(
     "scheme, window, R",
     [
-        *((scheme, *how) for scheme in SCHEMES for how in ((None, 1), (600, 4))),
+        *((scheme, None, 1) for scheme in SCHEMES),
+        *(pytest.param(scheme, 600, 4, marks=pytest.mark.attack) for scheme in SCHEMES),
         *(("bfloat16", *how) for how in ((None, 4), (510, 1), (510, 4), (600, 1), (None, 16))),
         ("float32", 600, 14),
         *(
