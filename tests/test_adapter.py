@@ -146,7 +146,7 @@ def test_the_flag(tmp_path):
     tied, _ = adapter(demo, tmp_path / "tied", r=4, target_modules=["embed_tokens"])
     with pytest.raises(ValueError, match="an embedding that is also the head"):
         load_model(Checkpoint(demo, tied))
-    with pytest.raises(ValueError, match="--adapter needs the weights"):
+    with pytest.raises(ValueError, match="--adapter and --chat_template need the weights"):
         parse_args(["--adapter", str(folder), "--random_weights", str(demo / "config.json")])
 
 
