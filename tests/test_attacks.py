@@ -288,7 +288,7 @@ SABOTAGES = {  # what is done to a server, and what its clients see
     ),
     "keeps memory": (
         "add, kept = Engine.add_request, []\n"
-        "Engine.add_request = lambda *a, **b: kept.append(b'x' * 2**21) or add(*a, **b)",
+        "Engine.add_request = lambda *a, **b: kept.append(b'x' * 2**24) or add(*a, **b)",
         "resident_mb",
     ),
 }
