@@ -285,6 +285,7 @@ EXPERTS = {
     "gate_alpha": 1.702,
     "sinks": True,
     "shared_dim": 32,
+    "shared_gate": True,
     "family": "qwen2_moe",
 }
 WIDTHS = (1, 2, 3, 6, 9)
