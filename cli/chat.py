@@ -65,8 +65,8 @@ def messages_of(line: bytes, file: str) -> list[dict]:
     messages = prompt.messages or []
     roles = [message["role"] for message in messages]
     num_opening = roles[:1].count("system")
-    turns = roles[num_opening:]
-    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
+    roles = roles[num_opening:]
+    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise ValueError("its last line is no conversation that an assistant has answered")
     return messages
 

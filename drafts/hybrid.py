@@ -59,7 +59,10 @@ class HybridDraft(SuffixDraft):
             gain, k = draft_length.best_of(guesses, runs_model=False)
             if any(can_run) and gain < draft_length.best()[1]:
                 k = 0
-        if k == 0 and any(can_run if is_auto else can_run + guesses):
+        has_draft = any(can_run)
+        if not is_auto:
+            has_draft = has_draft or any(guesses)
+        if k == 0 and has_draft:
             k = draft_length.choose()
             model_tokens = expected_tokens(draft_length.alpha, k) - 1
         self.guessed = set()

@@ -70,7 +70,8 @@ def resolve_schemes(
         raise ValueError(
             f"{folder}: its head is stored in {form.head or 'full precision'}, not in {head}"
         )
-    scheme, head = stored or quantize or form.requantize_to, form.head or head
+    scheme = stored or quantize or form.requantize_to
+    head = form.head or head
     requested = dict.fromkeys(form.overrides, quantize) | {"lm_head": head}
     overrides = {
         name: x for name, x in form.overrides.items() if x is None or requested[name] in (None, x)

@@ -56,9 +56,12 @@ def pieces(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, the rows of `parameter` that it fills), views of the parameter's memory.
     `parameter` holds the share of one of the ranks."""
-    module, names, parts = name.rsplit(".", 1)[0], sources(config.family, name), [parameter]
-    if "moe_statics" in names[0]:  # ERNIE's bias has a row for each group of experts, of which
-        parts = [parameter[None]]  # there is one: (1, experts)
+    module, _ = name.rsplit(".", 1)
+    names = sources(config.family, name)
+    parts = [parameter]
+    # ERNIE's bias has a row for each group of experts, of which there is one.
+    if "moe_statics" in names[0]:
+        parts = [parameter[None]]  # (experts,) -> (1, experts)
     if len(names) > 1:
         sizes = source_rows(shard_spec(module), len(parameter), config, ranks)
         if module.endswith("ffn.router"):  # its last row is the shared expert's gate

@@ -232,7 +232,8 @@ def sums_exactly() -> bool:
     """Does this processor add products of 8-bit numbers without overflow? Without VNNI instructions
     it may add pairs in 16 bits, which the largest values exceed. Processors other than x86 may lack
     the operator."""
-    n, expected = 256, torch.full((1, 32), float(127 * 127 * 256))
+    n = 256
+    expected = torch.full((1, 32), float(127 * 127 * n))
     try:
         packed = prepack_int8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
         return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), expected)
