@@ -71,11 +71,16 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
     """Name -> stored tensor, with every expert's tensors in place of a layer's."""
     layout = FAMILIES[config.family].merged_experts
     pattern = re.compile(MERGED.format(re.escape(layout.gate_up), re.escape(layout.down)))
-    # Merged module -> an expert's own, the rows of each and the inputs.
+    # Merged module -> an expert's modules, and the rows of each.
     parts_by_module = {
-        layout.gate_up: (("gate_proj", "up_proj"), config.expert_dim, config.dim),
-        layout.down: (("down_proj",), config.dim, config.expert_dim),
+        layout.gate_up: (("gate_proj", "up_proj"), config.expert_dim),
+        layout.down: (("down_proj",), config.dim),
     }
+    # Of down, because gate_up is square where D = 2 F, as in Granite 3.0 1B.
+    is_stored_transposed = layout.is_interleaved or any(
+        name.endswith(layout.down) and stored.get_shape()[-1] != config.expert_dim
+        for name, stored in tensors.items()
+    )
     split = {}
     for name, stored in tensors.items():
         match = pattern.fullmatch(name)
@@ -83,11 +88,10 @@ def split_experts(tensors: dict[str, object], config: Config) -> dict[str, objec
             split[name] = stored
             continue
         layer, merged_module, suffix = match.groups()
-        modules, num_rows, num_inputs = parts_by_module[merged_module]
+        modules, num_rows = parts_by_module[merged_module]
         part_name = PART_BY_SUFFIX[suffix]
         shape = stored.get_shape()
-        is_transposed = layout.is_interleaved or shape[-1] != num_inputs
-        is_transposed = is_transposed and part_name == "weight"
+        is_transposed = is_stored_transposed and part_name == "weight"
         for number in range(shape[0]):
             for i, module in enumerate(modules):
                 rows = slice(i * num_rows, (i + 1) * num_rows)
