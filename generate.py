@@ -114,8 +114,8 @@ def generate(
     after `pos` are drawn from, for plain decoding, drafts and verification alike. Its result for a
     position may depend on the tokens up to there, and not on T.
 
-    `timing` (decoding.statistics.Timing) receives the rows' requests. A seed is any int64; -1 is a
-    seed like the others, because only cli/ and scripts/ draw random ones. ValueError before
+    `timing` (decoding.statistics.Timing) receives the rows' requests. A seed is any int64; -1 does
+    not ask for a random one here, as it does in cli/ and scripts/. ValueError before
     anything runs if a prompt is empty, holds an id outside the vocabulary, or does not fit with its
     new tokens; and while running if the model's logits are not finite.
     """
@@ -372,7 +372,7 @@ class LLM:
         return list(prompt)
 
     def grammar(self, schema: dict):
-        """What holds an answer to a JSON schema."""
+        """The grammar that makes an answer obey a JSON schema."""
         from decoding.grammar import JsonGrammars
 
         if self.grammars is None:
@@ -430,10 +430,10 @@ class LLM:
         interrupts: Collection = (),
         after_step: Callable | None = None,
     ) -> Iterator[Answer]:
-        """Decode answers, as many at a time as the engine has slots, and yield those that end; the
-        request of a failed one has an `error`. A None among `answers` says that no further one is
-        there yet: the others go on. All end between two tokens once `interrupts` holds
-        something."""
+        """Decode answers, as many at a time as the engine has slots, and yield each as it ends; if
+        one fails, its request has an `error`. A None from `answers` means that the next answer is
+        not there yet, and the running ones go on. As soon as `interrupts` is not empty, all
+        running answers end."""
         answers = iter(answers)
         try:
             while not interrupts:

@@ -9,8 +9,8 @@
     Embedding, Linear, RMSNorm  the small modules
     rope_frequencies            rotary positions for contexts longer than the trained one
 
-A forward pass depends on its arguments alone: `model(tokens, pos, caches)`. This file does not know
-sampling, quantization, ranks, compilation, files or text.
+A forward pass depends only on its arguments: `model(tokens, pos, caches)`. Sampling, quantization,
+ranks, files and text are handled elsewhere; the few lines that torch's compiler needs say so.
 
 Dimension letters, here and everywhere: B batch, T query length, S cache length, D model dim, H
 query heads, G KV heads, R = H / G query heads per KV head, E head dim, F ffn dim, V vocabulary, K
@@ -62,10 +62,11 @@ class Config:
     score_scale: float = 1.0  # of q k / sqrt(E)
     logit_scale: float = 1.0
     sinks: bool = False  # a learned score of each head in the softmax, without a value
-    # For each layer: tokens attended, itself included; None is all of them. (): all in all layers.
+    # For each layer the number of latest tokens that a token attends to, itself included; None: all
+    # of them. An empty tuple: all, in every layer.
     windows: tuple[int | None, ...] = ()
 
-    # For each layer: experts in place of one feed-forward? (): in no layer.
+    # For each layer: does it have experts in place of one feed-forward? An empty tuple: none has.
     sparse: tuple[bool, ...] = ()
     n_experts: int = 0
     experts_per_token: int = 0  # the router's top-k
@@ -82,7 +83,8 @@ class Config:
     rope_theta: float = 10000.0
     rope_dim: int = 0  # rotated leading dimensions of a head; 0: all
     rope_interleaved: bool = False  # pairs are (x[2 i], x[2 i + 1])
-    # For each layer: 0 with rope_theta, 1 with rope_local_theta, None: no rotation; (): 0.
+    # For each layer: 0 rotates by rope_theta, 1 by rope_local_theta, None not at all. An empty
+    # tuple: 0 in every layer.
     rope_types: tuple[int | None, ...] = ()
     rope_local_theta: float = 10000.0  # of layers with rope type 1: sliding windows
     rope_type: str = "default"  # how rope_frequencies stretches rope type 0; the numbers follow
@@ -115,7 +117,8 @@ class Rope(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Inverse frequencies (n,) of n pairs; of longrope in long texts; of rope type 1.
+        # Inverse frequencies (n,) of n pairs: of rope type 0, of the same in longrope's long texts,
+        # and of rope type 1.
         for name in ("inv_freq", "long_inv_freq", "local_inv_freq"):
             self.register_buffer(name, None, persistent=False)
         self.make_tables("cpu")
@@ -608,8 +611,8 @@ class Experts(nn.ModuleList):
 
 class SparseMoE(nn.Module):
     """The feed-forward of a sparse layer. A shared expert is one that every token takes; Qwen2-MoE
-    multiplies it by a sigmoid gate, whose weights are one more row of the router. A router in
-    float32, which selects by scores that are close, makes a 16-bit model choose as published."""
+    multiplies it by a sigmoid gate, whose weights are one more row of the router. The router may be
+    float32 in a 16-bit model: scores can be close, and rounding them would change the choice."""
 
     def __init__(self, config: Config):
         super().__init__()

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 DAMPING = 0.01  # fraction of the mean diagonal that is added to the diagonal
-BLOCK_COLUMNS = 128  # columns after whose errors all remaining columns are updated
+BLOCK_COLUMNS = 128  # after so many columns, their errors are spread over all later ones
 
 
 def search_range(

@@ -9,9 +9,9 @@ distribution.
                                     target's cache;  ParallelDraft  one that drafts in one pass
     DraftLength                     how many tokens the next round drafts
 
-This file knows logits, distributions and token ids. It does not know text, checkpoints, ranks or
-compilation: the engine decides by `maybe_compile` how a drafter's functions run. The papers'
-formulas stand in decoding/costs.py.
+This file works on logits, distributions and token ids, and parses the two specs of --draft that use
+the target itself. Ranks appear only as `state.broadcast`, and the engine's `maybe_compile` decides
+whether a function is compiled. The papers' cost formulas are in decoding/costs.py.
 
 Sources: Leviathan et al., arXiv:2211.17192 (below: L); Chen et al., arXiv:2302.01318; Sun et al.,
 arXiv:2403.10444 (below: S), for whole blocks. K is L's and S's gamma.
@@ -67,8 +67,8 @@ def block_acceptance(
     p_drafted, q_drafted (B, K) are the probabilities of the drafted tokens; p (B, K + 1, V), q (B,
     K, V). With K = 1 this is `acceptance`. An example with K = 2: the first token has p / q = 0.5,
     the second p / q = 2, so that the factors are 1, 0.5, 1. One by one the first token is lost half
-    of the time; as a block both are always kept, because the second makes up for the first. Where a
-    row's draft ends (the next q is 0), h is the factor itself.
+    of the time; as a block both are always kept, because the second makes up for the first. A row
+    may have fewer than K drafted tokens, and q is 0 after them: there h is the factor itself.
     """
     K = q.size(1)
     ratio = p_drafted / q_drafted  # (B, K)
@@ -106,10 +106,10 @@ def accept(
     float32
     -> n_accepted (B,), next_token (B,), int64. `noise` replaces the generator: uniform numbers in
     [0, 1) for the K decisions (B, K), and for the next token after each number of acceptances (B, K
-    + 1). The decision about a block depends also on the tokens that it discards and on their random
-    numbers. So the next round has to draft those positions anew and with other numbers: hence
-    `round_uniform`, which hashes the round's start. Nothing here waits for the device. next_token
-    is sampling.INVALID where the target's probabilities are NaN; NaN in the draft's is a rejection.
+    + 1). What a block decides also depends on the tokens that it discards and on their numbers, so
+    the next round must draft these positions again with fresh numbers: `round_uniform` therefore
+    hashes the round's start. Nothing here waits for the device. Where the target's probabilities
+    are NaN, next_token is sampling.INVALID; where the draft's are, its token is rejected.
     """
     B, K = draft_tokens.shape
     p = target_probs.float()
@@ -150,10 +150,11 @@ def run_round(
     maybe_compile: Callable,
     forced_tokens: Tensor | None = None,
 ) -> object:
-    """Decide 1 to K + 1 tokens of every row, K = state.k; returns the time between drafting and
-    verifying.
+    """Decide 1 to K + 1 tokens of every row, K = state.k. Returns a timestamp, taken when drafting
+    has ended and verification begins.
 
-    `lag`: tokens that a row may have received since the last round. `forced_tokens` (B, K) replace
+    `lag`: how many decided positions the drafter's own cache may be missing, besides those that its
+    first pass computes anyway. `forced_tokens` (B, K) replace
     the drafted ones. Rows outside drafter.rows_to_draft are decided as in plain decoding.
     """
     # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
@@ -203,12 +204,12 @@ def verify_step(
 
     # ACCEPT: n drafted tokens, and the one that follows them.
     seed = state.seed[:, None].expand(-1, K + 1)  # (B, K + 1)
-    # The token after the accepted ones takes the number that plain decoding would use at its
-    # position. The decisions' numbers belong to this round alone: those behind the last accepted
-    # token had a part in the decision, and used again at their positions they would be biased.
+    # The token after the accepted ones is drawn with the number that plain decoding would use at
+    # its position. The numbers that accept or reject are this round's own: those past the last
+    # accepted token took part in the decision too, so using them again would bias the text.
     to_accept = round_uniform(seed[:, 1:], pos[:, :1], ahead[1:], ACCEPT)  # (B, K)
     noise = (to_accept, uniform(seed, pos + 1))
-    # Block by block nothing is gained without sampling.
+    # Greedy decoding gains nothing from deciding about a whole block.
     block = state.verifies_blocks and state.sampling_path != sampling.GREEDY
     n, token = accept(draft_tokens, draft_probs, p, noise=noise, block=block)  # (B,), (B,)
     overlap = torch.minimum(p[:, :K], draft_probs).sum(dim=-1)  # (B, K)
@@ -239,23 +240,24 @@ class Drafter(nn.Module):
     sampling_path, k the number of tokens to draft, and broadcast(x), rank 0's x. Positions beyond
     `pos` are the round's scratch space.
 
-    A subclass overrides `propose`, and other methods as needed. Every drawn token is verified. A
-    drafter may stop early, but not because of the token it drew: that would change the output's
-    distribution."""
+    A subclass overrides `propose`, and other methods as needed. It must hand over every token that
+    it draws. It may end a draft early, but never because of the token that it has just drawn: to
+    look at a token and drop it would change the output's distribution."""
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # does its model have a cache of its own, and so need every prompt?
-    # Of the next step, as `choose_k` planned it: the requests whose draft is not the model's, and
-    # whether the model runs.
+    # Set by `choose_k` for the step that it plans: the requests whose draft does not come from the
+    # model (a look-up gave it), and whether the model runs at all.
     guessed = frozenset()
     runs_model = True
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
-    # Decided tokens that the first pass of a round reads; its cache may lack all but one of them.
+    # How many of the latest decided tokens the first pass of a round reads: the newest, which no
+    # cache holds yet, and those before it that the draft's own cache may be missing.
     num_input_tokens = 2
     # Positions from the last decided token on that its cache needs beyond the target's.
     num_scratch = 0
     max_draft_tokens = math.inf  # of a round
-    max_positions = math.inf  # of a text that it drafts for; a longer one is decoded plainly
+    max_positions = math.inf  # it drafts up to this length of a text, and beyond it nothing
 
     def __init__(self, model: Transformer | None = None):
         super().__init__()
@@ -312,17 +314,17 @@ class Drafter(nn.Module):
         return draft_length.choose(expected) if has_draft else 0
 
     def expect(self, requests: Sequence, unread: int) -> list[list[float] | None]:
-        """For each scheduler.Request the probability that each token of its draft and all before it
-        are accepted; [] without a draft, None where only the rounds will show it. The host has yet
-        to read up to `unread` tokens of a row."""
+        """For each scheduler.Request a list with one number for each token of its draft: the
+        probability that it and all tokens before it are accepted. []: no draft; None: the drafter
+        cannot tell. Up to `unread` decided tokens of a row have not reached the host yet."""
         return [
             None if request.can_draft and request.may_draft and self.fits(request) else []
             for request in requests
         ]
 
     def lag_after(self, request, k: int) -> int:
-        """A bound on the decided positions that the cache of its model lacks for a
-        scheduler.Request, after the planned step of k drafted tokens."""
+        """An upper bound on how many decided positions of a scheduler.Request the drafter's own
+        cache will be missing after the planned step, which drafts k tokens."""
         if k and self.fits(request):
             return self.num_input_tokens - 1
         return request.draft_lag + 1
@@ -353,7 +355,7 @@ class Drafter(nn.Module):
         first drafted token."""
 
     def passes(self, k: int) -> int:
-        """The number of passes of the drafter's model that draft k tokens."""
+        """How many passes the drafter's model makes to draft k tokens."""
         return k
 
     def update(self, state: nn.Module) -> None:
@@ -373,8 +375,8 @@ class ModelDraft(Drafter):
     before any read."""
 
     CHUNK = 32  # tokens that `catch_up` runs at once
-    # For a subclass whose first pass of a round reads as many tokens as a round can decide: how
-    # many more tokens that pass reads.
+    # A subclass whose first pass reads all tokens that the last round may have decided, k_max + 1,
+    # gives the number of tokens that this pass reads besides; None: the first pass reads 1 or 2.
     num_extra_inputs: int | None = None
 
     def __init__(self, model: Transformer, on_layers: Sequence[int] | None = None):
@@ -492,7 +494,7 @@ class ModelDraft(Drafter):
             fill(caches, state)
 
     def fill(self, caches: Caches, state: nn.Module) -> None:
-        """Write keys and values of CHUNK positions, the last one `num_behind` before `pos`."""
+        """Write keys and values of CHUNK positions, of which the last is `pos` - `num_behind`."""
         last = (state.pos - self.num_behind).clamp(min=0)
         self.hidden(caches, state, last, self.CHUNK)
 

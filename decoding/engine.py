@@ -1,7 +1,7 @@
 """An engine: up to B requests at a time on one model, each of which gets the tokens that it would
 get alone.
 
-    decode_step             advances a batch, a few fixed tensors, by one token in place
+    decode_step             advances a batch, held in fixed tensors, by one token
     compiled                the only call of torch.compile
     Engine                  slots for requests: add_request, step, abort; warm_up, calibrate
 
@@ -40,8 +40,8 @@ from weights.compiling import compile_options, recompile_options
 from weights.walker import batch_invariant_rows
 
 PREFILL_CHUNK = 512  # tokens of a prompt per pass; bounds the memory of activations
-# Prefill chunks shorter than this cost as much as this many tokens, because reading the weights
-# dominates. The default for a GPU is in `prefill`.
+# The least that a prefill chunk costs, in tokens: reading the weights dominates a shorter one. By
+# device type; other devices take the default in `prefill`.
 PREFILL_COST = {"cpu": 16}
 PROMPT_LOGITS = 2**24  # of a prompt, computed at once for log-probabilities: 64 MB
 # ------------------------------------------------------------------------------------ decode step
@@ -359,7 +359,8 @@ class Engine:
             raise
 
     def lag(self) -> int:
-        """Steps that may be unread as the next one is launched. A grammar needs all tokens."""
+        """How many launched steps may still be unread when the next one is launched; none with a
+        grammar, whose masks depend on every token so far."""
         has_grammar = any(request.grammar for request in self.requests.values())
         return 0 if has_grammar else self.readback.lag
 
@@ -400,9 +401,9 @@ class Engine:
 
     def prefill(self, request: Request) -> int:
         """Run the next chunk of a prompt through all models; returns its cost in tokens. The last
-        chunk decides the first token. If only the prompt's last token is left to compute (a prefix
-        hit) and there are other requests, the next decode step takes it along; not so in an engine
-        that runs rounds, where sampling would then draw another token."""
+        chunk decides the first token. If a prefix was reused and only the prompt's last token is
+        left, it joins the next decode step, provided that there are other requests. An engine that
+        runs rounds does not do this: a round may take the first token from a draft instead."""
         begin = timestamp(self.device)
         slot = request.slot
         end = min(request.num_computed + self.chunk, request.num_positions)
@@ -610,8 +611,8 @@ class Engine:
         )
 
     def observe_round(self, result: StepResult, rows: list[int]) -> None:
-        """Tell drafter and draft length how a round of these rows went, whose tokens were drafted
-        by the drafter's model, if it has one."""
+        """Tell the drafter and DraftLength how a round went. `rows`: those that the drafter's model
+        drafted for, or all of them if the drafter has no model."""
         drafted_rows = [row for row in rows if result.accepted[row] >= 0]
         self.draft_length.drafted(len(drafted_rows), len(rows))
         for row in drafted_rows:

@@ -21,7 +21,7 @@ from weights.compiling import mark_dynamic
 
 
 class ModelRunner:
-    """A model with caches of B rows and S positions, or with `layers` of another model's caches.
+    """A model with its own caches of B rows and S positions, or on `layers` of another's caches.
 
     The caches have `slack` extra positions, a scratch area for parked rows that no query sees. At
     least one is needed: a step over the full length of a cache would specialize and recompile.
@@ -63,7 +63,7 @@ class ModelRunner:
         self.hidden = model.hidden if compile_prompts is None else compile_prompts(model.hidden)
 
     def set_max_positions(self, max_positions: Tensor) -> None:
-        """Let the caches follow each row's final position, (B,) integers, which longrope reads."""
+        """Let longrope read the last position of each row's text from this tensor, (B,) int."""
         self.caches = self.caches._replace(max_positions=max_positions)
 
     def for_draft(
@@ -128,8 +128,8 @@ class ModelRunner:
 
 
 def padded_length(n: int) -> int:
-    """n rounded up to one of 32 lengths up to 512, by at most 7 or an eighth: oneDNN keeps 0.8 MB
-    of machine code for each shape of a bfloat16 product."""
+    """n rounded up, by at most 7 or an eighth, to one of 32 lengths up to 512. There should be few
+    of them, since oneDNN keeps 0.8 MB of machine code for each shape of a bfloat16 product."""
     step = max(8, (1 << n.bit_length()) // 16)
     return math.ceil(n / step) * step
 

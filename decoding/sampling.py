@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decoding.settings import SETTINGS, check_numbers
 
-# Each path's code serves the rows of the paths before it.
+# In order of generality: the code of a path also serves rows of the paths before it.
 PATHS = ("greedy", "plain", "filtered", "penalized")
 GREEDY, PLAIN, FILTERED, PENALIZED = PATHS
 INVALID = -1  # drawn instead of a token where the logits hold a NaN or +inf
@@ -312,8 +312,8 @@ def uniform(
 
 
 def round_uniform(seed: Tensor, start: Tensor, offset: Tensor, purpose: int) -> Tensor:
-    """`uniform` numbers of a round of drafting: one for the token at `start` + `offset`, where
-    `start` is the last token before the round. No other round has the same numbers."""
+    """`uniform` numbers of one round: one for the token at position `start` + `offset`, where the
+    last token before the round is at `start`. No other round has the same numbers."""
     start = start.expand_as(seed)
     purposes = purpose + NUM_PURPOSES * offset
     return uniform(seed, start, purposes)

@@ -77,13 +77,13 @@ class Request(RequestStatistics):
 
     @property
     def end(self) -> int:
-        """The index of the last token to decide in this pass. With longrope that is at most
-        `short_length`; the text is then recomputed with the long factors and goes on."""
+        """The index of the last token to decide for now. With longrope that is at most
+        `short_length`: there the text is recomputed with the long factors, and then goes on."""
         return min(len(self.prompt) - 1 + self.max_new_tokens, self.short_length)
 
     @property
     def max_position(self) -> int:
-        """An upper bound on the positions of this pass, by which longrope picks its factors."""
+        """An upper bound on the positions up to `end`, by which longrope picks its factors."""
         return self.end if self.short_length == math.inf else self.short_length - 1
 
     @property

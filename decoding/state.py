@@ -18,7 +18,7 @@ from decoding.logits import apply_masks, penalize, top_logprobs
 from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_path
 from tp import ALONE, Ranks
 
-NO_TOKEN = -2  # in `out`: no token, behind a step's tokens and in slots that do not decode
+NO_TOKEN = -2  # fills `out` after a step's tokens, and in slots that do not decode
 MAX_STOP_IDS = 64
 
 
@@ -29,8 +29,9 @@ class State(nn.Module):
     `sampling_path` selects the code that serves the samplings of all rows; everything else may
     change without compiling. With several ranks, rank 0's decisions enter every rank's state.
     logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that tokens are
-    drawn from. `logprobs`: the number of top tokens to record for each token, or None.
-    return_logprobs turns recording off for a while; it selects code too.
+    drawn from; columns of `tokens` past a position in `pos` are scratch space, not text there.
+    `logprobs`: the number of top tokens to record for each token, or None. Clearing
+    `return_logprobs` pauses the recording; like `sampling_path`, it selects code.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class State(nn.Module):
         self.parked_pos = S
         self.verifies_blocks = True  # see speculative.accept
         self.k = 0  # for drafters: tokens to draft in this round
-        self.length = 0  # for drafters: positions filled after the round
+        self.length = 0  # for drafters: no row has more positions filled after the round
         self.all_draft = True  # of `prepare_step`: may the tokens of every row be drafted?
         self.constrained = []  # of `prepare_step`: (row, request) pairs with a grammar
 
@@ -80,9 +81,9 @@ class State(nn.Module):
         num_words = math.ceil(vocab_size / 32)
         # One bit for each token, set where a grammar allows it.
         fixed("masks", B, K + 1, num_words, fill=-1, dtype=torch.int32)
-        # The last step's decisions, for the host: its tokens, then NO_TOKEN; the number of accepted
-        # ones, -1 without a draft; the sum of min(p, q) at each drafted position, -1 after a row's
-        # draft; and whether drafting can go on.
+        # What the last step decided, for the host. out: its tokens, then NO_TOKEN. accepted: the
+        # number of drafted tokens kept, or -1 if the row had no draft. overlap: the sum of
+        # min(p, q) at each drafted position, then -1. can_draft: is there a draft for a next round?
         fixed("out", B, K + 1, fill=NO_TOKEN)
         fixed("accepted", B, fill=-1)
         fixed("overlap", B, K, fill=0.0)

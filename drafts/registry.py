@@ -3,8 +3,8 @@
     load_drafter    the public door
     load_models     a target and its drafter, packed for their kernels
     check_draft     everything that can be refused before weights are read
-    folder_check    the file of each kind of folder: another kind is one file and one case
-    spec_parser     the same for the specs
+    folder_check    finds the check of a kind of folder; a new kind takes a file and a case here
+    spec_parser     finds the parser of a kind of spec, likewise
 
 This file does not know how a drafter drafts. It imports a drafter's file when a draft of its kind
 is asked for, so a fork may delete the files of drafters that it does not need.

@@ -138,9 +138,9 @@ class Symmetric(Format):
     """A format of codes up to `max_code`, w = code * scale, with a scale per row or group.
 
     In groups of int8 codes |w - w'| <= scale / 2 + 127 * 2^-11 * scale, the second term by rounding
-    a float16 scale. A block of r rows and g inputs of E4M3 elements that share a scale is stored as
-    r rows that repeat it, so that rows can be stacked and sharded anywhere. The scales take 1 / g
-    of the weights.
+    a float16 scale. Where a block of r rows and g inputs of E4M3 elements shares a scale, each of
+    the r rows stores a copy of it, so that rows can be stacked and sharded anywhere; there is then
+    one stored scale for every g weights.
     """
 
     scope = "groups"

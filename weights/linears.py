@@ -96,7 +96,7 @@ class QuantizedLinear(RowsLinear):
 
     @classmethod
     def empty_like(cls, linear: "nn.Linear | QuantizedLinear", scheme: str) -> "QuantizedLinear":
-        """The same with the shape, device and dtype of `linear`."""
+        """Like `empty`, with the shape, device and dtype of `linear`."""
         is_quantized = isinstance(linear, QuantizedLinear)
         return cls.empty(
             linear.in_features,
