@@ -46,10 +46,12 @@ def session_bytes(options: Options, device: torch.device, ranks: Ranks) -> tuple
     models = []
     weights = 0
 
-    def add(config: Config, form: StoredForm, quantize: str, head: str, ranks: Ranks) -> None:
+    def add(
+        config: Config, form: StoredForm, quantize: str, head_choice: str, ranks: Ranks
+    ) -> None:
         dtype = pick_dtype(chosen.dtype, config.dtype, device)
-        scheme, head, overrides = resolve_schemes(form, Path(), quantize, head)
-        models.append(empty_model(config, dtype, scheme, head, ranks, overrides))
+        scheme, head_scheme, overrides = resolve_schemes(form, Path(), quantize, head_choice)
+        models.append(empty_model(config, dtype, scheme, head_scheme, ranks, overrides))
 
     config = target_config(chosen)
     form = StoredForm()

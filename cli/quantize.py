@@ -31,6 +31,7 @@ def parse_args(argv: list[str] | None = None) -> QuantizeOptions:
     )
     add(
         "--head",
+        dest="head_scheme",
         metavar="SCHEME",
         help="of lm_head, and of an embedding tied to it; default: as it is",
     )

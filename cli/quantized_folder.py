@@ -43,7 +43,7 @@ def run(options: QuantizeOptions) -> None:
     dtype = models.plain_dtype(options.dtype, config.dtype)
     print_notes(checkpoint, stored.notes, dtype)
     # Refuse early if inputs do not divide into groups.
-    models.empty_model(config, torch.float32, options.scheme, options.head)
+    models.empty_model(config, torch.float32, options.scheme, options.head_scheme)
     is_portable = transformers_can_read(options, config)
     if is_portable:  # now, and not when the first layer has been quantized
         import loading.quantized.reader  # noqa: F401
@@ -103,7 +103,7 @@ def transformers_can_read(options: QuantizeOptions, config: Config) -> bool:
     if config.n_experts or config.family in ("mimo", "qwen2_5_vl_text", "qwen3_vl_text"):
         return False
     heads = [None] if config.tie_embeddings else [None, options.scheme]
-    return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head in heads
+    return isinstance(FORMATS.get(options.scheme), Int8 | Fp8) and options.head_scheme in heads
 
 
 def load_ends(model: Transformer, read: Callable, device: torch.device, source: str) -> None:
@@ -150,7 +150,7 @@ def write_shards(
             write(number)
             layer.to("meta")
             release_memory()
-    quantize_model(model, None, options.head)
+    quantize_model(model, None, options.head_scheme)
     write(len(model.layers))
     return files
 

@@ -205,7 +205,7 @@ def run(args: PerplexityOptions) -> dict:
         dtype = pick_dtype(options.dtype, load_config(folder).dtype, device)
         return load_model(folder, device=device, dtype=dtype, progress=True, **schemes)
 
-    model = load(options.checkpoint, quantize=options.quantize, head=options.quantize_head)
+    model = load(options.checkpoint, quantize=options.quantize, head_scheme=options.quantize_head)
     reference = load(args.reference) if args.reference else None
     return measure(model, rows, args.batch_size, reference, bos=bos is not None)
 

@@ -120,7 +120,11 @@ def load(args: Namespace, format: str, ids: list[int]) -> tuple[Transformer, dic
     most frequent."""
     dtype, scheme = (format, None) if format in DTYPES else ("bfloat16", format)
     model = load_model(
-        args.checkpoint, dtype=getattr(torch, dtype), quantize=scheme, head="auto", pack=False
+        args.checkpoint,
+        dtype=getattr(torch, dtype),
+        quantize=scheme,
+        head_scheme="auto",
+        pack=False,
     )
     n, tokenizer = model.config.n_layers, load_tokenizer(args.draft_checkpoint)
     sources = {"model": Path(args.draft_checkpoint), "pard": Path(args.pard_checkpoint)}
