@@ -112,7 +112,7 @@ def load_ends(model: Transformer, read: Callable, device: torch.device, source: 
         models.allocate(module, device)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
-    models.fill(model, saving.names_by_shard(model)[-1], read)
+    models.load_parameters(model, saving.names_by_shard(model)[-1], read)
     for name in ("embed", "norm", "lm_head"):
         check_parameters(getattr(model, name), f"{source}: {name}.")
 
@@ -140,7 +140,7 @@ def write_shards(
     with tqdm(model.layers, unit="layer", desc=title) as bar:
         for number, layer in enumerate(bar):
             models.allocate(layer, options.device)
-            models.fill(model, names[number], read)
+            models.load_parameters(model, names[number], read)
             check_parameters(layer, f"{options.checkpoint}: layers.{number}.")
             forward = functools.partial(run_block, model, number, states)
             if options.scheme:
@@ -187,8 +187,10 @@ def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Ten
     size = options.context
     count = min(options.samples, len(ids) // size)
     if count < 1:
-        found = f"{len(ids)} tokens are fewer than one window of {size}"
-        raise ValueError(f"{options.calibration}: {found}")
+        raise ValueError(
+            f"{options.calibration}: its {len(ids)} tokens are fewer than one window of {size};"
+            " give a longer text, or a smaller --context"
+        )
     stride = len(ids) // count
     bos = tokenizer.encode("")  # empty where encoding a text adds no BOS
     windows = [bos + ids[begin : begin + size] for begin in range(0, count * stride, stride)]

@@ -328,8 +328,8 @@ class Engine:
             self.state.park(request.slot.index)
             num_padding = PREFILL_CHUNK // 8  # the most that `padded_length` adds to a chunk
             # Positions that the steps in flight, and two more, may write past the text.
-            num_unread = (self.readback.lag + 2) * (self.max_k + 1)
-            self.scheduler.release(request, num_unread + num_padding)
+            num_launched = (self.readback.host_lag + 2) * (self.max_k + 1)
+            self.scheduler.release(request, num_launched + num_padding)
         del self.requests[request.id]
 
     @torch.inference_mode()
@@ -344,7 +344,7 @@ class Engine:
             budget = self.chunk
             while budget > 0 and (request := self.next_prompt()) is not None:
                 budget -= self.prefill(request)
-                events += self.read(self.lag())
+                events += self.read(self.max_waiting())
             if events and was_idle:
                 return events  # first tokens should not wait for a step
             requests = self.scheduler.decoding()
@@ -353,16 +353,16 @@ class Engine:
             step = self.plan(requests)
             result = self.run(step.rows, step.length, step.k)
             self.readback.send(result, step)
-            return events + self.read(self.lag())
+            return events + self.read(self.max_waiting())
         except BaseException:
             self.reset()
             raise
 
-    def lag(self) -> int:
+    def max_waiting(self) -> int:
         """How many launched steps may still be unread when the next one is launched; none with a
         grammar, whose masks depend on every token so far."""
         has_grammar = any(request.grammar for request in self.requests.values())
-        return 0 if has_grammar else self.readback.lag
+        return 0 if has_grammar else self.readback.host_lag
 
     def reset(self) -> None:
         """End all requests after an interrupted step, whose decisions are unknown. Slots keep their

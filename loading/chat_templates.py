@@ -90,11 +90,11 @@ class ChatTemplate:
         """ValueError for tools and for variables that the template does not read."""
         if tools and "tools" not in self.source:
             raise ValueError("the chat template does not mention tools")
-        unread = sorted(variables.keys() - self.names_read)
-        if unread:
+        unused = sorted(variables.keys() - self.names_read)
+        if unused:
             others = sorted(self.names_read - self.variables.keys() - set(ALWAYS_GIVEN))
             raise ValueError(
-                f"chat_template_kwargs: the chat template does not read {', '.join(unread):.200};"
+                f"chat_template_kwargs: the chat template does not read {', '.join(unused):.200};"
                 f" it reads {', '.join(others) or 'none':.500}"
             )
 

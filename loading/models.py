@@ -111,7 +111,7 @@ def allocate(module: nn.Module, device: str | torch.device) -> nn.Module:
     return module.requires_grad_(False).eval()
 
 
-def fill(
+def load_parameters(
     model: Transformer, names: Iterable[str], read: Callable[[str], Tensor], ranks: Ranks = ALONE
 ) -> None:
     """Copy the stored tensors of these parameters, or this rank's shards of them, into the
@@ -127,8 +127,8 @@ def fill(
 def plain_dtype(requested: str | None, stored: str | None) -> torch.dtype:
     """The dtype of weights that are not quantized: the requested one, or the checkpoint's own where
     it is one that we compute in, else bfloat16."""
-    own = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
-    return getattr(torch, requested or own)
+    default = stored if stored in ("bfloat16", "float16", "float32") else "bfloat16"
+    return getattr(torch, requested or default)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -162,7 +162,7 @@ def load_weights(
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         if module in stored_names or is_plain(name):
-            fill(model, [name], read, ranks)
+            load_parameters(model, [name], read, ranks)
         elif part == "codes":
             quantize_into(model.get_submodule(module), module, model.config, read, ranks)
         report_bytes(parameter.nbytes)
@@ -202,7 +202,7 @@ def quantize_into(
         row_max = None
         if has_split_rows and format.scope == "row_max":
             row_max = ranks.max(weight.abs().amax(1).float())
-        linear.fill(
+        linear.copy_parts(
             slice(begin, begin + len(weight)),
             quantized_parts(source, weight, linear.scheme, row_max),
         )

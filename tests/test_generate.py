@@ -462,7 +462,10 @@ def test_logits_that_are_not_finite_are_named(folder_of, monkeypatch, lag):
     """Also when the host learns of it late: the steps in between must not embed the token that is
     none."""
     monkeypatch.setattr(
-        timing.Readback, "lag", property(lambda self: lag, lambda self, value: None), raising=False
+        timing.Readback,
+        "host_lag",
+        property(lambda self: lag, lambda self, value: None),
+        raising=False,
     )
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     model.norm.weight[3] = torch.nan

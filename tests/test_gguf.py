@@ -470,7 +470,7 @@ def test_pieces_of_two_ranks_are_slices(tmp_path):
         model = models.empty_model(
             config, torch.float32, form.scheme, form.head_scheme, ranks, form.overrides
         )
-        models.fill(
+        models.load_parameters(
             models.allocate(model, "cpu"), [n for n, _ in model.named_parameters()], read, ranks
         )
         for name, linear in named_linears(model):

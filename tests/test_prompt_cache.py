@@ -163,7 +163,7 @@ def test_a_host_that_reads_late_ends_longropes_texts():
     expected = [*decode(target, COMMON, sampling=Sampling(0), max_new_tokens=12)]
     for budget in (8, 9, 12):
         engine = Engine(target, 2, 96)
-        engine.readback.lag = 2
+        engine.readback.host_lag = 2
         engine.chunk = 16
         id = engine.add_request(COMMON, sampling=Sampling(0), max_new_tokens=budget)
         engine.add_request([5, 6, 7], sampling=Sampling(0), max_new_tokens=80)

@@ -512,7 +512,7 @@ def test_pieces_of_two_ranks_are_slices(name, written):
             config, torch.float32, form.scheme, form.head_scheme, ranks, form.overrides
         )
         model = models.allocate(model, "cpu")
-        models.fill(model, [n for n, _ in model.named_parameters()], read, ranks)
+        models.load_parameters(model, [n for n, _ in model.named_parameters()], read, ranks)
         for (n, ours), linear in linears(model).items():
             sources = [weights[f"model.layers.{n}.{source}"] for source in FUSED[ours]]
             want = torch.cat(

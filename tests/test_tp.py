@@ -87,7 +87,7 @@ def part_of(folder, rank: int, world: int, scheme: str | None = None, head: str 
     read = files.tensor_reader(checkpoint.Checkpoint(folder).model_tensors)
     for name, parameter in model.named_parameters():
         parameter.view(torch.uint8).fill_(255)  # so that what is not filled in shows
-        models.fill(model, [name], read, ranks)
+        models.load_parameters(model, [name], read, ranks)
     return model
 
 

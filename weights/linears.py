@@ -122,7 +122,7 @@ class QuantizedLinear(RowsLinear):
             weight = linear.dequantized(torch.float32) if is_quantized else linear.weight.detach()
             parts = quantize_tensor(weight, scheme)
         quantized = cls.empty_like(linear, scheme)
-        quantized.fill(slice(None), parts)
+        quantized.copy_parts(slice(None), parts)
         if linear.bias is not None:
             quantized.bias.copy_(linear.bias)
         return quantized
@@ -132,7 +132,7 @@ class QuantizedLinear(RowsLinear):
         return {name: getattr(self, name) for name in self.format.shapes(1, self.in_features)}
 
     @torch.no_grad()
-    def fill(self, rows: slice, parts: dict[str, Tensor]) -> None:
+    def copy_parts(self, rows: slice, parts: dict[str, Tensor]) -> None:
         """Copy the parts of these rows into the parameters."""
         for name, part in parts.items():
             getattr(self, name)[rows] = part
@@ -156,7 +156,8 @@ class QuantizedLinear(RowsLinear):
         for name, target in sharded.named_parameters():
             part = getattr(self, name)
             is_full = part.shape[dim : dim + 1] == target.shape[dim : dim + 1]  # a row's scale too
-            sharded.fill(slice(None), {name: part if is_full else part.chunk(world, dim)[rank]})
+            part = part if is_full else part.chunk(world, dim)[rank]
+            sharded.copy_parts(slice(None), {name: part})
         return sharded
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
