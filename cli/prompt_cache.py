@@ -26,7 +26,7 @@ from loading.checkpoint import Checkpoint
 from loading.files import open_safetensors, write_atomically
 from loading.target import target_config
 
-FORMAT = "a prompt cache of quickdraft, 3"
+FORMAT = "a prompt cache of quickdraft, 4"
 # Flags whose values change the cached keys and values.
 KEY_VALUE_FLAGS = ("quantize", "quantize_head", "draft_quantize", "kv_cache_dtype")
 
