@@ -31,7 +31,7 @@ import decoding.validation as validation
 from decoding.answers import Answer, Completion
 from decoding.logits import penalize_text
 from decoding.sampling import INVALID, Sampling, uniform
-from decoding.settings import DEFAULT_NEW_TOKENS
+from decoding.settings import DEFAULT_NEW_TOKENS, new_tokens
 from model import KVCache, Transformer
 
 
@@ -205,12 +205,12 @@ def calibrate_auto(engine) -> None:
 
 
 @contextlib.contextmanager
-def naming(number: int) -> Iterator[None]:
+def errors_of_prompt(number: int) -> Iterator[None]:
     """Put the number of a prompt in front of a ValueError that it causes."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"prompt {number}: {str(error).removeprefix('prompt 0 ')}") from None
+        raise ValueError(f"prompt {number}: {validation.reason_of(error)}") from None
 
 
 class LLM:
@@ -315,13 +315,13 @@ class LLM:
         seed = settings.pop("seed", 0)
         answers = []
         for number, prompt in enumerate(prompts):
-            with naming(number):
+            with errors_of_prompt(number):
                 answers.append(self.answer(prompt, seed=seed + number, **settings))
         for _ in self.run(answers):
             pass
         completions = []
         for number, answer in enumerate(answers):
-            with naming(number):
+            with errors_of_prompt(number):
                 completions.append(answer.completion())
         return completions
 
@@ -337,12 +337,9 @@ class LLM:
         self._use_processor(settings.pop("logits_processor", self.logits_processor))
         prompt_settings = {name: settings.pop(name) for name in PROMPT_SETTINGS if name in settings}
         ids = self.encode(prompt, **prompt_settings)
-        room = self.engine.max_seq_length - len(ids)
-        if max_new_tokens is None:
-            max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
-        validation.check_lengths(
-            self.engine.model, [ids], [max_new_tokens], self.engine.max_seq_length
-        )
+        limit = self.engine.max_seq_length
+        max_new_tokens = new_tokens(max_new_tokens, ids, limit)
+        validation.check_lengths(self.engine.model, [ids], [max_new_tokens], limit)
         answer = Answer(
             self.tokenizer,
             ids,

@@ -251,7 +251,7 @@ def status_line(answer: RowAnswer) -> str:
     share accepted."""
     request = answer.request
     num_read = len(answer.prompt) - request.num_reused
-    line = f"{num_read} tokens read, {request.num_reused} kept, {answer.finish_reason},"
+    line = f"{num_read} tokens read, {request.num_reused} reused, {answer.finish_reason},"
     line += f" {rate(decided([request]), request.decode_s):.1f} tok/s"
     if request.token_records:
         counts = RowStatistics(request.token_records)

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from cli.options import TEMPLATE_KEYS, Options, PromptOptions, check_template_kwargs
 from decoding.sampling import Sampling
 from decoding.settings import (
-    DEFAULT_NEW_TOKENS,
     LARGEST_SEED,
     RANDOM_SEED,
     SETTINGS,
     is_random,
+    new_tokens,
     random_seed,
 )
-from decoding.validation import check_lengths
+from decoding.validation import check_lengths, reason_of
 from loading.chat_messages import join_parts
 from loading.tokenizer import Tokenizer, conversation_ids
 
@@ -234,13 +234,6 @@ def refuse_constant(name: str) -> None:
 # ----------------------------------------------------------------------------- rows of token ids
 
 
-def new_tokens(requested: int | None, prompt: list[int], limit: int) -> int:
-    """--max_new_tokens unchecked, by default as many as fit, up to DEFAULT_NEW_TOKENS."""
-    if requested is not None:
-        return requested
-    return max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
-
-
 def template_kwargs(settings: Mapping) -> dict:
     """tools, prefill and the template's variables: keyword arguments of conversation_ids."""
     names = settings["chat_template_kwargs"]
@@ -269,7 +262,7 @@ class Encoder:
             except ValueError as error:
                 if prompt.location is None:
                     raise
-                refused.append(f"{prompt.location}: {str(error).removeprefix('prompt 0 ')}")
+                refused.append(f"{prompt.location}: {reason_of(error)}")
         return rows, refused
 
     def samples(self, prompt: Prompt) -> list[Prompt]:

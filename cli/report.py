@@ -291,7 +291,7 @@ def prefill_line(timings: Sequence[Timing]) -> str:
     num_reused = sum(sum(timing.cached) for timing in timings)
     if num_reused:
         num_prompt_tokens = num_reused + sum(timing.prompt_tokens for timing in timings)
-        line += f", {num_reused} of {num_prompt_tokens} tokens kept"
+        line += f", {num_reused} of {num_prompt_tokens} tokens reused"
     return line
 
 

@@ -1,13 +1,14 @@
 """The settings of a request and their defaults, without torch. decoding/sampling.py applies them.
 
 Setting, SETTINGS   the list that flags, keys of JSON, the fields of Sampling and tensors follow
-check_numbers      ValueError for a number out of range
-is_random, random_seed  seeds that nobody chose
+check_numbers       ValueError for a number out of range
+new_tokens          how many tokens an answer may have
+is_random, random_seed   seeds that nobody chose
 """
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 FLOAT32_TINY = 2.0**-126  # the smallest normal number
@@ -91,6 +92,14 @@ def check_numbers(values: Mapping[str, float | None]) -> None:
         value = values[name]
         if value is not None and not setting.is_valid(value):
             raise ValueError(f"{name} = {value} must {setting.rule}")
+
+
+def new_tokens(requested: int | None, prompt: Sequence[int], limit: int) -> int:
+    """A number of new tokens, unchecked: by default as many as fit in `limit` positions, up to
+    DEFAULT_NEW_TOKENS."""
+    if requested is not None:
+        return requested
+    return max(1, min(DEFAULT_NEW_TOKENS, limit - len(prompt)))
 
 
 def is_random(seed: object) -> bool:

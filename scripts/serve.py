@@ -41,13 +41,12 @@ from cli.errors import ending_plainly, fail, use_threads
 from cli.flags import with_chosen_seed
 from cli.opening import Demand, open_llm
 from cli.page import page
-from cli.prompts import new_tokens
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
 from decoding.sampling import Sampling
-from decoding.settings import is_random, random_seed
+from decoding.settings import is_random, new_tokens, random_seed
 from decoding.state import MAX_STOP_IDS
-from decoding.validation import check_lengths, check_settings
+from decoding.validation import check_lengths, check_settings, reason_of
 from loading.hub import model_name
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids
@@ -328,7 +327,7 @@ class Api:
         try:
             return [self.encode(request, prompt) for prompt in request.prompts]
         except ValueError as error:
-            message = str(error).removeprefix("prompt 0 ").partition(", or lower")[0]
+            message = reason_of(error).partition(", or lower")[0]
         code = None
         if "positions" in message:
             code = "context_length_exceeded"
