@@ -397,7 +397,7 @@ class LLM:
         """Add an answer's request to the engine, where it waits for a free slot."""
         if answer.engine not in (None, self.engine):
             raise ValueError("another logits_processor was asked for before this answer started")
-        id = self.engine.add_request(answer.prompt, **answer.settings)
+        id = self.engine.add_request(answer.prompt, **answer.request_args)
         answer.request = self.engine.requests[id]
         self.running[id] = answer
 

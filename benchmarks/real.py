@@ -42,7 +42,7 @@ from benchmarks.clients import measure_clients
 from benchmarks.pipes import ROOT, Worker, close, first_byte_s, in_turn
 from benchmarks.record import one_of, publish, ratios, row
 from cli.answers import RowAnswer
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, parse_args, positive
 from cli.options import Options
 from cli.prompts import Prompt
@@ -547,7 +547,7 @@ def main() -> None:
     args = options()
     if args.worker:
         return answer_requests(args.worker)
-    with ending_plainly():
+    with exit_on_error():
         print(json.dumps(run(args)))
 
 

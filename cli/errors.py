@@ -1,6 +1,6 @@
 """Where a program meets the system: exit statuses, Ctrl-C, pipes, launchers, a container's quota.
 
-ending_plainly          stands around every program; cli/exits.py prints its errors
+exit_on_error          stands around every program; cli/exits.py prints its errors
 defer_interrupts        Ctrl-C between two steps
 use_threads, cpu_share  threads of a CPU
 free_memory             bytes that may still be allocated
@@ -26,7 +26,7 @@ OLDEST_TORCH = [2, 11]
 
 
 @contextlib.contextmanager
-def ending_plainly(joins_ranks: bool = False) -> Iterator[None]:
+def exit_on_error(joins_ranks: bool = False) -> Iterator[None]:
     """An error that the user can act on is one line and status 2; Ctrl-C is status 130; a closed
     stdout, as in `program | head`, ends quietly; a bug keeps its traceback.
 

@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     ids: list[int] | None = None  # of the prompt, once it is encoded
     sampling: Sampling | None = None  # once it is encoded
     stop: list[str] | None = None  # None: as the flags say
-    settings: Mapping = {}  # of the line's own, of sampling and of the template; they replace flags
+    overrides: Mapping = {}  # the line's own values of sampling and template, in place of flags'
     # The line's number, if it has no `id` or repeats an earlier one.
     line: int | None = None
 
@@ -157,7 +157,7 @@ def prompt_of(fields: dict, location: str) -> Prompt:
         random_seed() if has_random_seed else seed,
         has_random_seed,
         stop=[stop] if isinstance(stop, str) else stop,
-        settings=fields,
+        overrides=fields,
     )
 
 
@@ -234,10 +234,10 @@ def refuse_constant(name: str) -> None:
 # ----------------------------------------------------------------------------- rows of token ids
 
 
-def template_kwargs(settings: Mapping) -> dict:
+def template_kwargs(values: Mapping) -> dict:
     """tools, prefill and the template's variables: keyword arguments of conversation_ids."""
-    names = settings["chat_template_kwargs"]
-    return {"tools": settings["tools"], "prefill": settings["prefill"], **names}
+    names = values["chat_template_kwargs"]
+    return {"tools": values["tools"], "prefill": values["prefill"], **names}
 
 
 class Encoder:
@@ -273,7 +273,7 @@ class Encoder:
         budget = prompt.max_new_tokens
         budget = new_tokens(defaults.max_new_tokens if budget is None else budget, ids, self.limit)
         check_lengths(self.model, [ids], [budget], self.limit)
-        numbers = {name: prompt.settings.get(name, x) for name, x in defaults.sampling.items()}
+        numbers = {name: prompt.overrides.get(name, x) for name, x in defaults.sampling.items()}
         row = prompt._replace(
             ids=ids,
             max_new_tokens=budget,
@@ -287,16 +287,15 @@ class Encoder:
 
     def ids(self, prompt: Prompt) -> list[int]:
         defaults = vars(self.defaults)
-        settings = {**defaults, **prompt.settings}
+        values = {**defaults, **prompt.overrides}
         if prompt.messages is None:
             if unused := [f"--{key}" for key in TEMPLATE_KEYS if defaults[key]]:
                 raise ValueError(f"{', '.join(unused)}: only conversations have a template")
-            parse_special = settings["parse_special"]
-            return self.tokenizer.encode(prompt.text, parse_special=parse_special)
+            return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])
         if self.tokenizer.template is None and not self.has_warned:
             self.has_warned = True
             print(
                 "this folder has no chat template: messages become plain text without their roles",
                 file=sys.stderr,
             )
-        return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(settings))
+        return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(values))

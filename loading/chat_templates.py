@@ -143,18 +143,17 @@ def fill_thoughts(message: dict) -> dict:
 
 
 def load_chat_template(
-    folder: Path, settings: dict, variables: dict[str, str]
+    folder: Path, tokenizer_config: dict, variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """The template in chat_template.jinja, the settings' chat_template or chat_template.json, with
-    the one for tools called "tool_use". `settings`: tokenizer_config.json. ValueError names a file
-    that cannot be read."""
+    """The template in chat_template.jinja, tokenizer_config.json or chat_template.json, with the
+    one for tools called "tool_use". ValueError names a file that cannot be read."""
     file = folder / "chat_template.jinja"
     if file_exists(file):
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         sources = {"default": read_source(file), "tool_use": read_source(tool_file)}
     else:
         file = folder / "tokenizer_config.json"
-        sources = settings.get("chat_template")
+        sources = tokenizer_config.get("chat_template")
         if sources is None:  # the older file of models with a processor, such as mistral3
             file = folder / "chat_template.json"
             sources = read_json(file).get("chat_template")

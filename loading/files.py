@@ -46,13 +46,13 @@ def read_config_json(file: Path) -> dict:
     """A config.json. ModelOpt writes its quantization_config into a file of its own, or below a key
     "quantization", and some versions leave its quant_method out."""
     hf = read_json(file)
-    settings = hf.get("quantization_config")
-    if settings is None:
-        settings = plain_files.read_json(file.with_name("hf_quant_config.json"))
-    if isinstance(settings, dict):
-        settings = settings.get("quantization", settings)
-        if isinstance(settings, dict) and "quant_algo" in settings:
-            hf["quantization_config"] = {**settings, "quant_method": "modelopt"}
+    entry = hf.get("quantization_config")
+    if entry is None:
+        entry = plain_files.read_json(file.with_name("hf_quant_config.json"))
+    if isinstance(entry, dict):
+        entry = entry.get("quantization", entry)
+        if isinstance(entry, dict) and "quant_algo" in entry:
+            hf["quantization_config"] = {**entry, "quant_method": "modelopt"}
     return hf
 
 

@@ -52,7 +52,7 @@ def load_target(
     numbers."""
     config = target_config(options)
     dtype = pick_dtype(options.dtype, config.dtype, device)
-    settings = {
+    load_options = {
         "device": device,
         "dtype": dtype,
         "quantize": options.quantize,
@@ -61,11 +61,13 @@ def load_target(
     }
     if options.random_weights:
         head_scheme = choose_head_scheme(options.quantize, options.quantize_head)
-        model = random_model(config, head_scheme=head_scheme, **settings)
+        model = random_model(config, head_scheme=head_scheme, **load_options)
         return model, Tokenizer(NumberRuntime(config.vocab_size), config.vocab_size)
     tokenizer = load_tokenizer(options.checkpoint, options.chat_template)
     pieces = b"\0".join(tokenizer.pieces())
     ranks.check_same(lambda: {"its tokenizer": hashlib.sha256(pieces).hexdigest()})
     checkpoint = Checkpoint(options.checkpoint, options.adapter)
-    model = load_model(checkpoint, head_scheme=options.quantize_head, progress=progress, **settings)
+    model = load_model(
+        checkpoint, head_scheme=options.quantize_head, progress=progress, **load_options
+    )
     return model, tokenizer

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 
 from cli.answers import RowAnswer
-from cli.errors import cpu_share, ending_plainly
+from cli.errors import cpu_share, exit_on_error
 from cli.flags import options_of, parser, with_chosen_seed
 from cli.opening import check_draft_source, context_limit, sampling_paths
 from cli.options import Options
@@ -378,7 +378,7 @@ def token_text(difference: dict, side: str) -> str:
 
 
 def main() -> None:
-    with ending_plainly():
+    with exit_on_error():
         args = parse_args()
         result = run(args)
         if args.json:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from loading.checkpoint import load_config, load_model
 from loading.models import pick_dtype
 from loading.target import pick_device
@@ -222,7 +222,7 @@ def check_reference(reference: str, checkpoint: str, tokenizer: Tokenizer) -> No
 
 
 def main() -> None:
-    with ending_plainly():
+    with exit_on_error():
         args = parse_args()
         result = run(args)
         if args.json:

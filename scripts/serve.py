@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from cli.errors import ending_plainly, fail, use_threads
+from cli.errors import exit_on_error, fail, use_threads
 from cli.flags import with_chosen_seed
-from cli.opening import Demand, open_llm
+from cli.opening import Workload, open_llm
 from cli.page import page
 from cli.report import greedy_text
 from decoding.grammar import Grammar, JsonGrammars
@@ -521,7 +521,7 @@ def run(flags: ServerOptions) -> int:
     listener = listen(flags)  # clients that connect while the model loads wait for it
     device = pick_device(options.model.device)
     use_threads(options.run.threads)
-    opened = open_llm(options, Demand(num_slots=options.run.batch_size), device)
+    opened = open_llm(options, Workload(num_slots=options.run.batch_size), device)
     decoder = Decoder(opened.llm, flags.queue)
     address, port = listener.getsockname()[:2]
     is_local = ip_address(address).is_loopback
@@ -545,7 +545,7 @@ def run(flags: ServerOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with ending_plainly():
+    with exit_on_error():
         status = run(parse_args(argv))
     sys.exit(status)
 

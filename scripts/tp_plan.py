@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
 from loading.checkpoint import Checkpoint, find_layout, read_config
 from loading.files import read_json
@@ -147,7 +147,7 @@ def check_flags(args) -> None:
         )
 
 
-@ending_plainly()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_flags(args)

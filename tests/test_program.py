@@ -28,7 +28,7 @@ import cli.chat as chat_room
 import cli.opening as opening_room
 import decoding.scheduler as scheduler
 from cli.answers import RowAnswer
-from cli.errors import cpu_share, ending_plainly
+from cli.errors import cpu_share, exit_on_error
 from cli.flags import parse_args
 from cli.main import main
 from cli.main import run as run_args
@@ -704,10 +704,10 @@ def test_old_torch_is_refused_plainly(monkeypatch, capsys):
     ):
         monkeypatch.setattr(torch, "__version__", version)
         if fine:
-            with ending_plainly():
+            with exit_on_error():
                 pass
         else:
-            with pytest.raises(SystemExit) as exit, ending_plainly():
+            with pytest.raises(SystemExit) as exit, exit_on_error():
                 pytest.fail("the program ran")
             assert (
                 exit.value.code == 2

@@ -54,7 +54,7 @@ from tqdm import tqdm
 import decoding.engine as engine_room
 import decoding.runner as runner
 from benchmarks.record import record
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import DTYPES, Parser, positive
 from decoding.engine import Engine
 from decoding.kv_8bit import CACHE_TYPES
@@ -504,7 +504,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 def main() -> None:
     args = parse_args()
-    with ending_plainly():
+    with exit_on_error():
         rows = measure(args)
         show(rows)
     sys.exit(any(map(differs, rows)))

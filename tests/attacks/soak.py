@@ -44,7 +44,7 @@ from tqdm import tqdm
 from benchmarks.record import record
 from cli.answers import RowAnswer
 from cli.chat import chat
-from cli.errors import ending_plainly
+from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from cli.flags import parse_args as generate_options
 from cli.prompts import Prompt
@@ -495,7 +495,7 @@ def main() -> None:
     )
     add("--write", type=Path, metavar="FILE", help="results as JSON")
     args = parser.parse_args()
-    with ending_plainly():
+    with exit_on_error():
         start = time.perf_counter()
         found = soak(args.minutes, args.requests, args.seed, args.engines)
         found["seconds"] = round(time.perf_counter() - start)
