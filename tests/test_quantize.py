@@ -426,7 +426,7 @@ def test_a_processor_that_adds_exactly_is_found_to():
             torch.full((32, 64), 127, dtype=torch.int8),
             torch.full((1, 64), 255, dtype=torch.uint8),
         )
-        wrong = cpu.PackedInt8(codes, torch.ones(32)).multiply(x) != 127 * 127 * 64
+        wrong = cpu.PackedInt8(codes, torch.ones(32)).run_kernel(x) != 127 * 127 * 64
         assert wrong.any(), "products that are exact are not taken"
 
 
