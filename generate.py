@@ -383,7 +383,10 @@ class LLM:
         if logits_processor is old.options.logits_processor:
             return
         if self.running:
-            raise ValueError("another logits_processor cannot start while answers are running")
+            raise ValueError(
+                "another logits_processor cannot start while answers are running: wait for them, or"
+                " abort them"
+            )
         from decoding.engine import Engine
 
         options = replace(old.options, logits_processor=logits_processor)
@@ -396,7 +399,10 @@ class LLM:
     def start(self, answer: Answer) -> None:
         """Add an answer's request to the engine, where it waits for a free slot."""
         if answer.engine not in (None, self.engine):
-            raise ValueError("another logits_processor was asked for before this answer started")
+            raise ValueError(
+                "another logits_processor was asked for before this answer started: make the answer"
+                " again"
+            )
         id = self.engine.add_request(answer.prompt, **answer.request_args)
         answer.request = self.engine.requests[id]
         self.running[id] = answer

@@ -67,7 +67,8 @@ def exit_on_error(joins_ranks: bool = False) -> Iterator[None]:
 def check_torch() -> None:
     if [int(part) for part in torch.__version__.split(".")[:2]] < OLDEST_TORCH:
         raise ValueError(
-            f"torch {torch.__version__} is too old: quickdraft is tested on 2.11 to 2.14"
+            f"torch {torch.__version__} is too old: quickdraft needs 2.11 or later, and is"
+            " tested up to 2.14"
         )
 
 

@@ -137,7 +137,9 @@ def prompt_of(fields: dict, location: str) -> Prompt:
     if ("prompt" in fields) == ("messages" in fields):
         raise ValueError(EXPECTED)
     if "prompt" in fields and (unused := [key for key in TEMPLATE_KEYS if key in fields]):
-        raise ValueError(f"{', '.join(unused)}: only conversations have a template")
+        raise ValueError(
+            f'{", ".join(unused)}: only conversations have a template; give "messages" instead'
+        )
     if "messages" in fields and "parse_special" in fields:
         raise ValueError('"parse_special" needs a "prompt": a template writes special tokens alone')
     check_template_kwargs(fields.get("chat_template_kwargs", {}))
@@ -212,7 +214,7 @@ def parsed_lines(lines: Iterable[bytes | None], name: str) -> Iterator[Prompt | 
         ids.add(id)
         yield prompt._replace(line=number if needs_number else None)
     if is_jsonl is None:
-        raise ValueError(f"{name}: holds no prompt")
+        raise ValueError(f"{name}: holds no prompt; write one a line")
 
 
 def json_object(line: str) -> dict:
@@ -228,7 +230,7 @@ def json_object(line: str) -> dict:
 
 
 def refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}; JSON has no NaN or Infinity")
+    raise ValueError(f"it holds {name}; JSON has no NaN or Infinity: write null or a number")
 
 
 # ----------------------------------------------------------------------------- rows of token ids
@@ -290,7 +292,9 @@ class Encoder:
         values = {**defaults, **prompt.overrides}
         if prompt.messages is None:
             if unused := [f"--{key}" for key in TEMPLATE_KEYS if defaults[key]]:
-                raise ValueError(f"{', '.join(unused)}: only conversations have a template")
+                raise ValueError(
+                    f'{", ".join(unused)}: only conversations have a template; give "messages"'
+                )
             return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])
         if self.tokenizer.template is None and not self.has_warned:
             self.has_warned = True

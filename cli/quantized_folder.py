@@ -182,7 +182,9 @@ def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Ten
     try:
         text = Path(options.calibration).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{options.calibration}: not UTF-8 text: {error}") from None
+        raise ValueError(
+            f"{options.calibration}: not UTF-8 text: {error}; save it as UTF-8"
+        ) from None
     ids = tokenizer.encode(text, bos=False)
     size = options.context
     count = min(options.samples, len(ids) // size)

@@ -42,14 +42,14 @@ def check_lengths(
     """PromptError unless every prompt and its new tokens fit in `limit` positions. ValueError for a
     number of new tokens that is none, and without prompts."""
     if not prompts:
-        raise ValueError("no prompt given")
+        raise ValueError("no prompt: give at least one")
     V = model.config.vocab_size
     for row, (prompt, new) in enumerate(zip(prompts, budgets, strict=True)):
         if new < 1 or new != int(new):
             raise ValueError(f"max_new_tokens = {new} must be a number of tokens, at least 1")
         if not len(prompt):
             raise PromptError(
-                row, "is empty: it has no token, and the model has no BOS to start from"
+                row, "is empty: it needs a token, because the model has no BOS to start from"
             )
         total = len(prompt) + new
         if total > limit:

@@ -102,7 +102,9 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
     shapes = {target: stored.get_shape() for target, stored in saved.items()}
     for target, parts in pairs.items():
         if parts.keys() != {"A", "B"}:
-            raise ValueError(f"{folder}: {target} has lora_{''.join(parts)} alone")
+            raise ValueError(
+                f"{folder}: {target} has lora_{''.join(parts)} alone; a LoRA has an A and a B"
+            )
         rows, rank = parts["B"].get_shape()
         rank_of_a, columns = parts["A"].get_shape()
         if rank != rank_of_a:
@@ -110,9 +112,15 @@ def check_tensors(folder: Path, config: Config, pairs: dict, saved: dict) -> Non
         shapes[target] = [columns, rows] if target == EMBEDDING else [rows, columns]
     for target, shape in shapes.items():
         if target not in expected:
-            raise ValueError(f"{folder}: {target} fits no tensor of this model")
+            raise ValueError(
+                f"{folder}: {target} fits no tensor of this model; use the model that it was"
+                " trained on"
+            )
         if config.tie_embeddings and target in (EMBEDDING, "lm_head.weight"):
-            raise ValueError(f"{folder}: {target} is an embedding that is also the head")
+            raise ValueError(
+                f"{folder}: {target} is an embedding that is also the head, which"
+                " cannot be merged; train the adapter without it"
+            )
         expected_shape = list(expected[target][0])
         if shape != expected_shape:
             raise ValueError(

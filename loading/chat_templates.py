@@ -77,7 +77,10 @@ class ChatTemplate:
             self.program = ENVIRONMENT.from_string(source)
             self.names_read = meta.find_undeclared_variables(tree)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(f"the chat template is broken: {one_line(error)}") from None
+            raise ValueError(
+                f"the chat template is broken: {one_line(error)}; --chat_template"
+                " FILE gives another"
+            ) from None
         # A template that loops over a message's content can read a list of parts.
         self.reads_parts = any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
         self.roles = [role for role in ROLES if role in constants]
@@ -89,7 +92,10 @@ class ChatTemplate:
     def check_request(self, tools: list | None, variables: dict) -> None:
         """ValueError for tools and for variables that the template does not read."""
         if tools and "tools" not in self.source:
-            raise ValueError("the chat template does not mention tools")
+            raise ValueError(
+                "the chat template does not mention tools; give one that does as --chat_template"
+                " FILE"
+            )
         unused = sorted(variables.keys() - self.names_read)
         if unused:
             others = sorted(self.names_read - self.variables.keys() - set(ALWAYS_GIVEN))

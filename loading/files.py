@@ -70,7 +70,7 @@ def tensor_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder}: neither {single.name} nor {index.name}{hint}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index}: weight_map is missing or empty")
+        raise ValueError(f"{index}: weight_map is missing or empty; fetch the file again")
     for name in weight_map.values():
         if not isinstance(name, str) or not name.isprintable():
             raise ValueError(f"{index}: weight_map has {name!r} where a file's name must stand")

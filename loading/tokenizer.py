@@ -288,7 +288,10 @@ def conversation_ids(
     has_calls = any(message.get("tool_calls") for message in messages)
     unsupported = ["tools"] * bool(tools) + ["tool_calls"] * has_calls + [*names]
     if unsupported:
-        raise ValueError(f"this model has no chat template for {', '.join(unsupported)}")
+        raise ValueError(
+            f"this model has no chat template for {', '.join(unsupported)}; give one as"
+            " --chat_template FILE"
+        )
     texts = [join_parts(message["content"]) for message in messages]
     if prefill:
         texts.append(prefill)

@@ -147,7 +147,7 @@ class QuantizedLinear(RowsLinear):
         if sizes[dim] % (world * group):
             raise ValueError(
                 f"{sizes[dim]} cannot be divided into {world} shards of full groups of {group}"
-                f" ({self.scheme})"
+                f" ({self.scheme}); use fewer ranks, or a scheme with smaller groups"
             )
         sizes[dim] //= world
         has_bias = self.bias is not None and (dim == 0 or rank == 0)
