@@ -45,7 +45,7 @@ from cli.answers import RowAnswer
 from cli.errors import exit_on_error
 from cli.flags import Parser, parse_args, positive
 from cli.options import Options
-from cli.prompts import Prompt
+from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
 from decoding.sampling import Sampling
 from generate import LLM
@@ -120,15 +120,15 @@ def answer_requests(flags: list[str]) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             llm.stop_ids = frozenset(request.get("stop_ids", ()))
-            prompt = Prompt(
-                "",
+            row = Row(
+                Prompt(""),
                 ids=request["ids"],
                 max_new_tokens=request["new"],
                 seed=0,
                 sampling=sampling,
                 stop=[],
             )
-            for answer in run_interruptibly(llm, [RowAnswer(llm, prompt)]):
+            for answer in run_interruptibly(llm, [RowAnswer(llm, row)]):
                 print(json.dumps(answer.result(llm.engine)), file=out, flush=True)
 
     with mock.patch.object(cli.main, "chat", answer_lines):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cli.answers import RowAnswer, shows_drafts
 from cli.options import Options
-from cli.prompts import Prompt, parsed_lines, template_kwargs
+from cli.prompts import Prompt, Row, parsed_lines, template_kwargs
 from cli.report import RowStatistics, decided, rate
 from cli.running import run_interruptibly
 from decoding.sampling import Sampling
@@ -229,8 +229,8 @@ def answer_message(
     if prompt is None:
         return
     defaults = options.requests
-    row = Prompt(
-        text,
+    row = Row(
+        Prompt(text),
         ids=prompt,
         max_new_tokens=defaults.max_new_tokens or conversation.limit - len(prompt),
         seed=defaults.seed + turn_number,

@@ -19,7 +19,7 @@ from cli.exits import print_broken
 from cli.memory import check_memory
 from cli.options import Options
 from cli.output import unanswered
-from cli.prompts import Encoder, Prompt
+from cli.prompts import Encoder, Prompt, Row
 from cli.report import cached_bytes
 from cli.running import warm_up
 from decoding.engine import Engine, cache_class
@@ -63,7 +63,7 @@ class Workload:
 
 class Opened(NamedTuple):
     llm: LLM
-    rows: list[Prompt]  # samples without an answer
+    rows: list[Row]  # samples without an answer
     refused: list[str]  # an error for each line that does not fit
 
 
@@ -163,7 +163,7 @@ def smallest_batch(options: Options, workload: Workload) -> int:
 def choose_slots(
     options: Options,
     workload: Workload,
-    rows: list[Prompt],
+    rows: list[Row],
     length: int,
     model: Transformer,
     drafter: Drafter | None,
@@ -212,7 +212,7 @@ def engine_length(options: Options, device: torch.device, length: int, limit: in
     return length
 
 
-def sampling_paths(rows: list[Prompt]) -> list[str]:
+def sampling_paths(rows: list[Row]) -> list[str]:
     """The sampling paths that these rows have."""
     paths = {row.sampling.path for row in rows}
     return [path for path in SAMPLING_PATHS if path in paths]

@@ -2,7 +2,7 @@
 
 LINE_KEYS       what a line may say, and the check of each value
 read_prompts    --prompt, or the lines of --prompt_file -> Prompt;  parsed_lines  of a pipe
-Encoder         Prompt -> rows of token ids with every setting, one a sample
+Encoder         Prompt -> Rows, which have token ids and every setting, one a sample
 """
 
 import json
@@ -32,26 +32,37 @@ EXPECTED = (
 
 
 class Prompt(NamedTuple):
-    """A text, or a conversation whose last message is `text`."""
+    """A text, or a conversation whose last message is `text`, with what its line says beside it;
+    None: as the flags say."""
 
     text: str
     messages: list[dict] | None = None
     id: object = None  # of the line; its results repeat it
     location: str | None = None  # file and line
-    max_new_tokens: int | None = None  # None: as the flags say
+    max_new_tokens: int | None = None
     seed: int | None = None
     has_random_seed: bool = False  # did RANDOM_SEED ask for it?
-    sample: int = 0
-    ids: list[int] | None = None  # of the prompt, once it is encoded
-    sampling: Sampling | None = None  # once it is encoded
-    stop: list[str] | None = None  # None: as the flags say
+    stop: list[str] | None = None
     overrides: Mapping = {}  # the line's own values of sampling and template, in place of flags'
     # The line's number, if it has no `id` or repeats an earlier one.
     line: int | None = None
 
+
+class Row(NamedTuple):
+    """One sample of a prompt, encoded, with every setting."""
+
+    prompt: Prompt
+    ids: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    stop: list[str]
+    has_random_seed: bool = False
+    sample: int = 0
+
     def labels(self) -> dict:
         """Keys that identify a result."""
-        names = {"id": self.id, "line": self.line}
+        names = {"id": self.prompt.id, "line": self.prompt.line}
         labels = {key: value for key, value in names.items() if value is not None}
         return labels | {"seed": self.seed, "sample": self.sample}
 
@@ -254,7 +265,7 @@ class Encoder:
         self.limit = limit
         self.has_warned = False
 
-    def encode_all(self, prompts: Iterable[Prompt]) -> tuple[list[Prompt], list[str]]:
+    def encode_all(self, prompts: Iterable[Prompt]) -> tuple[list[Row], list[str]]:
         """(all samples of the prompts, an error for each line that cannot be decoded)."""
         rows = []
         refused = []
@@ -267,7 +278,7 @@ class Encoder:
                 refused.append(f"{prompt.location}: {reason_of(error)}")
         return rows, refused
 
-    def samples(self, prompt: Prompt) -> list[Prompt]:
+    def samples(self, prompt: Prompt) -> list[Row]:
         """The rows of one prompt, one for each of --num_samples. ValueError for what cannot be
         decoded."""
         defaults = self.defaults
@@ -276,15 +287,16 @@ class Encoder:
         budget = new_tokens(defaults.max_new_tokens if budget is None else budget, ids, self.limit)
         check_lengths(self.model, [ids], [budget], self.limit)
         numbers = {name: prompt.overrides.get(name, x) for name, x in defaults.sampling.items()}
-        row = prompt._replace(
-            ids=ids,
-            max_new_tokens=budget,
-            sampling=Sampling(**numbers),
-            stop=defaults.stop if prompt.stop is None else prompt.stop,
-            line=prompt.line if self.numbers_lines else None,
+        seeded = defaults if prompt.seed is None else prompt
+        row = Row(
+            prompt if self.numbers_lines else prompt._replace(line=None),
+            ids,
+            Sampling(**numbers),
+            budget,
+            seeded.seed,
+            defaults.stop if prompt.stop is None else prompt.stop,
+            seeded.has_random_seed,
         )
-        if row.seed is None:
-            row = row._replace(seed=defaults.seed, has_random_seed=defaults.has_random_seed)
         return [row._replace(seed=row.seed + n, sample=n) for n in range(self.num_samples)]
 
     def ids(self, prompt: Prompt) -> list[int]:

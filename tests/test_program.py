@@ -33,7 +33,7 @@ from cli.flags import parse_args
 from cli.main import main
 from cli.main import run as run_args
 from cli.opening import load_models
-from cli.prompts import Prompt, read_prompts
+from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -684,7 +684,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
 def test_a_character_split_over_tokens_is_printed_whole(text_folder, capfd):
     """Byte tokens of an emoji, fed one by one: nothing until the last, never U+FFFD in between."""
     tokenizer = load_tokenizer(text_folder)
-    row = Prompt("", ids=[], stop=[])
+    row = Row(Prompt(""), [], Sampling(0), 1, seed=0, stop=[])
     answer = RowAnswer(types.SimpleNamespace(tokenizer=tokenizer, stop_ids=()), row, streaming=True)
     answer.request = types.SimpleNamespace(tokens=[], token_records=[], finish_reason=None)
     seen = []

@@ -47,7 +47,7 @@ from cli.chat import chat
 from cli.errors import exit_on_error
 from cli.flags import Parser, positive
 from cli.flags import parse_args as generate_options
-from cli.prompts import Prompt
+from cli.prompts import Prompt, Row
 from cli.running import run_interruptibly
 from decoding.costs import Costs
 from decoding.engine import Engine
@@ -289,15 +289,15 @@ def chat_flags(asked: Request) -> list[str]:
 def row_of(llm: LLM, asked: Request, number: int) -> RowAnswer:
     """An answer to one of the texts of a batch."""
     text = asked.texts[number]
-    prompt = Prompt(
-        text,
+    row = Row(
+        Prompt(text),
         ids=llm.tokenizer.encode(text),
         max_new_tokens=asked.new[number],
         seed=asked.seed,
         sampling=Sampling(**asked.sampling),
         stop=asked.stop,
     )
-    return RowAnswer(llm, prompt)
+    return RowAnswer(llm, row)
 
 
 @contextlib.contextmanager
