@@ -354,7 +354,7 @@ def tiled(change: Callable[[int, int], tuple[int, int]]) -> AbstractContextManag
 UNDONE = {
     "lengths": lambda: tiled(lambda rows, keys: (rows, 1)),  # attention over the exact length
     "queries": lambda: tiled(lambda rows, keys: (1, keys)),  # as many query rows as there are
-    "rows": lambda: patched((RowSplit, "multiply"), new=lambda self, product, x: product(x)),
+    "rows": lambda: patched((RowSplit, "run"), new=lambda self, product, x: product(x)),
     # of a neighbour's prompt
     "prefixes": lambda: patched((engine_room, "copy_positions"), new=lambda *args: None),
 }
