@@ -577,7 +577,8 @@ class Engine:
                 request.prefill_s = sum(seconds_between(*pair) for pair in times)
                 request.ttft_s = now - request.started
             if record is not None:
-                request.record_step(record)
+                request.steps.append(record)
+                request.decode_s += record.seconds
             ids = request.receive(result, row)
             if self.runs_rounds:
                 request.record_drafting(
@@ -586,7 +587,7 @@ class Engine:
             events += [(request.id, id) for id in ids]
             if request.ending is not None:
                 self.finish(request, request.ending)
-            elif request.outgrows_short_text:
+            elif request.num_positions > request.short_length:
                 self.recompute(request)
         self.read_at = now
         return events

@@ -106,16 +106,8 @@ def attend_codes(
     num_heads = G if G * rows * k.size(2) <= INNER_CACHE_SCORES else 1
     for b, head in itertools.product(range(B), range(0, G, num_heads)):
         heads = (b, slice(head, head + num_heads))
-        attend_heads(
-            y[heads],
-            q_codes[heads],
-            q_scale[heads],
-            k[heads],
-            k_scale[heads],
-            v[heads],
-            v_scale[heads],
-            bias[b],
-        )
+        parts = [x[heads] for x in (y, q_codes, q_scale, k, k_scale, v, v_scale)]
+        attend_heads(*parts, bias[b])
     return y.view(B, H, T, E)
 
 

@@ -87,10 +87,6 @@ class Request(RequestStatistics):
         return self.end if self.short_length == math.inf else self.short_length - 1
 
     @property
-    def outgrows_short_text(self) -> bool:
-        return self.num_positions > self.short_length
-
-    @property
     def ending(self) -> str | None:
         """The finish reason that is due after its last token; None if the text goes on."""
         if self.error is not None:

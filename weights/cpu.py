@@ -56,6 +56,8 @@ class PackedWeights(nn.Module):
     rows. They stay on the CPU and are never unpacked. `row_split` says in which numbers of rows
     `kernel` runs."""
 
+    pads = True  # does a batch of a few rows cost as much as a full tile?
+
     def __init__(self, weight: Tensor):
         super().__init__()
         self.out_features = len(weight)
@@ -66,7 +68,7 @@ class PackedWeights(nn.Module):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        is_large = weight.nbytes >= LARGE_BYTES
+        is_large = cls.pads and weight.nbytes >= LARGE_BYTES
         threads = torch.get_num_threads()
         return find_packed_split(cls.kernel_on_ones, *weight.shape, weight.dtype, is_large, threads)
 
@@ -134,13 +136,7 @@ class PlainWeights(PackedWeights):
 class TransposedWeights(PlainWeights):
     """Weights as they are, on the left of the product: y^T = W x^T."""
 
-    @classmethod
-    def find_row_split(cls, weight: Tensor) -> RowSplit:
-        # This product pads nothing, so one row may be the best split for weights of any size.
-        threads = torch.get_num_threads()
-        return find_packed_split(
-            cls.kernel_on_ones, *weight.shape, weight.dtype, is_large=False, threads=threads
-        )
+    pads = False  # so one row may be the best split for weights of any size
 
     def kernel(self, x: Tensor) -> Tensor:
         if len(x) == 1:
