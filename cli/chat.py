@@ -199,24 +199,25 @@ def chat(llm: LLM, options: Options) -> None:
 def run_command(conversation: Conversation, text: str) -> str | None:
     """Run a line's command. Returns the message to answer, if there is one."""
     command, _, argument = text.strip().partition(" ")
-    if command == "/reset":
-        conversation.reset()
-    elif command == "/undo":
-        conversation.undo()
-    elif command == "/retry":
-        return conversation.undo()
-    elif command == "/save":
-        conversation.save(argument.strip())
-    elif command == "/load":
-        conversation.load(argument.strip())
-    elif command == "/help":
-        print(HELP, file=sys.stderr)
-    elif command.startswith("//"):
-        return text.replace("//", "/", 1)
-    elif command.startswith("/"):
-        print(f"there is no command {command}: see /help", file=sys.stderr)
-    elif command:
-        return text
+    match command:
+        case "/reset":
+            conversation.reset()
+        case "/undo":
+            conversation.undo()
+        case "/retry":
+            return conversation.undo()
+        case "/save":
+            conversation.save(argument.strip())
+        case "/load":
+            conversation.load(argument.strip())
+        case "/help":
+            print(HELP, file=sys.stderr)
+        case _ if command.startswith("//"):
+            return text.replace("//", "/", 1)
+        case _ if command.startswith("/"):
+            print(f"there is no command {command}: see /help", file=sys.stderr)
+        case _ if command:
+            return text
     return None
 
 
