@@ -142,21 +142,20 @@ def accept(
 
 
 def run_round(
-    drafter: "Drafter",
-    model: Transformer,
+    rows,
     caches: Caches,
-    state: nn.Module,
     draft_lag: int,
     maybe_compile: Callable,
     forced_tokens: Tensor | None = None,
 ) -> object:
-    """Decide 1 to K + 1 tokens of every row, K = state.k. Returns a timestamp, taken when drafting
-    has ended and verification begins.
+    """Decide 1 to K + 1 tokens of every one of the `rows` (decoding/runner.py), K = state.k.
+    Returns a timestamp, taken when drafting has ended and verification begins.
 
     `draft_lag`: how many decided positions the drafter's own cache may be missing, besides those
     that its first pass computes anyway. `forced_tokens` (B, K) replace the drafted ones. Rows
     outside drafter.rows_to_draft are decided as in plain decoding.
     """
+    state, target, drafter = rows
     # SPECULATE: K tokens for every row, and the distributions that the drafter drew them from.
     if draft_lag:
         drafter.catch_up(state, draft_lag)
@@ -171,7 +170,7 @@ def run_round(
         draft_tokens = forced_tokens
     state.write_masks(draft_tokens)
     verify = maybe_compile(verify_step, state, state.k)
-    verify(model, caches, state, draft_tokens, draft_probs)
+    verify(target.model, caches, state, draft_tokens, draft_probs)
     drafter.advance(state.accepted.clamp(min=0))
     return drafted_at
 

@@ -64,8 +64,14 @@ class PromptCache:
             ) from None
 
     def check(self, ours: dict[str, str]) -> None:
-        theirs = {name: self.metadata.get(name) for name in ours}
-        positions.check_same(theirs, ours)
+        """ValueError names the first entry in which the file differs."""
+        for name, here in ours.items():
+            there = self.metadata.get(name)
+            if there != here:
+                difference = f"{there} there, {here} here"
+                if len(difference) >= 120:
+                    difference = "another one there than here"
+                raise ValueError(f"{name}: {difference}")
 
     @contextlib.contextmanager
     def around(self, engine: Engine, prompts: list[list[int]]) -> Iterator[None]:

@@ -199,11 +199,9 @@ class Engine:
                 self.device,
                 self.max_k,
                 self.ranks,
-                options.logits_processor,
-                options.logprobs,
+                options,
                 self.model.config.vocab_size,
             )
-        self.state.verifies_blocks = options.verification == "block"
         self.runner.set_max_positions(self.state.max_positions)
         # Is greedy output bitwise equal regardless of the drafter and of what else is in the batch?
         num_rows = self.batch_size * (self.max_k + 1)
@@ -517,23 +515,17 @@ class Engine:
     ) -> StepResult:
         """Run one decode step, or a round that drafts k tokens, on rows of at most `length` decided
         positions. `forced_tokens` (B, k) replaces the drafted tokens."""
-        state, target, drafter = rows
+        state = rows.state
         start = draft_end = timestamp(self.device)
         state.k = k
         state.length = length + k
-        caches = target.slice_to(length + k)
+        caches = rows.target.slice_to(length + k)
         if k == 0:
             self.max_draft_lag += 1
             self.maybe_compile(decode_step, state)(self.model, caches, state)
         else:
             draft_end = run_round(
-                drafter,
-                self.model,
-                caches,
-                state,
-                self.max_draft_lag,
-                self.maybe_compile,
-                forced_tokens,
+                rows, caches, self.max_draft_lag, self.maybe_compile, forced_tokens
             )
             self.max_draft_lag = 0
         return self.result(rows, k, (start, draft_end, timestamp(self.device)))

@@ -7,7 +7,7 @@ engine.decode_step and speculative.verify_step are the steps that change a State
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import decoding.sampling as sampling
 from decoding.logits import apply_masks, penalize, top_logprobs
+from decoding.options import EngineOptions
 from decoding.sampling import GREEDY, INVALID, MAX_BIASES, PENALIZED, SETTINGS, common_path
 from tp import ALONE, Ranks
 
@@ -28,10 +29,11 @@ class State(nn.Module):
 
     `sampling_path` selects the code that serves the samplings of all rows; everything else may
     change without compiling. With several ranks, rank 0's decisions enter every rank's state.
-    logits_processor(logits (B, T, V), tokens (B, S), pos (B, T)) returns the logits that tokens are
-    drawn from; columns of `tokens` past a position in `pos` are scratch space, not text there.
-    `logprobs`: the number of top tokens to record for each token, or None. Clearing
-    `return_logprobs` pauses the recording; like `sampling_path`, it selects code.
+    Of the engine's `options` a State follows three. logits_processor(logits (B, T, V), tokens (B,
+    S), pos (B, T)) returns the logits that tokens are drawn from; columns of `tokens` past a
+    position in `pos` are scratch space, not text there. `logprobs` is the number of top tokens to
+    record for each token, or None; clearing `return_logprobs` pauses the recording and, like
+    `sampling_path`, selects code. `verification` is that of sampled drafts.
     """
 
     def __init__(
@@ -41,19 +43,18 @@ class State(nn.Module):
         device: torch.device,
         K: int = 0,
         ranks: Ranks = ALONE,
-        logits_processor: Callable | None = None,
-        logprobs: int | None = None,
+        options: EngineOptions = EngineOptions(),  # noqa: B008, frozen
         vocab_size: int = 0,
     ):
         super().__init__()
-        self.logits_processor = logits_processor
+        self.logits_processor = options.logits_processor
+        self.verifies_blocks = options.verification == "block"  # see speculative.accept
         self.vocab_size = vocab_size
-        self.num_top_logprobs = logprobs
-        self.return_logprobs = logprobs is not None
+        self.num_top_logprobs = options.logprobs
+        self.return_logprobs = options.logprobs is not None
         self.sampling_path = GREEDY
         self.broadcast = ranks.broadcast
         self.parked_pos = S
-        self.verifies_blocks = True  # see speculative.accept
         self.k = 0  # for drafters: tokens to draft in this round
         self.length = 0  # for drafters: no row has more positions filled after the round
         self.all_draft = True  # of `prepare_step`: may the tokens of every row be drafted?
@@ -89,7 +90,8 @@ class State(nn.Module):
         fixed("overlap", B, K, value=0.0)
         fixed("can_draft", B, value=True)
         if self.return_logprobs:
-            fixed("top_logprobs", B, K + 1, 1 + logprobs, 2, value=0.0)  # of decoding/logits.py
+            num_logprobs = 1 + options.logprobs
+            fixed("top_logprobs", B, K + 1, num_logprobs, 2, value=0.0)  # of decoding/logits.py
             fixed("token_probs", B, K + 1, 2, value=0.0)  # p of the target, q of the draft or 0
 
     def fill(self, slot: int, request) -> None:
