@@ -895,7 +895,10 @@ def test_turns_keep_both_caches(margins):
                 target, [second], drafter=other, speculate_k=3, timing=fresh, max_new_tokens=20
             )
             same = [
-                [token._replace(overlap=round(token.overlap, 3)) for token in t.tokens[0]]
+                [
+                    token._replace(overlap=round(token.overlap, 3))
+                    for token in t.requests[0].token_records
+                ]
                 for t in (timing, fresh)
             ]
             assert same[0] == same[1] and timing.prompt_tokens == 4

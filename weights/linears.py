@@ -258,7 +258,8 @@ class Int8Linear(QuantizedLinear):
     def prepack(self):
         on_cpu = self.codes.device.type == "cpu"
         if PackedInt8.is_faster(self.codes):
-            self.packed = cpu.prepack_int8(self.codes, self.scale)
+            # Detached: a parameter of the packed module would be counted twice.
+            self.packed = cpu.prepack_int8(self.codes.detach(), self.scale.detach())
             self.free("codes")
         elif on_cpu and self.in_features % KERNEL_LANES:
             super().prepack()
