@@ -248,15 +248,15 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     )
     options = {"sampling": sampling, "seed": 3, "engine": engine}
     rows = rows_of(model, PROMPTS, timing=told, **options)
-    for row, (prompt, ids, facts) in enumerate(zip(PROMPTS, rows, told.tokens or [None] * 4)):
+    for prompt, ids, request in zip(PROMPTS, rows, told.requests, strict=True):
         text, pos = torch.tensor([prompt + ids]), torch.arange(len(prompt + ids))
         logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
         log_p = logits.log_softmax(-1)
         p, q = (sampling.probs(each) for each in (logits, draft_logits))
-        request = told.requests[row]
         assert len(request.top_logprobs) == len(request.token_probs) == len(ids)
         for i, id in enumerate(ids):
-            judged = drafted and facts[i].index < facts[i].k
+            fact = request.token_records[i] if drafted else None
+            judged = drafted and fact.index < fact.k
             values, top = log_p[i].topk(2)
             expected = [p[i, id].item(), q[i, id].item() if judged else 0.0]
             assert request.token_probs[i] == pytest.approx(expected, abs=1e-4)
