@@ -251,8 +251,9 @@ class KVCache(nn.Module):
     def write(self, pos: Tensor, **values: Tensor) -> None:
         """Write (B, G, T, …) at pos (B, T), into the buffers of these names."""
         if pos.size(0) == self.k.size(0) == 1:  # a third of the time of indexing by two tensors
+            index = pos[0]  # (T,)
             for name, x in values.items():
-                getattr(self, name).index_copy_(2, pos[0], x)
+                getattr(self, name).index_copy_(2, index, x)
             return
         row = torch.arange(pos.size(0), device=pos.device)[:, None]  # (B, 1)
         for name, x in values.items():
