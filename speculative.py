@@ -552,13 +552,13 @@ def parse_layers(text: str) -> list[int]:
     layers = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        named = range(0)
+        layer_range = range(0)
         if match:
             first, last = match.groups()
-            named = range(int(first), int(last or first) + 1)
-        if not named:
+            layer_range = range(int(first), int(last or first) + 1)
+        if not layer_range:
             raise ValueError(f"{part!r} is no layer or range of layers; give ranges like 0-7,24-31")
-        layers += named
+        layers += layer_range
     return layers
 
 

@@ -84,14 +84,14 @@ def bytes_read(engine: Engine, timing: Timing) -> int:
     def cached(model: Transformer, positions: Sequence[int], ahead: int) -> int:
         return sum(attended_bytes(per_position[model], n + ahead) for n in positions)
 
-    target, *drafts = engine.models
+    target, *draft_models = engine.models
     read = 0
     for step in timing.records:
         rows = len(step.positions)
         read += weights(target, rows * (step.k + 1))
         read += cached(target, step.positions, step.k)
         num_passes = engine.drafter.passes(step.k) * step.runs_model
-        for draft in drafts:
+        for draft in draft_models:
             for i in range(num_passes):
                 read += weights(draft, rows)
                 read += cached(draft, step.positions, i)

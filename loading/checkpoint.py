@@ -218,8 +218,8 @@ class Checkpoint:
         """The scheme, or the other program's quant_method, in its config.json; None for full
         precision."""
         form = read_stored_form(self.hf, self.path / "config.json")
-        other = self.hf.get("quantization_config") or {}
-        return form.scheme or other.get("quant_method")
+        quantization_config = self.hf.get("quantization_config") or {}
+        return form.scheme or quantization_config.get("quant_method")
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.
