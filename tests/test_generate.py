@@ -15,6 +15,7 @@ from decoding.kv_8bit import Fp8Cache, Int8Cache
 from decoding.runner import padded_length
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from decoding.validation import PromptError
 from drafts.ngram import NgramDraft
 from generate import decode, generate, stream
 from loading.checkpoint import load_model
@@ -268,6 +269,15 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     engine.state.return_logprobs, again = False, Timing()
     assert rows_of(model, PROMPTS, timing=again, **options) == rows
     assert not any(request.token_probs for request in again.requests)
+
+
+def test_a_prompts_error_has_its_row_and_the_reason_apart(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    with pytest.raises(PromptError) as caught:
+        rows_of(model, [[1], [1, 10**6]], max_new_tokens=2)
+    reason = f"holds token id 1000000, outside the vocabulary of {model.config.vocab_size}"
+    assert (caught.value.row, caught.value.reason) == (1, reason)
+    assert str(caught.value) == f"prompt 1 {reason}"
 
 
 def test_the_recorded_p_is_that_of_the_processed_logits(folder_of):

@@ -1085,6 +1085,25 @@ def test_draft_length_leaves_and_comes_back():
     ]
 
 
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_the_engines_option_decides_how_sampled_tokens_are_verified(
+    margins, verification, monkeypatch
+):
+    target, draft, _ = margins
+    blocks = set()
+
+    def spy(*args, block, **options):
+        blocks.add(block)
+        return accept(*args, block=block, **options)
+
+    monkeypatch.setattr(speculative, "accept", spy)
+    engine = Engine(
+        target, 1, 60, drafter=ModelDraft(draft), speculate_k=3, verification=verification
+    )
+    rows_of(target, PROMPTS[:1], engine=engine, sampling=Sampling(1), max_new_tokens=12)
+    assert blocks == {verification == "block"}
+
+
 def test_theory_against_simulation_and_sums():
     """E[tokens] as the mean of a geometric variable capped at K + 1 (standard error below 0.01),
     and by hand."""
