@@ -31,7 +31,12 @@ import decoding.validation as validation
 from decoding.answers import Answer, Completion
 from decoding.logits import penalize_text
 from decoding.sampling import INVALID, Sampling, uniform
-from decoding.settings import DEFAULT_NEW_TOKENS, new_tokens
+from decoding.settings import (
+    DEFAULT_LENGTH,
+    DEFAULT_NEW_TOKENS,
+    DEFAULT_TEMPERATURE,
+    new_tokens,
+)
 from model import KVCache, Transformer
 
 
@@ -193,9 +198,6 @@ def stream(
 
 PROMPT_SETTINGS = ("parse_special", "tools", "prefill", "chat_template_kwargs")
 END = object()  # closes an iterator of answers
-DEFAULT_TEMPERATURE = 0.8
-# Positions of a row unless another number is asked for, capped by the context.
-DEFAULT_LENGTH = 4096
 
 
 def calibrate_auto(engine) -> None:

@@ -25,6 +25,7 @@ from decoding.options import CACHE_NAMES, VERIFICATIONS, EngineOptions
 from decoding.settings import (
     DEFAULT_K,
     DEFAULT_NEW_TOKENS,
+    DEFAULT_TEMPERATURE,
     RANDOM_SEED,
     SETTINGS,
     is_random,
@@ -181,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("sampling").add_argument
     for name, setting in SETTINGS.items():
-        default = 0.8 if name == "temperature" else setting.default
+        default = DEFAULT_TEMPERATURE if name == "temperature" else setting.default
         usual = "" if default is None else f"; default: {default:g}"
         add(
             f"--{name}",

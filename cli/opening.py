@@ -25,6 +25,7 @@ from cli.running import warm_up
 from decoding.engine import Engine, cache_class
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
+from decoding.settings import DEFAULT_LENGTH
 from drafts.registry import check_draft, is_folder
 from generate import LLM
 from loading.target import target_config
@@ -38,7 +39,6 @@ from weights.walker import batch_invariant_rows
 COMPILED_PROMPTS = 8192
 # An engine's positions are a multiple: prompts of many lengths load the same compiled step.
 COMPILED_LENGTHS = 512
-CHAT_LENGTH = 4096  # positions of a chat or a pipe without --max_seq_length
 MAX_ROWS = 32  # decoded at a time, of a file, without --batch_size
 MAX_PIPED_ROWS = 8
 
@@ -90,7 +90,7 @@ def open_llm(
     length = limit
     if options.run.max_seq_length is None:
         lengths = [len(row.ids) + row.max_new_tokens for row in rows]
-        length = max(lengths, default=min(limit, CHAT_LENGTH))
+        length = max(lengths, default=min(limit, DEFAULT_LENGTH))
     length = engine_length(options, device, length, limit)
     num_slots = workload.num_slots or choose_slots(options, workload, rows, length, model, drafter)
     num_prompt_tokens = sum(len(row.ids) for row in rows)
@@ -146,7 +146,7 @@ def smallest_length(options: Options, workload: Workload, limit: int) -> int:
     if options.run.max_seq_length:
         return limit
     if not workload.prompts:
-        return min(limit, CHAT_LENGTH)
+        return min(limit, DEFAULT_LENGTH)
     default = options.requests.max_new_tokens or 1
     return min(limit, max(prompt.max_new_tokens or default for prompt in workload.prompts))
 

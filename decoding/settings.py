@@ -15,6 +15,8 @@ FLOAT32_TINY = 2.0**-126  # the smallest normal number
 FLOAT32_MAX = math.ldexp(1 - 2.0**-24, 128)
 DEFAULT_K = 5  # tokens drafted a round
 DEFAULT_NEW_TOKENS = 200
+DEFAULT_TEMPERATURE = 0.8  # of programs and LLM
+DEFAULT_LENGTH = 4096  # positions for prompts that come later, capped by the context
 LARGEST_SEED = 2**62
 RANDOM_SEED = -1  # stands for a seed that nobody chose, as in vLLM and llama.cpp
 

@@ -47,7 +47,6 @@ from decoding.sampling import Sampling
 from decoding.settings import is_random, new_tokens, random_seed
 from decoding.state import MAX_STOP_IDS
 from decoding.validation import check_lengths, check_settings, reason_of
-from loading.hub import model_name
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids
 from scripts.serve_flags import ServerOptions, parse_args, read_api_key
@@ -93,6 +92,14 @@ log = logging.getLogger("uvicorn.error")  # in the format of uvicorn's lines abo
 
 def json_response(body: dict, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
+
+
+def model_name(path: str | Path) -> str:
+    """The name of a folder or file, and of a repository where the path lies in the hub's cache."""
+    path = Path(path).absolute()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.split("--")[-1]
+    return path.name
 
 
 class EncodedPrompt(NamedTuple):

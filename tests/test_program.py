@@ -25,7 +25,6 @@ import torch
 from conftest import BASE, FAMILIES, ROOT, forked
 
 import cli.chat as chat_room
-import cli.opening as opening_room
 import decoding.scheduler as scheduler
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
@@ -37,6 +36,7 @@ from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from decoding.settings import DEFAULT_LENGTH
 from decoding.statistics import Timing
 from generate import LLM, generate
 from loading.checkpoint import load_model
@@ -1097,8 +1097,7 @@ def test_the_help_text_knows_a_chats_length(capsys):
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        f"of a chat, an open pipe or scripts.serve, the context, at most {opening_room.CHAT_LENGTH}"
-        in text
+        f"of a chat, an open pipe or scripts.serve, the context, at most {DEFAULT_LENGTH}" in text
     )
 
 
