@@ -19,7 +19,7 @@ import torch
 from cli.answers import RowAnswer
 from cli.chat import chat
 from cli.errors import defer_interrupts, exit_on_error, silent, use_threads
-from cli.exits import print_broken
+from cli.exits import print_broken, print_status
 from cli.flags import parse_args, with_chosen_seed
 from cli.opening import Workload, open_llm
 from cli.options import Options
@@ -122,7 +122,7 @@ class Job:
             report(output.timings(), self.llm.engine)
         if self.replicas.count > 1:
             count = self.replicas.count
-            print(f"the first of {count} replicas; all together {output.rate()}", file=sys.stderr)
+            print_status(f"the first of {count} replicas; all together {output.rate()}")
         if self.options.output.report and self.replicas.is_root:
             write_report(self.options, output.answers, self.llm.engine)
 

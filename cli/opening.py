@@ -6,7 +6,6 @@ load_models     target, tokenizer and drafter, packed for their kernels
 """
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import torch
 
 import drafts.registry as registry
 from cli.errors import free_memory
-from cli.exits import print_broken
+from cli.exits import print_broken, print_status
 from cli.memory import check_memory
 from cli.options import Options
 from cli.output import unanswered
@@ -85,7 +84,7 @@ def open_llm(
     rows = unanswered(samples, workload.answered)
     if len(rows) < len(samples):
         num_skipped = len(samples) - len(rows)
-        print(f"{options.output.file} answers {num_skipped} rows already: skipped", file=sys.stderr)
+        print_status(f"{options.output.file} answers {num_skipped} rows already: skipped")
 
     length = limit
     if options.run.max_seq_length is None:
@@ -178,10 +177,7 @@ def choose_slots(
     max_rows = min(max_rows, workload.max_rows)
     num_slots = default_batch_size(options, max_rows, length, model, drafter)
     if max_rows > 1:
-        print(
-            f"{num_slots} rows are decoded at a time; --batch_size sets another number",
-            file=sys.stderr,
-        )
+        print_status(f"{num_slots} rows are decoded at a time; --batch_size sets another number")
     return num_slots
 
 

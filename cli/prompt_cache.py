@@ -8,7 +8,6 @@ other settings, is refused.
 import contextlib
 import hashlib
 import json
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import decoding.stored_positions as positions
+from cli.exits import print_status
 from cli.options import Options
 from decoding.engine import Engine
 from loading.adapter import adapter_hash
@@ -97,7 +97,7 @@ class PromptCache:
         self.is_long = prefix.is_long
         self.tensors = {}
         seconds = time.perf_counter() - start
-        print(f"{self.file}: {len(prefix.ids)} tokens read in {seconds:.2f} s", file=sys.stderr)
+        print_status(f"{self.file}: {len(prefix.ids)} tokens read in {seconds:.2f} s")
 
     def save_longer(self, engine: Engine, prompts: list[list[int]]) -> None:
         if self.file is None:
@@ -113,7 +113,7 @@ class PromptCache:
             tensors[name] = x.cpu().clone(memory_format=torch.contiguous_format)
         metadata = self.identity | dtypes(engine) | checksum(tensors)
         write_atomically(self.file, lambda partial: save_file(tensors, partial, metadata=metadata))
-        print(f"{self.file}: {num_positions} tokens written", file=sys.stderr)
+        print_status(f"{self.file}: {num_positions} tokens written")
 
 
 def cache_identity(options: Options) -> dict[str, str]:

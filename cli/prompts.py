@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cli.exits import print_status
 from cli.options import TEMPLATE_KEYS, Options, PromptOptions, check_template_kwargs
 from decoding.sampling import Sampling
 from decoding.settings import (
@@ -310,8 +311,7 @@ class Encoder:
             return self.tokenizer.encode(prompt.text, parse_special=values["parse_special"])
         if self.tokenizer.template is None and not self.has_warned:
             self.has_warned = True
-            print(
-                "this folder has no chat template: messages become plain text without their roles",
-                file=sys.stderr,
+            print_status(
+                "this folder has no chat template: messages become plain text without their roles"
             )
         return conversation_ids(self.tokenizer, prompt.messages, **template_kwargs(values))

@@ -8,7 +8,6 @@ writes the files.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 import loading.models as models
 import loading.saving as saving
+from cli.exits import print_status
 from cli.options import QuantizeOptions
 from loading.checkpoint import Checkpoint
 from loading.files import complete_folder, shard_name, write_index
@@ -79,12 +79,11 @@ def print_notes(checkpoint: Checkpoint, notes: list[str], dtype: torch.dtype) ->
     """What a user should know of the weights that are read."""
     if not checkpoint.is_gguf:
         for message in notes:
-            print(f"{checkpoint.path}: {message}", file=sys.stderr)
+            print_status(f"{checkpoint.path}: {message}")
     elif dtype != torch.float32:
-        print(
+        print_status(
             f"{checkpoint.path}: weights of other types are rounded to {models.dtype_name(dtype)};"
-            " --dtype float32 keeps them as they are",
-            file=sys.stderr,
+            " --dtype float32 keeps them as they are"
         )
 
 
@@ -168,7 +167,7 @@ def print_sizes(options: QuantizeOptions, is_portable: bool) -> None:
         readers = "; transformers reads it as compressed-tensors"
     elif options.scheme:
         readers = "; other programs refuse it"
-    print(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}", file=sys.stderr)
+    print_status(f"{options.output}: {after:.1f} MB of {before:.1f} MB{readers}")
 
 
 def check_parameters(module: nn.Module, prefix: str) -> None:
