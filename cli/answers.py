@@ -5,7 +5,7 @@ import os
 import sys
 
 from cli.options import Options
-from cli.prompts import Prompt
+from cli.prompts import Row
 from cli.report import (
     ACCEPTED,
     CORRECTED,
@@ -37,7 +37,7 @@ class RowAnswer(Answer):
     tokens were drafted. `number`: in the order of the rows."""
 
     def __init__(
-        self, llm: LLM, row: Prompt, streaming: bool = False, coloured: bool = False, number=0
+        self, llm: LLM, row: Row, streaming: bool = False, coloured: bool = False, number=0
     ):
         super().__init__(
             llm.tokenizer,

@@ -6,10 +6,10 @@ run_interruptibly   LLM.run, which Ctrl-C ends between two tokens
 """
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from cli.errors import defer_interrupts
+from cli.exits import print_status
 from decoding.answers import Answer
 from decoding.engine import Engine
 from decoding.sampling import Sampling
@@ -23,7 +23,7 @@ def warm_up(engine: Engine, sampling: Sampling, filled: int, paths: Sequence[str
         for path in paths:
             seconds = engine.warm_up(path)
             rows = engine.batch_size
-            print(f"compiled the {path} step for batch {rows} in {seconds:.1f} s", file=sys.stderr)
+            print_status(f"compiled the {path} step for batch {rows} in {seconds:.1f} s")
     if engine.runs_rounds:
         with defer_interrupts() if engine.compile else contextlib.nullcontext():
             engine.calibrate(sampling, filled)

@@ -15,6 +15,7 @@ from decoding.kv_8bit import Fp8Cache, Int8Cache
 from decoding.runner import padded_length
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
+from decoding.validation import PromptError
 from drafts.ngram import NgramDraft
 from generate import decode, generate, stream
 from loading.checkpoint import load_model
@@ -248,15 +249,15 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     )
     options = {"sampling": sampling, "seed": 3, "engine": engine}
     rows = rows_of(model, PROMPTS, timing=told, **options)
-    for row, (prompt, ids, facts) in enumerate(zip(PROMPTS, rows, told.tokens or [None] * 4)):
+    for prompt, ids, request in zip(PROMPTS, rows, told.requests, strict=True):
         text, pos = torch.tensor([prompt + ids]), torch.arange(len(prompt + ids))
         logits, draft_logits = (each(text, pos)[0, len(prompt) - 1 : -1] for each in (model, draft))
         log_p = logits.log_softmax(-1)
         p, q = (sampling.probs(each) for each in (logits, draft_logits))
-        request = told.requests[row]
         assert len(request.top_logprobs) == len(request.token_probs) == len(ids)
         for i, id in enumerate(ids):
-            judged = drafted and facts[i].index < facts[i].k
+            fact = request.token_records[i] if drafted else None
+            judged = drafted and fact.index < fact.k
             values, top = log_p[i].topk(2)
             expected = [p[i, id].item(), q[i, id].item() if judged else 0.0]
             assert request.token_probs[i] == pytest.approx(expected, abs=1e-4)
@@ -268,6 +269,15 @@ def test_what_is_told_of_a_token_is_what_the_models_give_it(drafted, folder_of):
     engine.state.return_logprobs, again = False, Timing()
     assert rows_of(model, PROMPTS, timing=again, **options) == rows
     assert not any(request.token_probs for request in again.requests)
+
+
+def test_a_prompts_error_has_its_row_and_the_reason_apart(folder_of):
+    model = load_model(folder_of("llama-3"), dtype=torch.float32)
+    with pytest.raises(PromptError) as caught:
+        rows_of(model, [[1], [1, 10**6]], max_new_tokens=2)
+    reason = f"holds token id 1000000, outside the vocabulary of {model.config.vocab_size}"
+    assert (caught.value.row, caught.value.reason) == (1, reason)
+    assert str(caught.value) == f"prompt 1 {reason}"
 
 
 def test_the_recorded_p_is_that_of_the_processed_logits(folder_of):
@@ -462,7 +472,10 @@ def test_logits_that_are_not_finite_are_named(folder_of, monkeypatch, lag):
     """Also when the host learns of it late: the steps in between must not embed the token that is
     none."""
     monkeypatch.setattr(
-        timing.Readback, "lag", property(lambda self: lag, lambda self, value: None), raising=False
+        timing.Readback,
+        "host_lag",
+        property(lambda self: lag, lambda self, value: None),
+        raising=False,
     )
     model = load_model(folder_of("llama-3"), dtype=torch.float32)
     model.norm.weight[3] = torch.nan

@@ -9,8 +9,8 @@
 
 A plain Linear rearranges its weights inside every product, which costs as much as reading them
 (benchmarks/NOTES.md). torch.compile cannot trace a tensor in oneDNN's opaque layout, so compiled
-code holds its number, the `handle`, and multiplies through one operator. exact/products.py decides
-how many rows such a product takes at once.
+code holds its number, the `handle`, and runs the kernel through one operator. exact/products.py
+decides how many rows such a product takes at once.
 
 With AMX the plain layout is best. An AMX tile has 16 rows, so with x on the left a batch of a few
 rows leaves most of the tile as padding. Two virtual CPUs of a cloud machine are usually two threads
@@ -40,7 +40,7 @@ LIBRARY.define(
 
 @torch.library.impl(LIBRARY, "packed_product", "CPU")
 def _packed_product(x: Tensor, handle: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
-    return module_of(handle).multiply(x.contiguous())  # Inductor chooses strides
+    return module_of(handle).run_kernel(x.contiguous())  # Inductor chooses strides
 
 
 @torch.library.register_fake("quickdraft::packed_product")
@@ -73,7 +73,9 @@ def _shape_of_transposed_product(x: Tensor, weight: Tensor) -> Tensor:
 class PackedWeights(nn.Module):
     """Weights (out, in), bfloat16, float16 or float32, in oneDNN's layout for products with few
     rows. They stay on the CPU and are never unpacked. `row_split` says in which numbers of rows
-    they multiply."""
+    `kernel` runs."""
+
+    pads = True  # does a batch of a few rows cost as much as a full tile?
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -85,7 +87,7 @@ class PackedWeights(nn.Module):
 
     @classmethod
     def find_row_split(cls, weight: Tensor) -> RowSplit:
-        is_large = weight.nbytes >= LARGE_BYTES
+        is_large = cls.pads and weight.nbytes >= LARGE_BYTES
         threads = torch.get_num_threads()
         return find_packed_split(cls.kernel_on_ones, *weight.shape, weight.dtype, is_large, threads)
 
@@ -113,17 +115,17 @@ class PackedWeights(nn.Module):
         """`kernel` for compiled code, which cannot trace oneDNN's layout."""
         return torch.ops.quickdraft.packed_product(x, self.handle, self.out_features, self.dtype)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """`forward` in eager code."""
-        return self.row_split.multiply(self.kernel, x)
+    def run_kernel(self, x: Tensor) -> Tensor:
+        """`kernel` in the numbers of rows of `row_split`."""
+        return self.row_split.run(self.kernel, x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, in) -> (M, out) of `dtype`."""
         if not torch.compiler.is_compiling():
-            return self.multiply(x)
+            return self.run_kernel(x)
 
         if is_small_batch(x.size(0), self.row_split.row_counts[-1]):
-            return self.row_split.multiply(self.traced_kernel, x)
+            return self.row_split.run(self.traced_kernel, x)
         return self.traced_kernel(x)
 
     @staticmethod
@@ -152,13 +154,7 @@ class PlainWeights(PackedWeights):
 class TransposedWeights(PlainWeights):
     """Weights as they are, on the left of the product: y^T = W x^T."""
 
-    @classmethod
-    def find_row_split(cls, weight: Tensor) -> RowSplit:
-        # This product pads nothing, so one row may be the best split for weights of any size.
-        threads = torch.get_num_threads()
-        return find_packed_split(
-            cls.kernel_on_ones, *weight.shape, weight.dtype, is_large=False, threads=threads
-        )
+    pads = False  # so one row may be the best split for weights of any size
 
     def kernel(self, x: Tensor) -> Tensor:
         return transposed_product(x, self.data)
@@ -256,7 +252,7 @@ def sums_exactly() -> bool:
     expected = torch.full((1, 32), float(127 * 127 * n))
     try:
         packed = prepack_int8(torch.full((32, n), 127, dtype=torch.int8), torch.ones(32))
-        return torch.equal(packed.multiply(torch.full((1, n), 255, dtype=torch.uint8)), expected)
+        return torch.equal(packed.run_kernel(torch.full((1, n), 255, dtype=torch.uint8)), expected)
     except (RuntimeError, AttributeError):  # torch.ops lacks an operator that was not built
         return False
 
