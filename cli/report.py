@@ -195,7 +195,7 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
 
 def greedy_text(engine: Engine) -> str:
     """How greedy text with drafts compares with plain greedy text."""
-    return "identical" if engine.is_bit_exact else "up to rounding"
+    return "identical" if engine.identical else "up to rounding"
 
 
 def iid_model(counts: RowStatistics, requests: Sequence[Request], costs: Costs | None) -> dict:

@@ -207,7 +207,7 @@ class Engine:
         num_rows = self.batch_size * (self.max_k + 1)
         has_invariant_rows = num_rows <= batch_invariant_rows(self.model)
         is_alone = self.ranks.world == 1
-        self.is_bit_exact = self.runner.attends_alike and is_alone and has_invariant_rows
+        self.identical = self.runner.attends_alike and is_alone and has_invariant_rows
 
     @property
     def models(self) -> list[Transformer]:

@@ -46,6 +46,6 @@ query the same bits wherever the query rows are a multiple of 2 and the length i
 What decoding does with it. It runs no other shapes. A step of 6 rows is padded with zeros to 12; a
 prompt of 300 rows runs as 128, 128, and 44 padded to 128. A query at position 700 attends over 704
 positions, the last of them masked. Where no group of shapes passes, decoding takes the fastest
-shapes instead and `Engine.is_bit_exact` is false: the report then says `up to rounding` in place of
+shapes instead and `Engine.identical` is false: the report then says `up to rounding` in place of
 `identical`. docs/internals.md has the prices and the measurements.
 """

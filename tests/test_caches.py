@@ -284,7 +284,7 @@ def test_drafted_greedy_text_is_plain_greedy_text(kind):
         for name, make in drafters().items():
             k = 5 if rows == 3 else 15
             engine = Engine(demo(), rows, 100, drafter=make(), speculate_k=k, cache_type=kind)
-            assert engine.is_bit_exact
+            assert engine.identical
             assert rows_of(demo(), prompts[:rows], max_new_tokens=40, engine=engine) == plain, (
                 name,
                 k,
@@ -306,7 +306,7 @@ def test_any_number_of_queries_leaves_the_same_codes(kind):
     tokens, found = torch.randint(3, 2048, (1, 70), generator=torch.Generator().manual_seed(0)), []
     for n in (70, 17, 5, 1):
         engine = Engine(demo(), 1, 100, cache_type=kind)
-        assert engine.is_bit_exact
+        assert engine.identical
         with torch.inference_mode():
             for begin in range(0, 70, n):
                 end = min(begin + n, 70)
@@ -438,7 +438,7 @@ def test_rows_and_drafts_have_their_own_text(family, folder_of):
     ]
     for drafter in (None, NgramDraft(1)):
         engine = Engine(model, 4, 60, cache_type=Int8Cache, drafter=drafter, speculate_k=3)
-        assert engine.is_bit_exact
+        assert engine.identical
         assert rows_of(model, PROMPTS, engine=engine) == alone
 
 

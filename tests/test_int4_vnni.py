@@ -139,7 +139,7 @@ def decode(compile: bool) -> None:
 
     def texts(prompts: list, drafter=None) -> list[list[int]]:
         engine = Engine(model, len(prompts), 64, compile=compile, drafter=drafter, speculate_k=3)
-        assert engine.is_bit_exact
+        assert engine.identical
         rows = [[] for _ in prompts]
         for row, id in generate(
             model, prompts, sampling=Sampling(0), max_new_tokens=24, engine=engine

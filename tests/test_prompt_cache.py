@@ -116,7 +116,7 @@ def test_shared_positions_are_the_same_bits(dtype, windows):
     model = large_numbers(dataclasses.replace(SHAPE, windows=windows), dtype=dtype)
     options = {"max_new_tokens": 20, "seed": 1}
     engine = Engine(model, 3, 96)
-    assert engine.is_bit_exact
+    assert engine.identical
     got = rows_of(model, PROMPTS, engine=engine, **options)
     for row, prompt in enumerate(PROMPTS):
         single = Engine(model, 1, 96)

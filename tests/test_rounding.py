@@ -359,7 +359,7 @@ def test_logits_are_the_same_bits_in_every_pass_and_batch(scheme, window, R):
     n = 20
     upto = max(PLACES[window])
     engine, alone = filled(model, tokens, upto), filled(model, tokens[2:], upto)
-    assert engine.is_bit_exact and alone.is_bit_exact
+    assert engine.identical and alone.identical
     for begin in PLACES[window]:
         begins = begin - torch.tensor([0, 1, 7])
         plain = logits(engine, tokens, begins, n, 1)
@@ -493,7 +493,7 @@ def test_drafted_greedy_text_is_plain_greedy_text(drafter, quantize, rows, any_k
         engine = Engine(model, rows, 160, drafter=made(), speculate_k=k)
         same = dict.fromkeys(Drafter.auto_k, 1.0)
         engine.costs = Costs(1.0, same, same)
-        assert engine.is_bit_exact
+        assert engine.identical
         assert texts(engine, prompt_ids()[:rows], N_NEW) == plain_texts(quantize, rows), k
 
 
@@ -586,9 +586,9 @@ def test_prompts_in_chunks_are_prompts_in_one_pass(length, quantize, monkeypatch
 
 def test_an_engine_does_not_vouch_for_attention_that_depends_on_its_shape(monkeypatch):
     model = large_numbers(SHAPE)
-    assert Engine(model, 2, 64).is_bit_exact
+    assert Engine(model, 2, 64).identical
     monkeypatch.setattr(runner, "invariant_multiples", lambda *given: None)
-    assert not Engine(model, 2, 64).is_bit_exact
+    assert not Engine(model, 2, 64).identical
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4-g32", "fp8"])
@@ -598,7 +598,7 @@ def test_an_engine_does_not_vouch_for_products_that_depend_on_their_shape(scheme
     monkeypatch.setattr(linears, "find_kernel_split", products.find_kernel_split.__wrapped__)
     monkeypatch.setattr(products, "invariant_row_counts", lambda *given, **options: [])
     model = large_numbers(SHAPE, quantize=scheme)
-    assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).is_bit_exact
+    assert batch_invariant_rows(model) == 0 and not Engine(model, 1, 64).identical
     tokens = torch.arange(20)[None]
     assert model(tokens, torch.arange(20)).isfinite().all(), "and yet it decodes"
 
@@ -608,9 +608,9 @@ def test_an_engine_vouches_for_no_more_rows_than_its_kernels_do(scheme, monkeypa
     dtype, quantize = (torch.float32, None) if scheme == "float32" else (torch.bfloat16, scheme)
     model = large_numbers(SHAPE, dtype=dtype, quantize=quantize)
     drafted = functools.partial(Engine, model, max_seq_length=32, drafter=NgramDraft())
-    assert drafted(batch_size=40, speculate_k=8).is_bit_exact
+    assert drafted(batch_size=40, speculate_k=8).identical
     monkeypatch.setattr(engines, "batch_invariant_rows", lambda model: 64)
-    assert drafted(batch_size=8, speculate_k=7).is_bit_exact
-    assert not drafted(batch_size=8, speculate_k=8).is_bit_exact
-    assert not drafted(batch_size=8, speculate_k="auto").is_bit_exact, "8 is one of auto's"
-    assert Engine(model, 64, 32).is_bit_exact
+    assert drafted(batch_size=8, speculate_k=7).identical
+    assert not drafted(batch_size=8, speculate_k=8).identical
+    assert not drafted(batch_size=8, speculate_k="auto").identical, "8 is one of auto's"
+    assert Engine(model, 64, 32).identical

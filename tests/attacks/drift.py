@@ -278,13 +278,9 @@ def plain_texts(
     engine, n = engine_of(args, model, row, size), args.new_tokens
     if row["requests"] == "mixed":
         alone = (greedy(engine_of(args, model, row, size), [prompt], n) for prompt in prompts)
-        return [*itertools.chain(*alone)], {}, engine.is_bit_exact
+        return [*itertools.chain(*alone)], {}, engine.identical
     requests, numbers = greedy(engine, prompts, n), [k for k in args.speculate_k if k != "auto"]
-    return (
-        requests,
-        {} if args.compile else differing(engine, requests, numbers),
-        engine.is_bit_exact,
-    )
+    return requests, {} if args.compile else differing(engine, requests, numbers), engine.identical
 
 
 def settings(args: Namespace, done: list[dict]) -> Iterator[dict]:
@@ -328,7 +324,7 @@ def settings(args: Namespace, done: list[dict]) -> Iterator[dict]:
             else:
                 requests = greedy(engine, prompts[kind], n)
             (texts, _, is_promised), (_, bits, _) = (plain[key] for key in keys)
-            row |= comparison(texts, requests) | {"identical": is_promised and engine.is_bit_exact}
+            row |= comparison(texts, requests) | {"identical": is_promised and engine.identical}
             row |= {} if kind == "mixed" else {"bits": bits.get(row["k"])}
             yield row | {"seconds": round(time.perf_counter() - start, 2)}
 
