@@ -81,7 +81,7 @@ class PackedWeights(nn.Module):
         super().__init__()
         self.out_features = len(weight)
         self.dtype = weight.dtype  # of products
-        self.data = self.prepack(weight.detach())  # no parameter: each is counted as bytes read
+        self.data = self.prepack(weight)
         self.row_split = self.find_row_split(weight)
         self.register_buffer("handle", register_handle(self), persistent=False)
 
