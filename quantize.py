@@ -120,8 +120,7 @@ def gptq(w: Tensor, hessian: Tensor, format: Int4) -> dict[str, Tensor]:
             code = code.clamp(-format.center, 15 - format.center)
             codes[:, column] = code + format.center
             row = factor_rows[i]
-            error = weights - code * step - offset
-            error = error / row[i]
+            error = (weights - code * step - offset) / row[i]
             errors.append(error)
             later = columns[i + 1 :]
             w[:, later] -= error[:, None] * row[i + 1 : size]

@@ -340,43 +340,10 @@ ALONE = Ranks()
 
 def ranks_of(model: nn.Module) -> Ranks:
     """The ranks of a connected model."""
-    hooks = model.lm_head._forward_hooks.values()
-    return next((hook.ranks for hook in hooks if isinstance(hook, Gather)), ALONE)
+    return getattr(model, "ranks", ALONE)
 
 
 # ------------------------------------------------------------------------------------------ hooks
-
-
-class Gather:
-    """The hook behind a head sharded by the vocabulary: local logits (..., V / N) -> (..., V),
-    without padding."""
-
-    def __init__(self, config, ranks: Ranks):
-        self.ranks = ranks
-        self.vocab_size = config.vocab_size
-
-    def __call__(
-        self,
-        module: nn.Module,
-        args,
-        local: Tensor,
-    ) -> Tensor:
-        return self.ranks.gather(local)[..., : self.vocab_size]
-
-
-class Sum:
-    """The hook behind a matrix sharded by inputs: partial sums -> outputs."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-
-    def __call__(
-        self,
-        module: nn.Module,
-        args,
-        part: Tensor,
-    ) -> Tensor:
-        return self.ranks.sum(part)
 
 
 class EmbeddingPart(nn.Module):
@@ -407,12 +374,21 @@ def connect(model: nn.Module, ranks: Ranks) -> nn.Module:
         return model
     begin, end, _ = shard_range(model.config, "vocab_size", ranks.rank, ranks.world)
     model.embed = EmbeddingPart(model.embed, begin, end)
+    model.ranks = ranks
+
+    def sum_parts(module: nn.Module, args, part: Tensor) -> Tensor:
+        """Partial sums of a matrix sharded by inputs -> its outputs."""
+        return ranks.sum(part)
+
+    def gather_logits(module: nn.Module, args, local: Tensor) -> Tensor:
+        """Logits of this rank's part of the vocabulary (..., V / N) -> (..., V), without
+        padding."""
+        return ranks.gather(local)[..., : model.config.vocab_size]
+
     for name, module in model.named_modules():
         spec = shard_spec(name)
         if spec is not None and spec.after is not None:
-            module.register_forward_hook(
-                Sum(ranks) if spec.after == SUM else Gather(model.config, ranks),
-            )
+            module.register_forward_hook(sum_parts if spec.after == SUM else gather_logits)
     return model
 
 

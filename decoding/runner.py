@@ -151,7 +151,7 @@ def slot_tensors(
     for i, runner in enumerate(runners):
         for layer, cache in enumerate(runner.caches.layers):
             caches[f"{i}.{layer}"] = cache
-        for layer, states in (runner.caches.aux_hidden_states or {}).items():
+        for layer, states in runner.caches.aux_hidden_states.items():
             caches[f"aux.{layer}"] = states
     tensors = {}
     for name, cache in caches.items():
