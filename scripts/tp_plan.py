@@ -23,7 +23,7 @@ import torch
 
 from cli.errors import ending_plainly
 from cli.report import attended_bytes, position_bytes, stored_bytes, weight_bytes
-from loading.checkpoint import Checkpoint, find_layout, read_config
+from loading.checkpoint import Checkpoint, find_layouts, read_config
 from loading.files import read_json
 from loading.models import empty_model
 from loading.plain_files import is_gguf
@@ -89,7 +89,7 @@ def storage(path: Path, quantize: str | None) -> tuple[Config, StoredForm]:
         names = [name for name, _ in named_linears(empty_model(config, torch.float32))]
         overrides = {name: "mxfp4" for name in names if ".experts." in name}
         return config, StoredForm(overrides=overrides)
-    if stored.scheme is None and quantize is None and find_layout(hf) is not None:
+    if stored.scheme is None and quantize is None and find_layouts(hf) is not None:
         method = hf["quantization_config"]["quant_method"]
         raise ValueError(
             f"{file}: quant_method = {method!r}: give the folder with its tensors, or a --quantize"

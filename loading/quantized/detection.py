@@ -1,13 +1,17 @@
-"""config.json's quantization_config -> the Layout of another program's weights.
+"""config.json's quantization_config -> the Layouts of another program's weights.
 
-    find_layout     the Layout of a folder; None for gpt-oss's, which is ours
+    Layouts         the Layout of every module
+    find_layouts    the Layouts of a folder; None for gpt-oss's, which is ours
     METHODS         quant_method -> the function that reads its other keys
+    OVERRIDES       quant_method -> the function that finds the settings of single modules
 
 Only settings that the tensors cannot reveal are checked here; loading compares the shapes and types
 of all tensors with the Layout. Unsupported keys raise a ValueError that names key and value.
 """
 
+import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
@@ -20,6 +24,26 @@ ENTRY = "quantization_config"
 WEIGHTS_ONLY = (
     "its activations, or keys and values, would be quantized too; here only its weights are"
 )
+
+
+AnyLayout = Layout | Renamed | Table4
+
+
+class Layouts(NamedTuple):
+    """The layout of every module of a folder."""
+
+    settings: dict
+    read: Callable[[dict], AnyLayout]
+    # The settings of a module, by its Hugging Face name.
+    override: Callable[[dict, str], dict] = lambda settings, module: settings
+
+    def of(self, module: str) -> AnyLayout:
+        """ValueError for unsupported settings."""
+        try:
+            return self.read(self.override(self.settings, module))
+        except re.error as error:
+            pattern = f"{error.pattern!r} is no pattern of Python's re: {error}"
+            raise ValueError(f"config.json: {ENTRY}: {pattern}") from None
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
@@ -42,6 +66,10 @@ def read_object(settings: dict, key: str) -> dict:
     return value
 
 
+def read_optional(settings: dict, key: str) -> dict:
+    return read_object(settings, key) if settings.get(key) else {}
+
+
 def read_group_size(settings: dict) -> int:
     size = settings.get("group_size")
     if type(size) is not int or (size < 1 and size != -1):
@@ -57,8 +85,8 @@ def read_block(settings: dict, key: str) -> tuple[int, int]:
     return tuple(size)
 
 
-def find_layout(hf: dict) -> Layout | Renamed | Table4 | None:
-    """The Layout of a config.json's quantization_config, None for gpt-oss's MXFP4, which
+def find_layouts(hf: dict) -> Layouts | None:
+    """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
     is ours. ValueError for unsupported settings."""
     settings = hf.get(ENTRY)
     if is_mxfp4(hf):
@@ -72,7 +100,23 @@ def find_layout(hf: dict) -> Layout | Renamed | Table4 | None:
             " weights, which is not supported; use the original folder, or its GGUF file"
         )
     check(settings, quant_method=tuple(METHODS))
-    return METHODS[settings["quant_method"]](settings)
+    method = settings["quant_method"]
+    layouts = Layouts(settings, METHODS[method])
+    if method in OVERRIDES:
+        layouts = layouts._replace(override=OVERRIDES[method])
+    layouts.of("")  # refuses the settings of modules that have none of their own
+    return layouts
+
+
+def gptq_override(settings: dict, module: str) -> dict:
+    """GPTQModel's `dynamic` has other settings for modules, by the first "+:pattern" that matches a
+    name. Those that a "-:pattern" matches are stored in full precision. Source: GPTQModel,
+    gptqmodel/quantization/config.py (_resolve_dynamic_override)."""
+    dynamic = read_optional(settings, "dynamic")
+    for key in dynamic:
+        if not key.startswith("-:") and re.match(key.removeprefix("+:"), module):
+            return settings | read_object(dynamic, key)
+    return settings
 
 
 def gptq_layout(settings: dict) -> Gptq:
@@ -135,7 +179,7 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
     groups = read_object(settings, "config_groups")
     if len(groups) != 1:
         names = {"config_groups": sorted(groups)}
-        raise unsupported(names, "config_groups", "only one group is")
+        raise unsupported(names, "config_groups", "it must hold a group")
     (group_name,) = groups
     scheme = read_object(groups, group_name)
     check(scheme, output_activations=(None,))
@@ -158,6 +202,27 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
         return Int8Rows(8, columns, note, rows=rows)
     check({"group_size": columns}, group_size=(-1, 128))  # our formats of fp8
     return Fp8(8, columns, note, rows=rows)
+
+
+def compressed_override(settings: dict, module: str) -> dict:
+    """Of several config_groups, the one with the most specific target: the module's name, a pattern
+    (the first in the alphabet), then its class. Matrices that none targets, or that `ignore` names,
+    are stored in full precision, so that any group will do. Sources: compressed-tensors,
+    src/compressed_tensors/utils/match.py (match_targets) and
+    quantization/lifecycle/apply.py (apply_quantization_config)."""
+    groups = read_object(settings, "config_groups")
+    if len(groups) < 2:
+        return settings
+    name_by_priority = {}
+    for name in groups:
+        for target in read_object(groups, name).get("targets") or ():
+            is_match = target.startswith("re:") and re.match(target.removeprefix("re:"), module)
+            if is_match or target in (module, "Linear"):
+                name_by_priority[target != module, target == "Linear", target] = name
+    name = next(iter(groups))
+    if name_by_priority:
+        name = name_by_priority[min(name_by_priority)]
+    return settings | {"config_groups": {name: groups[name]}}
 
 
 # Formats of compressed-tensors that store one code per element.
@@ -183,11 +248,15 @@ def read_strategy(weights: dict) -> tuple[int, int]:
     return (-1 if strategy == "tensor" else 1), -1
 
 
-METHODS: dict[str, Callable[[dict], Layout | Renamed | Table4]] = {
+METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "gptq": gptq_layout,
     "awq": awq_layout,
     "compressed-tensors": compressed_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
     "modelopt": modelopt_layout,
+}
+OVERRIDES: dict[str, Callable[[dict, str], dict]] = {
+    "gptq": gptq_override,
+    "compressed-tensors": compressed_override,
 }

@@ -10,7 +10,7 @@ ones.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -83,7 +83,7 @@ class Renamed:
     stored tensor and its types."""
 
     format: str
-    names: dict[str, tuple[str, tuple[str, ...]]]
+    names: dict[str, tuple[str, tuple[str, ...]]] = field(hash=False)
     note: str | None = None
     key = "weight_scale"
     stacks_with_plain = False

@@ -35,6 +35,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     tensors: dict  # name -> stored tensor
+    layout: "Layout"  # or one of floats.py, with the same methods
 
     def get(self, part: str) -> Tensor:
         return self.tensors[f"{self.name}.{part}"][...]
