@@ -182,6 +182,26 @@ def awq_config(**others) -> dict:
     return {**config, "modules_to_not_convert": None, **others}
 
 
+def auto_round_config(packing: str, **others) -> dict:
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": False,
+        "data_type": "int",
+        "packing_format": packing,
+        "block_name_to_quantize": "model.layers",
+    }
+    return config | others
+
+
+def without_order(d: Drawn, bits: int, version: int = 1) -> dict:
+    """AutoRound's GPTQ, which has no g_idx."""
+    tensors = gptq(d, bits, version)
+    del tensors["g_idx"]
+    return tensors
+
+
 def compressed(format: str, activations: dict | None = None, **weights) -> dict:
     weights = {
         "num_bits": 4,
@@ -333,6 +353,36 @@ EXACT = {  # name: (the scheme that must hold it, config, writer, what is drawn)
         awq_config(group_size=64, attention_bias=True),
         awq,
         {"group": 64},
+    ),
+    "auto-round gptq": (
+        "int4-g128-float32",
+        auto_round_config("auto_round:auto_gptq"),
+        without_order,
+        {},
+    ),
+    "auto-round gptq symmetric": (
+        "int4-g32-float32",
+        auto_round_config("auto_round:auto_gptq", group_size=32, sym=True),
+        without_order,
+        {"group": 32, "symmetric": True},
+    ),
+    "auto-round": (
+        "int4-g64-float32",
+        auto_round_config("auto_round", group_size=64),
+        lambda d, bits: without_order(d, bits, 2),
+        {"group": 64},
+    ),
+    "auto-round gptqmodel": (
+        "int4-g128-float32",
+        auto_round_config("auto_round:gptqmodel"),
+        v2,
+        {},
+    ),
+    "auto-round awq": (
+        "int4-g128-float32",
+        auto_round_config("auto_round:auto_awq"),
+        awq,
+        {},
     ),
     "packed bf16": (
         "int4-g128",
@@ -738,6 +788,13 @@ REFUSED = [  # (quantization_config, what the message must name)
         {"bits": 4, "group_size": 64, "mode": "affine"},
         "quant_method = None with {'bits': 4, 'group_size': 64, 'mode': 'affine'} is MLX's form",
     ),
+    (auto_round_config("auto_round:marlin"), "packing_format = 'auto_round:marlin'"),
+    (auto_round_config(None), "packing_format = None"),
+    (auto_round_config("auto_round", bits=3), "bits = 3"),
+    (auto_round_config("auto_round:auto_awq", bits=8), "bits = 8"),
+    (auto_round_config("auto_round", data_type="mx_fp"), "data_type = 'mx_fp'"),
+    (auto_round_config("auto_round", act_bits=8), "act_bits = 8"),
+    (auto_round_config("auto_round", rotation_config={"a": 1}), "rotation_config = {'a': 1}"),
     (gptq_config(dynamic=["+:.*"]), "dynamic = ['+:.*']"),
     (gptq_config(dynamic={"+:(": {"bits": 8}}), "'(' is no pattern of Python's re"),
     (gptq_config(bits=3), "bits = 3"),
@@ -1127,6 +1184,27 @@ MIXED = {  # name: (config, writer, {module: (writer, what is drawn)}, plain mod
             (1, "attention.out"): None,
         },
     ),
+    "auto-round": (
+        auto_round_config(
+            "auto_round",
+            extra_config={
+                "mlp.*down_proj": {"bits": 8, "group_size": -1},
+                layer(1, "mlp.down_proj"): {"group_size": 32},
+                layer(0, "self_attn.o_proj"): {"bits": 16, "group_size": 3},
+            },
+        ),
+        lambda d, bits: without_order(d, bits, 2),
+        {
+            layer(0, "mlp.down_proj"): (lambda d, bits: without_order(d, bits, 2), EIGHT_ROWS),
+            layer(1, "mlp.down_proj"): (lambda d, bits: without_order(d, bits, 2), {"group": 32}),
+        },
+        [layer(0, "self_attn.o_proj")],
+        {
+            (0, "ffn.down"): "int8-float32",
+            (1, "ffn.down"): "int4-g32-float32",
+            (0, "attention.out"): None,
+        },
+    ),
     "compressed-tensors": (
         compressed("mixed-precision")
         | {
@@ -1238,8 +1316,11 @@ def test_matrices_that_no_scheme_holds_exactly_are_quantized_again(tmp_path, cap
     assert "quantized again to int8" in capsys.readouterr().err
 
 
-def test_settings_of_single_modules_are_refused_with_their_names(tmp_path):
-    build(tmp_path, gptq_config(dynamic={".*mlp.up_proj": {"bits": 3}}), gptq)
+@pytest.mark.parametrize("key", ["dynamic", "extra_config"])
+def test_settings_of_single_modules_are_refused_with_their_names(key, tmp_path):
+    own = {".*mlp.up_proj": {"bits": 3}}
+    config = auto_round_config("auto_round:gptqmodel") if key == "extra_config" else gptq_config()
+    build(tmp_path, config | {key: own}, gptq)
     with pytest.raises(ValueError, match=r"0\.mlp\.up_proj: .*: bits = 3 is not supported"):
         load_model(tmp_path)
 

@@ -11,6 +11,7 @@ of all tensors with the Layout. Unsupported keys raise a ValueError that names k
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from loading.quantized import floats
@@ -135,6 +136,47 @@ def gptq_layout(settings: dict) -> Gptq:
     return Gptq(settings["bits"], read_group_size(settings), version=version, symmetric=symmetric)
 
 
+# AutoRound's packing_format -> GPTQ's checkpoint_format.
+GPTQ_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+}
+AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
+
+
+def auto_round_layout(settings: dict) -> Gptq | Awq:
+    """AutoRound packs as GPTQ or AWQ do, without the groups of inputs. Sources: AutoRound,
+    auto_round/inference/{convert_model,backend}.py, export/export_to_autoround/export.py and
+    auto_round_extension/torch/qlinear_torch{,_zp}.py."""
+    check(
+        settings,
+        packing_format=(*GPTQ_PACKINGS, *AWQ_PACKINGS),
+        data_type=(None, "int"),
+        act_bits=(None, 16),
+        super_bits=(None,),
+        rotation_config=(None, {}),
+    )
+    packing = settings["packing_format"]
+    if packing in AWQ_PACKINGS:
+        return awq_layout(settings)
+    layout = gptq_layout(settings | {"checkpoint_format": GPTQ_PACKINGS[packing]})
+    return replace(layout, has_order=packing == "auto_round:gptqmodel")
+
+
+def auto_round_override(settings: dict, module: str) -> dict:
+    """AutoRound's extra_config has other settings for a module's name, or for a pattern that occurs
+    in it; those of 16 bits are stored in full precision. Source: AutoRound,
+    auto_round/inference/utils.py (_expand_regex_config)."""
+    extra = read_optional(settings, "extra_config")
+    for key in (module, *extra):
+        if key in extra and re.search(key, module):
+            changes = read_object(extra, key)
+            return settings if changes.get("bits") == 16 else settings | changes
+    return settings
+
+
 def awq_layout(settings: dict) -> Awq:
     older_names = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
     settings = older_names | settings
@@ -251,6 +293,7 @@ def read_strategy(weights: dict) -> tuple[int, int]:
 METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "gptq": gptq_layout,
     "awq": awq_layout,
+    "auto-round": auto_round_layout,
     "compressed-tensors": compressed_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
@@ -258,5 +301,6 @@ METHODS: dict[str, Callable[[dict], AnyLayout]] = {
 }
 OVERRIDES: dict[str, Callable[[dict, str], dict]] = {
     "gptq": gptq_override,
+    "auto-round": auto_round_override,
     "compressed-tensors": compressed_override,
 }
