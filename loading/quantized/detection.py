@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from loading.quantization import is_mlx
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
 from loading.quantized.merged_experts import is_mxfp4
+from weights.schemes import MLX_BITS, MLX_GROUPS
 
 ENTRY = "quantization_config"
 
@@ -90,16 +92,12 @@ def find_layouts(hf: dict) -> Layouts | None:
     """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
     is ours. ValueError for unsupported settings."""
     settings = hf.get(ENTRY)
-    if is_mxfp4(hf):
+    if is_mlx(hf):
+        settings = hf["quantization"] | {"quant_method": "mlx"}
+    elif is_mxfp4(hf):
         return None
     if not isinstance(settings, dict):
         raise ValueError(f"config.json: {ENTRY} = {settings!r} is not supported")
-    if "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
-        numbers = {key: settings[key] for key in ("bits", "group_size", "mode") if key in settings}
-        raise ValueError(
-            f"config.json: {ENTRY}: quant_method = None with {numbers} is MLX's form of quantized"
-            " weights, which is not supported; use the original folder, or its GGUF file"
-        )
     check(settings, quant_method=tuple(METHODS))
     method = settings["quant_method"]
     layouts = Layouts(settings, METHODS[method])
@@ -175,6 +173,24 @@ def auto_round_override(settings: dict, module: str) -> dict:
             changes = read_object(extra, key)
             return settings if changes.get("bits") == 16 else settings | changes
     return settings
+
+
+def mlx_override(settings: dict, module: str) -> dict:
+    """MLX has an object of other settings under a module's path, true, or false for full precision.
+    Source: mlx-lm, mlx_lm/utils.py (_quantize)."""
+    changes = settings.get(module)
+    return {"bits": 4, "group_size": 64} | changes if isinstance(changes, dict) else settings
+
+
+def mlx_layout(settings: dict) -> Renamed:
+    """Sources: floats.MLX_AFFINE's."""
+    entry = "quantization"
+    check(settings, entry, mode=(None, "affine", "mxfp4"), quantize_input=(None, False))
+    if settings.get("mode") == "mxfp4":
+        check(settings, entry, bits=(4,), group_size=(32,))
+        return Renamed("mxfp4", floats.MLX_MXFP4)
+    check(settings, entry, bits=MLX_BITS, group_size=MLX_GROUPS)
+    return Renamed(f"mlx{settings['bits']}-g{settings['group_size']}", floats.MLX_AFFINE)
 
 
 def awq_layout(settings: dict) -> Awq:
@@ -294,6 +310,7 @@ METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "gptq": gptq_layout,
     "awq": awq_layout,
     "auto-round": auto_round_layout,
+    "mlx": mlx_layout,
     "compressed-tensors": compressed_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
@@ -302,5 +319,6 @@ METHODS: dict[str, Callable[[dict], AnyLayout]] = {
 OVERRIDES: dict[str, Callable[[dict, str], dict]] = {
     "gptq": gptq_override,
     "auto-round": auto_round_override,
+    "mlx": mlx_override,
     "compressed-tensors": compressed_override,
 }

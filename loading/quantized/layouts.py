@@ -25,6 +25,7 @@ from weights.formats import FORMATS, row_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
 WORDS = ("I32",)
+UNSIGNED_WORDS = ("U32",)
 FLOATS = ("BF16", "F16", "F32")
 
 
