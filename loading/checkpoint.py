@@ -41,6 +41,7 @@ from loading.plain_files import error_prefix, is_gguf, one_line, refuse_lfs_poin
 from loading.quantization import (
     QUICKDRAFT_CONFIG,
     StoredForm,
+    is_mlx,
     max_group,
     read_stored_form,
     resolve_schemes,
@@ -219,7 +220,8 @@ class Checkpoint:
         precision."""
         form = read_stored_form(self.hf, self.path / "config.json")
         quantization_config = self.hf.get("quantization_config") or {}
-        return form.scheme or quantization_config.get("quant_method")
+        method = "mlx" if is_mlx(self.hf) else quantization_config.get("quant_method")
+        return form.scheme or method
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of config.json, of the tensors and of the adapter.
@@ -260,19 +262,19 @@ def read_config(file: Path) -> Config:
 def config_of(hf: dict, file: Path) -> Config:
     """The Config of a config.json. ValueError begins with the path that the user gave."""
     try:
-        find_layout(hf)  # refuses unsupported quantization
+        find_layouts(hf)  # refuses unsupported quantization
         return config_from_hf({**hf, "quantization_config": None})
     except ValueError as error:
         raise ValueError(f"{file}: {one_line(error).removeprefix('config.json: ')}") from None
 
 
-def find_layout(hf: dict):
-    """The Layout of another program's weights, by config.json; None for plain weights and ours."""
-    if hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
+def find_layouts(hf: dict):
+    """The Layouts of another program's weights, by config.json; None for plain weights and ours."""
+    if not is_mlx(hf) and hf.get("quantization_config") in (None, {}, QUICKDRAFT_CONFIG):
         return None
     from loading.quantized import detection
 
-    return detection.find_layout(hf)
+    return detection.find_layouts(hf)
 
 
 # ----------------------------------------------------------------------------------- stored forms
@@ -284,9 +286,9 @@ def open_weights(
     """(form, read) of a checkpoint's tensors, whose headers are checked."""
     if checkpoint.is_gguf:
         return open_gguf(checkpoint, config, tensors)
-    layout = find_layout(checkpoint.hf)
-    if layout is not None:
-        return open_other_format(checkpoint, config, tensors, layout)
+    layouts = find_layouts(checkpoint.hf)
+    if layouts is not None:
+        return open_other_format(checkpoint, config, tensors, layouts)
     form = read_stored_form(checkpoint.hf, checkpoint.path / "config.json")
     read = tensor_reader(tensors)
     if FAMILIES[config.family].merged_experts:
@@ -303,35 +305,29 @@ def open_weights(
 
 
 def open_other_format(
-    checkpoint: Checkpoint, config: Config, tensors: dict, layout
+    checkpoint: Checkpoint, config: Config, tensors: dict, layouts
 ) -> tuple[StoredForm, Callable[[str], Tensor]]:
-    """`open_weights` of a folder that another program quantized, in this Layout."""
+    """`open_weights` of a folder that another program quantized, in these Layouts."""
     from loading.quantized import reader
 
     tensors = dict(tensors)  # `reader` leaves some out
     plain = empty_model(config, torch.float32)
-    shapes = {
-        name: {
+    weights = {name: linear.weight for name, linear in named_linears(plain)}
+    weights["embed"] = plain.embed.weight
+    shapes = {}
+    for name, weight in weights.items():
+        module = "embed" if name == "lm_head" and config.tie_embeddings else name
+        shapes[name] = {
             source.removesuffix(".weight"): tuple(part.shape)
-            for source, part in pieces(config, f"{name}.weight", linear.weight)
+            for source, part in pieces(config, f"{module}.weight", weight)
         }
-        for name, linear in named_linears(plain)
-        if name != "lm_head" or not config.tie_embeddings
-    }
     with error_prefix(checkpoint.path):
-        quantized = reader.find_matrices(layout, tensors, shapes)
+        quantized = reader.find_matrices(layouts, tensors, shapes)
         expected = reader.expected_tensors(quantized, expected_tensors(config, plain), tensors)
         check_headers(checkpoint.path, expected, tensors, config.tie_embeddings)
-    scheme, reason = quantized.layout.scheme(quantized.matrices.values())
-    read = reader.tensor_reader(quantized, scheme, tensor_reader(tensors))
-    notes = [note for note in (quantized.layout.note, reason) if note]
-    overrides = dict.fromkeys(quantized.unquantized)
-    if reason:
-        form = StoredForm(overrides=overrides, requantize_to=scheme, notes=tuple(notes))
-    else:
-        head_scheme = scheme if "lm_head" in quantized.matrices else None
-        form = StoredForm(scheme, head_scheme, overrides, notes=tuple(notes))
-    return form, read
+    schemes = reader.choose_schemes(quantized)
+    read = reader.tensor_reader(quantized, schemes, tensor_reader(tensors))
+    return reader.stored_form(quantized, schemes), read
 
 
 def expert_schemes(config: Config, tensors: dict) -> dict[str, str]:

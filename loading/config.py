@@ -34,7 +34,7 @@ NEUTRAL_KEYS = [
     (
         (False,),
         "add_cross_attention alibi attention_out_bias attn_output_gate bias is_encoder_decoder"
-        " qk_layernorm rope_interleaved use_parallel_residual use_qk_norm",
+        " qk_layernorm rope_interleaved rope_traditional use_parallel_residual use_qk_norm",
     ),
     ((False, 0), "attn_temperature_tuning"),
     (

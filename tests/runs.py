@@ -2,8 +2,8 @@
 
 families    the published names of tests/conftest.py's FAMILIES, which are compared with
             transformers
-folders     other programs' folders in test_quantized_folders.py and test_floats.py, and the
-            schemes that hold them here
+folders     other programs' folders in test_quantized_folders.py, test_floats.py and test_mlx.py,
+            and the schemes that hold them here
 sizes       lines of code, and minutes to read them, in README's table of files
 """
 
@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import FAMILIES  # noqa: E402
 
-from tests import test_floats, test_quantized_folders  # noqa: E402
+from tests import test_floats, test_mlx, test_quantized_folders  # noqa: E402
 
 PUBLISHED = {  # every family of the table; the same name counts once
     "llama-2": "Llama 2",
@@ -96,6 +96,11 @@ def folders() -> str:
     cases = [(config, scheme, "") for scheme, config, *_ in test_quantized_folders.EXACT.values()]
     cases += [(config, scheme, "") for scheme, config, *_ in test_floats.FOLDERS.values()]
     cases += [({"quant_method": "modelopt", **test_floats.MODELOPT}, "nvfp4", "")]
+    cases += [({"quant_method": "mlx", "mode": "mxfp4"}, "mxfp4", "")]
+    cases += [
+        ({"quant_method": "mlx", "mode": "affine"}, f"mlx{bits}-g{group}", "")
+        for bits, group in test_mlx.SIZES
+    ]
     cases += [
         (config, "plain weights, with a message", "") for config, *_ in test_floats.PLAIN.values()
     ]
@@ -118,6 +123,8 @@ def folders() -> str:
             )
         elif label == "bitsandbytes":
             label += f": {config['bnb_4bit_quant_type']}"
+        elif label == "mlx":
+            label += f": {config['mode']}"
         elif label == "modelopt":
             label += f": {config['quant_algo']}"
         else:

@@ -10,6 +10,7 @@ import torch
 from conftest import config_json, oracle
 from reference import logits as reference_logits
 from safetensors.torch import load_file, save_file
+from test_quantize import SCHEMES
 
 import cli.quantize as quantize_command
 import tp
@@ -371,11 +372,12 @@ def stacked(layer: SparseMoE) -> packed.StackedExperts:
 
 
 @pytest.mark.parametrize("has_grouped_product", [False, True], ids=["any expert", "grouped"])
-@pytest.mark.parametrize("scheme", [None, *FORMATS])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_stacks_are_their_experts(scheme, has_grouped_product, monkeypatch):
     """Grouped by expert, as prompts are: in float32 within rounding of the sum expert by expert."""
     monkeypatch.setattr(packed, "has_grouped_product", lambda x: has_grouped_product)
-    width = 128 if scheme and "int4-g" in scheme else 32  # a ragged group of fp8-g128
+    is_wide = scheme and ("int4-g" in scheme or scheme.startswith("mlx"))
+    width = 128 if is_wide else 32  # a ragged group of fp8-g128
     limits = {"gate_limit": 7.0, "gate_alpha": 1.702, "dim": width, "expert_dim": width}
     layer = random_experts(expert_bias=True, router_bias=True, **limits)
     x = torch.randn(9, width, generator=torch.Generator().manual_seed(4))
@@ -397,7 +399,7 @@ class Mirrored(Int8):
         return -super().dequantize(parts)
 
 
-@pytest.mark.parametrize("scheme", [*FORMATS, "mirrored"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "mirrored"])
 @pytest.mark.parametrize("width", [128, 192])
 def test_chosen_experts_multiply_in_every_format(scheme, width, monkeypatch):
     monkeypatch.setitem(FORMATS, "mirrored", Mirrored(8))

@@ -26,7 +26,7 @@ pytestmark = [
         not torch.cpu._is_vnni_supported(), reason="this processor has no AVX-512 VNNI"
     ),
 ]
-SCHEMES = [scheme for scheme, format in FORMATS.items() if isinstance(format, Int4)]
+SCHEMES = [scheme for scheme, format in FORMATS.items() if type(format) is Int4]
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,10 @@ from weights.walker import (
     replace_linears,
 )
 
-SCHEMES = list(FORMATS)
+# Of MLX's many: codes across bytes, those of the kernels, and the widest.
+MLX = ("mlx3-g32", "mlx4-g64", "mlx8-g128")
+SCHEMES = [scheme for scheme in FORMATS if not scheme.startswith("mlx") or scheme in MLX]
+ZERO_CENTERED = [scheme for scheme in SCHEMES if getattr(FORMATS[scheme], "center", 8) == 0]
 # exponent, mantissa, bias, largest
 MX = {"mxfp8": (4, 3, 7, 448.0), "mxfp6": (2, 3, 1, 7.5), "mxfp4": (2, 1, 1, 6.0)}
 
@@ -182,10 +185,10 @@ def bound(scheme: str, w: torch.Tensor, parts: dict) -> torch.Tensor:
     elif scheme.startswith("int4"):
         scale, zero = parts["scale"].float(), parts["zero"].float()
         limit = (scale / 2 + zero.abs() * 2**-8).repeat_interleave(FORMATS[scheme].group, 1)
-    elif scheme == "q4_k":  # float32 rounds by 2^-24
+    elif scheme in ("q4_k", *MLX):  # float32 rounds by 2^-24
         limit = (
             parts["scale"] / 2 * (1 + 2**-20) + parts["zero"].abs() * 2**-22
-        ).repeat_interleave(32, 1)
+        ).repeat_interleave(FORMATS[scheme].group, 1)
     elif scheme in ("q4_1", "q8_0"):  # float16 rounds to nearest, and is 2^-24 apart below 6e-5
         scale, zero = parts["scale"].float(), parts.get("zero", torch.zeros(1)).float()
         largest = 15 if scheme == "q4_1" else 127
@@ -300,9 +303,9 @@ def check_products(linear: torch.nn.Linear, scheme: str, products) -> None:
     parts = quantize_tensor(linear.weight, scheme)
     exact = dequantize_tensor(parts, scheme).double()
     zero = torch.zeros(1, 1)
-    if scheme in ("q4_1", "q4_k"):  # whose zero is moved to where the kernel wants it
+    if scheme in ZERO_CENTERED:  # whose zero is moved to where the kernel wants it
         parts["zero"] = parts["zero"].float() + 8 * parts["scale"].float()
-    if "zero" in parts and (scheme.endswith("-float32") or scheme in ("q4_1", "q4_k")):
+    if "zero" in parts and (scheme.endswith("-float32") or scheme in ZERO_CENTERED):
         zero = parts["zero"].double().repeat_interleave(FORMATS[scheme].group or 1, 1)
     dtype = linear.weight.dtype
     inputs = [

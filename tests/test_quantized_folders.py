@@ -23,6 +23,7 @@ import cli.quantize as quantize_command
 import loading.checkpoint as checkpoint
 import loading.models as models
 import loading.quantization as quantization
+import loading.quantized.detection as detection
 from loading.config import config_from_hf
 from loading.saving import save_model
 from tp import Ranks
@@ -181,6 +182,26 @@ def awq_config(**others) -> dict:
     return {**config, "modules_to_not_convert": None, **others}
 
 
+def auto_round_config(packing: str, **others) -> dict:
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": False,
+        "data_type": "int",
+        "packing_format": packing,
+        "block_name_to_quantize": "model.layers",
+    }
+    return config | others
+
+
+def without_order(d: Drawn, bits: int, version: int = 1) -> dict:
+    """AutoRound's GPTQ, which has no g_idx."""
+    tensors = gptq(d, bits, version)
+    del tensors["g_idx"]
+    return tensors
+
+
 def compressed(format: str, activations: dict | None = None, **weights) -> dict:
     weights = {
         "num_bits": 4,
@@ -218,10 +239,11 @@ def build(
     head=False,
     float_modules=(),
     draw=Drawn,
+    others=None,
     **hf,
 ) -> dict[str, torch.Tensor]:
     """Write the folder, and beside it "plain" with the published weights in float32; {module:
-    weights (out, in)}."""
+    weights (out, in)}. `others`: module -> (writer, what is drawn) where they differ."""
     generator = torch.Generator().manual_seed(len(str(config)) + bits + len(str(g_idx)))
     both: dict[str, torch.Tensor] = {
         "model.norm.weight": 1 + 0.1 * torch.randn(D, generator=generator)
@@ -240,11 +262,14 @@ def build(
         if name in float_modules or (name == "lm_head" and not head):
             both[f"{name}.weight"] = 0.05 * torch.randn(shape, generator=generator)
             continue
-        drawn = draw(shape, bits, group, symmetric, scale_dtype, g_idx, generator)
+        options = {"bits": bits, "group": group, "symmetric": symmetric, "draw": draw}
+        writer, changes = (others or {}).get(name, (pack, {}))
+        options |= {"scale_dtype": scale_dtype} | changes
+        drawn = options.pop("draw")(shape, **options, g_idx=g_idx, generator=generator)
         weights[name] = drawn.weight
         stored |= {
             f"{name}.{kind}": tensor.contiguous().clone()
-            for kind, tensor in pack(drawn, bits).items()
+            for kind, tensor in writer(drawn, options["bits"]).items()
         }
     both = {name: tensor.half().float() for name, tensor in both.items()}
     for path, tensors, extra in (
@@ -328,6 +353,36 @@ EXACT = {  # name: (the scheme that must hold it, config, writer, what is drawn)
         awq_config(group_size=64, attention_bias=True),
         awq,
         {"group": 64},
+    ),
+    "auto-round gptq": (
+        "int4-g128-float32",
+        auto_round_config("auto_round:auto_gptq"),
+        without_order,
+        {},
+    ),
+    "auto-round gptq symmetric": (
+        "int4-g32-float32",
+        auto_round_config("auto_round:auto_gptq", group_size=32, sym=True),
+        without_order,
+        {"group": 32, "symmetric": True},
+    ),
+    "auto-round": (
+        "int4-g64-float32",
+        auto_round_config("auto_round", group_size=64),
+        lambda d, bits: without_order(d, bits, 2),
+        {"group": 64},
+    ),
+    "auto-round gptqmodel": (
+        "int4-g128-float32",
+        auto_round_config("auto_round:gptqmodel"),
+        v2,
+        {},
+    ),
+    "auto-round awq": (
+        "int4-g128-float32",
+        auto_round_config("auto_round:auto_awq"),
+        awq,
+        {},
     ),
     "packed bf16": (
         "int4-g128",
@@ -729,10 +784,16 @@ REFUSED = [  # (quantization_config, what the message must name)
     ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
     ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),  # only gpt-oss has it
     ({"bits": 4}, "quant_method = None"),
-    (
-        {"bits": 4, "group_size": 64, "mode": "affine"},
-        "quant_method = None with {'bits': 4, 'group_size': 64, 'mode': 'affine'} is MLX's form",
-    ),
+    ({"bits": 4, "group_size": 64, "mode": "affine"}, "quant_method = None"),
+    (auto_round_config("auto_round:marlin"), "packing_format = 'auto_round:marlin'"),
+    (auto_round_config(None), "packing_format = None"),
+    (auto_round_config("auto_round", bits=3), "bits = 3"),
+    (auto_round_config("auto_round:auto_awq", bits=8), "bits = 8"),
+    (auto_round_config("auto_round", data_type="mx_fp"), "data_type = 'mx_fp'"),
+    (auto_round_config("auto_round", act_bits=8), "act_bits = 8"),
+    (auto_round_config("auto_round", rotation_config={"a": 1}), "rotation_config = {'a': 1}"),
+    (gptq_config(dynamic=["+:.*"]), "dynamic = ['+:.*']"),
+    (gptq_config(dynamic={"+:(": {"bits": 8}}), "'(' is no pattern of Python's re"),
     (gptq_config(bits=3), "bits = 3"),
     (gptq_config(bits=2), "bits = 2"),
     (gptq_config(bits=True), "bits = True"),
@@ -761,7 +822,7 @@ REFUSED = [  # (quantization_config, what the message must name)
     ),
     (with_group(PACKED, output_activations=TOKENS), "output_activations"),
     (with_group(PACKED, weights=None), "weights = None"),
-    ({**PACKED, "config_groups": {"a": GROUP, "b": GROUP}}, "config_groups = ['a', 'b']"),
+    ({**PACKED, "config_groups": {}}, "config_groups = []"),
     ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 = ['Linear']"),
     ({**PACKED, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
 ]
@@ -943,7 +1004,7 @@ def test_config_alone_still_refuses():
     precision."""
     with pytest.raises(ValueError, match="quantization_config"):
         config_from_hf({**HF, "quantization_config": gptq_config()})
-    assert checkpoint.find_layout(HF) is None
+    assert checkpoint.find_layouts(HF) is None
 
 
 # --------------------------------------------------------------- what other programs make of ours
@@ -1042,15 +1103,6 @@ def test_transformers_refuses_what_only_we_read(how, full, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_an_older_folder_of_mlx_is_named(folder):
-    """mlx-lm before 0.20 wrote `quantization` alone."""
-    (folder / "config.json").write_text(
-        json.dumps({**HF, "quantization": {"group_size": 64, "bits": 4}})
-    )
-    with pytest.raises(ValueError, match=r"quantization = .*'group_size': 64.* is not supported"):
-        load_model(folder)
-
-
 def test_modules_that_gptqs_dynamic_leaves_out_stay_plain(tmp_path):
     kept = ["model.layers.0.self_attn.o_proj"]
     dynamic = {
@@ -1063,3 +1115,244 @@ def test_modules_that_gptqs_dynamic_leaves_out_stay_plain(tmp_path):
         layer.attention.out.weight.is_floating_point()
         and layer.ffn.down.scheme == "int4-g128-float32"
     )
+
+
+# -------------------------------------------------------------------------------- several layouts
+
+
+def layer(n: int, name: str) -> str:
+    return f"model.layers.{n}.{name}"
+
+
+EIGHT_ROWS = {"bits": 8, "group": -1, "symmetric": True}
+INT8_GROUP = {
+    "targets": ["re:.*self_attn\\.(q|k|v)_proj$"],
+    "format": "int-quantized",
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+}
+FP8_GROUP = {
+    "targets": ["model.layers.1.mlp.down_proj"],
+    "format": "float-quantized",
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+}
+INT4_GROUP = {
+    "targets": ["Linear"],
+    "format": "pack-quantized",
+    "weights": {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+    },
+}
+WIDER_GROUP = INT4_GROUP | {
+    "targets": ["re:.*mlp\\.(gate|up)_proj", "re:.*layers.1.mlp.down_proj"],
+    "weights": INT4_GROUP["weights"] | {"group_size": 32},
+}
+MIXED = {  # name: (config, writer, {module: (writer, what is drawn)}, plain modules, schemes)
+    "gptq": (
+        gptq_config(
+            dynamic={
+                "+:model\\.layers\\.0\\.mlp\\.down_proj": {"group_size": 32},
+                "+:.*down_proj": {"bits": 8, "group_size": -1, "sym": True},
+                "+:.*\\.o_proj": {"bits": 8, "group_size": -1, "sym": True},
+                "-:.*\\.1\\.self_attn\\.o_proj": {},
+            }
+        ),
+        gptq,
+        {
+            layer(0, "mlp.down_proj"): (gptq, {"group": 32}),
+            layer(1, "mlp.down_proj"): (gptq, EIGHT_ROWS),
+            layer(0, "self_attn.o_proj"): (gptq, EIGHT_ROWS),
+        },
+        [layer(1, "self_attn.o_proj")],
+        {
+            (0, "ffn.down"): "int4-g32-float32",
+            (1, "ffn.down"): "int8-float32",
+            (0, "attention.out"): "int8-float32",
+            (1, "attention.out"): None,
+        },
+    ),
+    "auto-round": (
+        auto_round_config(
+            "auto_round",
+            extra_config={
+                "mlp.*down_proj": {"bits": 8, "group_size": -1},
+                layer(1, "mlp.down_proj"): {"group_size": 32},
+                layer(0, "self_attn.o_proj"): {"bits": 16, "group_size": 3},
+            },
+        ),
+        lambda d, bits: without_order(d, bits, 2),
+        {
+            layer(0, "mlp.down_proj"): (lambda d, bits: without_order(d, bits, 2), EIGHT_ROWS),
+            layer(1, "mlp.down_proj"): (lambda d, bits: without_order(d, bits, 2), {"group": 32}),
+        },
+        [layer(0, "self_attn.o_proj")],
+        {
+            (0, "ffn.down"): "int8-float32",
+            (1, "ffn.down"): "int4-g32-float32",
+            (0, "attention.out"): None,
+        },
+    ),
+    "compressed-tensors": (
+        compressed("mixed-precision")
+        | {
+            "config_groups": {"a": INT4_GROUP, "b": INT8_GROUP, "c": FP8_GROUP, "d": WIDER_GROUP},
+            "ignore": ["lm_head", layer(0, "self_attn.o_proj")],
+        },
+        lambda d, bits: packed(d, bits, True),
+        {
+            **{
+                layer(n, f"self_attn.{x}_proj"): (plain_int8, EIGHT_ROWS)
+                for n in range(2)
+                for x in "qkv"
+            },
+            **{
+                layer(n, f"mlp.{x}_proj"): (lambda d, bits: packed(d, bits, True), {"group": 32})
+                for n in range(2)
+                for x in ("gate", "up")
+            },
+            layer(1, "mlp.down_proj"): (plain_float8, {"draw": Float8, "group": -1}),
+        },
+        [layer(0, "self_attn.o_proj")],
+        {
+            (0, "attention.qkv"): "int8-float32",
+            (1, "attention.qkv"): "int8-float32",
+            (0, "ffn.gate_up"): "int4-g32-float32",
+            (1, "ffn.gate_up"): "int4-g32-float32",
+            (1, "ffn.down"): "fp8-float32",
+            (0, "attention.out"): None,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """name of MIXED -> (folder, its model of plain weights)"""
+
+    @functools.cache
+    def make(name: str):
+        folder = tmp_path_factory.mktemp("mixed") / "model"
+        config, writer, others, plain, _ = MIXED[name]
+        symmetric = name == "compressed-tensors"
+        build(folder, config, writer, symmetric=symmetric, others=others, float_modules=plain)
+        return folder, load_model(folder / "plain", dtype=torch.float32)
+
+    return make
+
+
+def stored_weight(linear) -> torch.Tensor:
+    is_quantized = isinstance(linear, QuantizedLinear)
+    return linear.dequantized(torch.float32) if is_quantized else linear.weight
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_modules_have_layouts_of_their_own(name, mixed):
+    folder, plain = mixed(name)
+    model = load_model(folder, dtype=torch.float32)
+    schemes = {key: getattr(linear, "scheme", None) for key, linear in linears(model).items()}
+    assert schemes == dict.fromkeys(schemes, "int4-g128-float32") | MIXED[name][-1]
+    for key, linear in linears(model).items():
+        assert torch.equal(stored_weight(linear), linears(plain)[key].weight), key
+    tokens, pos = torch.arange(40)[None] % 96, torch.arange(40)
+    want = plain(tokens, pos)
+    limit = 9 * 512 * 2**-24 * want.abs().max()
+    assert (pack_model(model)(tokens, pos) - want).abs().max() <= limit
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_pieces_of_mixed_folders_are_slices(name, mixed):
+    folder, _ = mixed(name)
+    config, form, read = checkpoint.Checkpoint(folder).weights
+    for rank in range(2):
+        ranks = Ranks(rank, 2)
+        shards = []
+        for overrides, source in ((form.overrides, read), ({}, None)):
+            source = source or checkpoint.Checkpoint(folder / "plain").weights.read
+            model = models.empty_model(config, torch.float32, ranks=ranks, overrides=overrides)
+            model = models.allocate(model, "cpu")
+            models.load_parameters(model, [n for n, _ in model.named_parameters()], source, ranks)
+            shards.append({key: stored_weight(linear) for key, linear in linears(model).items()})
+        assert all(torch.equal(shards[0][key], shards[1][key]) for key in shards[1])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_mixed_folder_may_be_quantized_to_one_scheme(name, mixed, tmp_path):
+    """And saved then: a folder of ours has one scheme."""
+    folder, _ = mixed(name)
+    with pytest.raises(ValueError, match="no folder holds such a model: its blocks are in "):
+        save_model(load_model(folder), tmp_path / "q", config_json(folder))
+    model = load_model(folder, dtype=torch.float32, quantize="int8")
+    want = load_model(folder / "plain", dtype=torch.float32, quantize="int8")
+    for key, linear in linears(model).items():
+        if MIXED[name][-1].get(key, "") is not None:
+            assert torch.equal(stored_weight(linear), stored_weight(linears(want)[key])), key
+    save_model(model, tmp_path / "q", config_json(folder))
+    assert load_model(tmp_path / "q").layers[0].ffn.down.scheme == "int8"
+
+
+def test_matrices_that_no_scheme_holds_exactly_are_quantized_again(tmp_path, capsys):
+    """To int8 where their codes have 8 bits, next to those that are as published."""
+    name = layer(0, "mlp.down_proj")
+    config = gptq_config(dynamic={"+:.*0.mlp.down_proj": {"bits": 8}})
+    weights = build(tmp_path, config, gptq, others={name: (gptq, {"bits": 8})})
+    model = load_model(tmp_path, dtype=torch.float32)
+    down = model.layers[0].ffn.down
+    assert down.scheme == "int8" and model.layers[1].ffn.down.scheme == "int4-g128-float32"
+    error = (down.dequantized(torch.float32) - weights[name]).abs()
+    assert (error <= down.scale.float()[:, None] / 2 * (1 + 1e-5)).all() and error.any()
+    assert "quantized again to int8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["dynamic", "extra_config"])
+def test_settings_of_single_modules_are_refused_with_their_names(key, tmp_path):
+    own = {".*mlp.up_proj": {"bits": 3}}
+    config = auto_round_config("auto_round:gptqmodel") if key == "extra_config" else gptq_config()
+    build(tmp_path, config | {key: own}, gptq)
+    with pytest.raises(ValueError, match=r"0\.mlp\.up_proj: .*: bits = 3 is not supported"):
+        load_model(tmp_path)
+
+
+def test_groups_of_compressed_tensors_are_those_of_its_package(mixed):
+    """Its own choice of a group for every module of transformers' model."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    import transformers
+
+    settings, *_ = MIXED["compressed-tensors"]
+    targets = [
+        "model.layers.0.mlp.up_proj",
+        "re:.*layers.*k_proj",
+        "re:.*0.*gate_proj",
+        "re:.*v_proj",
+    ]
+    groups = settings["config_groups"] | {
+        str(i): INT4_GROUP | {"targets": [target]} for i, target in enumerate(targets)
+    }
+    settings = settings | {"config_groups": groups, "ignore": []}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**HF))
+    config = quantization.QuantizationConfig.model_validate(settings)
+    for i, scheme in enumerate(config.config_groups.values()):
+        scheme.format = str(i)  # a name that its copies keep
+    quantization.apply_quantization_config(model, config)
+    chosen = set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            (group,) = detection.compressed_override(settings, name)["config_groups"]
+            assert module.quantization_scheme.format == str([*groups].index(group)), name
+            chosen.add(group)
+    assert len(chosen) == 7  # all but "a pattern that another precedes"
+
+
+def test_transformers_reads_several_groups_alike(mixed):
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    folder, plain = mixed("compressed-tensors")
+    tokens, pos = torch.arange(40)[None] % 96, torch.arange(40)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    want = plain(tokens, pos)
+    with torch.no_grad():
+        assert (theirs(tokens).logits - want).abs().max() <= 9 * 512 * 2**-24 * want.abs().max()

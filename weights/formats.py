@@ -7,7 +7,8 @@
 
 Users choose from int8, int4-g32 | g64 | g128, fp8, and OCP Microscaling v1.0 (MX) mxfp8, mxfp6,
 mxfp4. Other schemes hold other programs' files exactly: float32 scales (int4-g128-float32),
-fp8-g128 for blocks of fp8, nvfp4, and q4_1, q4_k and q8_0 for GGUF's Q4_0, Q4_1, Q4_K and Q8_0.
+fp8-g128 for blocks of fp8, nvfp4, q4_1, q4_k and q8_0 for GGUF's Q4_0, Q4_1, Q4_K and Q8_0, and
+mlx4-g64 and its kind for MLX's 2 to 8 bits.
 Parts can be sharded by rows or by full groups.
 """
 
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weights.schemes import SCHEMES, check_scheme  # noqa: F401
+from weights.schemes import MLX_BITS, MLX_GROUPS, SCHEMES, check_scheme  # noqa: F401
 
 # -------------------------------------------------------------------------------------------- bits
 
@@ -234,11 +235,11 @@ class Packed(Format):
 
 @dataclass(frozen=True)
 class Int4(Packed):
-    """A format of asymmetric groups: w = (code - center) * scale + zero, code in [0, 15].
+    """A format of asymmetric groups: w = (code - center) * scale + zero, code in [0, max_code].
 
-    |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / 15 * (1 + 2^-7). Scale and zero
-    are rounded before the codes are chosen. Only weights at the ends of a group can lie outside its
-    range, by the rounding error of the zero.
+    |w - w'| <= scale / 2 + |zero| * 2^-8, scale <= (max - min) / max_code * (1 + 2^-7). Scale and
+    zero are rounded before the codes are chosen. Only weights at the ends of a group can lie
+    outside its range, by the rounding error of the zero.
     """
 
     scale_dtype: torch.dtype = torch.bfloat16  # of scale and zero
@@ -254,15 +255,20 @@ class Int4(Packed):
 
     def with_range(self, w: Tensor, low: Tensor, high: Tensor) -> dict[str, Tensor]:
         """Quantize w (out, in / g, g) with groups that span low to high (out, in / g)."""
-        scale = round_scale((high - low) / 15, self.scale_dtype)
+        max_code = 2**self.bits - 1
+        scale = round_scale((high - low) / max_code, self.scale_dtype)
         zero = (low + self.center * scale.float()).to(self.scale_dtype)
         steps = (w - zero[..., None]) / divisor(scale)[..., None]
         codes = steps.round() + self.center
-        codes = codes.clamp(0, 15)
+        codes = codes.clamp(0, max_code)
         return {"codes": self.packed(codes), "scale": scale, "zero": zero}
 
     def elements(self, code):
         return (code - self.center).float()
+
+
+class Affine(Int4):
+    """The same in 2 to 8 bits: a class of its own, because kernels read 4 bits alone."""
 
 
 @dataclass(frozen=True)
@@ -385,6 +391,12 @@ FORMATS |= {
     ),
     "nvfp4": NvFp4(4, 16, mantissa=1, bias=1, max_element=6.0),
 }
+FORMATS |= {
+    f"mlx{bits}-g{group}": Affine(bits, group, torch.float32, center=0)
+    for bits in MLX_BITS
+    for group in MLX_GROUPS
+}
+FORMATS |= {f"mlx4-g{group}": Int4(4, group, torch.float32, center=0) for group in MLX_GROUPS}
 
 # ---------------------------------------------------------------------------------------- tensors
 

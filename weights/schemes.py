@@ -8,6 +8,8 @@ choose_head_scheme          --quantize_head -> the head's scheme
 
 from collections.abc import Collection
 
+MLX_BITS = (2, 3, 4, 6, 8)
+MLX_GROUPS = (32, 64, 128)
 SCHEMES = ("int8", "int4-g32", "int4-g64", "int4-g128", "fp8", "mxfp8", "mxfp6", "mxfp4")
 STORED_SCHEMES = (
     "int8-float32",
@@ -21,6 +23,7 @@ STORED_SCHEMES = (
     "fp8-g128",
     "fp8-g128-float32",
     "nvfp4",
+    *(f"mlx{bits}-g{group}" for bits in MLX_BITS for group in MLX_GROUPS),
 )
 HEAD_HELP = (
     "scheme for lm_head and a tied embedding; none keeps them as stored; default: int8 with"

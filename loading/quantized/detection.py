@@ -1,18 +1,25 @@
-"""config.json's quantization_config -> the Layout of another program's weights.
+"""config.json's quantization_config -> the Layouts of another program's weights.
 
-    find_layout     the Layout of a folder; None for gpt-oss's, which is ours
+    Layouts         the Layout of every module
+    find_layouts    the Layouts of a folder; None for gpt-oss's, which is ours
     METHODS         quant_method -> the function that reads its other keys
+    OVERRIDES       quant_method -> the function that finds the settings of single modules
 
 Only settings that the tensors cannot reveal are checked here; loading compares the shapes and types
 of all tensors with the Layout. Unsupported keys raise a ValueError that names key and value.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
+from loading.quantization import is_mlx
 from loading.quantized import floats
 from loading.quantized.floats import Fp8, Int8Rows, Renamed, Table4
 from loading.quantized.layouts import Awq, Gptq, Layout, PackQuantized
 from loading.quantized.merged_experts import is_mxfp4
+from weights.schemes import MLX_BITS, MLX_GROUPS
 
 ENTRY = "quantization_config"
 
@@ -20,6 +27,26 @@ ENTRY = "quantization_config"
 WEIGHTS_ONLY = (
     "its activations, or keys and values, would be quantized too; here only its weights are"
 )
+
+
+AnyLayout = Layout | Renamed | Table4
+
+
+class Layouts(NamedTuple):
+    """The layout of every module of a folder."""
+
+    settings: dict
+    read: Callable[[dict], AnyLayout]
+    # The settings of a module, by its Hugging Face name.
+    override: Callable[[dict, str], dict] = lambda settings, module: settings
+
+    def of(self, module: str) -> AnyLayout:
+        """ValueError for unsupported settings."""
+        try:
+            return self.read(self.override(self.settings, module))
+        except re.error as error:
+            pattern = f"{error.pattern!r} is no pattern of Python's re: {error}"
+            raise ValueError(f"config.json: {ENTRY}: {pattern}") from None
 
 
 def check(settings: dict, entry: str = ENTRY, **supported_by_key: tuple) -> None:
@@ -42,6 +69,10 @@ def read_object(settings: dict, key: str) -> dict:
     return value
 
 
+def read_optional(settings: dict, key: str) -> dict:
+    return read_object(settings, key) if settings.get(key) else {}
+
+
 def read_group_size(settings: dict) -> int:
     size = settings.get("group_size")
     if type(size) is not int or (size < 1 and size != -1):
@@ -57,22 +88,34 @@ def read_block(settings: dict, key: str) -> tuple[int, int]:
     return tuple(size)
 
 
-def find_layout(hf: dict) -> Layout | Renamed | Table4 | None:
-    """The Layout of a config.json's quantization_config, None for gpt-oss's MXFP4, which
+def find_layouts(hf: dict) -> Layouts | None:
+    """The Layouts of a config.json's quantization_config, None for gpt-oss's MXFP4, which
     is ours. ValueError for unsupported settings."""
     settings = hf.get(ENTRY)
-    if is_mxfp4(hf):
+    if is_mlx(hf):
+        settings = hf["quantization"] | {"quant_method": "mlx"}
+    elif is_mxfp4(hf):
         return None
     if not isinstance(settings, dict):
         raise ValueError(f"config.json: {ENTRY} = {settings!r} is not supported")
-    if "quant_method" not in settings and {"bits", "group_size"} <= settings.keys():
-        numbers = {key: settings[key] for key in ("bits", "group_size", "mode") if key in settings}
-        raise ValueError(
-            f"config.json: {ENTRY}: quant_method = None with {numbers} is MLX's form of quantized"
-            " weights, which is not supported; use the original folder, or its GGUF file"
-        )
     check(settings, quant_method=tuple(METHODS))
-    return METHODS[settings["quant_method"]](settings)
+    method = settings["quant_method"]
+    layouts = Layouts(settings, METHODS[method])
+    if method in OVERRIDES:
+        layouts = layouts._replace(override=OVERRIDES[method])
+    layouts.of("")  # refuses the settings of modules that have none of their own
+    return layouts
+
+
+def gptq_override(settings: dict, module: str) -> dict:
+    """GPTQModel's `dynamic` has other settings for modules, by the first "+:pattern" that matches a
+    name. Those that a "-:pattern" matches are stored in full precision. Source: GPTQModel,
+    gptqmodel/quantization/config.py (_resolve_dynamic_override)."""
+    dynamic = read_optional(settings, "dynamic")
+    for key in dynamic:
+        if not key.startswith("-:") and re.match(key.removeprefix("+:"), module):
+            return settings | read_object(dynamic, key)
+    return settings
 
 
 def gptq_layout(settings: dict) -> Gptq:
@@ -89,6 +132,65 @@ def gptq_layout(settings: dict) -> Gptq:
     version = 2 if name == "gptq_v2" else 1
     symmetric = settings.get("sym") is True
     return Gptq(settings["bits"], read_group_size(settings), version=version, symmetric=symmetric)
+
+
+# AutoRound's packing_format -> GPTQ's checkpoint_format.
+GPTQ_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+}
+AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
+
+
+def auto_round_layout(settings: dict) -> Gptq | Awq:
+    """AutoRound packs as GPTQ or AWQ do, without the groups of inputs. Sources: AutoRound,
+    auto_round/inference/{convert_model,backend}.py, export/export_to_autoround/export.py and
+    auto_round_extension/torch/qlinear_torch{,_zp}.py."""
+    check(
+        settings,
+        packing_format=(*GPTQ_PACKINGS, *AWQ_PACKINGS),
+        data_type=(None, "int"),
+        act_bits=(None, 16),
+        super_bits=(None,),
+        rotation_config=(None, {}),
+    )
+    packing = settings["packing_format"]
+    if packing in AWQ_PACKINGS:
+        return awq_layout(settings)
+    layout = gptq_layout(settings | {"checkpoint_format": GPTQ_PACKINGS[packing]})
+    return replace(layout, has_order=packing == "auto_round:gptqmodel")
+
+
+def auto_round_override(settings: dict, module: str) -> dict:
+    """AutoRound's extra_config has other settings for a module's name, or for a pattern that occurs
+    in it; those of 16 bits are stored in full precision. Source: AutoRound,
+    auto_round/inference/utils.py (_expand_regex_config)."""
+    extra = read_optional(settings, "extra_config")
+    for key in (module, *extra):
+        if key in extra and re.search(key, module):
+            changes = read_object(extra, key)
+            return settings if changes.get("bits") == 16 else settings | changes
+    return settings
+
+
+def mlx_override(settings: dict, module: str) -> dict:
+    """MLX has an object of other settings under a module's path, true, or false for full precision.
+    Source: mlx-lm, mlx_lm/utils.py (_quantize)."""
+    changes = settings.get(module)
+    return {"bits": 4, "group_size": 64} | changes if isinstance(changes, dict) else settings
+
+
+def mlx_layout(settings: dict) -> Renamed:
+    """Sources: floats.MLX_AFFINE's."""
+    entry = "quantization"
+    check(settings, entry, mode=(None, "affine", "mxfp4"), quantize_input=(None, False))
+    if settings.get("mode") == "mxfp4":
+        check(settings, entry, bits=(4,), group_size=(32,))
+        return Renamed("mxfp4", floats.MLX_MXFP4)
+    check(settings, entry, bits=MLX_BITS, group_size=MLX_GROUPS)
+    return Renamed(f"mlx{settings['bits']}-g{settings['group_size']}", floats.MLX_AFFINE)
 
 
 def awq_layout(settings: dict) -> Awq:
@@ -135,7 +237,7 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
     groups = read_object(settings, "config_groups")
     if len(groups) != 1:
         names = {"config_groups": sorted(groups)}
-        raise unsupported(names, "config_groups", "only one group is")
+        raise unsupported(names, "config_groups", "it must hold a group")
     (group_name,) = groups
     scheme = read_object(groups, group_name)
     check(scheme, output_activations=(None,))
@@ -158,6 +260,27 @@ def compressed_layout(settings: dict) -> Layout | Renamed:
         return Int8Rows(8, columns, note, rows=rows)
     check({"group_size": columns}, group_size=(-1, 128))  # our formats of fp8
     return Fp8(8, columns, note, rows=rows)
+
+
+def compressed_override(settings: dict, module: str) -> dict:
+    """Of several config_groups, the one with the most specific target: the module's name, a pattern
+    (the first in the alphabet), then its class. Matrices that none targets, or that `ignore` names,
+    are stored in full precision, so that any group will do. Sources: compressed-tensors,
+    src/compressed_tensors/utils/match.py (match_targets) and
+    quantization/lifecycle/apply.py (apply_quantization_config)."""
+    groups = read_object(settings, "config_groups")
+    if len(groups) < 2:
+        return settings
+    name_by_priority = {}
+    for name in groups:
+        for target in read_object(groups, name).get("targets") or ():
+            is_match = target.startswith("re:") and re.match(target.removeprefix("re:"), module)
+            if is_match or target in (module, "Linear"):
+                name_by_priority[target != module, target == "Linear", target] = name
+    name = next(iter(groups))
+    if name_by_priority:
+        name = name_by_priority[min(name_by_priority)]
+    return settings | {"config_groups": {name: groups[name]}}
 
 
 # Formats of compressed-tensors that store one code per element.
@@ -183,11 +306,19 @@ def read_strategy(weights: dict) -> tuple[int, int]:
     return (-1 if strategy == "tensor" else 1), -1
 
 
-METHODS: dict[str, Callable[[dict], Layout | Renamed | Table4]] = {
+METHODS: dict[str, Callable[[dict], AnyLayout]] = {
     "gptq": gptq_layout,
     "awq": awq_layout,
+    "auto-round": auto_round_layout,
+    "mlx": mlx_layout,
     "compressed-tensors": compressed_layout,
     "fp8": fp8_layout,
     "bitsandbytes": bitsandbytes_layout,
     "modelopt": modelopt_layout,
+}
+OVERRIDES: dict[str, Callable[[dict, str], dict]] = {
+    "gptq": gptq_override,
+    "auto-round": auto_round_override,
+    "mlx": mlx_override,
+    "compressed-tensors": compressed_override,
 }

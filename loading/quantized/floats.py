@@ -1,7 +1,8 @@
-"""Layouts of eight bits a weight and of floats: int8, fp8, MX, NVFP4, and bitsandbytes' tables.
+"""Layouts of eight bits a weight and of floats: int8, fp8, MX, NVFP4, bitsandbytes' tables, and
+MLX's codes.
 
     Int8Rows, Fp8     unpacked codes with a scale per matrix, row or block
-    Renamed           MX and NVFP4, whose bits are those of our own formats
+    Renamed           MX, NVFP4 and MLX's, whose bits are those of our own formats
     Table4            bitsandbytes' NF4 and FP4: entries of a table times a block's largest weight
 
 The codes of all but Table4 are stored unchanged in our formats, so the weights are the published
@@ -10,11 +11,11 @@ ones.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from loading.quantized.layouts import FLOATS, Layout
+from loading.quantized.layouts import FLOATS, UNSIGNED_WORDS, Layout
 from weights.formats import FORMATS, check_finite
 
 SCALES = (*FLOATS, "F8_E8M0")  # E8M0: a power of two
@@ -83,16 +84,24 @@ class Renamed:
     stored tensor and its types."""
 
     format: str
-    names: dict[str, tuple[str, tuple[str, ...]]]
+    names: dict[str, tuple[str, tuple[str, ...]]] = field(hash=False)
     note: str | None = None
-    key = "weight_scale"
     stacks_with_plain = False
+
+    @property
+    def key(self) -> str:
+        name, _ = self.names["scale"]
+        return name
 
     def tensors(self, m):
         headers = {}
         for part, (shape, _) in FORMATS[self.format].shapes(m.rows, m.columns).items():
             name, types = self.names[part]
-            headers[name] = (shape_of_number(m, name) if part == "global_scale" else shape, types)
+            if part == "global_scale":
+                shape = shape_of_number(m, name)
+            if types == UNSIGNED_WORDS:  # of four bytes
+                shape = (m.rows, shape[1] // 4)
+            headers[name] = (shape, types)
         return headers
 
     def scheme(self, matrices):
@@ -106,7 +115,8 @@ class Renamed:
         if part == "codes" and stored.is_floating_point():  # ours would read NaN as a number
             check_finite(stored, f"{m.name}.{name}: ")
         shape, dtype = FORMATS[scheme].shapes(m.rows, m.columns)[part]
-        return stored.view(dtype).expand(shape)
+        converted = stored.to(dtype) if dtype.is_floating_point else stored.view(dtype)
+        return converted.expand(shape)
 
 
 # compressed-tensors stores mxfp4-pack-quantized (low nibble first) and mxfp8-quantized (E4M3) in
@@ -114,6 +124,16 @@ class Renamed:
 EXPONENTS = ("weight_scale", ("U8", "F8_E8M0"))
 MXFP4 = {"codes": ("weight_packed", BYTES), "scale": EXPONENTS}
 MXFP8 = {"codes": ("weight", ("F8_E4M3",)), "scale": EXPONENTS}
+
+# MLX packs words from the lowest bits on: mode "affine", w = code * scale + bias in groups, in the
+# form of our mlx formats, and MXFP4. Sources: MLX, python/src/ops.cpp (quantize),
+# mlx/backend/cpu/quantized.cpp and python/mlx/nn/layers/quantized.py.
+MLX_AFFINE = {
+    "codes": ("weight", UNSIGNED_WORDS),
+    "scale": ("scales", FLOATS),
+    "zero": ("biases", FLOATS),
+}
+MLX_MXFP4 = {"codes": ("weight", UNSIGNED_WORDS), "scale": ("scales", BYTES)}
 
 # compressed-tensors' nvfp4-pack-quantized has one weight_scale for 16 inputs, divided by
 # weight_global_scale. Source: compressors/nvfp4.

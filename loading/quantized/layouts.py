@@ -25,6 +25,7 @@ from weights.formats import FORMATS, row_chunks, unpack_bits
 
 # Stored types, as safetensors calls them.
 WORDS = ("I32",)
+UNSIGNED_WORDS = ("U32",)
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -35,6 +36,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     tensors: dict  # name -> stored tensor
+    layout: "Layout"  # or one of floats.py, with the same methods
 
     def get(self, part: str) -> Tensor:
         return self.tensors[f"{self.name}.{part}"][...]

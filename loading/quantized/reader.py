@@ -2,6 +2,8 @@
 
     find_matrices       the quantized matrices of a folder
     expected_tensors    the tensors that the folder must hold for them
+    choose_schemes      the scheme of ours that holds the matrices of a layout
+    stored_form         the scheme of every Linear
     tensor_reader       Hugging Face name -> our part or weight
     compressed_tensors_config, compressed_tensors_part      our format -> the one that other
     programs read
@@ -15,9 +17,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from loading.quantized.floats import Renamed, Table4
-from loading.quantized.layouts import Layout, Matrix
-from weights.formats import Fp8, Int8
+from loading.plain_files import error_prefix
+from loading.quantization import StoredForm
+from loading.quantized.detection import Layouts
+from loading.quantized.layouts import Matrix
+from weights.formats import FORMATS, Fp8, Int8, dequantize_tensor
 
 # Scales of activations, keys and values, which are not quantized here (detection.py's note).
 UNUSED = (
@@ -39,40 +43,45 @@ ZEROS = ("bias", "weight_zero_point")
 class QuantizedMatrices(NamedTuple):
     """The quantized matrices of a folder."""
 
-    layout: Layout | Renamed | Table4
     matrices: dict[str, Matrix]  # by Hugging Face name
-    unquantized: tuple[str, ...]  # our names of the blocks' other matrices
+    stacks: dict[str, list[Matrix]]  # those that make a Linear, by our name; [] if it is plain
 
 
 def find_matrices(
-    layout: Layout | Renamed | Table4,
+    layouts: Layouts,
     tensors: dict,
     shapes: dict[str, dict[str, tuple[int, int]]],
 ) -> QuantizedMatrices:
     """The quantized ones among `shapes`: our name of a matrix -> {Hugging Face module stacked in
     it: (out, in)}. ValueError names a matrix that is quantized in part."""
     matrices = {}
-    unquantized = []
+    stacks = {}
+    keys = set()
     for ours, shape_by_name in shapes.items():
-        names = [name for name in shape_by_name if f"{name}.{layout.key}" in tensors]
-        plain_names = [name for name in shape_by_name if name not in names]
-        for name in names:
-            matrices[name] = Matrix(name, *shape_by_name[name], tensors)
-        if layout.stacks_with_plain or not plain_names:
-            continue
-        if names:
+        stack = []
+        plain_names = []
+        for name, shape in shape_by_name.items():
+            with error_prefix(name):
+                layout = layouts.of(name)
+            keys.add(layout.key)
+            if f"{name}.{layout.key}" in tensors:
+                matrices[name] = Matrix(name, *shape, tensors, layout)
+                stack.append(matrices[name])
+            else:
+                plain_names.append(name)
+        if stack and plain_names and not stack[0].layout.stacks_with_plain:
             raise ValueError(
-                f"{names[0]} is quantized and {plain_names[0]} is not, but both are one matrix"
+                f"{stack[0].name} is quantized and {plain_names[0]} is not, but both are one matrix"
                 " here: quantize both"
             )
-        if ours != "lm_head":
-            unquantized.append(ours)
+        if ours != "embed":
+            stacks[ours] = stack
     if not matrices:
         raise ValueError(
             f"config.json says that it is quantized, but none of its tensors is called"
-            f" *.{layout.key}"
+            f" *.{' or *.'.join(sorted(keys))}"
         )
-    return QuantizedMatrices(layout, matrices, tuple(unquantized))
+    return QuantizedMatrices(matrices, stacks)
 
 
 def expected_tensors(
@@ -88,7 +97,7 @@ def expected_tensors(
     expected = dict(plain)
     for name, m in quantized.matrices.items():
         del expected[f"{name}.weight"]
-        for part, header in quantized.layout.tensors(m).items():
+        for part, header in m.layout.tensors(m).items():
             expected[f"{name}.{part}"] = header
         for extra in (f"{name}.{part}" for part in ZEROS):
             if extra in tensors and extra not in expected and not tensors[extra][...].float().any():
@@ -96,20 +105,60 @@ def expected_tensors(
     return expected
 
 
+def choose_schemes(quantized: QuantizedMatrices) -> dict:
+    """Layout -> (the scheme that holds all its matrices, None), or (the nearest one, reason)."""
+    matrices_by_layout = {}
+    for m in quantized.matrices.values():
+        matrices_by_layout.setdefault(m.layout, []).append(m)
+    return {layout: layout.scheme(group) for layout, group in matrices_by_layout.items()}
+
+
+def stored_form(quantized: QuantizedMatrices, schemes: dict) -> StoredForm:
+    """One scheme, if it holds all matrices exactly. Otherwise one for each Linear that a scheme
+    holds exactly, and a near scheme for all others, or plain weights if none is near."""
+    notes = sorted({layout.note for layout in schemes if layout.note})
+    stacks = {name: stack for name, stack in quantized.stacks.items() if stack}
+    unquantized = dict.fromkeys(quantized.stacks.keys() - stacks.keys() - {"lm_head"})
+    exact = {}
+    for name, stack in stacks.items():
+        results = {schemes[m.layout] for m in stack}
+        scheme, reason = results.pop()
+        if not reason and not results:
+            exact[name] = scheme
+    names = {*exact.values()}
+    if len(exact) == len(stacks) and len(names) == 1:
+        return StoredForm(names.pop(), exact.get("lm_head"), unquantized, notes=tuple(notes))
+    near = None
+    reasons = [result for result in schemes.values() if result[1]]
+    if reasons:
+        near, reason = max(reasons)  # int8 rather than int4
+        notes.append(reason)
+    elif num_plain := len(stacks) - len(exact):
+        notes.append(f"{num_plain} matrices whose parts have several schemes load as plain weights")
+    return StoredForm(overrides=unquantized | exact, requantize_to=near, notes=tuple(notes))
+
+
 def tensor_reader(
-    quantized: QuantizedMatrices, scheme: str | None, read: Callable[[str], Tensor]
+    quantized: QuantizedMatrices, schemes: dict, read: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
-    """`read` (name -> stored tensor), extended by the scheme's parts, or the weights, of quantized
+    """`read` (name -> stored tensor), extended by the schemes' parts, or the weights, of quantized
     matrices."""
+    matrices = quantized.matrices
 
     def read_converted(name: str) -> Tensor:
         module, _, part = name.rpartition(".")
-        if module not in quantized.matrices or part == "bias":
+        if module == "lm_head" and part != "weight" and module not in matrices:
+            module = "model.embed_tokens"  # a part of a tied head
+        if module not in matrices or part == "bias":
             return read(name)
-        m = quantized.matrices[module]
-        if part == "weight":
-            return quantized.layout.weight(m)
-        return quantized.layout.part(m, scheme, part)
+        m = matrices[module]
+        scheme, reason = schemes[m.layout]
+        if part != "weight":
+            return m.layout.part(m, scheme, part)
+        if reason:
+            return m.layout.weight(m)
+        names = FORMATS[scheme].shapes(m.rows, m.columns)
+        return dequantize_tensor({part: m.layout.part(m, scheme, part) for part in names}, scheme)
 
     return read_converted
 
