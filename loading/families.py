@@ -115,6 +115,13 @@ def granite_fields(hf, head_dim: int) -> dict:
     }
 
 
+def gemma3_fields(hf, head_dim: int) -> dict:
+    return {
+        "embed_scale": math.sqrt(hf.size("hidden_size")),
+        "score_scale": math.sqrt(head_dim / hf.number("query_pre_attn_scalar")),
+    }
+
+
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 QWEN2 = {
     "max_length": 32768,
@@ -129,6 +136,18 @@ QWEN_VL = Family(
     text_models=("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
     prefixes={"model.language_model.": "model."},
     unused=("model.visual.", "visual."),
+)
+# Other wrappers, as published and as transformers 5 saves them.
+LANGUAGE_MODEL = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+VISION_TOWER = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
 )
 GRANITE_KEYS = (
     "attention_multiplier",
@@ -532,20 +551,45 @@ FAMILIES = {
         merged_experts=MergedExperts(),
     ),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN_VL),
+    "gemma3_text": Family(
+        {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_local_base_freq": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        max_length=131072,
+        own_keys=("query_pre_attn_scalar", "rope_local_base_freq"),
+        supported={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "mlp_bias": OFF,
+            "use_bidirectional_attention": OFF,
+        },
+        fields={"qk_norm": "heads", "norm_offset": 1.0, "norms_after": True, "gelu": True},
+        own_fields=gemma3_fields,
+        sliding="by period",
+        rope_theta=1e6,
+        sliding_rope_type=1,
+        names={
+            "attention_after": ["post_attention_layernorm"],
+            "ffn_norm": ["pre_feedforward_layernorm"],
+            "ffn_after": ["post_feedforward_layernorm"],
+        },
+    ),
+    "gemma3": Family(text_models=("gemma3_text",), prefixes=LANGUAGE_MODEL, unused=VISION_TOWER),
     "mimo": Family(QWEN, **QWEN2, unused=("model.mtp_layers.",)),
     "mistral3": Family(
         text_models=("mistral", "ministral3"),
-        prefixes={
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "model.",
-        },
-        unused=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
+        prefixes=LANGUAGE_MODEL,
+        unused=VISION_TOWER,
     ),
 }
 
