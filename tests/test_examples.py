@@ -1,11 +1,88 @@
-"""A fork of this project, made in a copy of it."""
+"""examples/: a fork of this project as a diff, applied to a copy and compared with transformers."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+
+CODE = """
+import json, sys
+import torch, transformers
+from loading.checkpoint import load_model
+from drafts.ngram import NgramDraft
+from generate import generate
+from decoding.sampling import Sampling
+
+text = {
+    "model_type": "muse_glimmer_text",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 131,
+    "sliding_window": 9,
+    "max_position_embeddings": 160,
+    "final_logit_softcapping": 3.0,
+    "output_multiplier": 0.7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "dtype": "float32",
+}
+vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+config = transformers.AutoConfig.for_model(
+    "muse_glimmer",
+    text_config=text,
+    vision_config={**vision, "num_hidden_layers": 1},
+    out_hidden_size=128,
+    projector_hidden_size=32,
+    tie_word_embeddings=False,
+)
+config._attn_implementation = "eager"
+oracle = transformers.MuseGlimmerForConditionalGeneration(config).float().eval()
+generator = torch.Generator().manual_seed(0)
+with torch.no_grad():
+    for parameter in oracle.parameters():
+        parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+oracle.save_pretrained(sys.argv[1])
+model = load_model(sys.argv[1], dtype=torch.float32)
+tokens = torch.randint(3, 131, (2, 60), generator=generator)
+with torch.no_grad():
+    want = oracle(input_ids=tokens).logits
+    caches, parts = model.make_caches(2, 64), []
+    for begin, end in ((0, 7), (7, 8), (8, 60)):
+        parts.append(model(tokens[:, begin:end], torch.arange(begin, end), caches))
+    text = oracle.generate(
+        input_ids=tokens[:1, :7],
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+texts = [
+    [
+        id
+        for _, id in generate(
+            model, [tokens[0, :7].tolist()], sampling=Sampling(0), max_new_tokens=64, **drafting
+        )
+    ]
+    for drafting in ({}, {"drafter": NgramDraft(), "speculate_k": 3})
+]
+print(
+    json.dumps(
+        {
+            "largest": want.abs().max().item(),
+            "error": (torch.cat(parts, 1) - want).abs().max().item(),
+            "same text": texts == [text[0, 7:].tolist()] * 2,
+            "kinds": len(set(texts[0])),
+        }
+    )
+)
+"""
 
 
 def copied(folder):
@@ -25,6 +102,51 @@ def copied(folder):
     ):
         shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A copy of the project with Muse Glimmer in it."""
+    folder = copied(tmp_path_factory.mktemp("fork") / "quickdraft")
+    diff = (ROOT / "examples" / "muse_glimmer.diff").read_text()
+    done = subprocess.run(
+        ["patch", "-p1", "--fuzz=0"], cwd=folder, input=diff, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def test_muse_glimmer_is_a_diff_of_seventy_lines():
+    lines = (ROOT / "examples" / "muse_glimmer.diff").read_text().splitlines()
+    assert len([line for line in lines if re.match(r"[+-](?![+-]{2} [ab]/)", line)]) <= 70
+
+
+@pytest.mark.attack
+def test_muse_glimmer_is_transformers(fork, tmp_path):
+    """Logits in chunks and 64 greedy tokens, plain and drafted, over windows, layers without RoPE,
+    norms around and without weights, gated attention and capped logits."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path / "folder")],
+        cwd=fork,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        result["largest"] > 1
+        and result["error"] <= 1e-4
+        and result["same text"]
+        and result["kinds"] > 4
+    ), result
+
+
+def test_without_the_diff_it_is_refused():
+    from loading.config import config_from_hf
+
+    with pytest.raises(ValueError, match="model_type 'muse_glimmer_text' is not supported"):
+        config_from_hf({"model_type": "muse_glimmer_text"})
 
 
 # Locally typical sampling (arXiv:2202.00666): a function, a row of FILTERS, a row of SETTINGS and a
