@@ -52,11 +52,13 @@ class Config:
     ffn_bias: bool = False
     gate_limit: float | None = None  # bound of a feed-forward's gate and up
     gate_alpha: float = 1.0  # of a bounded gate: gate * sigmoid(gate_alpha * gate)
+    gelu: bool = False  # is a feed-forward's gate activated by GELU, and not by SiLU?
     # RMSNorm of q and k: of each head before ("heads") or after the rotation ("rotated"), or of
     # all heads as one vector ("full").
     qk_norm: str | None = None
     norms_before: bool = True  # of the inputs of attention and feed-forward
     norms_after: bool = False  # of their outputs
+    norm_offset: float = 0.0  # added to the weights of all norms
     embed_scale: float = 1.0  # factor of embeddings
     residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
     score_scale: float = 1.0  # of q k / sqrt(E)
@@ -478,12 +480,12 @@ class Attention(nn.Module):
         k_dim = config.n_kv_heads * config.head_dim
         self.qkv = Linear(config.dim, q_dim + 2 * k_dim, bias=config.qkv_bias)
         self.out = Linear(q_dim, config.dim, bias=config.out_bias)
-        if self.qk_norm == "full":
-            self.q_norm = RMSNorm(q_dim, config.norm_eps)
-            self.k_norm = RMSNorm(k_dim, config.norm_eps)
-        elif self.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        if self.qk_norm:
+            is_full = self.qk_norm == "full"
+            q_norm_dim = q_dim if is_full else config.head_dim
+            k_norm_dim = k_dim if is_full else config.head_dim
+            self.q_norm = RMSNorm(q_norm_dim, config.norm_eps, config.norm_offset)
+            self.k_norm = RMSNorm(k_norm_dim, config.norm_eps, config.norm_offset)
         self.register_parameter("sinks", None)
         if config.sinks:
             self.sinks = nn.Parameter(torch.zeros(config.n_heads))
@@ -544,7 +546,7 @@ class Attention(nn.Module):
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix. gpt-oss clamps both and adds
-    1 to up."""
+    1 to up; Gemma has GELU in place of SiLU."""
 
     def __init__(
         self,
@@ -555,6 +557,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.limit = config.gate_limit
         self.alpha = config.gate_alpha
+        self.activation = gelu if config.gelu else silu
         self.gate_up = Linear(config.dim, 2 * dim, bias=bias)
         self.down = Linear(dim, config.dim, bias=bias)
 
@@ -566,7 +569,7 @@ class FeedForward(nn.Module):
         """(..., 2F) -> (..., F)"""
         gate, up = gate_up.chunk(2, dim=-1)  # each (..., F)
         if self.limit is None:
-            return silu(gate) * up
+            return self.activation(gate) * up
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         activated = gate * sigmoid(self.alpha * gate)
@@ -663,7 +666,9 @@ class Block(nn.Module):
         self.scale = config.residual_scale
 
         def norm(is_present: bool) -> nn.Module:
-            return RMSNorm(config.dim, config.norm_eps) if is_present else nn.Identity()
+            if not is_present:
+                return nn.Identity()
+            return RMSNorm(config.dim, config.norm_eps, config.norm_offset)
 
         self.attention_norm = norm(config.norms_before)
         self.attention = Attention(config)
@@ -702,7 +707,7 @@ class Transformer(nn.Module):
         sparse = config.sparse or (False,) * config.n_layers
         self.embed = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, is_sparse) for is_sparse in sparse)
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, config.norm_offset)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
@@ -744,6 +749,14 @@ class Transformer(nn.Module):
             visible[window] = keys.as_bias(H // G, caches.row_multiple, dtype)
         return visible
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) int -> what enters the first layer (B, T, D). The scale is rounded to the
+        embeddings' dtype, as Gemma's was in its training."""
+        x = self.embed(tokens)
+        if self.config.embed_scale == 1:
+            return x
+        return x * x.new_full((), self.config.embed_scale)
+
     def hidden(
         self,
         tokens: Tensor,
@@ -753,7 +766,7 @@ class Transformer(nn.Module):
         """tokens (B, T) int, pos (T,) or (B, T) int, consecutive within a row -> normed states (B,
         T, D)."""
         pos = pos.expand(tokens.shape)  # (B, T)
-        x = scaled(self.embed(tokens), self.config.embed_scale)  # (B, T, D)
+        x = self.embedded(tokens)  # (B, T, D)
         visible_by_window = self.visible_by_window(pos, caches, x.dtype)
         if caches is None:
             caches = Caches((None,) * len(self.layers), key_pos=pos)
@@ -809,17 +822,27 @@ class Linear(nn.Linear):
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in x's dtype; `F.rms_norm` accumulates 16-bit
-    input in float32."""
+    input in float32. Gemma stores weights less 1, which keeps more of their digits in 16 bits; the
+    offset is added in float32."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        offset: float = 0.0,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.offset:
+            weight = weight.float() + self.offset
         # Autocast hands 16-bit x to a float32 weight; torch fuses only equal dtypes, and warns of
         # others.
-        y = F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        y = F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps)
         return y.to(x.dtype)
 
 
@@ -832,6 +855,14 @@ def sigmoid(x: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x). F.silu rounds float32 by an element's place, as torch.sigmoid does."""
     return x * sigmoid(x) if x.dtype == torch.float32 else F.silu(x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation, Hendrycks and Gimpel, arXiv:1606.08415 sec. 2: as tanh(u) is
+    2 sigmoid(2 u) - 1, it is x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x^3)), in float32."""
+    wide = x.float()
+    gate = sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide))
+    return (wide * gate).to(x.dtype)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:

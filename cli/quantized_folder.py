@@ -24,7 +24,7 @@ from loading.checkpoint import Checkpoint
 from loading.files import complete_folder, shard_name, write_index
 from loading.target import pick_device
 from loading.tokenizer import copy_files, load_tokenizer
-from model import Config, Transformer, scaled
+from model import Config, Transformer
 from quantize import quantize_block
 from weights.formats import FORMATS, Fp8, Int8, check_finite, release_memory
 from weights.walker import quantize_model
@@ -196,8 +196,7 @@ def calibration_states(options: QuantizeOptions, model: Transformer) -> list[Ten
     bos = tokenizer.encode("")  # empty where encoding a text adds no BOS
     windows = [bos + ids[begin : begin + size] for begin in range(0, count * stride, stride)]
     rows = torch.tensor(windows, device=options.device)  # (count, T)
-    scale = model.config.embed_scale
-    return [scaled(model.embed(batch), scale) for batch in rows.split(BATCH)]
+    return [model.embedded(batch) for batch in rows.split(BATCH)]
 
 
 def run_block(model: Transformer, number: int, states: list[Tensor]) -> list[Tensor]:

@@ -408,7 +408,7 @@ def stored_rope(hf: Section, family: Family) -> tuple[Section, Section]:
         raise ValueError(f"config.json: {name} is missing; {hf['model_type']} needs it")
     if not isinstance(stored, dict):
         raise hf.refused(name, "must be an object")
-    local = Section()
+    local = Section({"rope_theta": hf.get("rope_local_base_freq")})
     if family.sliding_rope_type and "full_attention" in stored:
         local.update(stored.get("sliding_attention") or {})
         stored = stored["full_attention"]

@@ -44,7 +44,11 @@ class Gguf(NamedTuple):
     key: str = ""  # among families of one architecture, the key that only this family's files hold
     permutes_heads: bool = False  # are the rows of q and k stored with RoPE's pairs as neighbours?
     names: Mapping[str, list[str]] = {}  # in place of gguf.INNER
-    norm_topk_prob: bool = True  # llama.cpp fixes this per architecture
+    norm_topk_prob: bool = True  # llama.cpp's value where a file has none
+    # Keys of experts in gguf_metadata.EXPERTS -> the family's own.
+    expert_names: Mapping[str, str] = {}
+    # The architecture's own keys -> their supported values; None: any, which hf_keys reads.
+    keys: Mapping[str, tuple | None] = {}
     # Returns the keys that the file lacks, from a reader of its keys and the config.json so far.
     hf_keys: Callable = lambda get, hf: {}
 
@@ -115,6 +119,51 @@ def granite_fields(hf, head_dim: int) -> dict:
     }
 
 
+def granite_keys(get: Callable, hf: dict) -> dict:
+    """llama.cpp takes a 0 for a key that the file lacks."""
+    return {
+        "attention_multiplier": get("attention.scale") or 1 / math.sqrt(hf["head_dim"]),
+        "embedding_multiplier": get("embedding_scale") or 1.0,
+        "residual_multiplier": get("residual_scale") or 1.0,
+        "logits_scaling": get("logit_scale") or 1.0,
+    }
+
+
+def ministral3_keys(get: Callable, hf: dict) -> dict:
+    """Mistral Small 3 has the same architecture, without the queries' scale."""
+    scaling = hf["rope_scaling"]
+    log_multiplier = get("rope.scaling.yarn_log_multiplier")
+    if log_multiplier:
+        scaling = {**scaling, "mscale": 1.0, "mscale_all_dim": log_multiplier}
+    beta = get("attention.temperature_scale")
+    if beta:
+        return {"rope_scaling": {**scaling, "llama_4_scaling_beta": beta}}
+    return {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "rope_scaling": scaling,
+    }
+
+
+def gemma3_fields(hf, head_dim: int) -> dict:
+    return {
+        "embed_scale": math.sqrt(hf.size("hidden_size")),
+        "score_scale": math.sqrt(head_dim / hf.number("query_pre_attn_scalar")),
+    }
+
+
+def gemma3_keys(get: Callable, hf: dict) -> dict:
+    """llama.cpp tells the 27B model, which scales its queries by another number, by its layers."""
+    is_27b = hf["num_hidden_layers"] == 62
+    scalar = hf["hidden_size"] // hf["num_attention_heads"] if is_27b else hf["head_dim"]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_act": None,
+        "query_pre_attn_scalar": scalar,
+        "rope_local_base_freq": get("rope.freq_base_swa", 10000.0),
+    }
+
+
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 QWEN2 = {
     "max_length": 32768,
@@ -130,18 +179,42 @@ QWEN_VL = Family(
     prefixes={"model.language_model.": "model."},
     unused=("model.visual.", "visual."),
 )
+# Other wrappers, as published and as transformers 5 saves them.
+LANGUAGE_MODEL = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+VISION_TOWER = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 GRANITE_KEYS = (
     "attention_multiplier",
     "embedding_multiplier",
     "logits_scaling",
     "residual_multiplier",
 )
+GRANITE_GGUF = {
+    "permutes_heads": True,
+    "keys": {
+        "attention.scale": None,
+        "embedding_scale": None,
+        "logit_scale": None,
+        "residual_scale": None,
+        "rope.scaling.finetuned": (True,),  # llama.cpp does not rotate otherwise
+    },
+    "hf_keys": granite_keys,
+}
 OFF = (False,)
 NO_MLP_BIAS = {"mlp_bias": OFF}
 NO_BIAS = {"attention_bias": OFF, "mlp_bias": OFF}
 # Families with these also read the keys of experts in config.SPARSE_KEYS.
 SMALL_EXPERTS = ExpertDefaults()
 FULL_EXPERTS = ExpertDefaults(dim_key="intermediate_size")
+NUM_EXPERTS = {"num_local_experts": "num_experts"}
 ALWAYS_SPARSE = {
     "decoder_sparse_step": (1,),
     "norm_topk_prob": (True,),
@@ -185,6 +258,8 @@ GLM = {
     "out_bias": False,
 }
 MERGED_FFN = {"ffn.gate_up": ["mlp.gate_up_proj"]}
+GGUF_MERGED_FFN = {"ffn.gate_up": ["ffn_up"]}
+GGUF_FFN_NORM = {"ffn_norm": ["post_attention_norm"]}
 
 FAMILIES = {
     "llama": Family(gguf=Gguf("llama", permutes_heads=True)),
@@ -233,7 +308,7 @@ FAMILIES = {
             "ffn.shared.gate_up": ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
             "ffn.shared.down": ["mlp.shared_expert.down_proj"],
         },
-        gguf=Gguf("qwen2moe", norm_topk_prob=False),
+        gguf=Gguf("qwen2moe", norm_topk_prob=False, expert_names=NUM_EXPERTS),
     ),
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "sliding_window": 4096},
@@ -243,7 +318,7 @@ FAMILIES = {
         sliding="every",
         use_sliding_window="decides",
         experts=ExpertDefaults(128, 8, 768),
-        gguf=Gguf("qwen3moe"),
+        gguf=Gguf("qwen3moe", expert_names=NUM_EXPERTS),
     ),
     "gpt_oss": Family(
         {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128},
@@ -264,7 +339,7 @@ FAMILIES = {
         merged_experts=MergedExperts(is_gpt_oss=True),
         gguf=Gguf(
             "gpt-oss",
-            names={"ffn_norm": ["post_attention_norm"]},
+            names=GGUF_FFN_NORM,
             hf_keys=lambda get, hf: {
                 "rope_scaling": hf["rope_scaling"] and hf["rope_scaling"] | {"truncate": False}
             },
@@ -275,6 +350,11 @@ FAMILIES = {
         max_length=32768,
         own_keys=("no_rope_layer_interval", "no_rope_layers"),
         rope_theta=2e6,
+        gguf=Gguf(
+            "smollm3",
+            permutes_heads=True,
+            hf_keys=lambda get, hf: {"no_rope_layer_interval": 4},
+        ),
     ),
     "phi3": Family(
         max_length=4096,
@@ -284,8 +364,19 @@ FAMILIES = {
         sliding="every",
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         names={"attention.qkv": ["self_attn.qkv_proj"], **MERGED_FFN},
+        gguf=Gguf(
+            "phi3",
+            names={"attention.qkv": ["attn_qkv"], **GGUF_MERGED_FFN},
+            hf_keys=lambda get, hf: {
+                "original_max_position_embeddings": get("rope.scaling.original_context_length")
+            },
+        ),
     ),
-    "granite": Family(own_keys=GRANITE_KEYS, own_fields=granite_fields),
+    "granite": Family(
+        own_keys=GRANITE_KEYS,
+        own_fields=granite_fields,
+        gguf=Gguf("granite", **GRANITE_GGUF),
+    ),
     "granitemoe": Family(
         own_keys=GRANITE_KEYS,
         own_fields=granite_fields,
@@ -296,6 +387,7 @@ FAMILIES = {
             "block_sparse_moe.input_linear.weight",
             "block_sparse_moe.output_linear.weight",
         ),
+        gguf=Gguf("granitemoe", **GRANITE_GGUF),
     ),
     "granite_swa": Family(
         {"sliding_window": 128},
@@ -311,6 +403,7 @@ FAMILIES = {
         supported=NO_MLP_BIAS,
         fields={"qk_norm": "full", **ONLY_AFTER},
         names=NORMS_AFTER,
+        gguf=Gguf("olmo2"),
     ),
     "olmo3": Family(
         {"sliding_window": 4096, "sliding_window_pattern": 4},
@@ -322,12 +415,14 @@ FAMILIES = {
         rope_theta=5e5,
         sliding_rope_type=1,
         names=NORMS_AFTER,
+        gguf=Gguf("olmo2", "attention.sliding_window"),
     ),
     "seed_oss": Family(
         {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
         max_length=524288,
         own_keys=("attention_out_bias",),
         out_bias="attention_out_bias",
+        gguf=Gguf("seed_oss", names=GGUF_FFN_NORM),
     ),
     "ernie4_5": Family(
         {"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
@@ -339,6 +434,7 @@ FAMILIES = {
         out_bias="use_bias",
         ffn_bias="use_bias",
         rope_theta=5e5,
+        gguf=Gguf("ernie4_5"),
     ),
     "hunyuan_v1_dense": Family(
         norm_eps=1e-5,
@@ -346,6 +442,7 @@ FAMILIES = {
         supported={"use_qk_norm": (True,)},
         fields={"qk_norm": "rotated"},
         names=HUNYUAN_NAMES,
+        gguf=Gguf("hunyuan-dense"),
     ),
     "hunyuan_v1_moe": Family(
         {"num_shared_expert": 1},
@@ -354,6 +451,14 @@ FAMILIES = {
         fields={"qk_norm": "rotated", "router_norm": True},
         experts=FULL_EXPERTS,
         names=HUNYUAN_NAMES,
+        gguf=Gguf(
+            "hunyuan-moe",
+            expert_names={
+                **NUM_EXPERTS,
+                "num_experts_per_tok": "moe_topk",
+                "n_shared_experts": "num_shared_expert",
+            },
+        ),
     ),
     "ernie4_5_moe": Family(
         max_length=131072,
@@ -364,6 +469,16 @@ FAMILIES = {
         experts=SMALL_EXPERTS,
         names={"ffn.experts": ["mlp.moe_statics.e_score_correction_bias"]},
         unused=("model.mtp_",),
+        gguf=Gguf(
+            "ernie4_5-moe",
+            expert_names={
+                "num_local_experts": "moe_num_experts",
+                "num_experts_per_tok": "moe_k",
+                "n_shared_experts": "moe_num_shared_experts",
+                "first_k_dense_replace": "moe_layer_start_index",
+                "decoder_sparse_step": "moe_layer_interval",
+            },
+        ),
     ),
     "exaone4": Family(
         {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
@@ -373,6 +488,7 @@ FAMILIES = {
         sliding="by period",
         full_rope_type=None,
         names=NORMS_AFTER,
+        gguf=Gguf("exaone4"),
     ),
     "exaone_moe": Family(
         {
@@ -404,6 +520,12 @@ FAMILIES = {
         out_bias=False,
         experts=SMALL_EXPERTS,
         unused=MTP_LAYER,
+        gguf=Gguf(
+            "glm4moe",
+            names=GGUF_FFN_NORM,
+            norm_topk_prob=False,
+            expert_names={"num_local_experts": "n_routed_experts"},
+        ),
     ),
     "glm": Family(**GLM, names=MERGED_FFN),
     "glm4": Family(
@@ -413,6 +535,8 @@ FAMILIES = {
             "attention_after": ["post_self_attn_layernorm"],
             "ffn_after": ["post_mlp_layernorm"],
         },
+        # GLM-4V's files have sections, and the pairs of q and k in another order.
+        gguf=Gguf("glm4", names=GGUF_MERGED_FFN, keys={"rope.dimension_sections": ()}),
     ),
     "solar_open": Family(
         {
@@ -474,6 +598,12 @@ FAMILIES = {
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.1,
         },
+        gguf=Gguf(
+            "mistral3",
+            permutes_heads=True,
+            keys={"attention.temperature_scale": None, "rope.scaling.yarn_log_multiplier": None},
+            hf_keys=ministral3_keys,
+        ),
     ),
     "ministral": Family(
         {"sliding_window": 4096},
@@ -497,7 +627,7 @@ FAMILIES = {
         norm_eps=1e-5,
         fields={"qk_norm": "full"},
         experts=FULL_EXPERTS,
-        gguf=Gguf("olmoe", norm_topk_prob=False),
+        gguf=Gguf("olmoe", norm_topk_prob=False, expert_names=NUM_EXPERTS),
     ),
     "mellum": Family(
         {"sliding_window": 1024, "norm_topk_prob": True},
@@ -516,12 +646,14 @@ FAMILIES = {
         own_keys=MROPE,
         rope_theta=1e6,
         rope_aliases={"mrope": "default"},
+        gguf=Gguf("qwen2vl"),
     ),
     "qwen3_vl_text": Family(
         max_length=128000,
         own_keys=MROPE,
         fields={"qk_norm": "heads"},
         rope_theta=5e5,
+        gguf=Gguf("qwen3vl"),
     ),
     "qwen3_vl_moe_text": Family(
         max_length=128000,
@@ -530,22 +662,49 @@ FAMILIES = {
         rope_theta=5e5,
         experts=SMALL_EXPERTS,
         merged_experts=MergedExperts(),
+        gguf=Gguf("qwen3vlmoe", expert_names=NUM_EXPERTS),
     ),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN_VL),
+    "gemma3_text": Family(
+        {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_local_base_freq": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        max_length=131072,
+        own_keys=("query_pre_attn_scalar", "rope_local_base_freq"),
+        supported={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "mlp_bias": OFF,
+            "use_bidirectional_attention": OFF,
+        },
+        fields={"qk_norm": "heads", "norm_offset": 1.0, "norms_after": True, "gelu": True},
+        own_fields=gemma3_fields,
+        sliding="by period",
+        rope_theta=1e6,
+        sliding_rope_type=1,
+        names={
+            "attention_after": ["post_attention_layernorm"],
+            "ffn_norm": ["pre_feedforward_layernorm"],
+            "ffn_after": ["post_feedforward_layernorm"],
+        },
+        gguf=Gguf("gemma3", keys={"rope.freq_base_swa": None}, hf_keys=gemma3_keys),
+    ),
+    "gemma3": Family(text_models=("gemma3_text",), prefixes=LANGUAGE_MODEL, unused=VISION_TOWER),
     "mimo": Family(QWEN, **QWEN2, unused=("model.mtp_layers.",)),
     "mistral3": Family(
         text_models=("mistral", "ministral3"),
-        prefixes={
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "model.",
-        },
-        unused=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
+        prefixes=LANGUAGE_MODEL,
+        unused=VISION_TOWER,
     ),
 }
 

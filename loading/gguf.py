@@ -57,21 +57,27 @@ NUMBERS = {
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attention_norm": ["attn_norm"],
+    "attention_after": ["post_attention_norm"],
     "attention": ["attn_sinks"],
     "attention.qkv": ["attn_q", "attn_k", "attn_v"],
     "attention.q_norm": ["attn_q_norm"],
     "attention.k_norm": ["attn_k_norm"],
     "attention.out": ["attn_output"],
     "ffn_norm": ["ffn_norm"],
+    "ffn_after": ["post_ffw_norm"],
     "ffn.gate_up": ["ffn_gate", "ffn_up"],
     "ffn.down": ["ffn_down"],
     "ffn.router": ["ffn_gate_inp", "ffn_gate_inp_shexp"],
+    "ffn.experts": ["exp_probs_b"],
     "ffn.experts.gate_up": ["ffn_gate_exps", "ffn_up_exps"],
     "ffn.experts.down": ["ffn_down_exps"],
     "ffn.shared.gate_up": ["ffn_gate_shexp", "ffn_up_shexp"],
     "ffn.shared.down": ["ffn_down_shexp"],
 }
 
+
+# Tensors that config.json holds as a RoPE scaling.
+ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
 # What a damaged file causes: its counts, offsets and values are used as they are.
 DAMAGES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, struct.error)
@@ -187,6 +193,7 @@ class Blocks:
     stored_type: StoredType
     shape: tuple[int, ...]
     bytes: Tensor
+    offset: float = 0.0  # the weights in the file are larger by this: llama.cpp adds it to norms
     heads: int = 0  # number of heads whose rows are in llama.cpp's order; 0: all rows are in ours
 
     def get_shape(self) -> list[int]:
@@ -218,6 +225,8 @@ class Blocks:
             weights = dequantize_tensor(parts, stored_type.scheme)
         else:
             weights = dequantize_by_package(stored_type, rows)
+        if self.offset:
+            weights = weights.float() - self.offset
         return weights.view(-1, *self.shape[1:])
 
 
@@ -387,7 +396,7 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
     hf_inner = {**weight_names.INNER, **family.names}
     hf_modules = dict(OUTER)
     for module, stored_names in {**INNER, **family.gguf.names}.items():
-        hf_modules |= dict(zip(stored_names, hf_inner[module]))
+        hf_modules |= dict(zip(stored_names, hf_inner.get(module, ())))
     heads = {}
     if family.gguf.permutes_heads:
         key = f"{family.gguf.architecture}.attention.head_count"
@@ -395,18 +404,24 @@ def hf_tensors(model: GgufFile) -> dict[str, Blocks]:
         heads["attn_k"] = model.keys.get(f"{key}_kv", model.keys[key])
     tensors = {}
     for name, blocks in model.tensors.items():
-        match = re.fullmatch(r"(blk\.\d+\.)?(\w+)\.(\w+)", name)
+        match = re.fullmatch(r"(blk\.\d+\.)?([\w.]+)\.(\w+)", name)
         if match is None:
             raise ValueError(f"tensor {name!r} has a name unlike any of llama.cpp's")
         prefix, module, part = match.groups("")
-        if module == "rope_freqs":  # config.json holds these as a RoPE scaling
+        if module in ROPE_TENSORS:
             continue
         if module == "attn_sinks":
             part = "sinks"
-        if module == "ffn_gate_inp_shexp":  # a matrix of one row, stored as a vector
-            blocks = replace(blocks, shape=(1, *blocks.shape), bytes=blocks.bytes.view(1, -1))
+        if module.endswith("norm"):
+            blocks = replace(blocks, offset=family.fields.get("norm_offset", 0.0))
         blocks = replace(blocks, heads=heads.get(module, 0))
         hf_name = f"{prefix}{hf_modules.get(module, module)}.{part}".replace("blk", "model.layers")
+        if module == "exp_probs_b":  # the experts' selection bias
+            hf_name = hf_name.removesuffix(f".{part}")
+        # Matrices of one row, stored as vectors; the second is ERNIE's bias.
+        if module == "ffn_gate_inp_shexp" or "moe_statics" in hf_name:
+            shape = (1, blocks.shape[-1])
+            blocks = replace(blocks, shape=shape, bytes=blocks.bytes.view(1, -1))
         tensors |= experts_of(hf_name, blocks) if "{}" in hf_name else {hf_name: blocks}
     return tensors
 

@@ -28,17 +28,34 @@ REQUIRED = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-OPTIONAL = {
-    "sliding_window": "attention.sliding_window",
+EXPERTS = {
+    "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "decoder_sparse_step": "interleave_moe_layer_step",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
 }
 YARN = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
+# Other keys that are read below, or that no arithmetic of a text depends on.
+OTHER_KEYS = """
+attention.head_count_kv attention.key_length attention.sliding_window
+attention.sliding_window_pattern rope.dimension_count rope.freq_base rope.scaling.type
+rope.scaling.factor nextn_predict_layers
+attention.layer_norm_epsilon attention.value_length decoder_start_token_id embedding_length_out
+expert_group_used_count n_deepstack_layers pooling_type rope.dimension_sections
+rope.scaling.finetuned tensor_data_layout vocab_size
+"""
+READABLE = frozenset([*REQUIRED.values(), *EXPERTS.values(), *YARN.values(), *OTHER_KEYS.split()])
 # Keys of an architecture that would change the arithmetic, with the values under which they do not.
+# Keys that are in neither table are refused.
 NEUTRAL = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -48,8 +65,6 @@ NEUTRAL = {
     "embedding_scale": (0, 1),
     "expert_gating_func": (1, 0),
     "expert_group_count": (0, 1),
-    "expert_shared_count": (0,),
-    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -73,11 +88,15 @@ def config_of(model: GgufFile) -> dict:
     family = FAMILIES[model_type]
     tensors = model.tensors
     prefix = f"{family.gguf.architecture}."
-    values = {key.removeprefix(prefix): value for key, value in model.keys.items()}
-    check_neutral(values, prefix)
+    values = {}
+    for key, value in model.keys.items():
+        if key.startswith(prefix):
+            values[key.removeprefix(prefix)] = value
+    check_keys(values, tensors, family, prefix)
     hf = {hf_key: values[key] for hf_key, key in REQUIRED.items()}
-    hf |= {hf_key: values[key] for hf_key, key in OPTIONAL.items() if key in values}
+    hf["num_hidden_layers"] -= values.get("nextn_predict_layers", 0)
     num_heads = hf["num_attention_heads"]
+    head_dim = values.get("attention.key_length", hf["hidden_size"] // num_heads)
     dtype = tensors["blk.0.attn_output.weight"].stored_type.dtype
     class_name = "".join(word.capitalize() for word in model_type.split("_"))
     # Defaults are llama.cpp's, which are not those of config.py.
@@ -85,63 +104,93 @@ def config_of(model: GgufFile) -> dict:
         "model_type": model_type,
         "architectures": [f"{class_name}ForCausalLM"],
         "hidden_act": "silu",
-        "head_dim": head_size(values, hf["hidden_size"] // num_heads, prefix),
+        "head_dim": head_dim,
+        "partial_rotary_factor": values.get("rope.dimension_count", head_dim) / head_dim,
         "num_key_value_heads": values.get("attention.head_count_kv", num_heads),
-        "sliding_window": hf.get("sliding_window") or None,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": values.get("rope.freq_base", 10000.0),
+        "sliding_window": values.get("attention.sliding_window") or None,
         "dtype": str(dtype or torch.bfloat16).removeprefix("torch."),
     }
     hf["rope_scaling"] = rope_scaling(values, tensors, hf)
+    pattern = values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple):  # for each layer: does it have a window?
+        hf["layer_types"] = ["sliding_attention" if x else "full_attention" for x in pattern]
+    elif pattern is not None:  # the layers of a period
+        hf["sliding_window_pattern"] = pattern
     for role, id in special_ids(model.keys, "bos", "eos").items():
         hf[f"{role}_token_id"] = id
-    for key, tensor in ((family.qkv_bias, "attn_q"), (family.ffn_bias, "ffn_gate")):
-        if isinstance(key, str):
-            hf[key] = f"blk.0.{tensor}.bias" in tensors
+    hf |= presence_flags(tensors, family)
     if "expert_count" in values:
         hf |= expert_keys(values, family)
     return hf | family.gguf.hf_keys(values.get, hf)
 
 
-def check_neutral(values: Mapping[str, object], prefix: str) -> None:
-    for key, supported in NEUTRAL.items():
-        value = values.get(key, supported[0])
-        if value not in supported:
-            raise ValueError(
-                f"{prefix}{key} = {value!r:.60} is not supported; supported: {supported[0]}"
-            )
+def presence_flags(tensors: Mapping[str, Blocks], family: Family) -> dict[str, bool]:
+    """config.json's flags of what a model has, which the first layer's tensors answer."""
+    tensor_by_flag = {
+        family.out_bias: "attn_output.bias",
+        family.ffn_bias: "ffn_gate.bias",
+        family.qkv_bias: "attn_q.bias",
+    }
+    if "use_qk_norm" in family.own_keys:
+        tensor_by_flag["use_qk_norm"] = "attn_q_norm.weight"
+    flags = {}
+    for flag, tensor in tensor_by_flag.items():
+        if isinstance(flag, str):  # others are the same for all models of the family
+            flags[flag] = f"blk.0.{tensor}" in tensors
+    return flags
 
 
-def head_size(values: Mapping[str, object], default: int, prefix: str) -> int:
-    """Dimensions of a head. ValueError where RoPE rotates only some of them."""
-    head_dim = values.get("attention.key_length", default)
-    rotated = values.get("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise ValueError(
-            f"{prefix}rope.dimension_count = {rotated!r:.60} is not the size of a head,"
-            f" {head_dim!r:.60}"
-        )
-    return head_dim
+def check_keys(
+    values: Mapping[str, object],
+    tensors: Mapping[str, Blocks],
+    family: Family,
+    prefix: str,
+) -> None:
+    """ValueError for a key that would change the arithmetic, or that is unknown."""
+    supported_by_key = {**dict.fromkeys(READABLE), **NEUTRAL}  # None: any value
+    supported_by_key["rope.freq_base_swa"] = (values.get("rope.freq_base", 10000.0),)
+    if family.fields.get("router_sigmoid"):
+        supported_by_key["expert_gating_func"] = (2, 0)
+    if "rope_factors_long.weight" in tensors:
+        supported_by_key["rope.scaling.attn_factor"] = None
+    if values.get("rope.scaling.type") == "yarn":
+        supported_by_key["rope.scaling.yarn_attn_factor"] = None
+    supported_by_key |= family.gguf.keys
+    for key, value in values.items():
+        supported = supported_by_key.get(key, ())
+        if supported is not None and value not in supported:
+            choice = supported[0] if supported else "only files without it"
+            raise ValueError(f"{prefix}{key} = {value!r:.60} is not supported; supported: {choice}")
 
 
 def expert_keys(values: Mapping[str, object], family: Family) -> dict:
-    """config.json's keys of experts. llama.cpp fixes per architecture whether the chosen ones'
-    weights sum to 1."""
-    count_key = "num_experts" if "num_experts" in family.own_keys else "num_local_experts"
-    hf = {
-        count_key: values["expert_count"],
-        "norm_topk_prob": bool(values.get("expert_weights_norm", family.gguf.norm_topk_prob)),
-    }
-    if family.experts and family.experts.dim:
-        hf["moe_intermediate_size"] = values["expert_feed_forward_length"]
-    return hf
+    """config.json's keys of experts, by the family's own names. llama.cpp fixes per architecture
+    whether the chosen ones' weights sum to 1, where a file does not say it."""
+    hf = {hf_key: values[key] for hf_key, key in EXPERTS.items() if key in values}
+    hf["norm_topk_prob"] = bool(hf.get("norm_topk_prob", family.gguf.norm_topk_prob))
+    hf["routed_scaling_factor"] = hf.get("routed_scaling_factor") or 1.0  # 0 says nothing
+    if "shared_expert_intermediate_size" not in family.own_keys:  # their number says it
+        hf.pop("shared_expert_intermediate_size", None)
+    if family.experts and family.experts.dim_key == "intermediate_size":
+        hf.pop("moe_intermediate_size", None)
+    return {family.gguf.expert_names.get(key, key): value for key, value in hf.items()}
 
 
 def rope_scaling(
     values: Mapping[str, object], tensors: Mapping[str, Blocks], hf: dict
 ) -> dict | None:
     """transformers' object; config.py refuses types that it does not have."""
+    if "rope_factors_long.weight" in tensors:
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": values["rope.scaling.original_context_length"],
+            "attention_factor": values.get("rope.scaling.attn_factor"),
+            "short_factor": tensors["rope_factors_short.weight"][:].tolist(),
+            "long_factor": tensors["rope_factors_long.weight"][:].tolist(),
+        }
     rope_type = values.get("rope.scaling.type", "linear")  # llama.cpp's default
     factor = values.get("rope.scaling.factor", 0)
     if rope_type == "none" or (rope_type == "linear" and factor in (0, 1)):
@@ -153,6 +202,9 @@ def rope_scaling(
     scaling = {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling |= {name: values[key] for name, key in YARN.items() if key in values}
+        attention_factor = values.get("rope.scaling.yarn_attn_factor", 1)
+        if attention_factor != 1:  # which says nothing
+            scaling["attention_factor"] = attention_factor
     return scaling
 
 
@@ -230,26 +282,40 @@ DEEPSEEK_LLM = (
     HAN,
     r"\p{N}+",
 )
+SEED = QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+", r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+")
+HUNYUAN_DENSE = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 SPLITS = {
+    "chatglm-bpe": (LLAMA3_PATTERN,),
+    "dbrx": (LLAMA3_PATTERN,),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"),
     "deepseek-llm": DEEPSEEK_LLM,
     "deepseek-r1-qwen": (QWEN2,),
     "exaone4": (GPT2,),
     "falcon3": (LLAMA3_PATTERN,),
+    "glm4": (LLAMA3_PATTERN,),
     "gpt-2": (GPT2,),
     "gpt-4o": (O200K,),
+    "hunyuan": (QWEN2,),
+    "hunyuan-dense": HUNYUAN_DENSE,
     "llama-bpe": (LLAMA3_PATTERN,),
     "llama-v3": (LLAMA3_PATTERN,),
     "llama3": (LLAMA3_PATTERN,),
+    "olmo": (GPT2,),
     "qwen2": (QWEN2,),
     "refact": (r"\p{N}", GPT2),
+    "seed-coder": (SEED,),
     "smaug-bpe": (LLAMA3_PATTERN,),
     "smollm": (r"\p{N}", GPT2),
     "starcoder": (r"\p{N}", GPT2),
     "tekken": (TEKKEN_PATTERN,),
 }
-# With these llama.cpp puts BOS first unless the file says otherwise, and does not merge a word that
-# is a token.
+# With these llama.cpp puts BOS first unless the file says otherwise. With these and GLM-4's it does
+# not merge a word that is a token.
 ADDS_BOS = ("falcon3", "llama-bpe", "llama-v3", "llama3", "tekken")
 # Types of tokens, as sentencepiece numbers them.
 NORMAL = 1
@@ -391,7 +457,7 @@ class Vocabulary:
                 added_tokens.append({"id": id, "content": token, "special": is_special, **flags})
         model = {
             "type": "BPE",
-            "ignore_merges": self.pre in ADDS_BOS,
+            "ignore_merges": self.pre in (*ADDS_BOS, "glm4"),
             "vocab": vocab,
             "merges": self.keys["tokenizer.ggml.merges"],
         }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from loading.config import config_from_hf, text_part
+from loading.families import FAMILIES
 from model import Config, Transformer
 from speculative import layer_subset, parse_layers
 from weights.linears import QuantizedLinear, check_unpacked
@@ -33,6 +34,7 @@ SHARED = (
 )
 # Model types whose RoPE a Llama's config.json cannot express.
 OWN_ROPES = (
+    "gemma3_text",
     "phi3",
     "olmo3",
     "hunyuan_v1_dense",
@@ -107,7 +109,8 @@ def draft_config(hf: dict, args) -> dict:
     if args.from_layers:
         return layers_config(hf, args.from_layers)
     hf = text_part(hf)
-    if hf.get("model_type") in OWN_ROPES:
+    hf = {**FAMILIES[hf["model_type"]].defaults, **hf}
+    if hf["model_type"] in OWN_ROPES:
         theta = config_from_hf({**hf, "quantization_config": None}).rope_theta
         ropes = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
         hf = {**hf, **dict.fromkeys(ropes), "rope_theta": theta}

@@ -427,6 +427,19 @@ FAMILIES = {
         "moe_topk": [2, 2, 2],
         **rope(10000.0, "dynamic", alpha=50.0, factor=1.0),
     },
+    "gemma-3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 50,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": rope(1e6, "linear", factor=4.0)["rope_parameters"],
+            "sliding_attention": rope(10000.0)["rope_parameters"],
+        },
+    },
     "qwen2.5-vl": {
         "model_type": "qwen2_5_vl_text",
         "tie_word_embeddings": True,
@@ -484,8 +497,9 @@ def oracle(family: str):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_norm = "norm" in name
-            parameter.copy_(1 + 0.2 * noise if is_norm else 0.15 * noise)
+            # Gemma's norms multiply by 1 more than their weights.
+            center = 1 if "norm" in name and not family.startswith("gemma") else 0
+            parameter.copy_(center + (0.2 if "norm" in name else 0.15) * noise)
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))

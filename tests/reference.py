@@ -96,7 +96,7 @@ def rotates(hf: dict, layer: int) -> bool:
 
 
 def window_of(hf: dict, layer: int) -> int | None:
-    if hf["model_type"] in ("granite_swa", "mellum", "cwm", "ministral"):
+    if hf["model_type"] in ("granite_swa", "mellum", "cwm", "ministral", "gemma3_text"):
         return hf["sliding_window"] if "sliding" in hf["layer_types"][layer] else None
     if hf["model_type"] == "dots1":
         return hf["sliding_window"] if layer >= hf["max_window_layers"] else None
@@ -130,6 +130,10 @@ EXPERT_NAMES = {
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate / (1 + (-gate).exp()) * up
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) / 2 * up
 
 
 def gpt_oss_expert(w: dict, p: str, number: int, h: torch.Tensor) -> torch.Tensor:
@@ -239,17 +243,22 @@ def logits(
         weights = {name.replace("language_model.", ""): x for name, x in weights.items()}
     w = named({name: tensor.double() for name, tensor in weights.items()}, hf)
     granite, rope = hf["model_type"].startswith("granite"), hf.get("rope_parameters") or {}
+    gemma = hf["model_type"] == "gemma3_text"
+    if gemma:
+        w = {name: 1 + x if "norm" in name else x for name, x in w.items()}
     residual = hf["residual_multiplier"] if granite else 1
     n, H, eps = len(tokens), hf["num_attention_heads"], hf["rms_norm_eps"]
     G = hf.get("num_key_value_heads") or H
     E = hf.get("head_dim") or hf["hidden_size"] // H
     root = hf["attention_multiplier"] if granite else 1 / math.sqrt(E)
+    root = hf["query_pre_attn_scalar"] ** -0.5 if gemma else root
 
     def linear(x, name):
         bias = w.get(f"{name}.bias")
         return x @ w[f"{name}.weight"].T + (0 if bias is None else bias)
 
     x = w["model.embed_tokens.weight"][tokens] * (hf["embedding_multiplier"] if granite else 1)
+    x = x * math.sqrt(x.size(1)) if gemma else x
     for layer in range(hf["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         entering is None or entering.append(x)
@@ -287,19 +296,23 @@ def logits(
                 rows.append(shares @ vh[first : i + 1])
             heads.append(torch.stack(rows))
         y = linear(torch.cat(heads, dim=-1), f"{p}self_attn.o_proj")
-        around = p + "post_self_attn_layernorm.weight" in w  # GLM-4-0414
+        # names of norms behind attention, before and behind the feed-forward
+        around = ("post_self_attn", "post_attention", "post_mlp")  # GLM-4-0414
+        if gemma:
+            around = ("post_attention", "pre_feedforward", "post_feedforward")
+        around = [f"{p}{name}_layernorm.weight" for name in around]
+        around = around if all(name in w for name in around) else None
         if around:
-            y = norm(y, w[p + "post_self_attn_layernorm.weight"], eps)
+            y = norm(y, w[around[0]], eps)
         x = x + (norm(y, w[p + "post_attention_layernorm.weight"], eps) if after else y * residual)
-        h = x if after else norm(x, w[p + "post_attention_layernorm.weight"], eps)
+        before = around[1] if around else p + "post_attention_layernorm.weight"
+        h = x if after else norm(x, w[before], eps)
         y = experts(hf, w, p, h)
         if y is None:
-            y = linear(
-                swiglu(linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")),
-                f"{p}mlp.down_proj",
-            )
+            gate, up = linear(h, f"{p}mlp.gate_proj"), linear(h, f"{p}mlp.up_proj")
+            y = linear((geglu if gemma else swiglu)(gate, up), f"{p}mlp.down_proj")
         if around:
-            y = norm(y, w[p + "post_mlp_layernorm.weight"], eps)
+            y = norm(y, w[around[2]], eps)
         x = x + (
             norm(y, w[p + "post_feedforward_layernorm.weight"], eps) if after else y * residual
         )

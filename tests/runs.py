@@ -76,6 +76,7 @@ PUBLISHED = {  # every family of the table; the same name counts once
     "hy3": "Hy3",
     "ernie-4.5-moe": "ERNIE 4.5 (MoE)",
     "hunyuan-a13b": "Hunyuan-A13B",
+    "gemma-3": "Gemma 3",
     "qwen2.5-vl": "Qwen2.5-VL and Qwen3-VL (text alone)",
     "qwen3-vl": None,
     "qwen3-vl-moe": "Qwen3-VL-MoE (text alone)",

@@ -357,7 +357,7 @@ class Dequantized(KVCache):
 
 
 @pytest.mark.parametrize("kind", CODED)
-@pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "olmo3"])
+@pytest.mark.parametrize("family", ["llama-3", "mistral-v0.1", "gpt-oss", "gemma-3"])
 def test_logits_are_those_of_dequantized_caches(family, kind, folder_of):
     """Windows, sinks and norms, a prompt at once and then token by token, in float32. Half of the
     logits within 1e-5; a number between two codes may fall to either side, which moves later ones,

@@ -3,6 +3,7 @@ and greedy texts of all of them are compared in test_model.py and test_generate.
 nested configs, ranks and compiled code.
 """
 
+import copy
 import json
 import types
 
@@ -18,12 +19,13 @@ import loading.files as files
 import loading.models as models
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
 from generate import generate
 from loading.checkpoint import load_config, load_model
 from loading.config import config_from_hf
 from loading.saving import save_model
-from model import scaled
-from speculative import layer_subset
+from model import gelu
+from speculative import ModelDraft, layer_subset
 from tp import Ranks, check_divisible
 
 NEW = [
@@ -43,13 +45,13 @@ NEW = [
 ]
 
 
-@pytest.mark.parametrize("family", ["phi-4", "granite", "olmo3"])
+@pytest.mark.parametrize("family", ["phi-4", "granite", "olmo3", "gemma-3"])
 def test_calibration_sees_what_decoding_computes(family, folder_of, tmp_path):
     """GPTQ runs layer by layer: with another embedding's scale, rotation or order of norms its
     inputs would be others, and its error in the last layer's sums larger than rounding's."""
     folder = folder_of(family)
     model, tokens = load_model(folder, dtype=torch.float32, pack=False), torch.arange(5, 45)[None]
-    pos, states = torch.arange(40)[None], [scaled(model.embed(tokens), model.config.embed_scale)]
+    pos, states = torch.arange(40)[None], [model.embedded(tokens)]
     for number in range(len(model.layers)):
         states = quantized_folder.run_block(model, number, states)
     assert torch.equal(model.norm(states[0]), model.hidden(tokens, pos))
@@ -173,9 +175,12 @@ def edited(folder, to, names, hf) -> None:
     (to / "config.json").write_text(json.dumps(hf(config_json(folder))))
 
 
-@pytest.mark.parametrize("text", ["mistral-v0.2", "ministral-3"])
+@pytest.mark.parametrize(
+    ("wrapper", "text"),
+    [("mistral3", "mistral-v0.2"), ("mistral3", "ministral-3"), ("gemma3", "gemma-3")],
+)
 @pytest.mark.parametrize("lead", ["language_model.model.", "model.language_model."])
-def test_mistral_3_is_its_text_model(text, lead, folder_of, tmp_path, capsys):
+def test_a_wrapper_is_its_text_model(wrapper, text, lead, folder_of, tmp_path, capsys):
     """As the hub has it, and as transformers 5 saves it; vision tensors are left out by name, and
     saved again it is a plain text model, which transformers reads."""
     from transformers import AutoModelForCausalLM
@@ -190,7 +195,7 @@ def test_mistral_3_is_its_text_model(text, lead, folder_of, tmp_path, capsys):
 
     def outer(hf):
         return {
-            "model_type": "mistral3",
+            "model_type": wrapper,
             "text_config": hf,
             "vision_config": {"model_type": "pixtral"},
             "tie_word_embeddings": False,
@@ -221,6 +226,91 @@ def test_mistral_3_with_a_tensor_of_no_known_part(folder_of, tmp_path):
     )
     with pytest.raises(ValueError, match=r"unexpected: audio_tower\.x"):
         load_model(tmp_path / "m")
+
+
+def test_gemma_3_as_published():
+    """The hub's wrappers leave out what transformers has as defaults; earlier text models have one
+    key for each of RoPE's bases, and a period of windows."""
+    from transformers import AutoConfig
+
+    text = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    config = config_from_hf({"model_type": "gemma3", "text_config": text})
+    theirs = AutoConfig.for_model(**text)
+    assert config == config_from_hf(theirs.to_dict()) and config.tie_embeddings
+    assert config.windows == (1024,) * 5 + (None, 1024)
+    assert config.rope_types == (1, 1, 1, 1, 1, 0, 1)
+    assert (config.rope_theta, config.rope_factor, config.rope_local_theta) == (1e6, 8.0, 1e4)
+    older = {"rope_local_base_freq": 5e3, "rope_theta": 2e6, "sliding_window_pattern": 2}
+    config = config_from_hf({**text, **older})
+    assert config == config_from_hf(AutoConfig.for_model(**{**text, **older}).to_dict())
+    assert (config.rope_theta, config.rope_local_theta) == (2e6, 5e3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_activation", "gelu"),
+        ("use_bidirectional_attention", True),
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
+    ],
+)
+def test_what_changes_gemmas_arithmetic_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"{key} = {value!r} is not supported"):
+        config_from_hf({"model_type": "gemma3_text", key: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemmas_embeddings_are_scaled_in_their_dtype(dtype, tmp_path):
+    """The root of 72 is 8.4853, and 8.5 in bfloat16."""
+    with changed_family("gemma-3", hidden_size=72) as family:
+        theirs = oracle(family)
+        theirs.save_pretrained(tmp_path)
+        model = load_model(tmp_path, dtype=dtype)
+        tokens = torch.arange(3, 40)[None]
+        with torch.no_grad():
+            embed = copy.deepcopy(theirs.model.embed_tokens).to(dtype)
+            assert torch.equal(model.embedded(tokens), embed(tokens))
+
+
+def test_gemmas_norms_add_their_offset_in_float32(folder_of):
+    """In bfloat16, 1 + w would lose w's last digits."""
+    norm = load_model(folder_of("gemma-3"), dtype=torch.bfloat16).layers[0].attention_norm
+    theirs = copy.deepcopy(oracle("gemma-3").model.layers[0].input_layernorm).bfloat16()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(norm(x), theirs(x))
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4-g32"])
+def test_gemma_3_drafted_is_plain(scheme, folder_of):
+    """Rows of unequal lengths, which leave the windows, by lookup and by some of the layers."""
+    model = load_model(folder_of("gemma-3"), dtype=torch.float32, quantize=scheme)
+    layers = [0, 1, 2]
+    prompts = [[40, 3, 99, 12, 7], [*range(5, 30)]]
+    texts = []
+    for drafter in (None, NgramDraft(1), ModelDraft(layer_subset(model, layers), on_layers=layers)):
+        drafting = {"drafter": drafter, "speculate_k": 3} if drafter else {}
+        rows = [[], []]
+        options = {"sampling": Sampling(0), "max_new_tokens": 40, **drafting}
+        for row, id in generate(model, prompts, **options):
+            rows[row].append(id)
+        texts.append(rows)
+    assert texts == [texts[0]] * 3 and len({*texts[0][0], *texts[0][1]}) > 4
+
+
+def test_gelu_is_torchs():
+    """Also where its cube overflows, and element by element the same in any tensor."""
+    x = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([-1e30, 1e30, -0.0])))
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    assert (gelu(x).double() - expected).abs().max() <= 2e-6
+    assert torch.equal(gelu(x), torch.cat([gelu(part) for part in x.split(7)]))
+    assert gelu(x.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])

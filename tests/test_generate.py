@@ -49,6 +49,7 @@ FAST_FAMILIES = (
     "olmo2",
     "glm-4-0414",
     "glm-4.5",
+    "gemma-3",
 )
 
 

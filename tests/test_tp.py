@@ -482,6 +482,7 @@ ON_TWO = (
     "stops",
     "experts int4-g32",
     "family glm-4.5",
+    "family gemma-3",
     "shared experts int8",
     "cache int8",
     "cache fp8",
