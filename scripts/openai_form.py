@@ -17,6 +17,7 @@ has ignore_eos and stop_token_ids from vLLM.
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_origin, get_type_hints
@@ -379,12 +380,11 @@ class Answer:
         request: TextRequest,
         model: str,
         pieces: Sequence[bytes],
-        new_parser: Callable[[], MessageParser | None] | None = None,
+        new_parser: Callable[[], MessageParser | None] = lambda: None,
     ):
         self.request = request
         self.pieces = pieces
-        self.new_parser = new_parser
-        self.parsers: dict[int, MessageParser | None] = {}  # of each answer
+        self.parsers: dict[int, MessageParser | None] = defaultdict(new_parser)  # of each answer
         id_prefix = "chatcmpl" if request.chat else "cmpl"
         object_type = "text_completion"
         if request.chat:
@@ -442,7 +442,7 @@ class Answer:
         text = "".join(token.text for token in event.tokens)
         if not self.request.chat:
             return {"text": text}
-        parser = self.parser(event.index)
+        parser = self.parsers[event.index]
         if parser is None:
             delta = {"content": text} if text else {}
         else:
@@ -454,15 +454,10 @@ class Answer:
         content = None if "tool_calls" in delta else ""
         return {"message": {"role": "assistant", "content": content, "refusal": None, **delta}}
 
-    def parser(self, index: int) -> MessageParser | None:
-        if index not in self.parsers:
-            self.parsers[index] = self.new_parser and self.new_parser()
-        return self.parsers[index]
-
     def finish_reason(self, event: Event) -> str | None:
         """None before an answer's end."""
         reason = event.ending and event.ending.get("finish_reason")
-        parser = self.parser(event.index)
+        parser = self.parsers[event.index]
         has_calls = parser is not None and parser.num_calls > 0
         return "tool_calls" if reason == "stop" and has_calls else reason
 

@@ -270,10 +270,10 @@ def test_the_server_reads_the_calls_that_templates_write(models):
             form = MessageForm(request, tokenizer)
         except Refusal:
             continue
-        asked = [user("Weather?")]
-        called = [*asked, assistant("", tool_calls=[IN_ZURICH | {"id": "abcdefgh1"}])]
-        text = rendered(source, called, tools=[WEATHER], add_generation_prompt=False, **names)
-        prompt = rendered(source, asked, tools=[WEATHER], add_generation_prompt=True, **names)
+        question = [user("Weather?")]
+        conversation = [*question, assistant("", tool_calls=[IN_ZURICH | {"id": "abcdefgh1"}])]
+        text = rendered(source, conversation, tools=[WEATHER], add_generation_prompt=False, **names)
+        prompt = rendered(source, question, tools=[WEATHER], add_generation_prompt=True, **names)
         (call,) = form.parser().feed(text.removeprefix(prompt), is_last=True)["tool_calls"]
         assert call["function"]["name"] == "weather"
         assert json.loads(call["function"]["arguments"]) == {"city": "Zürich", "days": 2}
