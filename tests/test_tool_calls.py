@@ -159,7 +159,7 @@ OBJECTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(name=NAMES, arguments=st.lists(OBJECTS, min_size=1, max_size=3), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_calls_come_back_as_the_template_and_the_grammar_write_them(family, name, arguments, data):
     """With text before them, in any pieces."""
     form = FORM_BY_FAMILY[family]
@@ -192,7 +192,7 @@ FRAGMENTS = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=9), data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_message_does_not_depend_on_the_pieces_of_its_text(family, fragments, data):
     """Whole and broken marks in any order."""
     cut_at = data.draw(st.lists(st.integers(0, 40), min_size=len(fragments)))
