@@ -1,7 +1,7 @@
 """Grammars of answers as bit masks, so that a request decodes JSON that obeys a schema.
 
-    JsonGrammars    JSON schemas -> Grammar, for one tokenizer; the library llguidance reads the
-                    schemas
+    JsonGrammars    JSON schemas, and texts with JSON in them -> Grammar, for one tokenizer; the
+                    library llguidance reads both
     Grammar         the state of one answer; `masks` says which tokens may follow, also behind
                     drafted ones
 
@@ -56,8 +56,18 @@ class JsonGrammars:
     def compile(self, schema: dict) -> "Grammar":
         """ValueError for a schema that is broken, contradictory, too large, or has unsupported
         keys."""
-        grammar = self.matcher_type.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
-        matcher = self.matcher_type(self.tokenizer, grammar, log_level=0)
+        return self._grammar(
+            self.matcher_type.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
+        )
+
+    def compile_lark(self, source: str) -> "Grammar":
+        """A grammar in llguidance's form of Lark, whose rules may hold JSON schemas. ValueError as
+        of `compile`."""
+        return self._grammar(self.matcher_type.grammar_from_lark(source))
+
+    def _grammar(self, source: str) -> "Grammar":
+        """The Grammar of a source in llguidance's own form."""
+        matcher = self.matcher_type(self.tokenizer, source, log_level=0)
         if matcher.is_error():
             raise ValueError("the schema: " + " ".join(matcher.get_error().split())[:300])
         if not Grammar(matcher.deep_copy(), self.stop_ids).mask().any():

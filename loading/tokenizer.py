@@ -15,7 +15,7 @@ import codecs
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,11 +103,15 @@ class Tokenizer:
         template. No BOS."""
         return self.encode(text, bos=False, parse_special=True)
 
-    def stream(self, continues: bool = False) -> StreamDecoder:
-        """A new decoder. `continues`: the ids follow others, so that a leading space is kept."""
-        return StreamDecoder(
-            self.runtime.to_bytes, self.runtime.strip_first_space and not continues
-        )
+    def stream(self, continues: bool = False, visible: Collection[str] = ()) -> StreamDecoder:
+        """A new decoder. `continues`: the ids follow others, so that a leading space is kept.
+        `visible`: special tokens whose names are part of the text."""
+        names = {self.specials[name]: name.encode() for name in visible}
+
+        def to_bytes(id: int) -> bytes:
+            return names.get(id) or self.runtime.to_bytes(id)
+
+        return StreamDecoder(to_bytes, self.runtime.strip_first_space and not continues)
 
     def decode(self, ids: Iterable[int]) -> str:
         stream = self.stream()

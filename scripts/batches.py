@@ -40,9 +40,10 @@ class Job:
         self.queue: asyncio.Queue[Event | Refusal] = asyncio.Queue()
         self.created = time.perf_counter()
         self.is_abandoned = False  # the client has left, or has its answer
-        # All answers of the job share the grammar and the stop ids.
+        # All answers of the job share these.
         self.grammar: Grammar | None = None
         self.stop_ids: frozenset[int] = frozenset()
+        self.visible: Sequence[str] = ()  # special tokens that are part of the answers' text
         # By prompt number, the request that records the prompt's log-probabilities.
         self.recording: dict[int, Request] = {}
 
@@ -87,6 +88,7 @@ class Row(Answer):
             draft=text_request.draft,
             grammar=job.grammar and job.grammar.copy(),
         )
+        self.stream = tokenizer.stream(continues=True, visible=job.visible)
         self.job = job
         self.text_request = text_request
         self.index = index

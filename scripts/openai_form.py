@@ -17,7 +17,8 @@ has ignore_eos and stop_token_ids from vLLM.
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, NamedTuple, get_origin, get_type_hints
 
@@ -36,7 +37,9 @@ from cli.page import Token
 from decoding.sampling import Sampling
 from loading.chat_messages import ContentError, join_parts, parse_arguments
 from loading.chat_templates import THOUGHTS
+from scripts.message_parser import MessageParser
 from scripts.other_servers import translated
+from scripts.tool_calls import NAME
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
@@ -167,6 +170,9 @@ class TextRequest(create_model("Settings", __base__=SharedKeys, **SETTINGS)):
 
 class Completion(TextRequest):
     chat: ClassVar = False
+    tools: ClassVar = None
+    forced_tools: ClassVar = ()
+    separate_reasoning: ClassVar = False
     prompts: Annotated[
         list[str | Annotated[list[int], NonEmpty]], BeforeValidator(as_list), NonEmpty
     ] = Field(alias="prompt")
@@ -197,6 +203,35 @@ class Function(BaseModel):
 class ToolCall(BaseModel):
     id: str | None = None
     type: Literal["function"] = "function"
+    function: Function
+
+
+class ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: Annotated[str, Field(pattern=f"^{NAME}$")]
+    description: str | None = None
+    parameters: dict | None = None
+
+    @property
+    def schema(self) -> dict:
+        """The schema of its arguments. As in OpenAI's API, a function without parameters has none.
+        ValueError for one of anything but an object."""
+        if self.parameters is None:
+            return {"type": "object", "additionalProperties": False}
+        schema = {"type": "object", **self.parameters}
+        if schema["type"] != "object":
+            raise ValueError(f"the parameters of {self.name} must be an object's schema")
+        return schema
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
     function: Function
 
 
@@ -232,10 +267,36 @@ class Chat(TextRequest):
     chat: ClassVar = True
     echo: ClassVar = False
     messages: Annotated[list[Message], NonEmpty]
-    tools: list[dict] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True  # SGLang's; false leaves thoughts in the content
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: Annotated[dict, AfterValidator(check_template_keys)] = Field({})
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools one of which the answer must call; none: it need not call any."""
+        tools = self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in tools if tool.function.name == self.tool_choice.function.name]
+        return tools if self.tool_choice else []
+
+    @property
+    def is_parallel(self) -> bool:
+        """May the answer have several calls? A named function is called once."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def template_tools(self) -> list[dict] | None:
+        """The tools as the client wrote them."""
+        return self.tools and [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    def model_post_init(self, context: object) -> None:
+        super().model_post_init(context)
+        if self.tool_choice and not self.forced_tools:
+            raise Refusal("tool_choice asks for a function that tools lacks", "tool_choice")
 
     @property
     def prompts(self) -> list[list[dict]]:
@@ -311,11 +372,19 @@ def token_counts(prompt_tokens: int, decoded: int) -> dict:
 
 
 class Answer:
-    """The objects of one request's answers. `pieces`: the bytes of every token id."""
+    """The objects of one request's answers. `pieces`: the bytes of every token id. new_parser:
+    makes the parser of a message's text, or returns None if all of it is content."""
 
-    def __init__(self, request: TextRequest, model: str, pieces: Sequence[bytes]):
+    def __init__(
+        self,
+        request: TextRequest,
+        model: str,
+        pieces: Sequence[bytes],
+        new_parser: Callable[[], MessageParser | None] = lambda: None,
+    ):
         self.request = request
         self.pieces = pieces
+        self.parsers: dict[int, MessageParser | None] = defaultdict(new_parser)  # of each answer
         id_prefix = "chatcmpl" if request.chat else "cmpl"
         object_type = "text_completion"
         if request.chat:
@@ -358,9 +427,9 @@ class Answer:
         ending = event.ending or {}
         choice = {
             "index": event.index,
-            **self.content("".join(token.text for token in event.tokens)),
+            **self.content(event),
             "logprobs": self.logprobs(event),
-            "finish_reason": ending.get("finish_reason"),
+            "finish_reason": self.finish_reason(event),
         }
         if request.tokens and event.tokens:
             choice["tokens"] = [token.as_json() for token in event.tokens]
@@ -368,13 +437,29 @@ class Answer:
             choice["timings"] = ending["timings"]
         return choice
 
-    def content(self, text: str) -> dict:
+    def content(self, event: Event) -> dict:
         """The key of a choice that has its text."""
+        text = "".join(token.text for token in event.tokens)
         if not self.request.chat:
             return {"text": text}
+        parser = self.parsers[event.index]
+        if parser is None:
+            delta = {"content": text} if text else {}
+        else:
+            delta = parser.feed(text, is_last=event.ending is not None)
         if self.request.stream:
-            return {"delta": {"content": text} if text else {}}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+            return {"delta": delta}
+        for call in delta.get("tool_calls", ()):
+            del call["index"]
+        content = None if "tool_calls" in delta else ""
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **delta}}
+
+    def finish_reason(self, event: Event) -> str | None:
+        """None before an answer's end."""
+        reason = event.ending and event.ending.get("finish_reason")
+        parser = self.parsers[event.index]
+        has_calls = parser is not None and parser.num_calls > 0
+        return "tool_calls" if reason == "stop" and has_calls else reason
 
     def logprobs(self, event: Event) -> dict | None:
         if self.request.num_logprobs is None or not event.tokens:

@@ -29,7 +29,7 @@ OPENAI = {
     "prompt_cache_key": ANY,
     "prompt_cache_options": ANY,
     "prompt_cache_retention": ANY,
-    "parallel_tool_calls": ANY,
+    "parallel_tool_calls": (True,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -83,8 +83,8 @@ SGLANG = {
     "return_cached_tokens_details": OFF,
     "return_prompt_token_ids": OFF,
     "return_meta_info": OFF,
-    "separate_reasoning": ANY,  # without a reasoning parser, thoughts stay in the text there too
-    "stream_reasoning": ANY,
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
     "stop_regex": OFF,
     "use_audio_in_video": OFF,
     "rid": ANY,
@@ -124,8 +124,8 @@ LLAMA_CPP = {
     "post_sampling_probs": OFF,
     "response_fields": OFF,
     "sse_ping_interval": ANY,
-    "reasoning_format": ("none",),
-    "parse_tool_calls": OFF,
+    "reasoning_format": ("none", "auto", "deepseek"),
+    "parse_tool_calls": (True,),
     "thinking_forced_open": OFF,
     "lora": OFF,
 }
@@ -148,6 +148,8 @@ def translated(body: dict, is_chat: bool, defaults: dict) -> dict:
         body["repetition_penalty"] = 1.0  # none, also where the server has one by default
     if body.get("tool_choice") == "none":
         body["tools"] = None  # a prompt without tools asks for no call
+    if is_chat and body.get("reasoning_format") == "none":
+        body["separate_reasoning"] = False
     for name, own_name in RENAMED.items():
         if name in body and own_name not in body:
             body[own_name] = body.pop(name)

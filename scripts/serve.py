@@ -60,6 +60,7 @@ try:
     from starlette.requests import ClientDisconnect
 
     from scripts.batches import Decoder, Job, Row
+    from scripts.message_form import MessageForm
     from scripts.openai_form import (
         MAX_TOP_LOGPROBS,
         MIN_SEED,
@@ -217,13 +218,14 @@ class Api:
         job = Job(asyncio.get_running_loop())
         try:
             async with asyncio.timeout(self.server.answer_s):
-                request, prompts = await self.read(http_request, job)
+                form, prompts = await self.read(http_request, job)
         except TimeoutError:
             raise Refusal(f"not read within {self.server.answer_s:g} s", None, 408) from None
+        request = form.request
         rows = self.rows(job, request, prompts)
         self.decoder.add(rows)
         job.watcher = asyncio.create_task(self.watch(http_request, job))
-        answer = Answer(request, self.name, self.pieces)
+        answer = Answer(request, self.name, self.pieces, form.parser)
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         if request.stream:
             lines = stream_events(http_request, job, answer, len(rows), prompt_tokens)
@@ -238,8 +240,9 @@ class Api:
 
     async def read(
         self, http_request: Request, job: Job
-    ) -> tuple[TextRequest, list[EncodedPrompt]]:
-        """The checked request with its encoded prompts. Sets what all answers of the job share."""
+    ) -> tuple[MessageForm, list[EncodedPrompt]]:
+        """The checked request in its form, with its encoded prompts. Sets what all answers of the
+        job share."""
         body = await read_body(http_request)
         is_chat = http_request.url.path.endswith(CHAT)
         request = read_request(body, is_chat, self.name, self.sampling)
@@ -250,10 +253,13 @@ class Api:
                 "n" if request.n > 1 else "prompt",
             )
         job.stop_ids = self.stop_ids(request)
+        form = MessageForm(request, self.llm.tokenizer)
+        job.visible = form.visible
         run = functools.partial(job.loop.run_in_executor, self.encoder)
         prompts = await run(self.encode_prompts, request)
-        job.grammar = await run(self.compile_grammar, request)
-        return request, prompts
+        form.read_prompt(prompts[0].ids)
+        job.grammar = await run(self.compile_grammar, form)
+        return form, prompts
 
     def rows(self, job: Job, request: TextRequest, prompts: list[EncodedPrompt]) -> list[Row]:
         """A row for each answer: n for the first prompt, then n for the next."""
@@ -312,18 +318,19 @@ class Api:
     def grammars(self) -> JsonGrammars:
         return JsonGrammars(self.llm.tokenizer, self.llm.tokenizer.stop_ids)
 
-    def compile_grammar(self, request: TextRequest) -> Grammar | None:
-        """The grammar of a request's response_format. Refusal for a schema that cannot be
-        obeyed."""
-        if request.response_format is None:
+    def compile_grammar(self, form: MessageForm) -> Grammar | None:
+        """The grammar of a request's response_format or tool_choice. Refusal for a schema that
+        cannot be obeyed."""
+        key = "tools" if form.request.forced_tools else "response_format"
+        if form.request.response_format is None and not form.request.forced_tools:
             return None
         try:
-            if not self.stop_ids(request) & self.llm.tokenizer.stop_ids:
+            if not self.stop_ids(form.request) & self.llm.tokenizer.stop_ids:
                 reason = "the model has none, or ignore_eos ignores it"
                 raise ValueError(f"JSON answers need an end token: {reason}")
-            return self.grammars.compile(request.response_format)
+            return form.grammar(self.grammars)
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"response_format: {error}", "response_format") from None
+            raise Refusal(f"{key}: {error}", key) from None
 
     def encode_prompts(self, request: TextRequest) -> list[EncodedPrompt]:
         """Refusal for a prompt, or a number of tokens, that does not fit."""
@@ -351,7 +358,7 @@ class Api:
         ids = prompt
         if request.chat:
             kwargs = request.chat_template_kwargs
-            ids = conversation_ids(tokenizer, prompt, tools=request.tools, **kwargs)
+            ids = conversation_ids(tokenizer, prompt, tools=request.template_tools, **kwargs)
         elif isinstance(prompt, str):
             parse_special = request.parse_special
             if parse_special is None:

@@ -1,13 +1,15 @@
-"""llama.cpp's golden tokenizers, and the chat templates that it collects.
+"""llama.cpp's golden tokenizers, and the chat templates that it collects, with the calls in them.
 
 Both lie in the source package of llama_cpp_python (never committed): vocabularies as GGUF files
 beside texts (.inp) and llama.cpp's ids of them (.out), and the templates of 70 models. What a
 template writes is decided by transformers.
 """
 
+import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -234,3 +236,47 @@ def test_templates_write_what_they_write_in_transformers(name, models, tokenizer
     assert len(files) == 70
     assert num_losses == LOSSES.get(name, 0)
     assert len(expected) == 70 - REFUSALS.get(name, 4) - num_losses
+
+
+# By a word of their names, the templates whose calls the server reads, and the family of these.
+FAMILIES = {
+    "Hermes and Qwen": (
+        *("Bielik", "MiMo-VL", "Hermes-2-Pro", "Hermes-3", "QwQ", "Qwen2.5", "Qwen3-0.6B"),
+        *("Reka", "granite-4.0", "granite-4.1"),
+    ),
+    "Llama 3": ("Llama-3.1-8B-Instruct", "Llama-3.2", "Llama-3.3"),
+    "Mistral": ("Mistral-Nemo",),
+    "Mistral since 2025": ("Mistral-Small-3.2", "Ministral-3", "Devstral"),
+    "gpt-oss": ("gpt-oss",),
+}
+
+
+def test_the_server_reads_the_calls_that_templates_write(models):
+    """The call of an answer, as transformers renders it, comes back; the server refuses tools for
+    all other templates."""
+    from decoding.sampling import Sampling
+    from scripts.message_form import MessageForm
+    from scripts.openai_form import Refusal, read_request
+
+    words = {word: family for family, words in FAMILIES.items() for word in words}
+    body = {"messages": [user("Weather?")], "tools": [WEATHER]}
+    request = read_request(body, True, "m", Sampling())
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    families = {}
+    for file in sorted((models / "templates").glob("*.jinja")):
+        source = file.read_text()
+        try:
+            tokenizer = SimpleNamespace(template=ChatTemplate(source, names), specials={})
+            form = MessageForm(request, tokenizer)
+        except Refusal:
+            continue
+        question = [user("Weather?")]
+        conversation = [*question, assistant("", tool_calls=[IN_ZURICH | {"id": "abcdefgh1"}])]
+        text = rendered(source, conversation, tools=[WEATHER], add_generation_prompt=False, **names)
+        prompt = rendered(source, question, tools=[WEATHER], add_generation_prompt=True, **names)
+        (call,) = form.parser().feed(text.removeprefix(prompt), is_last=True)["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"]) == {"city": "Zürich", "days": 2}
+        word = max((word for word in words if word in file.stem), key=len, default=file.stem)
+        families[word] = form.calls.family
+    assert families == words

@@ -856,7 +856,7 @@ def test_neutral_values_ask_for_nothing_and_an_answer_is_pure_ascii():
         request = read_request(
             {"messages": named, "tools": tools, "tool_choice": value}, True, "m", Sampling()
         )
-        assert request.tools == (tools if value == "auto" else None)
+        assert request.template_tools == (tools if value == "auto" else None)
     for arguments in ("[" * 100_000, "[1]", "{", "x", 3, [1]):
         call = {
             "role": "assistant",
@@ -1442,8 +1442,8 @@ def test_an_agent_frameworks_client(server):
 
 
 def test_tools_and_their_results_reach_the_template(serving, tmp_path):
-    """The raw text comes back; a template that mentions no tools refuses them (the demo's folder
-    has none)."""
+    """What is no call in the template's form comes back as text; a template without calls refuses
+    tools (the demo's folder has none)."""
     folder = tmp_path / "folder"
     shutil.copytree(DEMO, folder)
     template = (
@@ -1451,7 +1451,7 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
         "{% for m in messages %}{{ m.content if m.content is defined else '-' }}"
         "{% for c in m.tool_calls or [] %} {{ c.function.name }}({{ c.function.arguments.name"
         " }}){% endfor %} "
-        "{% endfor %}"
+        "{% endfor %}{# [ARGS] #}"
     )
     (folder / "chat_template.jinja").write_text(template)
     running = serving("--checkpoint", str(folder))
@@ -1478,9 +1478,7 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     running = serving("--checkpoint", str(folder))
     body = json.dumps({"messages": messages[:1], "tools": tools}).encode()
     status, answer = running.raw("/v1/chat/completions", body)
-    assert (
-        status == 400 and "the chat template does not mention tools" in answer["error"]["message"]
-    )
+    assert status == 400 and "reads no calls of the model's chat" in answer["error"]["message"]
     for changed, reason in (
         (
             {"messages": messages[1:]},
@@ -1496,7 +1494,7 @@ def test_tools_and_their_results_reach_the_template(serving, tmp_path):
     body = json.dumps(
         {"messages": messages[:1], "tools": tools, "tool_choice": "required"}
     ).encode()
-    assert running.raw("/v1/chat/completions", body)[1]["error"]["param"] == "tool_choice"
+    assert running.raw("/v1/chat/completions", body)[1]["error"]["param"] == "tools"
 
 
 def test_the_evaluation_harness_gets_eval_lms_figures(serving):

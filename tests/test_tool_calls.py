@@ -1,0 +1,563 @@
+"""Tool calls and thoughts: what a model wrote in its template's form becomes OpenAI's objects.
+
+Oracles: the templates, which write calls themselves; the text in one piece; JSON; the same request
+without a draft; the client's own types, strictly validated; pydantic-ai. A scripted model, whose
+logits allow one text alone, decodes the texts of the server's tests.
+"""
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import httpx2
+import openai
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.engine import Engine
+from decoding.options import EngineOptions
+from decoding.sampling import Sampling
+from drafts.ngram import NgramDraft
+from generate import LLM
+from loading.chat_templates import ChatTemplate
+from loading.checkpoint import load_model
+from loading.tokenizer import load_tokenizer
+from scripts.batches import Decoder
+from scripts.message_form import MessageForm
+from scripts.message_parser import MessageParser
+from scripts.openai_form import read_request
+from scripts.serve import Api
+from scripts.serve_flags import parse_args
+from scripts.tool_calls import CALL_FORMATS, THOUGHTS
+
+DEMO = ROOT / "checkpoints" / "demo"
+TURN = "<|turn|>"  # begins every answer
+SPECIALS = [
+    "<|begin|>",
+    "<|end_of_text|>",
+    TURN,
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "[THINK]",
+    "[/THINK]",
+    "<|python_tag|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
+]
+LITERALS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]  # as in Qwen's vocabulary
+
+# The calls of each family's template, inside one frame.
+FRAME = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{{ INTRODUCTION }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|turn|>' + (m.content or '') }}"
+    "{% if m.tool_calls %}CALLS{% endif %}{{ '<|end_of_text|>' }}"
+    "{% else %}{{ m.role + ': ' + m.content + ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>' }}PROMPT{% endif %}"
+)
+EACH = "{% for c in m.tool_calls %}{% set f = c.function %}CALL{% endfor %}"
+ONE = "{% set f = m.tool_calls[0].function %}CALL"
+CALLS = {
+    "Hermes and Qwen": EACH.replace(
+        "CALL",
+        '{{ \'<tool_call>\\n{"name": "\' + f.name + \'", "arguments": \' }}'
+        "{{ f.arguments | tojson + '}\\n</tool_call>' + ('' if loop.last else '\\n') }}",
+    ),
+    "Llama 3": ONE.replace(
+        "CALL", '{{ \'{"name": "\' + f.name + \'", "parameters": \' + f.arguments | tojson + "}" }}'
+    ),
+    "Mistral": "{{ '[TOOL_CALLS][' }}"
+    + EACH.replace(
+        "CALL",
+        "{{ ({'name': f.name, 'arguments': f.arguments} | tojson) + ('' if loop.last else ', ') }}",
+    )
+    + "{{ ']' }}",
+    "Mistral since 2025": EACH.replace(
+        "CALL", "{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + f.arguments | tojson }}"
+    ),
+    "gpt-oss": ONE.replace(
+        "CALL",
+        "{{ ' to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}"
+        "{{ f.arguments | tojson + '<|call|>' }}{# <|channel|>analysis<|message|> #}",
+    ),
+}
+INTRODUCTIONS = {"Llama 3": '\'{"name": function name, "parameters": values}\''}
+FAMILIES = list(CALLS)
+FORM_BY_FAMILY = {form.family: form for form in CALL_FORMATS}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def template(family: str, thoughts: str = "", prompt: str = "") -> ChatTemplate:
+    """`thoughts`: a comment that mentions them; `prompt`: what the template writes after TURN."""
+    source = FRAME.replace("CALLS", CALLS[family]) + f"{{# {thoughts} #}}"
+    source = source.replace("PROMPT", f"{{{{ {prompt!r} }}}}" if prompt else "")
+    return ChatTemplate(source.replace("INTRODUCTION", INTRODUCTIONS.get(family, "''")), {})
+
+
+# --------------------------------------------------------------------------------------- the parser
+
+
+def form_of(family: str, thoughts: str = "", **keys) -> MessageForm:
+    request = read_request({"messages": USER, "tools": TOOLS, **keys}, True, "m", Sampling())
+    tokenizer = SimpleNamespace(template=template(family, thoughts), specials={})
+    return MessageForm(request, tokenizer)
+
+
+def joined(deltas: list[dict]) -> dict:
+    """The message that a stream of deltas makes."""
+    message = {"content": "", "reasoning_content": "", "calls": []}
+    for delta in deltas:
+        for key in ("content", "reasoning_content"):
+            message[key] += delta.get(key, "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:  # the first delta of a call, with all that is no arguments
+                assert call["index"] == len(message["calls"]) and call["type"] == "function"
+                message["calls"].append([call["function"]["name"], ""])
+            message["calls"][call["index"]][1] += call["function"]["arguments"]
+    return message
+
+
+def parsed(parser: MessageParser, *pieces: str) -> dict:
+    deltas = [
+        parser.feed(piece, is_last=number == len(pieces) - 1) for number, piece in enumerate(pieces)
+    ]
+    return joined(deltas)
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.sampled_from(LITERALS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(name=NAMES, arguments=st.lists(OBJECTS, min_size=1, max_size=3), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_calls_come_back_as_the_template_and_the_grammar_write_them(family, name, arguments, data):
+    """With text before them, in any pieces."""
+    form = FORM_BY_FAMILY[family]
+    if form.separator is None:
+        arguments = arguments[:1]
+    calls = [{"function": {"name": name, "arguments": each}} for each in arguments]
+    message = {"role": "assistant", "tool_calls": calls}
+    rendered = template(family).render([message], False).split(TURN)[1]
+    rendered = rendered.removesuffix("<|end_of_text|>")
+    heads = [form.head.replace("NAME", name) + json.dumps(each) for each in arguments]
+    forced = (form.separator or "").join(head + form.tail for head in heads)
+    forced = form.begin + forced + form.end
+    for text in (rendered, forced):
+        before = "" if family in ("Llama 3", "gpt-oss") else data.draw(st.sampled_from(["", "Oh!"]))
+        text = before + text
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+        result = parsed(form_of(family).parser(), *pieces)
+        assert result["content"] == before and result["reasoning_content"] == ""
+        assert [called for called, _ in result["calls"]] == [name] * len(arguments)
+        assert [json.loads(written) for _, written in result["calls"]] == arguments
+
+
+FRAGMENTS = [
+    *(atom for form in CALL_FORMATS for marks in form.marks.values() for atom in marks),
+    *(text for thoughts in THOUGHTS for text in thoughts[:2]),
+    *("{", "}", '"', "\\", "\n", " " * 12, "<", "[", "a", '"id": "x"', ";", ", ", "{}", "é"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=9), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_message_does_not_depend_on_the_pieces_of_its_text(family, fragments, data):
+    """Whole and broken marks in any order."""
+    cut_at = data.draw(st.lists(st.integers(0, 40), min_size=len(fragments)))
+    texts = [text if cut > 20 else text[:cut] for text, cut in zip(fragments, cut_at)]
+    text = "".join(texts).replace("NAME", "f").replace("WORD", "w")
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+    form = form_of(family, "</think>")
+    assert parsed(form.parser(), *pieces) == parsed(form.parser(), text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_no_call_stays_as_the_model_wrote_it(family):
+    """Every beginning of a call's mark, alone and before other text; calls without tools; the name
+    of an ordinary word. Text that can become no mark is not held back."""
+    form = FORM_BY_FAMILY[family]
+    head = form.begin + form.head.replace("NAME", "f") + "{"
+    for length in range(1, len(head)):
+        for text in (head[:length], head[:length] + "~ and more"):
+            assert parsed(form_of(family).parser(), text)["content"] == text
+    text = head + '"a": 1}' + form.tail + form.end
+    assert parsed(form_of(family).parser(), text)["calls"] == [["f", '{"a": 1}']]
+    parser = form_of(family, tools=None).parser()
+    if parser is not None:
+        assert parsed(parser, text) == {"content": text, "reasoning_content": "", "calls": []}
+    parser = form_of(family).parser()
+    assert parser.feed("One day") == {"content": "One day"}
+    assert parser.feed(", Tom<") in ({"content": ", Tom<"}, {"content": ", Tom"})
+
+
+def test_arguments_stream_as_they_come():
+    parser = form_of("Hermes and Qwen").parser()
+    assert parser.feed("Wait.\n<tool_call>\n{") == {"content": "Wait."}
+    assert parser.feed('"name": "add", "arguments": ') == {}
+    (call,) = parser.feed('{"a"')["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a"'} and len(call["id"]) == 9
+    assert parser.feed(": 1") == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1"}}]}
+    assert parser.feed("}") == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    assert parser.feed("}\n</tool") == {} and parser.feed("", is_last=True) == {}
+
+
+def test_parallel_tool_calls_false_gives_the_first_call_alone():
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parser = form_of("Hermes and Qwen", parallel_tool_calls=False).parser()
+    assert parsed(parser, text + text) == {**parsed(form_of("Hermes and Qwen").parser(), text)}
+    assert len(parsed(form_of("Hermes and Qwen").parser(), text + text)["calls"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "text"),
+    [
+        ("</think>", "<think>\nHm.\n</think>\n\nYes."),
+        ("[/THINK]", "[THINK]Hm.[/THINK]Yes."),
+        ("</seed:think>", "<seed:think>Hm.</seed:think>Yes."),
+        (
+            "<|channel|>analysis<|message|>",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+            "Yes.",
+        ),
+    ],
+)
+def test_thoughts_are_no_content(thoughts, text):
+    family = "gpt-oss" if "channel" in thoughts else "Hermes and Qwen"
+    expected = {"content": "Yes.", "reasoning_content": "Hm.", "calls": []}
+    for keys in ({}, {"tools": None}):
+        form = form_of(family, thoughts, **keys)
+        assert parsed(form.parser(), *text) == parsed(form.parser(), text) == expected
+        form.is_thinking = True
+        rest = text.removeprefix(form.thoughts.begin)
+        assert parsed(form.parser(), *rest) == expected
+        assert parsed(form.parser(), rest[:2])["reasoning_content"] == rest[:2].strip()
+    if family != "gpt-oss":
+        parser = form_of(family, thoughts, separate_reasoning=False).parser()
+        assert parsed(parser, text)["content"] == text
+
+
+# --------------------------------------------------------------------------------------- the server
+
+
+class Script:
+    """A logits processor that allows one answer a turn of the conversation; None: any."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.turns: list[list[int]] | None = None
+        self.turn_id = tokenizer.specials[TURN]
+        self.end_id = tokenizer.specials["<|end_of_text|>"]
+
+    def write(self, *texts: str, prompt: str = "") -> None:
+        """`prompt`: what the template writes of each answer."""
+        parse = self.tokenizer.parse
+        self.turns = [[*parse(prompt), *parse(text), self.end_id] for text in texts]
+
+    def __call__(self, logits, tokens, pos):
+        """logits (B, T, V), tokens (B, S), pos (B, T)"""
+        if self.turns is None:
+            return logits
+        forced = torch.full_like(logits, -1e9)
+        for b, t in torch.cartesian_prod(*map(torch.arange, pos.shape)).tolist():
+            row = tokens[b, : pos[b, t] + 1].tolist()
+            begins = [index for index, id in enumerate(row) if id == self.turn_id]
+            answer = self.turns[min(len(begins), len(self.turns)) - 1]
+            number = len(row) - 1 - begins[-1] if begins else 0
+            forced[b, t, answer[min(number, len(answer) - 1)]] = 0
+        return forced
+
+
+class Server:
+    """The server's app in this process; a thread decodes."""
+
+    def __init__(self, folder):
+        self.tokenizer = load_tokenizer(folder)
+        self.script = Script(self.tokenizer)
+        options = EngineOptions(speculate_k=3, logits_processor=self.script)
+        engine = Engine(load_model(DEMO), 2, 500, options, NgramDraft())
+        self.decoder = Decoder(LLM.from_engine(engine, self.tokenizer), 16)
+        self.api = Api(parse_args(["--checkpoint", str(DEMO)]), self.decoder, None)
+        self.app = self.api.app()
+        self.is_done = False
+        self.thread = threading.Thread(target=self.decode, daemon=True)
+        self.thread.start()
+
+    def decode(self) -> None:
+        while not self.is_done:
+            self.decoder.step(timeout_s=0.05)
+
+    def client(self) -> openai.AsyncOpenAI:
+        transport = httpx2.ASGITransport(app=self.app)
+        return openai.AsyncOpenAI(
+            base_url="http://server/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx2.AsyncClient(transport=transport),
+            _strict_response_validation=True,
+        )
+
+    def ask(self, **keys):
+        """The answer, or with `stream` its chunks."""
+
+        async def run():
+            usual = {"model": "demo", "messages": USER, "temperature": 0, "max_tokens": 200}
+            answer = await self.client().chat.completions.create(**usual | keys)
+            return [chunk async for chunk in answer] if keys.get("stream") else answer
+
+        return asyncio.run(run())
+
+    def use(self, family: str, *texts: str, thoughts: str = "", prompt: str = "") -> None:
+        self.tokenizer.template = template(family, thoughts, prompt)
+        self.script.turns = None
+        if texts:
+            self.script.write(*texts, prompt=prompt)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("tools")
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIALS,
+    )
+    model.train_from_iterator(['{"name": "add", "arguments": {"a": 1}}'] * 9, trainer)
+    model.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in LITERALS])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end_of_text|>"})
+    )
+    server = Server(folder)
+    yield server
+    server.is_done = True
+    server.thread.join(30)
+
+
+def calls_of(message) -> list[tuple[str, dict]]:
+    return [
+        (call.function.name, json.loads(call.function.arguments))
+        for call in message.tool_calls or []
+    ]
+
+
+def call_text(family: str, name: str, **arguments) -> str:
+    call = {"function": {"name": name, "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    return template(family).render([message], False).split(TURN)[1].split("<|end_of_text|>")[0]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_reaches_the_client_whole_and_streamed(server, family):
+    text = call_text(family, "add", a=5)
+    if family == "gpt-oss":
+        text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{text}"
+    server.use(family, text)
+    for keys in ({}, {"extra_body": {"draft": False}}):
+        (choice,) = server.ask(tools=TOOLS, **keys).choices
+        assert calls_of(choice.message) == [("add", {"a": 5})]
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        chunks = server.ask(tools=TOOLS, stream=True, **keys)
+        deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) for chunk in chunks]
+        message = joined(deltas)
+        assert [(name, json.loads(arguments)) for name, arguments in message["calls"]] == [
+            ("add", {"a": 5})
+        ]
+        thought = "Hm." if family == "gpt-oss" else ""
+        assert message["content"] == "" and message["reasoning_content"] == thought
+        assert getattr(choice.message, "reasoning_content", "") == thought
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["tool_calls"]
+
+
+@pytest.mark.attack
+def test_the_clients_own_stream_accumulates_calls(server):
+    """The openai package's helper, which parses arguments too."""
+    text = call_text("Hermes and Qwen", "add", a=5)
+    server.use("Hermes and Qwen", f"First.\n{text}\n{text}")
+
+    async def run():
+        options = {"model": "demo", "messages": USER, "tools": TOOLS, "temperature": 0}
+        async with server.client().chat.completions.stream(**options) as stream:
+            return await stream.get_final_completion()
+
+    (choice,) = asyncio.run(run()).choices
+    assert calls_of(choice.message) == [("add", {"a": 5})] * 2
+    assert choice.message.content == "First." and choice.finish_reason == "tool_calls"
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forced_call_obeys_its_schema_whatever_the_model_prefers(server, family):
+    """The model is the demo's with another tokenizer: noise. Greedy answers are equal without a
+    draft. Without forcing, the same model calls nothing."""
+    server.use(family)
+    named = {"type": "function", "function": {"name": "add"}}
+    thoughtless = {"separate_reasoning": False}  # noise ends no thoughts
+    assert not server.ask(tools=TOOLS, max_tokens=20).choices[0].message.tool_calls
+    for choice in ("required", named):
+        answers = []
+        for keys in ({"temperature": 0}, {"temperature": 1, "seed": 3}, {"temperature": 2}):
+            once = {"parallel_tool_calls": False, "tool_choice": choice, "tools": TOOLS}
+            (answer,) = server.ask(**keys, **once, extra_body=thoughtless).choices
+            answers.append(calls_of(answer.message))
+            ((name, arguments),) = answers[-1]
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            if choice is named or name == "add":
+                assert name == "add" and list(arguments) == ["a"] and 0 <= arguments["a"] <= 99
+            else:
+                assert (name, arguments) == ("now", {})
+        plain = server.ask(**once, extra_body=thoughtless | {"draft": False}).choices[0]
+        assert calls_of(plain.message) == answers[0]
+
+
+@pytest.mark.attack
+def test_tools_or_a_schema(server):
+    """With both, the answer is a call or JSON of the schema, and nothing else."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    family = "Hermes and Qwen"
+    server.use(family)
+    message = server.ask(tools=TOOLS, response_format=form).choices[0].message
+    assert message.tool_calls or json.loads(message.content).keys() == {"ok"}
+    for text, is_call in ((call_text(family, "now"), True), ('{"ok": true}', False)):
+        server.use(family, text)
+        message = server.ask(tools=TOOLS, response_format=form).choices[0].message
+        assert bool(message.tool_calls) == is_call
+        assert message.content == (None if is_call else text)
+
+
+@pytest.mark.attack
+def test_thoughts_that_the_prompt_has_begun(server):
+    """They end before a forced call and before JSON of a schema; both are content or call."""
+    family = "Hermes and Qwen"
+    prompt = "<think>\n"
+    call = call_text(family, "now")
+    for text, keys, content in (
+        (f"Hm.\n</think>\n\n{call}", {"tools": TOOLS, "tool_choice": "required"}, None),
+        ('Hm.</think>{"a": 1}', {"response_format": {"type": "json_object"}}, '{"a": 1}'),
+        ("Hm.\n</think>\nYes.", {}, "Yes."),
+    ):
+        server.use(family, text, thoughts="</think>", prompt=prompt)
+        message = server.ask(**keys).choices[0].message
+        assert message.reasoning_content == "Hm." and message.content == content
+        assert bool(message.tool_calls) == ("tools" in keys)
+    server.use(family, "<think>a</think>b", thoughts="</think>")
+    whole = server.ask(extra_body={"reasoning_format": "none"}).choices[0].message
+    assert whole.content == "<think>a</think>b" and not hasattr(whole, "reasoning_content")
+
+
+@pytest.mark.attack
+def test_an_answer_that_ends_inside_a_call_says_so(server):
+    server.use("Hermes and Qwen", call_text("Hermes and Qwen", "add", a=5))
+    whole = server.ask(tools=TOOLS).choices[0].message.tool_calls[0].function.arguments
+    for limit in range(1, 40):
+        choice = server.ask(tools=TOOLS, max_tokens=limit).choices[0]
+        if choice.message.tool_calls:
+            assert whole.startswith(choice.message.tool_calls[0].function.arguments)
+        if choice.finish_reason == "tool_calls":
+            break
+        assert choice.finish_reason == "length"
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_agent_calls_a_tool_and_reads_its_result(server, family):
+    """pydantic-ai against a model that calls, and then answers; whole and streamed."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    ending = "<|channel|>final<|message|>Six." if family == "gpt-oss" else "Six."
+    server.use(family, call_text(family, "add", a=5), ending)
+    received = []
+    provider = OpenAIProvider(openai_client=server.client())
+    agent = Agent(OpenAIChatModel("demo", provider=provider))
+
+    @agent.tool_plain
+    def add(a: int) -> int:
+        received.append(a)
+        return a + 1
+
+    async def run() -> list[str]:
+        whole = await agent.run("Hi")
+        async with agent.run_stream("Hi") as result:
+            return [whole.output, await result.get_output()]
+
+    assert asyncio.run(run()) == ["Six.", "Six."] and received == [5, 5]
+
+
+@pytest.mark.attack
+def test_tools_that_cannot_work_are_refused_with_what_would(server):
+    server.use("Hermes and Qwen")
+    wrong = {
+        "another name": {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "no tools": {"tools": openai.NOT_GIVEN, "tool_choice": "required"},
+        "another type": {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        "a name with quotes": {"tools": [{"type": "function", "function": {"name": 'f"'}}]},
+        "a broken schema": {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+            ],
+            "tool_choice": "required",
+        },
+        "another choice": {"tool_choice": "sometimes"},
+    }
+    for name, keys in wrong.items():
+        with pytest.raises(openai.BadRequestError) as error:
+            server.ask(**{"tools": TOOLS, **keys})
+        assert error.value.param in ("tools", "tool_choice"), name
+    for source in ("{{ messages[0].content }}{{ tools }}", "{{ messages[0].content }}", None):
+        server.tokenizer.template = source and ChatTemplate(source, {})
+        for keys in ({}, {"tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError, match="response_format") as error:
+                server.ask(tools=TOOLS, **keys)
+            assert error.value.param == "tools"
+        server.script.write("x")
+        assert server.ask(tools=TOOLS, tool_choice="none", max_tokens=2).choices
