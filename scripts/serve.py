@@ -1,12 +1,12 @@
 """An OpenAI-compatible server, and a page that shows drafting as it happens: `python -m
 scripts.serve`.
 
-    Api             /v1/models, /v1/completions, /v1/chat/completions, /health and the page, on
-                    FastAPI and uvicorn; the first three without /v1 too
+    Api             the paths, on FastAPI and uvicorn; those under /v1 without it too
     run, main       flags, loading, a thread for the connections, signals
 
 The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that
-compiled it; a second thread serves connections. scripts/openai_form.py has the protocol's objects,
+compiled it; a second thread serves connections. scripts/openai_form.py has the objects of chats and
+completions, scripts/responses.py those of /v1/responses,
 scripts/serve.html the page, scripts/serve_flags.py the flags. The server listens on this machine's
 loopback address unless --host names another; no request can name a path or a file.
 """
@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from ipaddress import ip_address
@@ -72,6 +72,12 @@ try:
         read_request,
         token_counts,
     )
+    from scripts.responses import (
+        ResponseEvents,
+        ResponseStore,
+        read_response_request,
+        with_own_param,
+    )
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")
 
@@ -80,9 +86,13 @@ MAX_CONNECTIONS = 512
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 MODELS = "/models"
+RESPONSES = "/responses"
 VERSIONS = ("/v1", "")  # in front of these paths: some clients leave it out
 OPEN_PATHS = ("/", "/health")  # need no key
-PATHS_HELP = f"this server has /v1{CHAT}, /v1{COMPLETIONS}, /v1{MODELS}, /health and /"
+PATHS_HELP = (
+    f"this server has text alone: /v1{CHAT}, /v1{COMPLETIONS}, /v1{RESPONSES}, /v1{MODELS},"
+    " /health and /"
+)
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
@@ -96,9 +106,23 @@ def json_response(body: dict, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
 
 
+def event_stream(lines: AsyncIterator[str]) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+
+
 class EncodedPrompt(NamedTuple):
     ids: list[int]
     max_new_tokens: int  # 0: an echo alone
+
+
+class Submitted(NamedTuple):
+    """A request whose answers are waiting or decoding."""
+
+    job: Job
+    answer: Answer
+    num_rows: int
+    prompt_tokens: int
 
 
 class Api:
@@ -121,6 +145,7 @@ class Api:
         self.html = page(Path(__file__).with_suffix(".html"))
         self.created = int(time.time())
         self.next_seed = self.defaults.seed  # of the next request without a seed
+        self.responses = ResponseStore()
         self.encoder = ThreadPoolExecutor(1)  # a tokenizer encodes one prompt after the other
 
     def app(self) -> FastAPI:
@@ -137,6 +162,10 @@ class Api:
         for version in VERSIONS:
             pages |= {version + MODELS: self.models, version + MODELS + "/{name:path}": self.model}
             posts |= {version + COMPLETIONS: self.answer, version + CHAT: self.answer}
+            posts[version + RESPONSES] = self.respond
+            path = version + RESPONSES + "/{id}"
+            pages[path] = self.stored_response
+            app.add_api_route(path, self.delete_response, methods=["DELETE"], response_model=None)
         for path, get in pages.items():
             app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None)
         for path, post in posts.items():
@@ -207,47 +236,78 @@ class Api:
         }
 
     async def answer(self, http_request: Request) -> Response:
-        """Read, check and encode a request, give its rows to the decoder, and send the answers."""
-        job = Job(asyncio.get_running_loop())
-        try:
-            async with asyncio.timeout(self.server.answer_s):
-                request, prompts = await self.read(http_request, job)
-        except TimeoutError:
-            raise Refusal(f"not read within {self.server.answer_s:g} s", None, 408) from None
-        rows = self.rows(job, request, prompts)
-        self.decoder.add(rows)
-        job.watcher = asyncio.create_task(self.watch(http_request, job))
-        answer = Answer(request, self.name, self.pieces)
-        prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        """Answer a chat or a completion."""
+        body = await self.in_time(read_body(http_request))
+        is_chat = http_request.url.path.endswith(CHAT)
+        request = read_request(body, is_chat, self.name, self.sampling)
+        job, answer, num_rows, prompt_tokens = await self.submit(http_request, request)
         if request.stream:
-            lines = stream_events(http_request, job, answer, len(rows), prompt_tokens)
-            headers = {"Cache-Control": "no-cache"}
-            return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
-        events = [Event(index, []) for index in range(len(rows))]
-        async for index, tokens, ending in job.events(len(rows)):
+            return event_stream(stream_events(http_request, job, answer, num_rows, prompt_tokens))
+        events = [Event(index, []) for index in range(num_rows)]
+        async for index, tokens, ending in job.events(num_rows):
             events[index] = Event(index, events[index].tokens + tokens, ending)
         choices = [answer.choice(event) for event in events]
         usage = answer.usage(prompt_tokens, events)
         return json_response({**answer.head, "choices": choices, "usage": usage})
 
-    async def read(
-        self, http_request: Request, job: Job
-    ) -> tuple[TextRequest, list[EncodedPrompt]]:
-        """The checked request with its encoded prompts. Sets what all answers of the job share."""
-        body = await read_body(http_request)
-        is_chat = http_request.url.path.endswith(CHAT)
-        request = read_request(body, is_chat, self.name, self.sampling)
+    async def in_time(self, awaitable: Awaitable) -> object:
+        """Its result. Refusal if a request's time ends first."""
+        try:
+            async with asyncio.timeout(self.server.answer_s):
+                return await awaitable
+        except TimeoutError:
+            raise Refusal(f"not read within {self.server.answer_s:g} s", None, 408) from None
+
+    def in_encoder(self, function: Callable, *args) -> Awaitable:
+        """The function's result, from the thread that encodes."""
+        loop = asyncio.get_running_loop()
+        return self.in_time(loop.run_in_executor(self.encoder, function, *args))
+
+    async def submit(self, http_request: Request, request: TextRequest) -> Submitted:
+        """Encode a request's prompts and give its rows to the decoder."""
         num_rows = len(request.prompts) * request.n
         if num_rows > self.server.queue:  # before encoding, which takes long for many
             raise Refusal(
                 f"{num_rows} answers are more than the {self.server.queue} that may wait",
                 "n" if request.n > 1 else "prompt",
             )
+        job = Job(asyncio.get_running_loop())
         job.stop_ids = self.stop_ids(request)
-        run = functools.partial(job.loop.run_in_executor, self.encoder)
-        prompts = await run(self.encode_prompts, request)
-        job.grammar = await run(self.compile_grammar, request)
-        return request, prompts
+        prompts = await self.in_encoder(self.encode_prompts, request)
+        job.grammar = await self.in_encoder(self.compile_grammar, request)
+        self.decoder.add(self.rows(job, request, prompts))
+        job.watcher = asyncio.create_task(self.watch(http_request, job))
+        answer = Answer(request, self.name, self.pieces)
+        return Submitted(job, answer, num_rows, sum(len(prompt.ids) for prompt in prompts))
+
+    # ----------------------------------------------------------------------------------- responses
+
+    async def respond(self, http_request: Request) -> Response:
+        """Answer /v1/responses by a streamed chat."""
+        request = read_response_request(await self.in_time(read_body(http_request)))
+        conversation = self.responses.conversation(request)
+        try:
+            chat = read_request(request.chat_body(conversation), True, self.name, self.sampling)
+            submitted = await self.submit(http_request, chat)
+        except Refusal as error:
+            raise with_own_param(error) from None
+        response = request.response(chat, self.name)
+        events = ResponseEvents(response, conversation, self.responses)
+        chunks = answer_chunks(*submitted)
+        if request.stream:
+            return event_stream(stream_response(http_request, events, chunks))
+        async for event in events.of_chat(chunks):
+            response = event.get("response", response)
+        return json_response(response)
+
+    async def stored_response(self, id: str) -> Response:
+        return json_response(self.responses.get(id)[0])
+
+    async def delete_response(self, id: str) -> Response:
+        self.responses.remove(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    # ------------------------------------------------------------------------------- before a slot
 
     def rows(self, job: Job, request: TextRequest, prompts: list[EncodedPrompt]) -> list[Row]:
         """A row for each answer: n for the first prompt, then n for the next."""
@@ -381,9 +441,9 @@ def as_int64(seed: int) -> int:
     return (seed - MIN_SEED) % 2**64 + MIN_SEED
 
 
-async def read_body(request: Request) -> object:
-    """The body as JSON. Content-Type must say so: browsers do not send JSON to another site without
-    its consent."""
+async def read_body(request: Request) -> dict:
+    """The body, a JSON object. Content-Type must say so: browsers do not send JSON to another site
+    without its consent."""
     content_type = request.headers.get("content-type", "").partition(";")[0]
     if content_type.strip().lower() != "application/json":
         raise Refusal("the body must be JSON, with Content-Type: application/json", None, 415)
@@ -396,12 +456,15 @@ async def read_body(request: Request) -> object:
     except ClientDisconnect:
         raise Refusal("the client left before the body's end") from None
     try:
-        return parse_body(body)
+        fields = parse_body(body)
     except UnicodeEncodeError:
         message = "stop holds half of a surrogate pair, which is no character"
         raise Refusal(message, "stop") from None
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise Refusal("the body must be a JSON object")
+    return fields
 
 
 def parse_body(body: bytes) -> object:
@@ -427,10 +490,10 @@ def event_line(body: dict) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-async def stream_events(
-    http_request: Request, job: Job, answer: Answer, num_rows: int, prompt_tokens: int
-) -> AsyncIterator[str]:
-    """The answer as server-sent events. An error ends it."""
+async def answer_chunks(
+    job: Job, answer: Answer, num_rows: int, prompt_tokens: int
+) -> AsyncIterator[dict]:
+    """The answers as chunks. Raises a Refusal that ends them."""
     events = []
     opened: set[int] = set()
     options = answer.request.stream_options
@@ -440,21 +503,40 @@ async def stream_events(
     )
     num_decoded = 0
     usage = None
+    async for event in job.events(num_rows):
+        events.append(event)
+        num_decoded += sum(token.round > 0 for token in event.tokens)
+        if has_running_usage:
+            usage = token_counts(prompt_tokens, num_decoded)
+        for chunk in chunks(answer, event, opened, usage):
+            yield chunk
+    if options.get("include_usage"):
+        yield answer.chunk(usage=answer.usage(prompt_tokens, events))
+
+
+async def stream_events(http_request: Request, *submitted) -> AsyncIterator[str]:
+    """The chunks of a `Submitted` as server-sent events. An error ends them."""
     try:
-        async for event in job.events(num_rows):
-            events.append(event)
-            num_decoded += sum(token.round > 0 for token in event.tokens)
-            if has_running_usage:
-                usage = token_counts(prompt_tokens, num_decoded)
-            for chunk in chunks(answer, event, opened, usage):
-                yield event_line(chunk)
+        async for chunk in answer_chunks(*submitted):
+            yield event_line(chunk)
     except Refusal as error:
         log_refusal(http_request, error)
         yield event_line(error.body)
         return
-    if options.get("include_usage"):
-        yield event_line(answer.chunk(usage=answer.usage(prompt_tokens, events)))
     yield "data: [DONE]\n\n"
+
+
+async def stream_response(
+    http_request: Request, events: ResponseEvents, chunks: AsyncIterator[dict]
+) -> AsyncIterator[str]:
+    """The events of a response as server-sent events, which have names."""
+    try:
+        async for event in events.of_chat(chunks):
+            yield f"event: {event['type']}\n{event_line(event)}"
+    except Refusal as error:
+        log_refusal(http_request, error)
+        event = events.failure(error)
+        yield f"event: {event['type']}\n{event_line(event)}"
 
 
 def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -> Iterator[dict]:
