@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +48,7 @@ from decoding.sampling import Sampling
 from decoding.settings import is_random, random_seed
 from decoding.state import MAX_STOP_IDS
 from decoding.validation import check_lengths, check_settings
+from loading.chat_messages import join_parts
 from loading.hub import model_name
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids
@@ -91,7 +92,7 @@ VERSIONS = ("/v1", "")  # in front of these paths: some clients leave it out
 OPEN_PATHS = ("/", "/health")  # need no key
 PATHS_HELP = (
     f"this server has text alone: /v1{CHAT}, /v1{COMPLETIONS}, /v1{RESPONSES}, /v1{MODELS},"
-    " /health and /"
+    " /tokenize, /detokenize, /props, /health and /"
 )
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
@@ -157,8 +158,12 @@ class Api:
                 allow_methods=["*"],
                 allow_headers=["*"],
             )
-        pages = {"/": self.page, "/health": self.health}
-        posts = {}
+        pages = {
+            "/": self.page,
+            "/health": self.health,
+            "/props": self.props,
+        }
+        posts = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         for version in VERSIONS:
             pages |= {version + MODELS: self.models, version + MODELS + "/{name:path}": self.model}
             posts |= {version + COMPLETIONS: self.answer, version + CHAT: self.answer}
@@ -307,6 +312,49 @@ class Api:
         self.responses.remove(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
+    # ------------------------------------------------------------------------- vLLM's, llama.cpp's
+
+    async def tokenize(self, http_request: Request) -> Response:
+        """The ids of a prompt or of messages, which may be longer than the context."""
+        body = await self.in_time(read_body(http_request))
+        is_chat = "messages" in body
+        bos = None
+        if not is_chat and body.get("add_special_tokens") is False:
+            bos = body.pop("add_special_tokens")
+        request = read_request(body, is_chat, self.name, self.sampling)
+        try:
+            ids = await self.in_encoder(self.ids_of, request, request.prompts[0], bos)
+        except ValueError as error:
+            raise Refusal(f"the prompt: {error}", "messages" if is_chat else "prompt") from None
+        max_length = self.llm.engine.max_seq_length
+        return json_response({"count": len(ids), "max_model_len": max_length, "tokens": ids})
+
+    async def detokenize(self, http_request: Request) -> Response:
+        """The text of ids, in which special tokens have none."""
+        ids = (await self.in_time(read_body(http_request))).get("tokens")
+        vocab_size = self.llm.tokenizer.vocab_size
+        are_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
+        if not are_ids or not all(0 <= id < vocab_size for id in ids):
+            raise Refusal(f"tokens must be a list of ids below {vocab_size}", "tokens")
+        return json_response({"prompt": self.llm.tokenizer.decode(ids)})
+
+    async def props(self) -> Response:
+        """What llama.cpp's /props has and this server knows, and vLLM's max_model_len."""
+        engine = self.llm.engine
+        template = self.llm.tokenizer.template
+        return json_response(
+            {
+                "model_alias": self.name,
+                "max_model_len": engine.max_seq_length,
+                "total_slots": engine.batch_size,
+                "chat_template": "" if template is None else template.source,
+                "default_generation_settings": {
+                    "n_ctx": engine.max_seq_length,
+                    "params": asdict(self.sampling),
+                },
+            }
+        )
+
     # ------------------------------------------------------------------------------- before a slot
 
     def rows(self, job: Job, request: TextRequest, prompts: list[EncodedPrompt]) -> list[Row]:
@@ -401,16 +449,7 @@ class Api:
     def encode(self, request: TextRequest, prompt: str | list) -> EncodedPrompt:
         """max_tokens is clipped to the room that the prompt leaves. A chat without it gets all of
         the room."""
-        tokenizer = self.llm.tokenizer
-        ids = prompt
-        if request.chat:
-            kwargs = request.chat_template_kwargs
-            ids = conversation_ids(tokenizer, prompt, tools=request.tools, **kwargs)
-        elif isinstance(prompt, str):
-            parse_special = request.parse_special
-            if parse_special is None:
-                parse_special = self.defaults.parse_special
-            ids = tokenizer.encode(prompt, parse_special=parse_special)
+        ids = self.ids_of(request, prompt)
         max_length = self.llm.engine.max_seq_length
         limit = room = max(1, max_length - len(ids))
         requested = request.max_new_tokens
@@ -420,6 +459,38 @@ class Api:
             limit = min(room, new_tokens(requested, ids, max_length))
         check_lengths(self.llm.engine.model, [ids], [max(1, limit)], max_length)
         return EncodedPrompt(ids, limit)
+
+    def ids_of(
+        self, request: TextRequest, prompt: str | list, bos: bool | None = None
+    ) -> list[int]:
+        """The prompt's ids; `bos` as Tokenizer.encode has it. ValueError for a conversation that
+        the template does not read."""
+        tokenizer = self.llm.tokenizer
+        if request.chat:
+            return self.chat_ids(request, prompt)
+        if not isinstance(prompt, str):
+            return prompt
+        parse_special = request.parse_special
+        if parse_special is None:
+            parse_special = self.defaults.parse_special
+        return tokenizer.encode(prompt, bos, parse_special)
+
+    def chat_ids(self, request: TextRequest, messages: list[dict]) -> list[int]:
+        kwargs = dict(request.chat_template_kwargs)
+        if self.server.system and not any(is_system(message) for message in messages):
+            messages = [{"role": "system", "content": self.server.system}, *messages]
+        if request.continue_final_message:
+            *messages, answer = messages
+            if answer["role"] != "assistant" or answer.keys() - {"role", "content", "name"}:
+                raise ValueError("continue_final_message needs an assistant's text as the last one")
+            kwargs["prefill"] = join_parts(answer["content"])
+        elif not request.add_generation_prompt:
+            kwargs["add_generation_prompt"] = False
+        return conversation_ids(self.llm.tokenizer, messages, tools=request.tools, **kwargs)
+
+
+def is_system(message: dict) -> bool:
+    return message["role"] in ("system", "developer")
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""/v1/responses, as OpenAI's client and pydantic-ai see them.
+"""/v1/responses, /tokenize, /detokenize and /props, as OpenAI's client and pydantic-ai see them.
 
 The `openai` package is the oracle of forms: its types check every object, and its accumulator reads
 every stream. The oracle of texts is /v1/chat/completions.
@@ -8,6 +8,8 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
+import signal
 import typing
 
 import openai
@@ -17,9 +19,10 @@ from hypothesis import strategies as st
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field
-from test_serve import DRAFT, PROMPTS, Running
+from test_serve import DEMO, DRAFT, PROMPTS, Running
 
 from decoding.sampling import Sampling
+from loading.tokenizer import load_tokenizer
 from scripts.openai_form import Refusal, read_request
 from scripts.responses import (
     ResponseEvents,
@@ -427,6 +430,20 @@ def server(tmp_path_factory):
     assert "Traceback" not in running.log.read_text()
 
 
+@pytest.fixture
+def serving(tmp_path):
+    """Starts servers of a test's own, of which none outlives it."""
+    servers = []
+
+    def start(*flags: str) -> Running:
+        servers.append(Running(tmp_path, *flags))
+        return servers[-1]
+
+    yield start
+    for running in servers:
+        running.end(signal.SIGKILL)
+
+
 def respond(running: Running, **keys) -> Response:
     usual = {"model": "demo", "max_output_tokens": 30, "temperature": 0}
     return running.client.responses.create(**usual | keys)
@@ -524,7 +541,8 @@ def test_errors_have_openais_classes(server):
     for path in ("/v1/embeddings", "/v1/images/generations", "/v1/audio/speech"):
         status, body = server.raw(path, b'{"input": "a"}')
         assert status == 404 and "/v1/responses" in body["error"]["message"]
-    assert server.raw("/v1/responses", b"[]")[0] == 400
+    for path in ("/v1/responses", "/tokenize", "/detokenize"):
+        assert server.raw(path, b"[]")[0] == 400
 
 
 @pytest.mark.attack
@@ -556,3 +574,98 @@ def test_an_agent_framework_speaks_responses(server):
     assert second.output
     typed = Agent(model, output_type=NativeOutput(Pet))
     assert isinstance(typed.run_sync("Tom has a", **options).output, Pet)
+
+
+@pytest.mark.attack
+def test_tokens_and_props_are_the_servers_own(server):
+    tokenizer = load_tokenizer(DEMO)
+
+    def post(path: str, **body) -> dict:
+        status, answer = server.raw(path, json.dumps(body).encode())
+        assert status == 200, answer
+        return answer
+
+    text = "Once upon a time, é 😀"
+    ids = tokenizer.encode(text)
+    expected = {"count": len(ids), "max_model_len": 512, "tokens": ids}
+    assert post("/tokenize", prompt=text) == expected
+    assert post("/tokenize", prompt=text, add_special_tokens=True) == expected
+    bare = post("/tokenize", model="demo", prompt=text, add_special_tokens=False)["tokens"]
+    assert bare == tokenizer.encode(text, bos=False) == ids[1:]
+    for tokens in (ids, bare):
+        assert post("/detokenize", tokens=tokens) == {"prompt": text}
+    assert post("/tokenize", prompt="a dog " * 600)["count"] > 512
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    count = post("/tokenize", messages=messages)["count"]
+    assert count == chat_answer(server, messages, max_tokens=1).usage.prompt_tokens
+    for path, body in (
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {}),
+        ("/tokenize", {"messages": []}),
+        ("/tokenize", {"messages": messages, "add_special_tokens": True}),
+        ("/detokenize", {"tokens": [2048]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [True]}),
+        ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {}),
+    ):
+        assert server.raw(path, json.dumps(body).encode())[0] == 400, (path, body)
+    props = server.raw("/props")[1]
+    assert props["max_model_len"] == props["default_generation_settings"]["n_ctx"] == 512
+    assert (props["total_slots"], props["model_alias"], props["chat_template"]) == (4, "demo", "")
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.attack
+def test_a_default_system_message_and_a_final_message_that_goes_on(serving, tmp_path):
+    """transformers renders what the model should read."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    folder = shutil.copytree(DEMO, tmp_path / "folder")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    running = serving("--checkpoint", str(folder), "--system", "Be kind.")
+    tokenizer = load_tokenizer(folder)
+
+    def ids(messages: list[dict], **keys) -> list[int]:
+        body = json.dumps({"messages": messages, **keys}).encode()
+        status, answer = running.raw("/tokenize", body)
+        assert status == 200, answer
+        return answer["tokens"]
+
+    def expected(messages: list[dict], **keys) -> list[int]:
+        (text,), _ = render_jinja_template([messages], chat_template=CHATML, **keys)
+        return tokenizer.parse(text)
+
+    kind = {"role": "system", "content": "Be kind."}
+    brief = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "One day"}
+    begun = {"role": "assistant", "content": "Lily saw a"}
+    full = {"add_generation_prompt": True}
+    assert ids([user]) == expected([kind, user], **full)
+    assert ids([brief, user]) == expected([brief, user], **full)
+    developer = {"role": "developer", "content": "Be brief."}
+    assert ids([developer, user]) == expected([brief, user], **full)
+    assert ids([user], add_generation_prompt=False) == expected([kind, user])
+    continued = expected([kind, user, begun], continue_final_message=True)
+    for keys in ({}, {"add_generation_prompt": False}):
+        assert ids([user, begun], continue_final_message=True, **keys) == continued
+    options = {"max_tokens": 12, "model": "folder"}
+    going_on = {"extra_body": {"continue_final_message": True}}
+    answer = chat_answer(running, [user, begun], **options, **going_on)
+    text = answer.choices[0].message.content
+    assert text == running.ask(continued, **options).choices[0].text
+    assert answer.usage.prompt_tokens == len(continued)
+    response = respond(
+        running, model="folder", input=[user, begun], max_output_tokens=12, **going_on
+    )
+    assert response.output_text == text
+    assert chat_answer(running, [user, begun], **options).choices[0].message.content != text
+    for messages in ([user], [user, begun | {"reasoning_content": "Hm."}]):
+        with pytest.raises(openai.BadRequestError, match="continue_final_message needs"):
+            chat_answer(running, messages, **options, **going_on)
+    assert running.end() == 0
