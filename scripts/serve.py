@@ -6,7 +6,7 @@ scripts.serve`.
 
 The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that
 compiled it; a second thread serves connections. scripts/openai_form.py has the objects of chats and
-completions, scripts/responses.py those of /v1/responses,
+completions, scripts/responses.py those of /v1/responses, scripts/metrics.py the metrics,
 scripts/serve.html the page, scripts/serve_flags.py the flags. The server listens on this machine's
 loopback address unless --host names another; no request can name a path or a file.
 """
@@ -58,7 +58,7 @@ try:
     import uvicorn
     from fastapi import Depends, FastAPI, Request
     from fastapi.middleware.cors import CORSMiddleware
-    from fastapi.responses import HTMLResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 
@@ -92,7 +92,7 @@ VERSIONS = ("/v1", "")  # in front of these paths: some clients leave it out
 OPEN_PATHS = ("/", "/health")  # need no key
 PATHS_HELP = (
     f"this server has text alone: /v1{CHAT}, /v1{COMPLETIONS}, /v1{RESPONSES}, /v1{MODELS},"
-    " /tokenize, /detokenize, /props, /health and /"
+    " /tokenize, /detokenize, /props, /metrics, /health and /"
 )
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
@@ -158,10 +158,12 @@ class Api:
                 allow_methods=["*"],
                 allow_headers=["*"],
             )
+        app.state.metrics = self.decoder.metrics
         pages = {
             "/": self.page,
             "/health": self.health,
             "/props": self.props,
+            "/metrics": self.metrics,
         }
         posts = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         for version in VERSIONS:
@@ -354,6 +356,10 @@ class Api:
                 },
             }
         )
+
+    async def metrics(self) -> Response:
+        text = self.decoder.metrics.text(self.decoder.gauges())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # ------------------------------------------------------------------------------- before a slot
 
@@ -548,13 +554,14 @@ def parse_body(body: bytes) -> object:
 
 
 def log_refusal(request: Request, error: Refusal) -> None:
-    """One line with the reason, because many clients do not show it. The request's text stays out
-    of it, but for level debug."""
+    """Count it, and write one line with the reason, because many clients do not show it. The
+    request's text stays out of it, but for level debug."""
     message = str(error) if log.isEnabledFor(logging.DEBUG) else error.logged
     line = f"{request.method} {request.url.path}: {error.status}, {message}"
     level = logging.ERROR if error.status >= 500 else logging.WARNING
     printable = "".join(x if x.isprintable() else " " for x in line)  # no control codes
     log.log(level, "%s", printable)
+    request.app.state.metrics.add({"refused_requests_total": 1})
 
 
 def event_line(body: dict) -> str:

@@ -1,16 +1,20 @@
-"""/v1/responses, /tokenize, /detokenize and /props, as OpenAI's client and pydantic-ai see them.
+"""/v1/responses, /tokenize, /detokenize, /props and /metrics, as OpenAI's client, pydantic-ai and a
+reader of Prometheus' format see them.
 
 The `openai` package is the oracle of forms: its types check every object, and its accumulator reads
 every stream. The oracle of texts is /v1/chat/completions.
 """
 
 import asyncio
+import concurrent.futures
 import itertools
 import json
 import re
 import shutil
 import signal
+import time
 import typing
+import urllib.request
 
 import openai
 import pytest
@@ -23,6 +27,7 @@ from test_serve import DEMO, DRAFT, PROMPTS, Running
 
 from decoding.sampling import Sampling
 from loading.tokenizer import load_tokenizer
+from scripts.metrics import METRICS, Metrics
 from scripts.openai_form import Refusal, read_request
 from scripts.responses import (
     ResponseEvents,
@@ -419,6 +424,44 @@ def test_the_oldest_responses_go_and_the_others_keep_their_conversations():
     assert list(store.responses) == [ids[2], ids[4]]
 
 
+SAMPLE = re.compile(r'quickdraft_(\w+)(\{\w+="\w+"(,\w+="\w+")*\})? (\d+(\.\d+)?(e-?\d+)?)')
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """Prometheus' text format: every sample after the TYPE of its family, and no family twice."""
+    assert text.endswith("\n")
+    samples = {}
+    types = {}
+    family = None
+    for line in text.splitlines():
+        if line.startswith("# "):
+            _, keyword, family, value = line.split(" ", 3)
+            if keyword == "TYPE":
+                assert family not in types and value in ("gauge", "counter", "summary")
+                types[family] = value
+            else:
+                assert keyword == "HELP" and value
+            continue
+        match = SAMPLE.fullmatch(line)
+        assert match and f"quickdraft_{match[1]}".startswith(family) and family in types, line
+        sample = line.rpartition(" ")[0].removeprefix("quickdraft_")
+        assert sample not in samples
+        samples[sample] = float(match[4])
+    return samples
+
+
+def test_metrics_are_in_prometheus_form_and_begin_at_zero():
+    metrics = Metrics()
+    samples = samples_of(metrics.text({"slots": 4, "busy_slots": 0, "waiting_answers": 0}))
+    assert {sample: value for sample, value in samples.items() if value} == {"slots": 4}
+    assert len(samples) == sum(len(suffixes) for _, _, suffixes in METRICS.values())
+    metrics.add({"generated_tokens_total": 3, 'answers_total{outcome="stop"}': 1})
+    metrics.add({"generated_tokens_total": 2, "decode_seconds_total": 1e-7})
+    samples = samples_of(metrics.text({}))
+    assert samples["generated_tokens_total"] == 5 and samples["decode_seconds_total"] == 1e-7
+    assert samples['answers_total{outcome="stop"}'] == 1
+
+
 # ---------------------------------------------------------------------------------- a real server
 
 
@@ -452,6 +495,12 @@ def respond(running: Running, **keys) -> Response:
 def chat_answer(running: Running, messages: list[dict], **keys):
     usual = {"model": "demo", "max_tokens": 30, "temperature": 0}
     return running.client.chat.completions.create(messages=messages, **usual | keys)
+
+
+def metrics_of(running: Running) -> dict[str, float]:
+    with urllib.request.urlopen(f"{running.url}/metrics") as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return samples_of(answer.read().decode())
 
 
 @pytest.mark.attack
@@ -574,6 +623,74 @@ def test_an_agent_framework_speaks_responses(server):
     assert second.output
     typed = Agent(model, output_type=NativeOutput(Pet))
     assert isinstance(typed.run_sync("Tom has a", **options).output, Pet)
+
+
+@pytest.mark.attack
+def test_metrics_add_up(server):
+    before = metrics_of(server)
+    answers = [
+        server.ask(PROMPTS[0], n=2, temperature=1),
+        server.ask(PROMPTS[1]),
+        server.ask("One day", max_tokens=0, echo=True),
+        chat_answer(server, [{"role": "user", "content": PROMPTS[2]}]),
+        respond(server, input=PROMPTS[3]),
+        respond(server, input="One day", max_output_tokens=480),
+    ]
+    with pytest.raises(openai.BadRequestError):
+        server.ask("a", temperature=-1)
+    stream = server.ask("Once there was a", max_tokens=400, temperature=30, stream=True)
+    next(iter(stream))
+    assert metrics_of(server)["busy_slots"] == 1
+    stream.close()
+    aborted = {}
+    while aborted.get('answers_total{outcome="abort"}') != (
+        before['answers_total{outcome="abort"}'] + 1
+    ):
+        time.sleep(0.05)
+        aborted = metrics_of(server)
+    difference = {sample: aborted[sample] - before[sample] for sample in before}
+    usages = [answer.usage.to_dict() for answer in answers]
+    choices = [choice for answer in answers[:4] for choice in answer.choices]
+    timings = [choice.timings for choice in choices] + [answer.timings for answer in answers[4:]]
+    num_prompt = sum(
+        usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0) for usage in usages
+    )
+    stream_prompt = len(load_tokenizer(DEMO).encode("Once there was a"))
+    assert difference["prompt_tokens_total"] == num_prompt + stream_prompt
+    num_generated = sum(timing["tokens"] for timing in timings)
+    assert num_generated <= difference["generated_tokens_total"] <= num_generated + 399
+    drafting = [timing["speculative"] for timing in timings]
+    for name in ("drafted", "accepted"):
+        own = sum(figures[name] for figures in drafting)
+        assert own <= difference[f"{name}_tokens_total"] <= own + 1200
+    assert difference['answers_total{outcome="stop"}'] == 1
+    assert difference['answers_total{outcome="length"}'] == 6
+    # The stream that broke off may have been refused too, before its connection's end was seen.
+    assert difference["refused_requests_total"] in (1, 2)
+    assert difference["time_to_first_token_seconds_count"] == len(timings) + 1
+    ttft_s = sum(timing["ttft_s"] for timing in timings)
+    assert ttft_s <= difference["time_to_first_token_seconds_sum"] < ttft_s + 5
+    assert (aborted["busy_slots"], aborted["waiting_answers"], aborted["slots"]) == (0, 0, 4)
+
+
+@pytest.mark.attack
+def test_waiting_answers_are_counted_and_so_are_those_that_nobody_waits_for(serving):
+    running = serving("--batch_size", "1")
+    streams = []
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            ask = pool.submit(running.ask, "One", max_tokens=400, temperature=30, stream=True)
+            streams.append(ask.result())
+    next(iter(streams[0]))
+    samples = metrics_of(running)
+    assert (samples["busy_slots"], samples["waiting_answers"]) == (1, 2)
+    for stream in reversed(streams):
+        stream.close()
+    while samples['answers_total{outcome="abort"}'] < 3:
+        time.sleep(0.05)
+        samples = metrics_of(running)
+    assert (samples["busy_slots"], samples["waiting_answers"]) == (0, 0)
+    assert running.end() == 0
 
 
 @pytest.mark.attack
