@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from cli.exits import print_error
 from cli.page import MIN_LOGPROB, Token, token_of
@@ -26,6 +26,7 @@ from decoding.scheduler import Request
 from decoding.statistics import Timing
 from generate import LLM
 from loading.tokenizer import Tokenizer
+from scripts.metrics import Metrics
 from scripts.openai_form import Event, Refusal, TextRequest
 
 # The tokens of one frame are sent together, because an event costs the decoding thread time.
@@ -161,6 +162,24 @@ class Row(Answer):
             tokens[number] = tokens[number]._replace(top_logprobs=pairs)
         return tokens
 
+    @property
+    def finish_reason(self) -> str:
+        return super().finish_reason if self.max_new_tokens else "length"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer; none of an echo, whose one token nobody asked for."""
+        return len(self.ids) if self.max_new_tokens else 0
+
+    @property
+    def queue_s(self) -> float:
+        return self.request.started - self.job.created
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the HTTP request to the first token."""
+        return self.queue_s + self.request.ttft_s
+
     def send(self, ending: dict | None = None) -> None:
         self.job.send(Event(self.index, self.pending, ending))
         self.pending = []
@@ -174,6 +193,7 @@ class Decoder:
         self.llm = llm
         self.engine = llm.engine
         self.max_waiting = max_waiting
+        self.metrics = Metrics()
         # The waiting rows of each job; the first job is served next.
         self.waiting: deque[deque[Row]] = deque()
         self.wakeup = threading.Condition()  # guards `waiting`
@@ -182,10 +202,12 @@ class Decoder:
     def add(self, rows: list[Row]) -> None:
         """Refusal where the queue has no room for the rows of this job."""
         with self.wakeup:
-            num_waiting = sum(map(len, self.waiting))
-            if num_waiting + len(rows) > self.max_waiting:
+            if self.num_waiting + len(rows) > self.max_waiting:
                 raise Refusal(
-                    f"{num_waiting} answers wait already: try again later", None, 429, "queue_full"
+                    f"{self.num_waiting} answers wait already: try again later",
+                    None,
+                    429,
+                    "queue_full",
                 )
             self.waiting.append(deque(rows))
             self.wakeup.notify()
@@ -194,8 +216,28 @@ class Decoder:
         """Abandon a job: its waiting rows go now, its running rows at the next step."""
         with self.wakeup:
             job.is_abandoned = True
+            for rows in self.waiting:
+                if rows[0].job is job:
+                    self.count(rows, "abort")
             self.waiting = deque(rows for rows in self.waiting if rows[0].job is not job)
             self.wakeup.notify()
+
+    def count(self, rows: Iterable[Row], outcome: str) -> None:
+        for row in rows:
+            self.metrics.add_answer(row, outcome)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting))
+
+    def gauges(self) -> dict[str, int]:
+        """How busy the slots and the queue are, for the metrics."""
+        with self.wakeup:
+            return {
+                "slots": self.engine.batch_size,
+                "busy_slots": len(self.llm.running),
+                "waiting_answers": self.num_waiting,
+            }
 
     def next_row(self) -> Row | None:
         """The next row of the first job, which moves to the end of the queue."""
@@ -217,6 +259,7 @@ class Decoder:
         for row in list(self.llm.running.values()):
             if row.job.is_abandoned:
                 self.llm.abort(row)
+                self.count([row], "abort")
         self.fill_slots()
         if not self.llm.running:
             return
@@ -225,6 +268,7 @@ class Decoder:
                 self.end(row)
         except Exception as error:
             traceback.print_exc()
+            self.count(self.llm.running.values(), "error")
             for row in self.llm.running.values():
                 row.job.send(Refusal(f"decoding failed: {type(error).__name__}", status=500))
             self.llm.running.clear()
@@ -255,29 +299,25 @@ class Decoder:
         if row.request.error is not None:
             self.fail(row, row.request.error)
         else:
+            self.count([row], row.finish_reason)
             row.send(self.ending(row))
 
     def fail(self, row: Row, error: Exception) -> None:
         print_error(error)
+        self.count([row], "error")
         row.job.send(Refusal(f"decoding failed: {error}", status=500))
 
     def ending(self, row: Row) -> dict:
         """`Event.ending` of a row: finish_reason and timings."""
         request = row.request
-        queue_s = request.started - row.job.created
         num_prefilled = len(request.prompt) - request.num_reused
-        num_tokens = len(row.ids)
-        finish_reason = row.finish_reason
-        if row.max_new_tokens == 0:  # an echo, whose one token nobody asked for
-            num_tokens = 0
-            finish_reason = "length"
         drafting = None
         if row.text_request.draft:
             drafting = speculative(self.engine, [Timing([request])], 0)
         timings = {
-            "queue_s": queue_s,
-            "ttft_s": queue_s + request.ttft_s,
-            "tokens": num_tokens,
+            "queue_s": row.queue_s,
+            "ttft_s": row.ttft_s,
+            "tokens": row.num_tokens,
             "seed": row.seed,
             "cached_tokens": request.num_reused,
             "rows": max((len(step.positions) for step in request.steps), default=1),
@@ -285,4 +325,4 @@ class Decoder:
             "decode_tok_s": rate(decided([request]), request.decode_s),
             "speculative": drafting,
         }
-        return {"finish_reason": finish_reason, "timings": timings}
+        return {"finish_reason": row.finish_reason, "timings": timings}

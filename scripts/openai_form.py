@@ -274,6 +274,8 @@ class Chat(TextRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: Annotated[dict, AfterValidator(check_template_keys)] = Field({})
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @property
     def forced_tools(self) -> list[Tool]:
@@ -311,11 +313,9 @@ class Chat(TextRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-def read_request(body: object, chat: bool, model: str, sampling: Sampling) -> TextRequest:
+def read_request(body: dict, chat: bool, model: str, sampling: Sampling) -> TextRequest:
     """The checked body of /v1/chat/completions or /v1/completions. `sampling` has the defaults of
     its settings."""
-    if not isinstance(body, dict):
-        raise Refusal("the body must be a JSON object")
     defaults = {}
     for field in fields(sampling):
         value = getattr(sampling, field.name)

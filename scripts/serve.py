@@ -1,12 +1,12 @@
 """An OpenAI-compatible server, and a page that shows drafting as it happens: `python -m
 scripts.serve`.
 
-    Api             /v1/models, /v1/completions, /v1/chat/completions, /health and the page, on
-                    FastAPI and uvicorn; the first three without /v1 too
+    Api             the paths, on FastAPI and uvicorn; those under /v1 without it too
     run, main       flags, loading, a thread for the connections, signals
 
 The main thread decodes (scripts/batches.py), because compiled code belongs to the thread that
-compiled it; a second thread serves connections. scripts/openai_form.py has the protocol's objects,
+compiled it; a second thread serves connections. scripts/openai_form.py has the objects of chats and
+completions, scripts/responses.py those of /v1/responses, scripts/metrics.py the metrics,
 scripts/serve.html the page, scripts/serve_flags.py the flags. The server listens on this machine's
 loopback address unless --host names another; no request can name a path or a file.
 """
@@ -29,9 +29,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +47,7 @@ from decoding.sampling import Sampling
 from decoding.settings import is_random, new_tokens, random_seed
 from decoding.state import MAX_STOP_IDS
 from decoding.validation import check_lengths, check_settings, reason_of
+from loading.chat_messages import join_parts
 from loading.target import pick_device
 from loading.tokenizer import conversation_ids
 from scripts.serve_flags import ServerOptions, parse_args, read_api_key
@@ -55,7 +56,7 @@ try:
     import uvicorn
     from fastapi import Depends, FastAPI, Request
     from fastapi.middleware.cors import CORSMiddleware
-    from fastapi.responses import HTMLResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 
@@ -71,6 +72,12 @@ try:
         read_request,
         token_counts,
     )
+    from scripts.responses import (
+        ResponseEvents,
+        ResponseStore,
+        read_response_request,
+        with_own_param,
+    )
 except ImportError as error:
     fail(f"scripts.serve needs FastAPI and uvicorn: pip install fastapi uvicorn ({error})")
 
@@ -79,9 +86,13 @@ MAX_CONNECTIONS = 512
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 MODELS = "/models"
+RESPONSES = "/responses"
 VERSIONS = ("/v1", "")  # in front of these paths: some clients leave it out
 OPEN_PATHS = ("/", "/health")  # need no key
-PATHS_HELP = f"this server has /v1{CHAT}, /v1{COMPLETIONS}, /v1{MODELS}, /health and /"
+PATHS_HELP = (
+    f"this server has text alone: /v1{CHAT}, /v1{COMPLETIONS}, /v1{RESPONSES}, /v1{MODELS},"
+    " /tokenize, /detokenize, /props, /metrics, /health and /"
+)
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
@@ -103,9 +114,23 @@ def model_name(path: str | Path) -> str:
     return path.name
 
 
+def event_stream(lines: AsyncIterator[str]) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+
+
 class EncodedPrompt(NamedTuple):
     ids: list[int]
     max_new_tokens: int  # 0: an echo alone
+
+
+class Submitted(NamedTuple):
+    """A request whose answers are waiting or decoding."""
+
+    job: Job
+    answer: Answer
+    num_rows: int
+    prompt_tokens: int
 
 
 class Api:
@@ -128,6 +153,7 @@ class Api:
         self.html = page(Path(__file__).with_suffix(".html"))
         self.created = int(time.time())
         self.next_seed = self.defaults.seed  # of the next request without a seed
+        self.responses = ResponseStore()
         self.encoder = ThreadPoolExecutor(1)  # a tokenizer encodes one prompt after the other
 
     def app(self) -> FastAPI:
@@ -139,11 +165,21 @@ class Api:
                 allow_methods=["*"],
                 allow_headers=["*"],
             )
-        pages = {"/": self.page, "/health": self.health}
-        posts = {}
+        app.state.metrics = self.decoder.metrics
+        pages = {
+            "/": self.page,
+            "/health": self.health,
+            "/props": self.props,
+            "/metrics": self.metrics,
+        }
+        posts = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         for version in VERSIONS:
             pages |= {version + MODELS: self.models, version + MODELS + "/{name:path}": self.model}
             posts |= {version + COMPLETIONS: self.answer, version + CHAT: self.answer}
+            posts[version + RESPONSES] = self.respond
+            path = version + RESPONSES + "/{id}"
+            pages[path] = self.stored_response
+            app.add_api_route(path, self.delete_response, methods=["DELETE"], response_model=None)
         for path, get in pages.items():
             app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None)
         for path, post in posts.items():
@@ -214,52 +250,128 @@ class Api:
         }
 
     async def answer(self, http_request: Request) -> Response:
-        """Read, check and encode a request, give its rows to the decoder, and send the answers."""
-        job = Job(asyncio.get_running_loop())
-        try:
-            async with asyncio.timeout(self.server.answer_s):
-                form, prompts = await self.read(http_request, job)
-        except TimeoutError:
-            raise Refusal(f"not read within {self.server.answer_s:g} s", None, 408) from None
-        request = form.request
-        rows = self.rows(job, request, prompts)
-        self.decoder.add(rows)
-        job.watcher = asyncio.create_task(self.watch(http_request, job))
-        answer = Answer(request, self.name, self.pieces, form.parser)
-        prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        """Answer a chat or a completion."""
+        body = await self.in_time(read_body(http_request))
+        is_chat = http_request.url.path.endswith(CHAT)
+        request = read_request(body, is_chat, self.name, self.sampling)
+        job, answer, num_rows, prompt_tokens = await self.submit(http_request, request)
         if request.stream:
-            lines = stream_events(http_request, job, answer, len(rows), prompt_tokens)
-            headers = {"Cache-Control": "no-cache"}
-            return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
-        events = [Event(index, []) for index in range(len(rows))]
-        async for index, tokens, ending in job.events(len(rows)):
+            return event_stream(stream_events(http_request, job, answer, num_rows, prompt_tokens))
+        events = [Event(index, []) for index in range(num_rows)]
+        async for index, tokens, ending in job.events(num_rows):
             events[index] = Event(index, events[index].tokens + tokens, ending)
         choices = [answer.choice(event) for event in events]
         usage = answer.usage(prompt_tokens, events)
         return json_response({**answer.head, "choices": choices, "usage": usage})
 
-    async def read(
-        self, http_request: Request, job: Job
-    ) -> tuple[MessageForm, list[EncodedPrompt]]:
-        """The checked request in its form, with its encoded prompts. Sets what all answers of the
-        job share."""
-        body = await read_body(http_request)
-        is_chat = http_request.url.path.endswith(CHAT)
-        request = read_request(body, is_chat, self.name, self.sampling)
+    async def in_time(self, awaitable: Awaitable) -> object:
+        """Its result. Refusal if a request's time ends first."""
+        try:
+            async with asyncio.timeout(self.server.answer_s):
+                return await awaitable
+        except TimeoutError:
+            raise Refusal(f"not read within {self.server.answer_s:g} s", None, 408) from None
+
+    def in_encoder(self, function: Callable, *args) -> Awaitable:
+        """The function's result, from the thread that encodes."""
+        loop = asyncio.get_running_loop()
+        return self.in_time(loop.run_in_executor(self.encoder, function, *args))
+
+    async def submit(self, http_request: Request, request: TextRequest) -> Submitted:
+        """Encode a request's prompts and give its rows to the decoder."""
         num_rows = len(request.prompts) * request.n
         if num_rows > self.server.queue:  # before encoding, which takes long for many
             raise Refusal(
                 f"{num_rows} answers are more than the {self.server.queue} that may wait",
                 "n" if request.n > 1 else "prompt",
             )
+        job = Job(asyncio.get_running_loop())
         job.stop_ids = self.stop_ids(request)
         form = MessageForm(request, self.llm.tokenizer)
         job.visible = form.visible
-        run = functools.partial(job.loop.run_in_executor, self.encoder)
-        prompts = await run(self.encode_prompts, request)
+        prompts = await self.in_encoder(self.encode_prompts, request)
         form.read_prompt(prompts[0].ids)
-        job.grammar = await run(self.compile_grammar, form)
-        return form, prompts
+        job.grammar = await self.in_encoder(self.compile_grammar, form)
+        self.decoder.add(self.rows(job, request, prompts))
+        job.watcher = asyncio.create_task(self.watch(http_request, job))
+        answer = Answer(request, self.name, self.pieces, form.parser)
+        return Submitted(job, answer, num_rows, sum(len(prompt.ids) for prompt in prompts))
+
+    # ----------------------------------------------------------------------------------- responses
+
+    async def respond(self, http_request: Request) -> Response:
+        """Answer /v1/responses by a streamed chat."""
+        request = read_response_request(await self.in_time(read_body(http_request)))
+        conversation = self.responses.conversation(request)
+        try:
+            chat = read_request(request.chat_body(conversation), True, self.name, self.sampling)
+            submitted = await self.submit(http_request, chat)
+        except Refusal as error:
+            raise with_own_param(error) from None
+        response = request.response(chat, self.name)
+        events = ResponseEvents(response, conversation, self.responses)
+        chunks = answer_chunks(*submitted)
+        if request.stream:
+            return event_stream(stream_response(http_request, events, chunks))
+        async for event in events.of_chat(chunks):
+            response = event.get("response", response)
+        return json_response(response)
+
+    async def stored_response(self, id: str) -> Response:
+        return json_response(self.responses.get(id)[0])
+
+    async def delete_response(self, id: str) -> Response:
+        self.responses.remove(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    # ------------------------------------------------------------------------- vLLM's, llama.cpp's
+
+    async def tokenize(self, http_request: Request) -> Response:
+        """The ids of a prompt or of messages, which may be longer than the context."""
+        body = await self.in_time(read_body(http_request))
+        is_chat = "messages" in body
+        bos = None
+        if not is_chat and body.get("add_special_tokens") is False:
+            bos = body.pop("add_special_tokens")
+        request = read_request(body, is_chat, self.name, self.sampling)
+        try:
+            ids = await self.in_encoder(self.ids_of, request, request.prompts[0], bos)
+        except ValueError as error:
+            raise Refusal(f"the prompt: {error}", "messages" if is_chat else "prompt") from None
+        max_length = self.llm.engine.max_seq_length
+        return json_response({"count": len(ids), "max_model_len": max_length, "tokens": ids})
+
+    async def detokenize(self, http_request: Request) -> Response:
+        """The text of ids, in which special tokens have none."""
+        ids = (await self.in_time(read_body(http_request))).get("tokens")
+        vocab_size = self.llm.tokenizer.vocab_size
+        are_ids = isinstance(ids, list) and all(type(id) is int for id in ids)
+        if not are_ids or not all(0 <= id < vocab_size for id in ids):
+            raise Refusal(f"tokens must be a list of ids below {vocab_size}", "tokens")
+        return json_response({"prompt": self.llm.tokenizer.decode(ids)})
+
+    async def props(self) -> Response:
+        """What llama.cpp's /props has and this server knows, and vLLM's max_model_len."""
+        engine = self.llm.engine
+        template = self.llm.tokenizer.template
+        return json_response(
+            {
+                "model_alias": self.name,
+                "max_model_len": engine.max_seq_length,
+                "total_slots": engine.batch_size,
+                "chat_template": "" if template is None else template.source,
+                "default_generation_settings": {
+                    "n_ctx": engine.max_seq_length,
+                    "params": asdict(self.sampling),
+                },
+            }
+        )
+
+    async def metrics(self) -> Response:
+        text = self.decoder.metrics.text(self.decoder.gauges())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    # ------------------------------------------------------------------------------- before a slot
 
     def rows(self, job: Job, request: TextRequest, prompts: list[EncodedPrompt]) -> list[Row]:
         """A row for each answer: n for the first prompt, then n for the next."""
@@ -354,16 +466,7 @@ class Api:
     def encode(self, request: TextRequest, prompt: str | list) -> EncodedPrompt:
         """max_tokens is clipped to the room that the prompt leaves. A chat without it gets all of
         the room."""
-        tokenizer = self.llm.tokenizer
-        ids = prompt
-        if request.chat:
-            kwargs = request.chat_template_kwargs
-            ids = conversation_ids(tokenizer, prompt, tools=request.template_tools, **kwargs)
-        elif isinstance(prompt, str):
-            parse_special = request.parse_special
-            if parse_special is None:
-                parse_special = self.defaults.parse_special
-            ids = tokenizer.encode(prompt, parse_special=parse_special)
+        ids = self.ids_of(request, prompt)
         max_length = self.llm.engine.max_seq_length
         limit = room = max(1, max_length - len(ids))
         requested = request.max_new_tokens
@@ -373,6 +476,39 @@ class Api:
             limit = min(room, new_tokens(requested, ids, max_length))
         check_lengths(self.llm.engine.model, [ids], [max(1, limit)], max_length)
         return EncodedPrompt(ids, limit)
+
+    def ids_of(
+        self, request: TextRequest, prompt: str | list, bos: bool | None = None
+    ) -> list[int]:
+        """The prompt's ids; `bos` as Tokenizer.encode has it. ValueError for a conversation that
+        the template does not read."""
+        tokenizer = self.llm.tokenizer
+        if request.chat:
+            return self.chat_ids(request, prompt)
+        if not isinstance(prompt, str):
+            return prompt
+        parse_special = request.parse_special
+        if parse_special is None:
+            parse_special = self.defaults.parse_special
+        return tokenizer.encode(prompt, bos, parse_special)
+
+    def chat_ids(self, request: TextRequest, messages: list[dict]) -> list[int]:
+        kwargs = dict(request.chat_template_kwargs)
+        if self.server.system and not any(is_system(message) for message in messages):
+            messages = [{"role": "system", "content": self.server.system}, *messages]
+        if request.continue_final_message:
+            *messages, answer = messages
+            if answer["role"] != "assistant" or answer.keys() - {"role", "content", "name"}:
+                raise ValueError("continue_final_message needs an assistant's text as the last one")
+            kwargs["prefill"] = join_parts(answer["content"])
+        elif not request.add_generation_prompt:
+            kwargs["add_generation_prompt"] = False
+        tools = request.template_tools
+        return conversation_ids(self.llm.tokenizer, messages, tools=tools, **kwargs)
+
+
+def is_system(message: dict) -> bool:
+    return message["role"] in ("system", "developer")
 
 
 async def refuse(request: Request, error: Exception) -> Response:
@@ -394,9 +530,9 @@ def as_int64(seed: int) -> int:
     return (seed - MIN_SEED) % 2**64 + MIN_SEED
 
 
-async def read_body(request: Request) -> object:
-    """The body as JSON. Content-Type must say so: browsers do not send JSON to another site without
-    its consent."""
+async def read_body(request: Request) -> dict:
+    """The body, a JSON object. Content-Type must say so: browsers do not send JSON to another site
+    without its consent."""
     content_type = request.headers.get("content-type", "").partition(";")[0]
     if content_type.strip().lower() != "application/json":
         raise Refusal("the body must be JSON, with Content-Type: application/json", None, 415)
@@ -409,12 +545,15 @@ async def read_body(request: Request) -> object:
     except ClientDisconnect:
         raise Refusal("the client left before the body's end") from None
     try:
-        return parse_body(body)
+        fields = parse_body(body)
     except UnicodeEncodeError:
         message = "stop holds half of a surrogate pair, which is no character"
         raise Refusal(message, "stop") from None
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise Refusal("the body must be a JSON object")
+    return fields
 
 
 def parse_body(body: bytes) -> object:
@@ -427,23 +566,24 @@ def parse_body(body: bytes) -> object:
 
 
 def log_refusal(request: Request, error: Refusal) -> None:
-    """One line with the reason, because many clients do not show it. The request's text stays out
-    of it, but for level debug."""
+    """Count it, and write one line with the reason, because many clients do not show it. The
+    request's text stays out of it, but for level debug."""
     message = str(error) if log.isEnabledFor(logging.DEBUG) else error.logged
     line = f"{request.method} {request.url.path}: {error.status}, {message}"
     level = logging.ERROR if error.status >= 500 else logging.WARNING
     printable = "".join(x if x.isprintable() else " " for x in line)  # no control codes
     log.log(level, "%s", printable)
+    request.app.state.metrics.add({"refused_requests_total": 1})
 
 
 def event_line(body: dict) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-async def stream_events(
-    http_request: Request, job: Job, answer: Answer, num_rows: int, prompt_tokens: int
-) -> AsyncIterator[str]:
-    """The answer as server-sent events. An error ends it."""
+async def answer_chunks(
+    job: Job, answer: Answer, num_rows: int, prompt_tokens: int
+) -> AsyncIterator[dict]:
+    """The answers as chunks. Raises a Refusal that ends them."""
     events = []
     opened: set[int] = set()
     options = answer.request.stream_options
@@ -453,21 +593,40 @@ async def stream_events(
     )
     num_decoded = 0
     usage = None
+    async for event in job.events(num_rows):
+        events.append(event)
+        num_decoded += sum(token.round > 0 for token in event.tokens)
+        if has_running_usage:
+            usage = token_counts(prompt_tokens, num_decoded)
+        for chunk in chunks(answer, event, opened, usage):
+            yield chunk
+    if options.get("include_usage"):
+        yield answer.chunk(usage=answer.usage(prompt_tokens, events))
+
+
+async def stream_events(http_request: Request, *submitted) -> AsyncIterator[str]:
+    """The chunks of a `Submitted` as server-sent events. An error ends them."""
     try:
-        async for event in job.events(num_rows):
-            events.append(event)
-            num_decoded += sum(token.round > 0 for token in event.tokens)
-            if has_running_usage:
-                usage = token_counts(prompt_tokens, num_decoded)
-            for chunk in chunks(answer, event, opened, usage):
-                yield event_line(chunk)
+        async for chunk in answer_chunks(*submitted):
+            yield event_line(chunk)
     except Refusal as error:
         log_refusal(http_request, error)
         yield event_line(error.body)
         return
-    if options.get("include_usage"):
-        yield event_line(answer.chunk(usage=answer.usage(prompt_tokens, events)))
     yield "data: [DONE]\n\n"
+
+
+async def stream_response(
+    http_request: Request, events: ResponseEvents, chunks: AsyncIterator[dict]
+) -> AsyncIterator[str]:
+    """The events of a response as server-sent events, which have names."""
+    try:
+        async for event in events.of_chat(chunks):
+            yield f"event: {event['type']}\n{event_line(event)}"
+    except Refusal as error:
+        log_refusal(http_request, error)
+        event = events.failure(error)
+        yield f"event: {event['type']}\n{event_line(event)}"
 
 
 def chunks(answer: Answer, event: Event, opened: set[int], usage: dict | None) -> Iterator[dict]:

@@ -20,7 +20,6 @@ REQUEST_FLAGS = (
     "prompt",
     "prompt_file",
     "interactive",
-    "system",
     "num_samples",
     "output",
     "ordered",
@@ -47,6 +46,7 @@ class ServerOptions:
     api_key_file: str | None
     cors: list[str] | None
     model_alias: str | None
+    system: str | None
     queue: int
     log_level: str
     answer_s: float
@@ -106,6 +106,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerOptions:
         dest="model_alias",
         metavar="NAME",
         help="the model's name in requests; default: the checkpoint's",
+    )
+    add(
+        "--system",
+        metavar="TEXT",
+        help="the system message of chats that bring none",
     )
     add(
         "--queue",

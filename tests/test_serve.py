@@ -1204,7 +1204,7 @@ def test_paths_without_a_version_head_and_a_hint(server):
         server.raw("/models")[1] == server.raw("/v1/models")[1]
         and server.raw("/models/demo")[0] == 200
     )
-    for path in ("/v1/v1/chat/completions", "/chat", "/v1/responses"):
+    for path in ("/v1/v1/chat/completions", "/chat", "/v1/embeddings"):
         status, body = server.raw(path, chat)
         assert status == 404 and "/v1/chat/completions" in body["error"]["message"]
     for path in ("/health", "/", "/v1/models"):
