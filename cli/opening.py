@@ -98,10 +98,10 @@ def open_llm(
     num_slots = ranks.broadcast_object(num_slots)
     engine = Engine(model, num_slots, length, engine_options, drafter)
     if rows:
-        warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
+        warm_up(engine, rows[0].sampling, sampling_paths(rows))
     elif not samples:  # prompts come later; else all are answered
         sampling = Sampling(**options.requests.sampling)
-        warm_up(engine, sampling, length // 2, SAMPLING_PATHS)
+        warm_up(engine, sampling, SAMPLING_PATHS)
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     return Opened(
         LLM.from_engine(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused

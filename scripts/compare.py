@@ -190,7 +190,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
     num_threads = options.run.threads or num_threads
     torch.set_num_threads(num_threads)
-    warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
+    warm_up(engine, rows[0].sampling, sampling_paths(rows))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     side = Side(options, LLM.from_engine(engine, tokenizer, stop_ids), num_threads, rows)
     batch = rows[: engine.batch_size]

@@ -279,7 +279,7 @@ def test_auto(kind, models):
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k="auto")
     costs = length_of("auto", 0.5, draft_s=0.1).costs
     costs.verify_s = {k: costs.verify_s[k] for k in engine.ks if k in costs.verify_s}
-    engine.costs, engine.costs_by_rows = costs, {1: costs, 4: costs}
+    engine.costs = costs
     spy = Spy(engine)
     for _ in range(2):
         steps = spy.steps.copy()
@@ -293,17 +293,24 @@ def test_auto(kind, models):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("k", [3, "auto"])
-def test_compiled_rounds(k, models):
-    """Nothing compiles after warm-up, whether the model runs or not."""
+def test_compiled_rounds(k, models, monkeypatch):
+    """Nothing compiles after warm-up and a calibration, whether the model runs or not, and
+    calibrating steps of a longer text compiles nothing either."""
+    monkeypatch.setattr("decoding.warmup.LONG_CONTEXT", 64)
+    monkeypatch.setattr("decoding.warmup.SHORT_LENGTH", 20)
     target, draft = models
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     drafter = hybrid_of("model", target, draft)
     drafter.auto_k = (1, 3)
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=k, compile=True)
+    for runner in engine.runners:
+        runner.length_multiple = 16  # attend to as few positions as the text has
     engine.warm_up("greedy")
     engine.calibrate(Sampling(0), 20, rounds=1)
     spy = Spy(engine)
     with torch.compiler.set_stance("fail_on_recompile"):
+        engine.calibrate(Sampling(0), rounds=1)
+        assert all(costs.keys() == {32, 96} for costs in engine.measured_costs.values())
         for prompts in (PROMPTS, PROMPTS, PROMPTS[:1]):
             got = rows_of(target, prompts, engine=engine, max_new_tokens=40)
             assert got == want[: len(prompts)]

@@ -191,7 +191,6 @@ def test_auto_learns_that_matches_lie(model):
     drafter = SuffixDraft(pool_tokens=0)
     engine = Engine(model, 1, 96, drafter=drafter, speculate_k="auto")
     engine.costs = costs
-    engine.costs_by_rows = {1: costs}
     prompt = [n for i in range(8) for n in (1, 2, 3 + i)]  # 1 2 is always followed by another token
     want = rows_of(model, [prompt], max_new_tokens=60)
     assert rows_of(model, [prompt], engine=engine, max_new_tokens=60) == want
