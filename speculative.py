@@ -245,9 +245,9 @@ class Drafter(nn.Module):
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # does its model have a cache of its own, and so need every prompt?
-    # Set by `choose_k` for the step that it plans: the requests whose draft does not come from the
-    # model (a look-up gave it), and whether the model runs at all.
-    guessed = frozenset()
+    # Set by `choose_k` for the step that it plans: the requests that take a suffix draft instead of
+    # the model's, and whether the model runs at all.
+    suffix_requests = frozenset()
     runs_model = True
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
     # How many of the latest decided tokens the first pass of a round reads: the newest, which no

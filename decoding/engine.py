@@ -110,7 +110,7 @@ class Step(NamedTuple):
     k: int = 0  # drafted tokens; 0: a plain step
     begin_s: float = 0.0  # time.perf_counter as the host began to plan it
     draft_s: float = 0.0  # seconds that the host then drafted
-    guessed: frozenset[Request] = frozenset()  # of a round, as Drafter.guessed
+    suffix_requests: frozenset[Request] = frozenset()  # of a round, as Drafter's
     runs_model: bool = True  # likewise
     costs: Costs | None = None  # that it was planned by
 
@@ -491,7 +491,7 @@ class Engine:
             k,
             begin_s,
             draft_s,
-            self.drafter.guessed,
+            self.drafter.suffix_requests,
             self.drafter.runs_model,
             self.costs,
         )
@@ -566,7 +566,7 @@ class Engine:
             (row, request) for row, request in step.requests if request.finish_reason is None
         ]
         record = self.step_record(step, result, running, now)
-        drawn = [row for row, request in running if request not in step.guessed]
+        drawn = [row for row, request in running if request not in step.suffix_requests]
         if step.k and drawn:
             self.observe_round(result, drawn)
         events = []
