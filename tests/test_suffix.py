@@ -19,7 +19,7 @@ from cli.main import run as run_args
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from drafts.suffix import DraftToken, SuffixDraft, Text
+from drafts.suffix import END, DraftToken, SuffixDraft, Text
 from generate import generate
 from speculative import Costs, DraftLength
 
@@ -167,6 +167,22 @@ def unaligned(self, align, state, k):
     """As if the text had no later tokens: the draft begins at its first one."""
     self.draft_rows[:, 0] = state.pos
     align(self, state, k)
+
+
+@pytest.mark.parametrize("last_guess, is_drafted", [(4, True), (9, False)])
+def test_a_draft_is_compared_up_to_the_last_decided_token(last_guess, is_drafted, model):
+    """The host knew the text up to position 1 and drafted three tokens; two more were decided."""
+    drafter = SuffixDraft()
+    state = Engine(model, 1, 96, drafter=drafter, speculate_k=3).state
+    state.tokens[0, :4] = torch.tensor([1, 2, 3, 4])
+    state.pos[0] = 3
+    state.done[0] = False
+    drafter.draft_rows[0] = torch.tensor([1, 3, last_guess, 5, END])
+    drafter.align(state, 2)
+    tokens, probs = drafter.proposal(2)
+    assert tokens.tolist() == [[5, 4] if is_drafted else [4, 4]]
+    assert probs.sum(dim=-1).tolist() == [[float(is_drafted), 0.0]]
+    assert probs[0, 0, 5] == is_drafted
 
 
 def test_k_follows_the_expected_length():
