@@ -269,6 +269,12 @@ def test_suffix_drafts_go_on_beyond_the_models_context(models):
     assert sum(late) > 0.6 * len(late) > 60
 
 
+def test_a_model_that_did_not_pay_is_tried_again():
+    length = length_of("auto", 0.01)
+    chosen = [choice([[]], [True], length)[0] for _ in range(70)]
+    assert chosen == [0] * 64 + [min(KS)] * 4 + [0] * 2
+
+
 @pytest.mark.parametrize("kind", ["model", "dflash"])
 def test_auto(kind, models):
     """K follows from costs, the model sits out where the text is known, and the acceptance that
