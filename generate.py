@@ -203,7 +203,7 @@ END = object()  # closes an iterator of answers
 def calibrate_auto(engine) -> None:
     """Measure what steps and rounds cost, which an engine with speculate_k = "auto" chooses by."""
     if engine.speculate_k == "auto":
-        engine.calibrate(Sampling(DEFAULT_TEMPERATURE), engine.max_seq_length // 2)
+        engine.calibrate(Sampling(DEFAULT_TEMPERATURE))
 
 
 @contextlib.contextmanager

@@ -245,9 +245,9 @@ class Drafter(nn.Module):
 
     auto_k = (1, 2, 3, 5, 8)  # the choices of `auto`, besides 0
     owns_cache = False  # does its model have a cache of its own, and so need every prompt?
-    # Set by `choose_k` for the step that it plans: the requests whose draft does not come from the
-    # model (a look-up gave it), and whether the model runs at all.
-    guessed = frozenset()
+    # Set by `choose_k` for the step that it plans: the requests that take a suffix draft instead of
+    # the model's, and whether the model runs at all.
+    suffix_requests = frozenset()
     runs_model = True
     runner = owner = None  # the ModelRunner of its model; the Engine that was made with it last
     # How many of the latest decided tokens the first pass of a round reads: the newest, which no
@@ -295,10 +295,8 @@ class Drafter(nn.Module):
 
     def draft_lengths(self, k: int | str) -> tuple[int, ...]:
         """The numbers of tokens that a round may draft: `k`, or the choices of "auto"."""
-        if not k:
-            return ()
         choices = self.auto_k if k == "auto" else (k,)
-        return tuple(choice for choice in choices if choice <= self.max_draft_tokens)
+        return tuple(choice for choice in choices if 0 < choice <= self.max_draft_tokens)
 
     def choose_k(
         self,
@@ -581,13 +579,8 @@ class CustomDraft(Drafter):
 
     def __init__(self, drafter):
         super().__init__()
-        self.drafter = drafter
-
-    def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
-        return self.drafter.propose(state)
-
-    def advance(self, n_accepted: Tensor) -> None:
-        self.drafter.advance(n_accepted)
+        self.propose = drafter.propose
+        self.advance = drafter.advance
 
 
 # ----------------------------------------------------------------------------------- draft length
@@ -611,9 +604,8 @@ class DraftLength:
         self.overlap = 0.8 * 4  # overlap / weight is the mean acceptance
         self.weight = 4.0
         self.draft_share = 1.0  # the share of rows with a draft
-        self.num_plain_steps = 0
         self.patience = PROBE_AFTER
-        self.num_probes = 0
+        self.num_steps_to_probe = PROBE_AFTER  # plain steps; below 0 while drafting is tried
 
     @property
     def alpha(self) -> float:  # the mean acceptance
@@ -638,18 +630,15 @@ class DraftLength:
             return self.best_of(expected)[1]
         k, gain = self.best()
         if gain >= MIN_GAIN * self.costs.speedup(0, 0.0):
-            self.num_plain_steps = 0
-            self.patience = PROBE_AFTER
+            self.patience = self.num_steps_to_probe = PROBE_AFTER
             return k
-        if self.num_probes:
-            self.num_probes -= 1
-            return min(self.costs.verify_s)
-        self.num_plain_steps += 1
-        if self.num_plain_steps == self.patience:
-            self.num_plain_steps = 0
+        self.num_steps_to_probe -= 1
+        if self.num_steps_to_probe >= 0:
+            return 0
+        if self.num_steps_to_probe == -PROBE_ROUNDS:
             self.patience *= 2
-            self.num_probes = PROBE_ROUNDS
-        return 0
+            self.num_steps_to_probe = self.patience
+        return min(self.costs.verify_s)
 
     def best(self) -> tuple[int, float]:
         """K with the largest expected speed-up by the acceptance so far, and that speed-up."""

@@ -96,7 +96,7 @@ class Harness:
                 **source, dtype=args["dtype"], device="cpu", batch_size=args["batch_size"]
             )
         else:
-            from cli.opening import load_models
+            from drafts.registry import load_models
             from scripts import eval_lm
 
             flags = [
@@ -116,7 +116,8 @@ class Harness:
             ]
             sys.argv[1:] = flags
             device = pick_device("cpu")
-            model, tokenizer, drafter = load_models(eval_lm.parse_args(), device)
+            options = eval_lm.parse_args()
+            model, tokenizer, drafter = load_models(options.model, options.draft, device)
             self.lm = eval_lm.QuickdraftLM(
                 model, tokenizer, batch_size=args["batch_size"], drafter=drafter
             )

@@ -2,7 +2,6 @@
 
 Workload          what is to be decoded: prompts of a file, an open pipe, or a server's slots
 open_llm        checks memory, loads, encodes, makes an engine of the right size and warms it up
-load_models     target, tokenizer and drafter, packed for their kernels
 """
 
 import math
@@ -12,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-import drafts.registry as registry
 from cli.errors import free_memory
 from cli.exits import print_broken, print_status
 from cli.memory import check_memory
@@ -25,10 +23,9 @@ from decoding.engine import Engine, cache_class
 from decoding.sampling import PATHS as SAMPLING_PATHS
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
-from drafts.registry import check_draft, is_folder
+from drafts.registry import load_models
 from generate import LLM
 from loading.target import target_config
-from loading.tokenizer import Tokenizer
 from model import Config, Transformer
 from speculative import Drafter
 from tp import ALONE, Ranks
@@ -77,7 +74,9 @@ def open_llm(
         min_length = smallest_length(options, workload, limit)
         num_positions = engine_length(options, device, min_length, limit)
         check_memory(options, device, ranks, smallest_batch(options, workload), num_positions)
-    model, tokenizer, drafter = load_models(options, device, ranks)
+    model, tokenizer, drafter = load_models(
+        options.model, options.draft, device, ranks, progress=True
+    )
     encoder = Encoder(options, tokenizer, model, limit)
     samples, refused = ranks.broadcast_object(encoder.encode_all(workload.prompts))
     print_broken(refused, samples)
@@ -98,31 +97,14 @@ def open_llm(
     num_slots = ranks.broadcast_object(num_slots)
     engine = Engine(model, num_slots, length, engine_options, drafter)
     if rows:
-        warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
+        warm_up(engine, rows[0].sampling, sampling_paths(rows))
     elif not samples:  # prompts come later; else all are answered
         sampling = Sampling(**options.requests.sampling)
-        warm_up(engine, sampling, length // 2, SAMPLING_PATHS)
+        warm_up(engine, sampling, SAMPLING_PATHS)
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     return Opened(
         LLM.from_engine(engine, tokenizer, ranks.broadcast_object(stop_ids)), rows, refused
     )
-
-
-def load_models(
-    options: Options, device: torch.device, ranks: Ranks = ALONE
-) -> tuple[Transformer, Tokenizer, Drafter | None]:
-    """Target, tokenizer and drafter, packed, with their progress on a terminal."""
-    check_draft_source(options)
-    return registry.load_models(options.model, options.draft, device, ranks, progress=True)
-
-
-def check_draft_source(options: Options) -> None:
-    """ValueError for a draft that cannot fit the target, before weights are read."""
-    draft = options.draft
-    if draft.spec and is_folder(draft.spec):
-        raise ValueError(f"--draft {draft.spec}: a folder belongs to --draft_checkpoint")
-    if draft.source is not None:
-        check_draft(draft.source, target_config(options.model))
 
 
 def context_limit(options: Options, config: Config) -> int:

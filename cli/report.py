@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from decoding.costs import Costs, expected_tokens
+from decoding.costs import Costs, expected_tokens, weighted_mean
 from decoding.engine import Engine
 from decoding.scheduler import Request
 from decoding.statistics import Timing, TokenRecord
@@ -186,7 +186,7 @@ def speculative(engine: Engine, timings: Sequence[Timing], row: int | None = Non
         "reached_by_position": [counts.reached[i] for i in positions],
         "tokens_per_round": counts.tokens / rounds if rounds else None,
         "alpha": counts.alpha,
-        **iid_model(counts, requests, engine.costs),
+        **iid_model(counts, requests),
         **speed_ups(counts, requests),
         "draft_s": sum(timing.draft_s for timing in timings),
         "verify_s": sum(timing.verify_s for timing in timings),
@@ -198,8 +198,9 @@ def greedy_text(engine: Engine) -> str:
     return "identical" if engine.identical else "up to rounding"
 
 
-def iid_model(counts: RowStatistics, requests: Sequence[Request], costs: Costs | None) -> dict:
-    """What the papers' formulas say, with the acceptance alpha at each position."""
+def iid_model(counts: RowStatistics, requests: Sequence[Request]) -> dict:
+    """What the papers' formulas say, with the acceptance alpha at each position, and with the mean
+    of the costs that the steps were planned by."""
     names = ("tokens_per_round_iid", "c", "v", "predicted_speedup_iid", "best_k", "best_k_speedup")
     figures = dict.fromkeys(names)
     alpha = counts.alpha
@@ -211,7 +212,9 @@ def iid_model(counts: RowStatistics, requests: Sequence[Request], costs: Costs |
     draft_share = 1 - counts.rounds[0] / counts.rounds.total()
     round_share = 1 - steps[0] / counts.rounds.total()
     figures["tokens_per_round_iid"] = 1 + draft_share * (expected_tokens(alpha, usual_k) - 1)
-    if covers(costs, steps):
+    step_costs = [step.costs for request in requests for step in request.steps]
+    if all(covers(costs, steps) for costs in step_costs):
+        costs = weighted_mean(step_costs, [1 / len(step_costs)] * len(step_costs))
         figures["c"] = costs.c(usual_k)
         figures["v"] = costs.v(usual_k)
         figures["predicted_speedup_iid"] = costs.speedup(usual_k, alpha, draft_share, round_share)

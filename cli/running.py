@@ -16,9 +16,9 @@ from decoding.sampling import Sampling
 from generate import LLM
 
 
-def warm_up(engine: Engine, sampling: Sampling, filled: int, paths: Sequence[str]) -> None:
+def warm_up(engine: Engine, sampling: Sampling, paths: Sequence[str]) -> None:
     """Compile the steps of these sampling paths if the engine compiles; with a drafter, measure
-    the costs of steps over `filled` positions."""
+    the costs of steps."""
     if engine.compile:
         for path in paths:
             seconds = engine.warm_up(path)
@@ -26,7 +26,7 @@ def warm_up(engine: Engine, sampling: Sampling, filled: int, paths: Sequence[str
             print_status(f"compiled the {path} step for batch {rows} in {seconds:.1f} s")
     if engine.runs_rounds:
         with defer_interrupts() if engine.compile else contextlib.nullcontext():
-            engine.calibrate(sampling, filled)
+            engine.calibrate(sampling)
 
 
 def run_interruptibly(llm: LLM, answers: Iterable[Answer]) -> Iterator[Answer]:

@@ -2,11 +2,13 @@
 
     expected_tokens     tokens of a round, if the acceptance alpha is the same at every position
     Costs               seconds of steps and rounds, their speed-up, and the fastest draft length
+    costs_at            Costs at any length, from those that were measured at two
 
 Source: Leviathan et al., arXiv:2211.17192 (below: L). K is L's gamma. This file holds numbers
 alone: no tensor, no model.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -62,3 +64,26 @@ class Costs:
         speedups = {k: self.speedup(k, alpha, *shares) for k in (0, *self.verify_s)}
         best_k = max(speedups, key=speedups.get)
         return best_k, speedups[best_k]
+
+
+def weighted_mean(costs: Sequence[Costs], weights: Sequence[float]) -> Costs:
+    """The mean of Costs of the same values of K, by weights that sum to 1."""
+
+    def mean(seconds: Iterable[float]) -> float:
+        return sum(weight * s for weight, s in zip(weights, seconds))
+
+    return Costs(
+        mean(item.decode_s for item in costs),
+        {k: mean(item.draft_s[k] for item in costs) for k in costs[0].draft_s},
+        {k: mean(item.verify_s[k] for item in costs) for k in costs[0].verify_s},
+    )
+
+
+def costs_at(costs_by_length: dict[int, Costs], length: int) -> Costs:
+    """Costs of steps that attend to `length` positions, by those measured at one length or at two:
+    seconds are linear in between, as attention's work is, and constant outside."""
+    short = min(costs_by_length)
+    long = max(costs_by_length)
+    share = (length - short) / max(1, long - short)
+    share = min(1.0, max(0.0, share))
+    return weighted_mean([costs_by_length[short], costs_by_length[long]], [1 - share, share])

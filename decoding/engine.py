@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import decoding.validation as validation
-from decoding.costs import Costs
+from decoding.costs import Costs, costs_at
 from decoding.logits import top_logprobs
 from decoding.options import EngineOptions
 from decoding.readback import Readback, StepResult, seconds_between, step_times, timestamp
@@ -32,7 +32,7 @@ from decoding.sampling import Sampling, sample, uniform
 from decoding.scheduler import Request, Scheduler
 from decoding.state import MAX_STOP_IDS, State
 from decoding.statistics import StepRecord
-from decoding.warmup import calibrate, warm_up
+from decoding.warmup import calibrate, lengths_to_calibrate, warm_up
 from model import Caches, Config, KVCache, Transformer, row_view
 from speculative import CustomDraft, Drafter, DraftLength, run_round
 from tp import lost_contact, ranks_of
@@ -110,8 +110,9 @@ class Step(NamedTuple):
     k: int = 0  # drafted tokens; 0: a plain step
     begin_s: float = 0.0  # time.perf_counter as the host began to plan it
     draft_s: float = 0.0  # seconds that the host then drafted
-    guessed: frozenset[Request] = frozenset()  # of a round, as Drafter.guessed
+    suffix_requests: frozenset[Request] = frozenset()  # of a round, as Drafter's
     runs_model: bool = True  # likewise
+    costs: Costs | None = None  # that it was planned by
 
 
 class Engine:
@@ -168,8 +169,10 @@ class Engine:
         self.scheduler = Scheduler(batch_size, short_lengths)
         self.next_id = 0
         self.requests: dict[int, Request] = {}  # by id, until they end
-        self.costs: Costs | None = None  # of steps and rounds, once `calibrate` has measured them
-        self.costs_by_rows: dict[int, Costs] = {}
+        # Of the step planned last, once `calibrate` has measured the costs of steps and rounds, by
+        # their number of rows and attended length.
+        self.costs: Costs | None = None
+        self.measured_costs: dict[int, dict[int, Costs]] = {}
         self.draft_length: DraftLength | None = None
         self.max_draft_lag = 0  # tokens that a row may have received since the drafter last ran
         self.has_outgrown_draft = False  # has a text gone beyond the draft's context?
@@ -460,16 +463,19 @@ class Engine:
         begin_s = time.perf_counter()
         begin, end = self.row_range([request.slot.index for request in requests])
         num_rows = 1 if end - begin == 1 else self.batch_size
-        self.costs = self.costs_by_rows.get(num_rows, self.costs)
+        unread = self.readback.unread
+        length = max(request.num_positions for request in requests) + unread
+        length = min(length, self.max_seq_length)
+        if self.measured_costs:
+            attended = self.runner.bucket_length(length)
+            self.costs = costs_at(self.measured_costs[num_rows], attended)
         k = 0
         if self.ks:
             self.draft_length.costs = self.costs
-            k = self.drafter.choose_k(requests, self.readback.unread, self.draft_length)
+            k = self.drafter.choose_k(requests, unread, self.draft_length)
         if self.options.fixed_width_steps:
             k = self.max_k
         draft_s = time.perf_counter() - begin_s
-        unread = self.readback.unread
-        length = max(request.num_positions for request in requests) + unread
         if len(self.runners) > 1:
             self.update_draft_lags(requests, k)
         for request in requests:
@@ -481,12 +487,13 @@ class Engine:
         return Step(
             running,
             rows,
-            min(length, self.max_seq_length),
+            length,
             k,
             begin_s,
             draft_s,
-            self.drafter.guessed,
+            self.drafter.suffix_requests,
             self.drafter.runs_model,
+            self.costs,
         )
 
     def update_draft_lags(self, requests: list[Request], k: int) -> None:
@@ -559,7 +566,7 @@ class Engine:
             (row, request) for row, request in step.requests if request.finish_reason is None
         ]
         record = self.step_record(step, result, running, now)
-        drawn = [row for row, request in running if request not in step.guessed]
+        drawn = [row for row, request in running if request not in step.suffix_requests]
         if step.k and drawn:
             self.observe_round(result, drawn)
         events = []
@@ -599,7 +606,7 @@ class Engine:
             draft_s + step.draft_s,
             verify_s,
             positions,
-            self.costs,
+            step.costs,
             step.runs_model,
         )
 
@@ -621,11 +628,13 @@ class Engine:
         first request."""
         return warm_up(self, path)
 
-    def calibrate(self, sampling: Sampling, length: int, rounds: int = 7) -> Costs:
-        """Measure the cost of steps with `length` positions filled. Call it before the first
-        request."""
-        self.costs_by_rows = calibrate(self, sampling, length, rounds)
-        self.costs = self.costs_by_rows[self.batch_size]
+    def calibrate(self, sampling: Sampling, length: int | None = None, rounds: int = 7) -> Costs:
+        """Measure the cost of steps with `length` positions filled, by default in short texts and,
+        if the context is long, at its end too; returns that of the shortest. Call it before the
+        first request."""
+        lengths = lengths_to_calibrate(self.max_seq_length) if length is None else [length]
+        self.measured_costs = calibrate(self, sampling, lengths, rounds)
+        self.costs = costs_at(self.measured_costs[self.batch_size], 0)
         return self.costs
 
     def clear(self) -> None:

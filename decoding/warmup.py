@@ -1,7 +1,7 @@
 """Before the first request: compile every step that will run, and measure the cost of steps.
 
     warm_up         compile and, on a GPU, record the steps of one sampling path
-    calibrate       seconds of a plain step, of drafting and of verifying
+    calibrate       seconds of a plain step, of drafting and of verifying, in short and long texts
 
 This file knows an engine's rows and steps, and no request. Both functions empty the slots at their
 end.
@@ -10,7 +10,7 @@ end.
 import itertools
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,6 +19,10 @@ from decoding.readback import step_times, synchronize
 from decoding.sampling import Sampling
 
 STEADY_S = 0.01
+# In a context of more positions steps are measured at SHORT_LENGTH and at its end. With the
+# tokens of a round SHORT_LENGTH lies within the first CUDA graph's 256 positions.
+LONG_CONTEXT = 1024
+SHORT_LENGTH = 200
 
 
 def compiled_row_counts(engine) -> list[int]:
@@ -77,19 +81,33 @@ def warm_up_prompts(engine) -> None:
 def calibrate(
     engine,
     sampling: Sampling,
-    length: int,
+    lengths: Sequence[int],
     rounds: int,
-) -> dict[int, Costs]:
-    """Number of rows, one and all -> medians of a plain step, of drafting and of verifying with
-    `length` positions filled, measured in turn."""
-    assert 1 <= length < engine.max_seq_length, (
-        f"{length} positions filled leave no room in {engine.max_seq_length}"
+) -> dict[int, dict[int, Costs]]:
+    """Number of rows, one and all -> attended length -> medians of a plain step, of drafting and
+    of verifying, measured in turn. `lengths`: how many positions are filled."""
+    assert min(lengths) >= 1 and max(lengths) < engine.max_seq_length, (
+        f"{lengths} positions filled leave no room in {engine.max_seq_length}"
     )
     costs = {
-        n: costs_of_rows(engine, n, sampling, length, rounds) for n in compiled_row_counts(engine)
+        num_rows: {
+            engine.runner.bucket_length(length): costs_of_rows(
+                engine, num_rows, sampling, length, rounds
+            )
+            for length in lengths
+        }
+        for num_rows in compiled_row_counts(engine)
     }
     engine.clear()
     return engine.ranks.broadcast_object(costs)  # draft lengths follow from costs: ranks share them
+
+
+def lengths_to_calibrate(max_seq_length: int) -> list[int]:
+    """Numbers of filled positions that stand for all that texts may have: the middle of a short
+    context, both ends of a long one."""
+    if max_seq_length <= LONG_CONTEXT:
+        return [max_seq_length // 2]
+    return [SHORT_LENGTH, max_seq_length - 1]
 
 
 def costs_of_rows(

@@ -8,7 +8,7 @@ one pass.
                     hidden states
     DFlashDraft     runs a block of the last decided token and masks. In z-lab's layout the i-th
                     mask draws token i, in DeepSpec's the last token draws token 1
-    check, load_dflash    read a published folder
+    check           reads a published folder's config.json
 
 A draft in z-lab's layout uses the embedding and the head of its target. q_i depends on no drafted
 token, or with a Markov head on the one before it, which is drawn first, so rejection sampling
@@ -16,7 +16,6 @@ applies unchanged.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,16 +25,13 @@ from drafts.hidden_states import (
     HiddenStateDraft,
     HiddenStateModel,
     check_target,
-    fill_model,
     loader,
     read_layer_ids,
 )
 from drafts.vocabulary import read_token_id
 from loading.checkpoint import Checkpoint
 from loading.config import Section, config_from_hf
-from loading.models import allocate
-from loading.plain_files import error_prefix
-from model import Caches, Config, Linear, RMSNorm, Transformer, apply_rope
+from model import Caches, Config, Linear, RMSNorm, apply_rope
 from speculative import ParallelDraft
 
 MAX_BLOCK = 64  # a block may not reach past the positions that an engine clears after a request
@@ -180,31 +176,13 @@ class DFlashDraft(HiddenStateDraft, ParallelDraft):
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., DFlashDraft]:
     """Check a DFlash folder and return its loader (drafts.registry.folder_check). ValueError for
     a wrong config.json."""
-    read_dflash(checkpoint, config)
-    return loader(checkpoint, load_dflash, DFlashDraft)
-
-
-def load_dflash(folder: str | Path | Checkpoint, target: Transformer) -> DFlashModel:
-    """A DFlash folder for this target, on its device, in its dtype, not packed. ValueError names
-    file and key, or the tensor, that does not fit."""
-    checkpoint = Checkpoint.of(folder)
-    dflash, config = read_dflash(checkpoint, target.config)
-    like = target.norm.weight
-    with torch.device("meta"):
-        model = DFlashModel(config, dflash).to(like.dtype)
-    allocate(model, like.device)
-    fill_model(model, checkpoint, dict(model.stored_parts()), {})
-    return model
-
-
-def read_dflash(checkpoint: Checkpoint, target: Config) -> tuple[DFlash, Config]:
-    """The draft's settings and Config, for a target of this Config. ValueError names the file."""
-    with error_prefix(checkpoint.path / "config.json"):
-        return dflash_of(checkpoint.hf, target)
+    dflash, draft_config = dflash_of(checkpoint.hf, config)
+    return loader(checkpoint, lambda: DFlashModel(draft_config, dflash), DFlashDraft)
 
 
 def dflash_of(hf: dict, target: Config) -> tuple[DFlash, Config]:
-    """The same of a parsed config.json. ValueError names the wrong key and value."""
+    """The draft's settings and Config, for a target of this Config. ValueError names the wrong key
+    and value."""
     hf = Section(hf)
     is_deepspec = hf.get("dflash_config") is None
     options = hf if is_deepspec else zlab_options(hf)

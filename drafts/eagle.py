@@ -6,7 +6,7 @@
                     (github.com/SafeAILab/EAGLE, tensors `midlayer.*`), speculators'
                     (github.com/vllm-project/speculators, `layers.0.*`), and DeepSpec's
                     (github.com/deepseek-ai/DeepSpec, likewise, with a layer of Qwen3)
-    check, load_eagle    read a folder of any of these layouts
+    check           reads the config.json of a folder in any of these layouts
 
 A token is paired with the hidden state of the position before it. Published code stores a pair at
 the position of its state; this file stores it at that of its token, one later, so that pairs are
@@ -16,7 +16,6 @@ no pair and is masked.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from drafts.hidden_states import (
     HiddenStateDraft,
     HiddenStateModel,
     check_target,
-    fill_model,
+    fill_parts,
     loader,
     read_layer_ids,
     states_note,
@@ -34,9 +33,7 @@ from drafts.hidden_states import (
 from drafts.vocabulary import gather_logits
 from loading.checkpoint import Checkpoint
 from loading.config import Section, config_from_hf
-from loading.models import allocate
-from loading.plain_files import error_prefix
-from model import Caches, Config, Linear, RMSNorm, Transformer
+from model import Caches, Config, Linear, RMSNorm
 
 # Keys of config.json that name the target's layers. The first is our own, because the others count
 # inputs in one file and outputs in the next.
@@ -143,6 +140,27 @@ class EagleModel(HiddenStateModel):
         """h (..., D) -> logits (..., V of the target), -inf where the draft has no such token."""
         return gather_logits(super().head(h), self.ids)
 
+    def fill(self, checkpoint: Checkpoint, target: Config) -> None:
+        """As in other models, in either layout, and `ids`: of each of the target's ids the draft's,
+        -1 for none."""
+        tensors = checkpoint.tensors
+        n = self.eagle.vocab_size
+        V = target.vocab_size
+        maps = {}
+        if "d2t" in tensors or n != V:
+            maps["d2t"] = ((n,), ("I64", "I32"))
+        if "t2d" in tensors:
+            maps["t2d"] = ((self.config.vocab_size,), ("BOOL", "U8"))
+        is_safeai = any(name.startswith("midlayer.") for name in tensors)
+        fill_parts(checkpoint, eagle_parts(self, "midlayer" if is_safeai else "layers.0"), maps)
+        draft_ids = torch.arange(n)
+        target_ids = draft_ids + tensors["d2t"][...] if "d2t" in maps else draft_ids
+        ids = torch.full((V,), -1).scatter(0, target_ids, draft_ids)
+        self.register_buffer("ids", ids.to(self.norm.weight.device), persistent=False)
+        if self.eagle.assumption:
+            note = f"{self.eagle.assumption}. {states_note(self)}"
+            print(f"{checkpoint.path}: {note}", file=sys.stderr)
+
 
 class EagleDraft(HiddenStateDraft):
     """A ModelDraft whose first pass takes as many decided tokens as a round can decide, paired with
@@ -151,17 +169,11 @@ class EagleDraft(HiddenStateDraft):
 
     num_extra_inputs = 0
 
-    def setup(
-        self,
-        state: nn.Module,
-        k_max: int,
-        target,
-        maybe_compile: Callable,
-    ) -> None:
-        super().setup(state, k_max, target, maybe_compile)
-        like = target.model.norm.weight
+    def setup(self, *args) -> None:
+        super().setup(*args)
+        weight = self.model.norm.weight  # (D,)
         # The draft's state of the last input token (B, 1, D).
-        last_state = like.new_zeros(state.pos.size(0), 1, self.model.config.dim)
+        last_state = weight.new_zeros(len(self.tokens), 1, len(weight))
         self.register_buffer("last_state", last_state, persistent=False)
 
     def hidden(
@@ -186,50 +198,18 @@ class EagleDraft(HiddenStateDraft):
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., EagleDraft]:
     """Check an EAGLE-3 folder and return its loader (drafts.registry.folder_check). ValueError for
     a wrong config.json."""
-    read_eagle(checkpoint, config)
-    return loader(checkpoint, load_eagle, EagleDraft)
+    eagle = eagle_of(checkpoint.hf, config)
+    layer = config_from_hf(eagle.layer)
 
+    def new_model() -> EagleModel:
+        return EagleModel(layer, eagle, "embed_tokens.weight" in checkpoint.tensors)
 
-def load_eagle(folder: str | Path | Checkpoint, target: Transformer) -> EagleModel:
-    """An EAGLE-3 folder for this target, on its device, in its dtype, not packed. ValueError names
-    file and key, or the tensor, that does not fit."""
-    like = target.norm.weight
-    V = target.config.vocab_size
-    checkpoint = Checkpoint.of(folder)
-    eagle, layer = read_eagle(checkpoint, target.config)
-    tensors = checkpoint.tensors
-    with torch.device("meta"):
-        model = EagleModel(layer, eagle, "embed_tokens.weight" in tensors).to(like.dtype)
-    allocate(model, like.device)
-    is_safeai = any(name.startswith("midlayer.") for name in tensors)
-    block = "midlayer" if is_safeai else "layers.0"
-    maps = {}
-    if "d2t" in tensors or eagle.vocab_size != V:
-        maps["d2t"] = ((eagle.vocab_size,), ("I64", "I32"))
-    if "t2d" in tensors:
-        maps["t2d"] = ((layer.vocab_size,), ("BOOL", "U8"))
-    fill_model(model, checkpoint, eagle_parts(model, block), maps)
-    target_ids = torch.arange(eagle.vocab_size)  # of each of the draft's ids
-    if "d2t" in tensors:
-        target_ids += tensors["d2t"][...]
-    # By the target's id; -1 where the draft has none.
-    ids = torch.full((V,), -1).scatter(0, target_ids, torch.arange(eagle.vocab_size))
-    model.register_buffer("ids", ids.to(like.device), persistent=False)
-    if eagle.assumption:
-        print(f"{checkpoint.path}: {eagle.assumption}. {states_note(model)}", file=sys.stderr)
-    return model
+    return loader(checkpoint, new_model, EagleDraft)
 
 
 def eagle_parts(model: EagleModel, block: str) -> dict[str, Tensor]:
     """`stored_parts` by name, in a layout that calls its block `block`."""
     return {name.replace("layers.0", block): part for name, part in model.stored_parts()}
-
-
-def read_eagle(checkpoint: Checkpoint, config: Config) -> tuple[Eagle, Config]:
-    """The draft's settings and Config, for a target of this Config. ValueError names the file."""
-    with error_prefix(checkpoint.path / "config.json"):
-        eagle = eagle_of(checkpoint.hf, config)
-        return eagle, config_from_hf(eagle.layer)
 
 
 def eagle_of(hf: dict, target: Config) -> Eagle:

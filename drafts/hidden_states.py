@@ -4,7 +4,7 @@ AuxHiddenStates     the residual stream at one layer, by position
 HiddenStateModel    a draft model that reads them, and its tensors in a folder
 HiddenStateDraft    makes the target record them, and warns once of a draft whose first tokens
                     are accepted no more often than by chance
-loader, fill_model  read a published folder
+loader, fill_parts  read a published folder
 """
 
 import sys
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from loading.checkpoint import Checkpoint
 from loading.config import Section
 from loading.files import check_headers
-from loading.models import DTYPES
+from loading.models import DTYPES, allocate
 from loading.weight_names import pieces
-from model import Caches, Linear, Transformer
+from model import Caches, Config, Linear, Transformer
 from speculative import ModelDraft
 from weights.walker import quantized_copy
 
@@ -32,16 +32,10 @@ class AuxHiddenStates(nn.Module):
     """The input of one layer of the target, (B, S, D) at fixed addresses, written like its caches:
     the next pass overwrites everything beyond the last decided token."""
 
-    def __init__(
-        self,
-        B: int,
-        S: int,
-        D: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, B: int, S: int, like: Tensor):
+        """For B rows of S positions; `like` (D,) has their dtype and device."""
         super().__init__()
-        zeros = torch.zeros(B, S, D, dtype=dtype, device=device)
+        zeros = like.new_zeros(B, S, len(like))
         self.register_buffer("x", zeros, persistent=False)
 
     def update(self, x: Tensor, pos: Tensor) -> None:
@@ -72,12 +66,8 @@ class HiddenStateModel(Transformer):
     aux_layer_ids: tuple[int, ...]
     layers_key: str  # of config.json, which names the layers
     fc: Linear
-    OWN = (
-        "fc",
-        "hidden_norm",
-        "input_norm",
-        "markov_head",
-    )  # modules that a Transformer does not have
+    # Modules that a Transformer does not have.
+    OWN = ("fc", "hidden_norm", "input_norm", "markov_head")
 
     def target_states(self, caches: Caches, pos: Tensor) -> Tensor:
         """The fused state (B, T, D) at each of the target's positions pos (B, T)."""
@@ -92,6 +82,11 @@ class HiddenStateModel(Transformer):
                 continue
             for source, part in pieces(self.config, name, parameter):
                 yield source.removeprefix("model."), part
+
+    def fill(self, checkpoint: Checkpoint, target: Config) -> None:
+        """Copy a folder's tensors, for a target of this Config, into the model. ValueError names
+        those that do not fit."""
+        fill_parts(checkpoint, dict(self.stored_parts()))
 
 
 class HiddenStateDraft(ModelDraft):
@@ -117,10 +112,8 @@ class HiddenStateDraft(ModelDraft):
         """Make the target's ModelRunner record what the model reads, from now on."""
         like = target.model.norm.weight
         S = target.S + target.slack
-        streams = {}
         with torch.inference_mode(False):  # plain tensors, which any later code may write to
-            for i in self.model.aux_layer_ids:
-                streams[i] = AuxHiddenStates(B, S, len(like), like.dtype, like.device)
+            streams = {i: AuxHiddenStates(B, S, like) for i in self.model.aux_layer_ids}
         target.caches = target.caches._replace(aux_hidden_states=streams)
         return streams
 
@@ -160,23 +153,26 @@ def read_layer_ids(section: Section, key: str, highest: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def fill_model(
-    model: HiddenStateModel,
+def fill_parts(
     checkpoint: Checkpoint,
     parts: dict[str, Tensor],
-    maps: dict[str, tuple],
+    maps: dict[str, tuple] | None = None,
 ) -> None:
-    """Copy a folder's tensors into the model's parts by name. ValueError lists those that do not
+    """Copy a folder's tensors into the parts of these names. ValueError lists those that do not
     fit. `maps`: shape and types of the folder's further tensors."""
     expected = {name: (tuple(part.shape), DTYPES) for name, part in parts.items()}
-    check_headers(checkpoint.path, expected | maps, checkpoint.tensors, False)
+    check_headers(checkpoint.path, expected | (maps or {}), checkpoint.tensors, False)
     for name, part in parts.items():
         part.copy_(checkpoint.tensors[name][...])
 
 
-def loader(checkpoint: Checkpoint, load_model: Callable, draft_class: type) -> Callable:
-    """The loader of a folder, as of drafts.registry.folder_check: load_model(checkpoint, target) in
-    the target's dtype, not packed."""
+def loader(
+    checkpoint: Checkpoint,
+    new_model: Callable[[], HiddenStateModel],
+    draft_class: type[HiddenStateDraft],
+) -> Callable:
+    """The loader of a folder whose config.json has been read, as of drafts.registry.folder_check.
+    new_model() is filled with its tensors in the target's dtype, and not packed."""
 
     def load(
         target: Transformer, tokenizer, *, quantize: str | None, sharded: bool, **options
@@ -186,7 +182,11 @@ def loader(checkpoint: Checkpoint, load_model: Callable, draft_class: type) -> C
                 f"--draft_tp sharded: {checkpoint.path} reads the target's hidden states, and every"
                 f" rank holds such a draft in full"
             )
-        model = load_model(checkpoint, target)
+        like = target.norm.weight
+        with torch.device("meta"):
+            model = new_model().to(like.dtype)
+        allocate(model, like.device)
+        model.fill(checkpoint, target.config)
         if quantize:
             model = quantized_copy(model, quantize)
         return draft_class(model)

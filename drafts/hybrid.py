@@ -19,26 +19,26 @@ from speculative import DraftLength, ModelDraft
 
 
 class HybridDraft(SuffixDraft):
-    """A suffix draft with the draft of a model next to it. A round in which no row takes the
-    model's does not run the model, whose cache then lags until `catch_up` fills it."""
+    """A suffix draft next to a ModelDraft. A round in which no row takes the model's draft does not
+    run the model, whose cache then lags until `catch_up` fills it."""
 
-    def __init__(self, draft: ModelDraft, depth: int = 24):
+    def __init__(self, model_draft: ModelDraft, depth: int = 24):
         super().__init__(depth)
-        self.draft = draft
-        self.model = draft.model
-        self.owns_cache = draft.owns_cache
-        self.max_draft_tokens = draft.max_draft_tokens
-        self.max_positions = draft.max_positions
+        self.model_draft = model_draft
+        self.model = model_draft.model
+        self.owns_cache = model_draft.owns_cache
+        self.max_draft_tokens = model_draft.max_draft_tokens
+        self.max_positions = model_draft.max_positions
 
     def setup(self, *args) -> None:
         super().setup(*args)
-        self.draft.setup(*args)
-        self.runner = self.draft.runner
-        self.num_input_tokens = self.draft.num_input_tokens
+        self.model_draft.setup(*args)
+        self.runner = self.model_draft.runner
+        self.num_input_tokens = self.model_draft.num_input_tokens
 
     def row_view(self, begin: int, end: int) -> "HybridDraft":
         view = super().row_view(begin, end)
-        view.draft = self.draft.row_view(begin, end)
+        view.model_draft = self.model_draft.row_view(begin, end)
         return view
 
     def choose_k(
@@ -50,34 +50,32 @@ class HybridDraft(SuffixDraft):
         """A row takes the suffix draft where the model cannot draft, or where at least as many of
         its first K tokens are expected to be accepted as of the model's. With "auto", a round of
         suffix drafts alone, which costs no drafting, also competes with rounds of the model."""
-        guesses = self.expect(requests, unread)
-        can_run = [row is None for row in self.draft.expect(requests, unread)]
-        is_auto = draft_length.fixed is None
-        k = 0
+        expected = self.expect(requests, unread)
+        can_run = [row is None for row in self.model_draft.expect(requests, unread)]
+        if draft_length.fixed is None:
+            gain, k = draft_length.best_of(expected, runs_model=False)
+            takes_model = any(can_run) and (k == 0 or gain < draft_length.best()[1])
+        else:
+            k = draft_length.fixed if any(expected) else 0
+            takes_model = any(can_run)
         model_tokens = 0.0
-        if is_auto:
-            gain, k = draft_length.best_of(guesses, runs_model=False)
-            if any(can_run) and gain < draft_length.best()[1]:
-                k = 0
-        has_draft = any(can_run)
-        if not is_auto:
-            has_draft = has_draft or any(guesses)
-        if k == 0 and has_draft:
+        if takes_model:
             k = draft_length.choose()
             model_tokens = expected_tokens(draft_length.alpha, k) - 1
-        self.guessed = set()
-        for request, guess, can in zip(requests, guesses, can_run):
-            if not can or sum(guess[:k]) >= model_tokens:
-                self.guessed.add(request)
+        self.suffix_requests = set()
+        for request, row, can in zip(requests, expected, can_run):
+            if not can or sum(row[:k]) >= model_tokens:
+                self.suffix_requests.add(request)
             else:
                 self.draft_rows[request.slot.index, 1].fill_(END)
-        self.runs_model = k == 0 or len(self.guessed) < len(requests)
+        self.runs_model = k == 0 or len(self.suffix_requests) < len(requests)
         return k
 
     def lag_after(self, request: Request, k: int) -> int:
         if not self.runs_model:
             return request.draft_lag + k + 1
-        num_lost = k if request in self.guessed else 0  # the model's drafts were of another text
+        # The model's own drafts were of another text than a suffix draft.
+        num_lost = k if request in self.suffix_requests else 0
         return max(super().lag_after(request, k), num_lost)
 
     def propose(self, state: nn.Module) -> tuple[Tensor, Tensor]:
@@ -86,9 +84,9 @@ class HybridDraft(SuffixDraft):
         tokens, probs = super().propose(state)  # (B, K), (B, K, V)
         if not self.runs_model:
             return tokens, probs
-        model_tokens, model_probs = self.draft.propose(state)
+        model_tokens, model_probs = self.model_draft.propose(state)
         has_suffix = probs[:, :1].sum(dim=-1) > 0  # (B, 1)
-        can_run = self.draft.rows_to_draft(state)[:, None, None]  # (B, 1, 1)
+        can_run = self.model_draft.rows_to_draft(state)[:, None, None]  # (B, 1, 1)
         probs = torch.where(has_suffix[..., None], probs, can_run * model_probs)
         # At the addresses and strides of a compiled verification.
         model_tokens.copy_(torch.where(has_suffix, tokens, model_tokens))
@@ -102,11 +100,11 @@ class HybridDraft(SuffixDraft):
         self.runs_model = True  # until a round without it is planned
 
     def observe(self, overlap: float) -> None:
-        self.draft.observe(overlap)
+        self.model_draft.observe(overlap)
 
     def passes(self, k: int) -> int:
-        return self.draft.passes(k)
+        return self.model_draft.passes(k)
 
     def catch_up(self, state: nn.Module, lag: int) -> None:
         if self.runs_model:
-            self.draft.catch_up(state, lag)
+            self.model_draft.catch_up(state, lag)

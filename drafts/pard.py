@@ -15,7 +15,6 @@ from drafts.translated import load_translated
 from drafts.vocabulary import read_token_id
 from loading.checkpoint import Checkpoint, load_config
 from loading.config import Section
-from loading.plain_files import error_prefix
 from loading.tokenizer import Tokenizer
 from model import Caches, Config, Transformer
 from speculative import ParallelDraft
@@ -53,8 +52,7 @@ def pard_token(hf: dict) -> int:
 def check(checkpoint: Checkpoint, config: Config) -> Callable[..., PardDraft]:
     """Check a PARD folder and return its loader (drafts.registry.folder_check). ValueError for a
     wrong mask."""
-    with error_prefix(checkpoint.path / "config.json"):
-        mask = pard_token(checkpoint.hf)
+    mask = pard_token(checkpoint.hf)
     load_config(checkpoint)
     return functools.partial(load, checkpoint, mask)
 
@@ -64,6 +62,6 @@ def load(
 ) -> PardDraft:
     """A PARD folder for this target, not packed. `options` are those of
     drafts.translated.load_translated."""
-    draft = load_translated(checkpoint, target, tokenizer, mask, **options)
-    is_translated = hasattr(draft.embed, "ids")
-    return PardDraft(draft, draft.config.vocab_size if is_translated else mask)
+    model = load_translated(checkpoint, target, tokenizer, mask, **options)
+    is_translated = hasattr(model.embed, "ids")
+    return PardDraft(model, model.config.vocab_size if is_translated else mask)

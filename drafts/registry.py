@@ -2,7 +2,9 @@
 
     load_drafter    the public door
     load_models     a target and its drafter, packed for their kernels
-    check_draft     everything that can be refused before weights are read
+    draft_loader    DraftOptions -> what loads their drafter
+    check_draft     refuses what it can before weights are read, and returns what loads the drafter:
+                    the others call it, so a config.json is parsed once
     folder_check    finds the check of a kind of folder; a new kind takes a file and a case here
     spec_parser     finds the parser of a kind of spec, likewise
 
@@ -10,6 +12,7 @@ This file does not know how a drafter drafts. It imports a drafter's file when a
 is asked for, so a fork may delete the files of drafters that it does not need.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from loading.checkpoint import Checkpoint
 from loading.draft_types import draft_type_of
 from loading.options import DraftOptions, ModelOptions, split_spec
 from loading.plain_files import error_prefix
-from loading.target import load_target
+from loading.target import load_target, target_config
 from loading.tokenizer import Tokenizer
 from model import Config, Transformer
 from speculative import Drafter, layers_from_spec, quantized_from_spec
@@ -49,9 +52,6 @@ def load_drafter(
     has no quantized draft. ValueError names file, key and number of a draft that does not fit the
     target.
     """
-    if is_folder(folder_or_spec):
-        folder_or_spec = Checkpoint.of(folder_or_spec)
-        ranks_of(model).check_same(folder_or_spec.fingerprints)
     load = check_draft(folder_or_spec, model.config)
     drafter = load(
         model, tokenizer, dtype=dtype, quantize=quantize, sharded=sharded, progress=progress
@@ -61,48 +61,47 @@ def load_drafter(
     return drafter
 
 
-def drafter_for(
-    options: DraftOptions,
-    model: Transformer,
-    tokenizer: Tokenizer,
-    dtype: str | None,
-    progress: bool = False,
-):
-    """The Drafter of these options, not packed; None where they name no draft. The target may not
-    be packed either."""
-    if options.source is None:
-        return None
-    return load_drafter(
-        options.source,
-        model,
-        tokenizer,
-        dtype=dtype,
-        quantize=options.quantize,
-        sharded=options.sharded,
-        pack=False,
-        progress=progress,
-    )
-
-
 def load_models(
     options: ModelOptions,
-    draft: DraftOptions,
+    draft_options: DraftOptions,
     device: torch.device,
     ranks: Ranks = ALONE,
     progress: bool = False,
 ) -> tuple[Transformer, Tokenizer, Drafter | None]:
-    """Target, tokenizer and drafter. Packs last: a draft made from its target needs unpacked
-    weights."""
+    """Target, tokenizer and drafter. A draft that cannot fit is refused before weights are read.
+    Packs last: a draft made from its target needs unpacked weights."""
+    load = draft_loader(draft_options, target_config(options), options.dtype, progress)
     model, tokenizer = load_target(options, device, ranks, progress)
-    drafter = drafter_for(draft, model, tokenizer, options.dtype, progress)
+    drafter = load(model, tokenizer)
     pack_with(model, drafter)
     return model, tokenizer, drafter
 
 
+def draft_loader(
+    options: DraftOptions,
+    config: Config,
+    dtype: str | None,
+    progress: bool = False,
+) -> Callable[..., Drafter | None]:
+    """`check_draft` of these options. It returns load(target, tokenizer), which gives None where
+    they name no draft."""
+    if options.source is None:
+        return lambda target, tokenizer: None
+    if options.spec and is_folder(options.spec):
+        raise ValueError(f"--draft {options.spec}: a folder belongs to --draft_checkpoint")
+    return functools.partial(
+        check_draft(options.source, config),
+        dtype=dtype,
+        quantize=options.quantize,
+        sharded=options.sharded,
+        progress=progress,
+    )
+
+
 def pack_with(model: Transformer, *drafters: Drafter | None) -> None:
     """Pack a target and its drafts for their kernels."""
-    drafts = [drafter.model for drafter in drafters if drafter is not None]
-    pack_model(model, *[draft for draft in drafts if draft is not None])
+    models = [drafter.model for drafter in drafters if drafter is not None]
+    pack_model(model, *[draft_model for draft_model in models if draft_model is not None])
 
 
 def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
@@ -115,13 +114,11 @@ def is_folder(folder_or_spec: str | Path | Checkpoint) -> bool:
 
 
 def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Callable:
-    """Check a draft for a target of this config, and return load(target, tokenizer, **options of
-    load_drafter) -> Drafter. ValueError for one that cannot fit. Reads no weights."""
+    """Check a draft for a target of this config, and return load(target, tokenizer, *, dtype,
+    quantize, sharded, progress) -> Drafter, not packed. ValueError for one that cannot fit. Reads
+    no weights."""
     if is_folder(folder_or_spec):
-        checkpoint = Checkpoint.of(folder_or_spec)
-        with error_prefix(checkpoint.path / "config.json"):
-            kind = draft_type_of(checkpoint.hf)
-        return folder_check(kind)(checkpoint, config)
+        return check_folder(Checkpoint.of(folder_or_spec), config)
     spec, folder = split_spec(folder_or_spec)
     kind, _, value = spec.partition(":")
     with error_prefix(f"--draft {folder_or_spec}"):
@@ -129,15 +126,27 @@ def check_draft(folder_or_spec: str | Path | Checkpoint, config: Config) -> Call
     return load if folder is None else hybrid_loader(load, Checkpoint(folder), config)
 
 
+def check_folder(checkpoint: Checkpoint, config: Config) -> Callable:
+    """`check_draft` of a folder, which all ranks must read alike."""
+    with error_prefix(checkpoint.path / "config.json"):
+        load = folder_check(draft_type_of(checkpoint.hf))(checkpoint, config)
+
+    def load_alike(target: Transformer, tokenizer: Tokenizer, **options) -> Drafter:
+        ranks_of(target).check_same(checkpoint.fingerprints)
+        return load(target, tokenizer, **options)
+
+    return load_alike
+
+
 def hybrid_loader(load_suffix: Callable, folder: Checkpoint, config: Config) -> Callable:
     """Check a folder's draft, and return the loader of both as one drafter."""
     from drafts.hybrid import HybridDraft
 
-    check_draft(folder, config)
+    load_folder = check_folder(folder, config)
 
     def load(target: Transformer, tokenizer: Tokenizer, **options) -> HybridDraft:
-        draft = load_drafter(folder, target, tokenizer, pack=False, **options)
-        return HybridDraft(draft, load_suffix(target, tokenizer).depth)
+        drafter = load_folder(target, tokenizer, **options)
+        return HybridDraft(drafter, load_suffix(target, tokenizer).depth)
 
     return load
 

@@ -13,7 +13,7 @@ file knows token ids alone.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,12 +31,17 @@ POOL_TOKENS = 1 << 17  # tokens of earlier answers, some 400 bytes each
 END = -1  # behind each text of the pool, and behind a draft
 
 
-class Guess(NamedTuple):
+class DraftToken(NamedTuple):
     """A drafted token, its share of the continuations, and the length of the match before it."""
 
-    token: int
+    id: int
     share: float
-    length: int
+    match_length: int
+
+    @property
+    def length_bits(self) -> int:
+        """The index of what is known of drafts behind matches of about this length."""
+        return self.match_length.bit_length()
 
 
 class Text:
@@ -46,7 +51,7 @@ class Text:
         self.ids: list[int] = []
         self.seeds: list[int | None] = []  # of the noise that drew a token; None for greedy text
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.guesses: list[Guess] = []  # how it goes on, made before its newest tokens
+        self.draft_tokens: list[DraftToken] = []  # made before its newest tokens
 
     def extend(self, ids: Sequence[int], seed: int | None = None) -> None:
         for id in ids:
@@ -57,38 +62,27 @@ class Text:
                 if n <= end + 1:
                     self.ends[tuple(self.ids[-n:])].append(end)
 
-    def occurrences(
-        self,
-        context: Sequence[int],
-        n: int,
-        seed: int | None,
-    ) -> list[int]:
-        """Positions where the last n tokens of `context` end, the latest first, without tokens of
-        this seed."""
-        ends = self.ends.get(tuple(context[-n:]), [])
-        latest = ends[: -MAX_OCCURRENCES - 1 : -1]
-        if seed is not None:
-            latest = [end for end in latest if self.seeds[end] != seed]
-        last = len(self.ids) - 1
-        return [end for end in latest if end < last]  # the last token has no continuation
-
     def longest_matches(
         self,
         context: Sequence[int],
-        depth: int,
         seed: int | None,
     ) -> tuple[int, list[int]]:
-        """The length of the longest suffix of `context`, of at most `depth` tokens, that ends among
-        the occurrences of its longest indexed n-gram; and the positions after it."""
-        suffix = context[: -depth - 1 : -1]
+        """The length of the longest suffix of `context` that ends among the latest occurrences of
+        its longest indexed n-gram, and the positions after it, the latest first. Tokens of this
+        seed do not count, nor does the last token, which has no continuation."""
+        ends = []
         for n in GRAMS:
-            ends = self.occurrences(context, n, seed) if n <= len(suffix) else []
+            latest = self.ends.get(tuple(context[-n:]), [])[: -MAX_OCCURRENCES - 1 : -1]
+            if seed is not None:
+                latest = [end for end in latest if self.seeds[end] != seed]
+            ends = [end for end in latest if end < len(self.ids) - 1]
             if ends:
                 break
         lengths = []
         for end in ends:
-            begin = max(0, end + 1 - depth)
-            lengths.append(common_prefix(suffix, self.ids[begin : end + 1][::-1]))
+            begin = max(0, end + 1 - len(context))
+            before = self.ids[begin : end + 1]
+            lengths.append(common_prefix(context[::-1], before[::-1]))
         longest = max(lengths, default=0)
         return longest, [end + 1 for end, length in zip(ends, lengths) if length == longest]
 
@@ -98,13 +92,13 @@ class Text:
         depth: int,
         max_length: int,
         seed: int | None = None,
-    ) -> list[Guess]:
+    ) -> list[DraftToken]:
         """The tokens that most often followed the longest suffix of `context`, of at most `depth`
         tokens. A continuation that reaches the end of the text repeats."""
-        longest, ahead = self.longest_matches(context, depth, seed)
+        longest, ahead = self.longest_matches(context[-depth:], seed)
         num_ids = len(self.ids)
         product = 1.0
-        guesses = []
+        draft_tokens = []
         for length in range(longest, longest + min(FACTOR * longest, max_length)):
             counts = Counter(self.ids[position] for position in ahead)
             token, count = counts.most_common(1)[0]  # the latest of several
@@ -112,11 +106,11 @@ class Text:
             product *= share
             if token == END or product < MIN_SHARE:
                 break
-            guesses.append(Guess(token, share, length))
+            draft_tokens.append(DraftToken(token, share, length))
             ahead = [position + 1 for position in ahead if self.ids[position] == token]
             self.ids.append(token)
         del self.ids[num_ids:]
-        return guesses
+        return draft_tokens
 
 
 class SuffixDraft(Drafter):
@@ -141,53 +135,49 @@ class SuffixDraft(Drafter):
         self.accepted = [4 * (1 - 1.5 / 2**bits) for bits in range(32)]
         self.shares = [4.0] * 32
 
-    def setup(
-        self,
-        state: nn.Module,
-        k_max: int,
-        target,
-        maybe_compile: Callable,
-    ) -> None:
-        super().setup(state, k_max, target, maybe_compile)
+    def setup(self, *args) -> None:
+        super().setup(*args)
         self.texts = {}
-        device = state.pos.device
-        G = timing.host_lag(device) * (k_max + 1) + k_max
-        # Of each row the last position that the host knew, up to G tokens drafted after it, and at
+        B, k_max = self.tokens.shape
+        device = self.tokens.device
+        max_tokens = timing.host_lag(device) * (k_max + 1) + k_max
+        # Of each row the last position that the host knew, the tokens drafted after it, and at
         # least one END.
-        drafts = torch.full((state.pos.size(0), G + 2), END, device=device)
-        self.register_buffer("draft_rows", drafts, persistent=False)
+        draft_rows = torch.full((B, max_tokens + 2), END, device=device)
+        self.register_buffer("draft_rows", draft_rows, persistent=False)
 
     def expect(self, requests: Sequence[Request], unread: int) -> list[list[float]]:
         for request in list(self.texts):
             if request.finish_reason is not None:
                 self.remember(request)
-        B, width = self.draft_rows.shape
-        rows = [[END] * width for _ in range(B)]
+        rows = torch.full_like(
+            self.draft_rows, END, device="cpu", pin_memory=self.draft_rows.is_cuda
+        )
+        max_length = rows.size(1) - 2
         expected = []
         for request in requests:
             text = self.read(request)
-            text.guesses = []
+            text.draft_tokens = []
             if request.may_draft:
-                text.guesses = self.best_guesses(text, noise_seed(request), width - 2)
-            row = [len(text.ids) - 1, *(guess.token for guess in text.guesses)]
-            rows[request.slot.index][: len(row)] = row
-            expected.append(self.acceptances(text.guesses)[unread:])
-        on_host = torch.tensor(rows, pin_memory=self.draft_rows.device.type == "cuda")
-        self.draft_rows.copy_(on_host, non_blocking=True)
+                text.draft_tokens = self.best_continuation(text, noise_seed(request), max_length)
+            row = [len(text.ids) - 1, *(token.id for token in text.draft_tokens)]
+            rows[request.slot.index, : len(row)] = torch.tensor(row)
+            expected.append(self.acceptances(text.draft_tokens)[unread:])
+        self.draft_rows.copy_(rows, non_blocking=True)
         return expected
 
-    def best_guesses(
+    def best_continuation(
         self,
         text: Text,
         seed: int | None,
         max_length: int,
-    ) -> list[Guess]:
+    ) -> list[DraftToken]:
         """The continuation, from the text itself or the pool, with the most tokens expected."""
-        drafts = [
+        continuations = [
             source.continuation(text.ids, self.depth, max_length, seed)
             for source in (text, *self.pool)
         ]
-        return max(drafts, key=lambda guesses: sum(self.acceptances(guesses)))
+        return max(continuations, key=lambda tokens: sum(self.acceptances(tokens)))
 
     def read(self, request: Request) -> Text:
         """The request's text with its newest tokens. These also update the acceptance of its
@@ -197,23 +187,23 @@ class SuffixDraft(Drafter):
             self.texts[request].extend(request.prompt)
         text = self.texts[request]
         tokens = request.tokens[len(text.ids) - len(request.prompt) :]
-        for guess, token in zip(text.guesses, tokens):
-            bits = guess.length.bit_length()
-            is_accepted = guess.token == token
+        for drafted, token in zip(text.draft_tokens, tokens):
+            bits = drafted.length_bits
+            is_accepted = drafted.id == token
             self.accepted[bits] = self.accepted[bits] * DECAY + is_accepted
-            self.shares[bits] = self.shares[bits] * DECAY + guess.share
+            self.shares[bits] = self.shares[bits] * DECAY + drafted.share
             if not is_accepted:
                 break
         text.extend(tokens)
         return text
 
-    def acceptances(self, guesses: Sequence[Guess]) -> list[float]:
+    def acceptances(self, draft_tokens: Sequence[DraftToken]) -> list[float]:
         """For each token the probability that it and all before it are accepted."""
         product = 1.0
         products = []
-        for guess in guesses:
-            bits = guess.length.bit_length()
-            product *= min(1.0, guess.share * (self.accepted[bits] / self.shares[bits]))
+        for token in draft_tokens:
+            bits = token.length_bits
+            product *= min(1.0, token.share * (self.accepted[bits] / self.shares[bits]))
             products.append(product)
         return products
 
@@ -237,17 +227,17 @@ class SuffixDraft(Drafter):
         """Propose the next k tokens of each row's draft, if it agrees with the tokens decided since
         it was made."""
         begin = self.draft_rows[:, :1] + 1  # (B, 1) position of the first drafted token
-        draft = self.draft_rows[:, 1:]  # (B, G + 1), END at last
-        num_columns = draft.size(1)
+        drafted = self.draft_rows[:, 1:]  # (B, W), END at last
+        W = drafted.size(1)
         pos = state.pos[:, None]  # (B, 1)
-        num_since = pos + 1 - begin  # (B, 1)
-        ahead = torch.arange(num_columns, device=pos.device)
-        position = (begin + ahead).clamp(max=state.tokens.size(1) - 1)
-        since = state.tokens.gather(1, position)  # (B, G + 1)
-        agrees = (since == draft) | (ahead >= num_since)
+        ahead = torch.arange(W, device=pos.device)
+        position = begin + ahead  # (B, W)
+        last_position = state.tokens.size(1) - 1
+        decided = state.tokens.gather(1, position.clamp(max=last_position))
+        agrees = (decided == drafted) | (position > pos)
         may_draft = agrees.all(dim=1, keepdim=True) & ~state.done[:, None]  # (B, 1)
-        index = num_since + ahead[:k]  # (B, k)
-        tokens = draft.gather(1, index.clamp(0, num_columns - 1))
+        index = pos + 1 - begin + ahead[:k]  # (B, k)
+        tokens = drafted.gather(1, index.clamp(0, W - 1))
         is_drafted = may_draft & (tokens != END)
         # Verification runs the positions without a draft too; the last token's states are known to
         # be finite.

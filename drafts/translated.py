@@ -59,7 +59,7 @@ def load_translated(
     draft_tokenizer = load_tokenizer(checkpoint)
     ids = shared_tokens(tokenizer, draft_tokenizer, target, checkpoint.path)
     ranks = ranks_of(target) if sharded else None
-    draft = load_model(
+    model = load_model(
         checkpoint,
         device=device,
         dtype=dtype,
@@ -69,15 +69,15 @@ def load_translated(
         pack=False,
     )
     if ids is not None:
-        translate(draft, ids, draft_tokenizer.bos_id or 0, mask)
-    return draft
+        translate(model, ids, draft_tokenizer.bos_id or 0, mask)
+    return model
 
 
 @torch.no_grad()
 def shared_tokens(
     tokenizer: Tokenizer,
-    other: Tokenizer,
-    model: Transformer,
+    draft_tokenizer: Tokenizer,
+    target: Transformer,
     folder: Path,
 ) -> Tensor | None:
     """The draft's id of each of the target's V ids (V,), -1 for none; None where both read every id
@@ -85,12 +85,13 @@ def shared_tokens(
     probability, the mean over a short text. Equal tokenizers may still have vocabularies of unequal
     padding."""
     pieces = tokenizer.pieces()
-    draft_pieces = other.pieces()
+    draft_pieces = draft_tokenizer.pieces()
     if pieces == draft_pieces:
         return None
-    ids = ids_by_string(pieces, draft_pieces, model.config.vocab_size)
-    text = torch.tensor([tokenizer.encode(SAMPLE_TEXT)], device=model.norm.weight.device)  # (1, T)
-    p = model(text, torch.arange(text.size(1), device=text.device)).softmax(-1)  # (1, T, V)
+    ids = ids_by_string(pieces, draft_pieces, target.config.vocab_size)
+    text = torch.tensor([tokenizer.encode(SAMPLE_TEXT)], device=target.norm.weight.device)
+    pos = torch.arange(text.size(1), device=text.device)  # (T,)
+    p = target(text, pos).softmax(-1)  # (1, T, V)
     share = p[..., ids.to(p.device) >= 0].sum(-1).mean().item()
     message = f"its tokenizer has {int((ids >= 0).sum())} of the target's {len(pieces)} tokens"
     message += f", {share:.1%} of the target's probability"

@@ -23,16 +23,16 @@ def read_token_id(section: Section, key: str, V: int) -> int:
     return id
 
 
-def ids_by_string(target: list[bytes], draft: list[bytes], V: int) -> Tensor:
+def ids_by_string(pieces: list[bytes], draft_pieces: list[bytes], V: int) -> Tensor:
     """The draft's id of each of the target's V ids (V,), -1 where the draft has no token of these
     bytes. Of several tokens with the same bytes the first maps to the first, the second to the
     second."""
     draft_ids = defaultdict(deque)  # by bytes, in order
-    for id, piece in enumerate(draft):
+    for id, piece in enumerate(draft_pieces):
         if piece:
             draft_ids[piece].append(id)
     ids = [-1] * V
-    for id, piece in enumerate(target[:V]):
+    for id, piece in enumerate(pieces[:V]):
         if draft_ids[piece]:
             ids[id] = draft_ids[piece].popleft()
     return torch.tensor(ids)

@@ -37,7 +37,7 @@ import torch
 from cli.answers import RowAnswer
 from cli.errors import cpu_share, exit_on_error
 from cli.flags import options_of, parser, with_chosen_seed
-from cli.opening import check_draft_source, context_limit, sampling_paths
+from cli.opening import context_limit, sampling_paths
 from cli.options import Options
 from cli.prompts import Encoder, Prompt, Row, read_prompts
 from cli.report import decided, rate, speculative, summary
@@ -45,10 +45,10 @@ from cli.running import run_interruptibly, warm_up
 from decoding.engine import Engine
 from decoding.scheduler import common_prefix
 from decoding.statistics import Timing
-from drafts.registry import drafter_for, pack_with
+from drafts.registry import draft_loader, pack_with
 from generate import LLM
 from loading.options import ModelOptions
-from loading.target import load_target, pick_device
+from loading.target import load_target, pick_device, target_config
 from loading.tokenizer import Tokenizer
 from model import Transformer
 from scripts.flags import CompareOptions
@@ -157,13 +157,13 @@ def load_sides(a: Options, b: Options, prompts: list[Prompt]) -> tuple[Side, Sid
     targets: dict[ModelOptions, tuple[Transformer, Tokenizer]] = {}
     sides = []
     for options in (a, b):
-        check_draft_source(options)
+        config = target_config(options.model)
+        load_draft = draft_loader(options.draft, config, options.model.dtype, progress=True)
         if options.model not in targets:  # a model with the same options is loaded once
             device = pick_device(options.model.device)
             targets[options.model] = load_target(options.model, device, progress=True)
         model, tokenizer = targets[options.model]
-        drafter = drafter_for(options.draft, model, tokenizer, options.model.dtype, progress=True)
-        sides.append(Parts(options, model, tokenizer, drafter))
+        sides.append(Parts(options, model, tokenizer, load_draft(model, tokenizer)))
     first, second = sides
     check_same_tokens(first.tokenizer, second.tokenizer, b.model.source)
     # Pack only after both drafters are made: packed weights cannot be copied into a draft.
@@ -190,7 +190,7 @@ def load_side(parts: Parts, prompts: list[Prompt], limit: int, num_threads: int)
     engine = Engine(model, batch_size, max_length or length, options.engine, drafter)
     num_threads = options.run.threads or num_threads
     torch.set_num_threads(num_threads)
-    warm_up(engine, rows[0].sampling, length // 2, sampling_paths(rows))
+    warm_up(engine, rows[0].sampling, sampling_paths(rows))
     stop_ids = frozenset() if options.requests.ignore_eos else tokenizer.stop_ids
     side = Side(options, LLM.from_engine(engine, tokenizer, stop_ids), num_threads, rows)
     batch = rows[: engine.batch_size]

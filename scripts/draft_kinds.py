@@ -129,11 +129,7 @@ class Kind:
     def target_states(self, target: Transformer, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The target's states (B, T, D), and the inputs (B, T, D) of its layers `aux_layer_ids`."""
         B, T = rows.shape
-        weight = target.norm.weight
-        streams = {
-            i: AuxHiddenStates(B, T, len(weight), weight.dtype, weight.device)
-            for i in self.aux_layer_ids
-        }
+        streams = {i: AuxHiddenStates(B, T, target.norm.weight) for i in self.aux_layer_ids}
         caches = None
         if streams:
             caches = target.make_caches(B, T)

@@ -36,11 +36,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.errors import exit_on_error, fail
-from cli.opening import load_models
 from cli.options import check_writable
 from decoding.answers import Answer
 from decoding.engine import Engine
 from decoding.sampling import Sampling
+from drafts.registry import load_models
 from generate import LLM
 from loading.chat_messages import message_forms, render_complete
 from loading.files import write_atomically
@@ -519,7 +519,8 @@ def run(options: EvaluationOptions) -> dict:
     tasks = [name.strip() for name in flags["tasks"].split(",")]
     manager = TaskManager(include_path=folder)
     check_tasks(tasks, manager)
-    model, tokenizer, drafter = load_models(options, pick_device(options.model.device))
+    device = pick_device(options.model.device)
+    model, tokenizer, drafter = load_models(options.model, options.draft, device, progress=True)
     lm = QuickdraftLM(
         model,
         tokenizer,

@@ -12,13 +12,23 @@ import pytest
 import torch
 from reference import angles, logits, norm, rotate, swiglu
 from test_dflash import BLOCK, HEADS, KV_HEADS, MASK, DFlashTwin, E, dflash_tensors
-from test_drafts import LAYER, PROMPTS, D, EagleTwin, V, distance, recorded, written
+from test_drafts import (
+    LAYER,
+    PROMPTS,
+    D,
+    EagleTwin,
+    V,
+    distance,
+    load_draft_model,
+    recorded,
+    written,
+)
 from test_speculative import LONG_PROMPT, TAIL, joint_law, p_value, rows_of, sequences, tiny
 
 from decoding.engine import Engine
 from decoding.sampling import Sampling
-from drafts.dflash import DFlash, DFlashDraft, DFlashModel, load_dflash
-from drafts.eagle import EagleDraft, load_eagle
+from drafts.dflash import DFlash, DFlashDraft, DFlashModel
+from drafts.eagle import EagleDraft
 from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
 from loading.draft_types import draft_type_of
@@ -106,7 +116,7 @@ def target(target_folder):
 def test_dspark_is_its_twin(rank, plain, target, target_folder, tmp_path):
     """Rounds of fewer tokens than the block has, ragged, after plain steps too."""
     folder = dspark_folder(tmp_path / "draft", rank)
-    drafter = recorded(DFlashDraft)(load_dflash(folder, target))
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
     worst, accepted = distance(target, drafter, DSparkTwin(folder, target_folder), folder, plain)
     assert worst < 1e-5 and len(accepted) > 2
 
@@ -115,7 +125,7 @@ def test_dspark_is_its_twin(rank, plain, target, target_folder, tmp_path):
 def test_every_position_of_a_block_draws(rank, target, target_folder, tmp_path):
     folder = dspark_folder(tmp_path / "draft", rank)
     twin, sampling = DSparkTwin(folder, target_folder), Sampling(1.3)
-    drafter = recorded(DFlashDraft)(load_dflash(folder, target))
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
     options = {"drafter": drafter, "speculate_k": BLOCK, "sampling": sampling, "seed": 4}
     rows_of(target, PROMPTS[:2], max_new_tokens=12, **options)
     assert len(drafter.seen) > 1
@@ -133,7 +143,7 @@ def test_every_position_of_a_block_draws(rank, target, target_folder, tmp_path):
 @pytest.mark.parametrize("broken", ["z-lab's first", "no bias", "bias of another token"])
 def test_a_broken_dspark_is_caught(broken, target, target_folder, tmp_path, monkeypatch):
     folder = dspark_folder(tmp_path / "draft")
-    model = load_dflash(folder, target)
+    model = load_draft_model(folder, target)
     drafter = recorded(DFlashDraft)(model)
     if broken == "z-lab's first":
         drafter.first = 1
@@ -291,7 +301,7 @@ class Qwen3EagleTwin(EagleTwin):
 def test_eagle_is_its_twin(plain, target, target_folder, tmp_path):
     folder = written(tmp_path / "draft", EAGLE, qwen3_eagle_tensors())
     assert draft_type_of(EAGLE) == "eagle3"
-    drafter = recorded(EagleDraft)(load_eagle(folder, target))
+    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
     assert drafter.model.aux_layer_ids == (1, 2)
     twin = Qwen3EagleTwin(folder, target_folder)
     worst, accepted = distance(target, drafter, twin, folder, plain)
@@ -352,4 +362,4 @@ def test_a_config_that_cannot_be_honoured_is_refused(change, message, target, tm
 def test_tensors_that_do_not_fit_are_refused_by_name(change, message, target, tmp_path):
     tensors = {name: x for name, x in (dspark_tensors() | change).items() if x is not None}
     with pytest.raises(ValueError, match=message):
-        load_dflash(written(tmp_path / "draft", DSPARK, tensors), target)
+        load_draft_model(written(tmp_path / "draft", DSPARK, tensors), target)

@@ -20,6 +20,7 @@ from test_drafts import (
     V,
     assert_chance_is_said_once,
     distance,
+    load_draft_model,
     recorded,
     tiny_dflash,
     written,
@@ -30,7 +31,7 @@ from cli.flags import parse_args
 from cli.main import run as run_args
 from decoding.engine import Engine
 from decoding.sampling import Sampling
-from drafts.dflash import DFlashDraft, DFlashModel, load_dflash
+from drafts.dflash import DFlashDraft, DFlashModel
 from drafts.registry import check_draft, load_drafter
 from loading.checkpoint import load_model
 from loading.draft_types import draft_type_of
@@ -207,7 +208,7 @@ def target(target_folder):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dflash_is_its_twin(variant, plain, target, target_folder, tmp_path):
     folder = dflash_folder(variant, tmp_path / "draft")
-    drafter = recorded(DFlashDraft)(load_dflash(folder, target))
+    drafter = recorded(DFlashDraft)(load_draft_model(folder, target))
     worst, accepted = distance(target, drafter, DFlashTwin(folder, target_folder), folder, plain)
     assert worst < 1e-4 and len(accepted) > 2
 
@@ -220,7 +221,7 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
         tmp_path / "draft", PUBLISHED | {"max_position_embeddings": 600}, dflash_tensors(2, 2)
     )
     drafter, twin = (
-        recorded(DFlashDraft)(load_dflash(folder, target)),
+        recorded(DFlashDraft)(load_draft_model(folder, target)),
         DFlashTwin(folder, target_folder),
     )
     S = Engine(target, 2, 31).runner.S  # rounded up
@@ -242,7 +243,7 @@ def test_blocks_at_the_end_of_the_context(target, target_folder, tmp_path):
 )
 def test_a_broken_dflash_is_caught(broken, target, target_folder, tmp_path, monkeypatch):
     right = dflash_folder("published", tmp_path / "right")
-    model = load_dflash(right, target)
+    model = load_draft_model(right, target)
     drafter = recorded(DFlashDraft)(model)
     if broken == "causal":
         monkeypatch.setattr(DFlashModel, "visible_by_window", Transformer.visible_by_window)
@@ -420,7 +421,7 @@ def test_weights_for_another_target_are_not_read(target, tmp_path):
     with pytest.raises(
         ValueError, match=f"^{folder / 'config.json'}: hidden_size = 32 is of another target"
     ):
-        load_dflash(folder, target)
+        load_draft_model(folder, target)
 
 
 @pytest.mark.parametrize(
@@ -435,4 +436,4 @@ def test_weights_for_another_target_are_not_read(target, tmp_path):
 def test_tensors_that_do_not_fit_are_refused_by_name(change, message, target, tmp_path):
     tensors = {name: x for name, x in (dflash_tensors(2, 2) | change).items() if x is not None}
     with pytest.raises(ValueError, match=message):
-        load_dflash(written(tmp_path / "draft", PUBLISHED, tensors), target)
+        load_draft_model(written(tmp_path / "draft", PUBLISHED, tensors), target)

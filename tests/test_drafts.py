@@ -30,7 +30,7 @@ from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
 from drafts.dflash import DFlash, DFlashDraft, DFlashModel
-from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of, load_eagle
+from drafts.eagle import Eagle, EagleDraft, EagleModel, eagle_of
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft, pard_token
 from drafts.registry import check_draft, folder_check, load_drafter
@@ -221,6 +221,11 @@ class EagleTwin:
         return torch.stack(found)
 
 
+def load_draft_model(folder, target: Transformer) -> Transformer:
+    """The model of a draft folder, not packed."""
+    return load_drafter(folder, target, None, pack=False).model
+
+
 def recorded(drafter_class):
     """The class, noting what it was asked and what it proposed."""
 
@@ -276,7 +281,7 @@ def target(target_folder):
 def test_eagle_is_its_twin(kind, plain, target, target_folder, tmp_path):
     folder = eagle_folder(kind, tmp_path / kind)
     twin = EagleTwin(folder, target_folder, (1, 3) if kind == "switches" else USUAL)
-    drafter = recorded(EagleDraft)(load_eagle(folder, target))
+    drafter = recorded(EagleDraft)(load_draft_model(folder, target))
     worst, accepted = distance(target, drafter, twin, folder, plain)
     assert worst < 1e-4 and len(accepted) > 2
 
@@ -359,7 +364,7 @@ def test_a_broken_eagle_is_caught(kind, broken, target, target_folder, tmp_path,
     elif broken == "residual":
         hf["norm_before_residual"] = not hf.get("norm_before_residual")
     wrong = written(tmp_path / "wrong", hf, tensors)
-    drafter = recorded(EagleDraft)(load_eagle(wrong, target))
+    drafter = recorded(EagleDraft)(load_draft_model(wrong, target))
     if broken == "stale states":  # the draft's own states stay where the target's belong
         setup = EagleDraft.setup
         monkeypatch.setattr(
@@ -725,6 +730,34 @@ def test_another_kind_of_folder_is_a_function_and_a_case(target, tmp_path, monke
         )
 
 
+@pytest.mark.parametrize("prefix", ["", "suffix,"])
+def test_a_folder_is_checked_once_and_loaded_by_what_was_checked(
+    prefix, target, tmp_path, monkeypatch
+):
+    calls = []
+
+    def counted(hf, config):
+        calls.append(hf)
+        return eagle_of(hf, config)
+
+    monkeypatch.setattr("drafts.eagle.eagle_of", counted)
+    folder = eagle_folder("safeai", tmp_path / "eagle")
+    load_drafter(f"{prefix}{folder}", target, None, pack=False)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "suffix,"])
+def test_ranks_compare_a_folder_before_they_load_it(prefix, target, tmp_path, monkeypatch):
+    def check_same(get_values):
+        raise ValueError(f"differs in {sorted(get_values())}")
+
+    ranks = types.SimpleNamespace(check_same=check_same)
+    monkeypatch.setattr(registry, "ranks_of", lambda model: ranks if model is target else None)
+    folder = written(tmp_path / "eagle", SAFEAI, {"fc.weight": torch.zeros(1)})  # not loadable
+    with pytest.raises(ValueError, match=r"differs in .*tensors"):
+        load_drafter(f"{prefix}{folder}", target, None, pack=False)
+
+
 @pytest.mark.parametrize(
     "change, named",
     [
@@ -753,7 +786,7 @@ def test_another_kind_of_folder_is_a_function_and_a_case(target, tmp_path, monke
 def test_what_an_eagle_folder_cannot_mean_is_refused(change, named, target, tmp_path):
     folder = written(tmp_path / "eagle", SPECULATORS | change, eagle_tensors("layers.0", 3 * D))
     with pytest.raises(ValueError, match=named) as error:
-        load_eagle(folder, target)
+        load_draft_model(folder, target)
     assert str(folder) in str(error.value)
 
 
@@ -768,10 +801,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(target, tmp_path):
     ):
         changed = {name: x for name, x in (tensors | change).items() if x is not None}
         with pytest.raises(ValueError, match=named):
-            load_eagle(written(tmp_path / str(number), SAFEAI, changed), target)
+            load_draft_model(written(tmp_path / str(number), SAFEAI, changed), target)
     beyond = tensors | {"d2t": tensors["d2t"] + V}
     with pytest.raises(RuntimeError, match="out of bounds"):
-        load_eagle(written(tmp_path / "beyond", SAFEAI, beyond), target)
+        load_draft_model(written(tmp_path / "beyond", SAFEAI, beyond), target)
 
 
 # family and layers of the target; keys of config.json; the hidden states that are read; is that a
@@ -845,7 +878,7 @@ def test_a_guess_is_said_once_and_acceptance_near_chance_too(target, tmp_path, c
 
 
 def test_a_good_draft_is_not_warned_of(target, tmp_path, capsys):
-    drafter = EagleDraft(load_eagle(eagle_folder("switches", tmp_path / "eagle"), target))
+    drafter = EagleDraft(load_draft_model(eagle_folder("switches", tmp_path / "eagle"), target))
     Engine(target, 1, 150, drafter=drafter, speculate_k=2)
     for overlap in [1.0, 0.0, 0.0, 0.0] * 50:
         drafter.observe(overlap)

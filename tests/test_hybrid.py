@@ -50,7 +50,7 @@ class Spy:
 
         def planned(requests):
             step = plan(requests)
-            guessed = sorted(request.id for request in step.guessed)
+            guessed = sorted(request.id for request in step.suffix_requests)
             self.steps.append((step.k, guessed, step.runs_model, len(requests)))
             return step
 
@@ -110,7 +110,7 @@ def choice(guesses, can_run, length: DraftLength) -> tuple[int, list[int], bool]
     requests = [Request(i, [1], Sampling(0), 9, slot=Slot(i)) for i in range(len(guesses))]
     drafter = Guessing(guesses, can_run)
     k = drafter.choose_k(requests, 0, length)
-    rows = [i for i, request in enumerate(requests) if request in drafter.guessed]
+    rows = [i for i, request in enumerate(requests) if request in drafter.suffix_requests]
     emptied = (drafter.draft_rows[:, 1] == END).nonzero()[:, 0].tolist()
     assert sorted(rows + emptied) == list(range(len(guesses)))
     return k, rows, drafter.runs_model
@@ -197,7 +197,7 @@ def model_difference(models, num_rows: int) -> float:
     options = {"engine": engine, "max_new_tokens": 60, "sampling": sampling}
     rows_of(target, prompts, seed=1, **options)  # more to look up
     engine.clear()
-    drafter.draft.seen.clear()
+    drafter.model_draft.seen.clear()
     for cache in (*engine.runner.caches.layers, *engine.drafter.runner.caches.layers):
         cache.k.fill_(9.0), cache.v.fill_(-9.0)  # so that a position that was skipped shows
     spy = Spy(engine)
@@ -205,7 +205,7 @@ def model_difference(models, num_rows: int) -> float:
     assert spy.rounds["mixed" if num_rows > 1 else "suffix"] > 1
     model_rounds = [step for step in spy.steps if step[0] and step[2]]
     worst, num_judged = 0.0, 0
-    for (_, guessed, *_), seen in zip(model_rounds, drafter.draft.seen, strict=True):
+    for (_, guessed, *_), seen in zip(model_rounds, drafter.model_draft.seen, strict=True):
         for row, (before, tokens, probs) in enumerate(zip(*seen)):
             if row in guessed or len(before) > 90:
                 continue
@@ -255,7 +255,7 @@ def test_suffix_drafts_go_on_beyond_the_models_context(models):
     target, draft = models
     want = rows_of(target, PROMPTS, max_new_tokens=80)
     drafter = hybrid_of("model", target, draft)
-    with_context(drafter.draft, 40)
+    with_context(drafter.model_draft, 40)
     drafter.max_positions = 40
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=3)
     for _ in range(2):
@@ -269,6 +269,12 @@ def test_suffix_drafts_go_on_beyond_the_models_context(models):
     assert sum(late) > 0.6 * len(late) > 60
 
 
+def test_a_model_that_did_not_pay_is_tried_again():
+    length = length_of("auto", 0.01)
+    chosen = [choice([[]], [True], length)[0] for _ in range(70)]
+    assert chosen == [0] * 64 + [min(KS)] * 4 + [0] * 2
+
+
 @pytest.mark.parametrize("kind", ["model", "dflash"])
 def test_auto(kind, models):
     """K follows from costs, the model sits out where the text is known, and the acceptance that
@@ -279,7 +285,7 @@ def test_auto(kind, models):
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k="auto")
     costs = length_of("auto", 0.5, draft_s=0.1).costs
     costs.verify_s = {k: costs.verify_s[k] for k in engine.ks if k in costs.verify_s}
-    engine.costs, engine.costs_by_rows = costs, {1: costs, 4: costs}
+    engine.costs = costs
     spy = Spy(engine)
     for _ in range(2):
         steps = spy.steps.copy()
@@ -293,17 +299,24 @@ def test_auto(kind, models):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("k", [3, "auto"])
-def test_compiled_rounds(k, models):
-    """Nothing compiles after warm-up, whether the model runs or not."""
+def test_compiled_rounds(k, models, monkeypatch):
+    """Nothing compiles after warm-up and a calibration, whether the model runs or not, and
+    calibrating steps of a longer text compiles nothing either."""
+    monkeypatch.setattr("decoding.warmup.LONG_CONTEXT", 64)
+    monkeypatch.setattr("decoding.warmup.SHORT_LENGTH", 20)
     target, draft = models
     want = rows_of(target, PROMPTS, max_new_tokens=40)
     drafter = hybrid_of("model", target, draft)
     drafter.auto_k = (1, 3)
     engine = Engine(target, 4, 96, drafter=drafter, speculate_k=k, compile=True)
+    for runner in engine.runners:
+        runner.length_multiple = 16  # attend to as few positions as the text has
     engine.warm_up("greedy")
     engine.calibrate(Sampling(0), 20, rounds=1)
     spy = Spy(engine)
     with torch.compiler.set_stance("fail_on_recompile"):
+        engine.calibrate(Sampling(0), rounds=1)
+        assert all(costs.keys() == {32, 96} for costs in engine.measured_costs.values())
         for prompts in (PROMPTS, PROMPTS, PROMPTS[:1]):
             got = rows_of(target, prompts, engine=engine, max_new_tokens=40)
             assert got == want[: len(prompts)]
@@ -319,7 +332,7 @@ class ChoosesByTheDraw(HybridDraft):
 
     def propose(self, state):
         tokens, probs = (x.clone() for x in super(HybridDraft, self).propose(state))
-        drawn, q = self.draft.propose(state)
+        drawn, q = self.model_draft.propose(state)
         is_unlikely = q[:, 0].gather(1, drawn[:, :1]) < 0.4  # (B, 1)
         takes = is_unlikely & (probs[:, :1].sum(-1) > 0)
         drawn.copy_(torch.where(takes, tokens, drawn))
@@ -409,7 +422,7 @@ def test_a_spec_of_both_is_a_drafter(target_of_folder):
     folder, model, tokenizer = target_of_folder
     drafter = load_drafter(f"suffix:5,{folder}", model, tokenizer, pack=False)
     assert isinstance(drafter, HybridDraft) and drafter.depth == 5
-    assert drafter.model is drafter.draft.model and drafter.owns_cache
+    assert drafter.model is drafter.model_draft.model and drafter.owns_cache
 
 
 @pytest.fixture

@@ -31,13 +31,13 @@ from cli.errors import cpu_share, exit_on_error
 from cli.flags import parse_args
 from cli.main import main
 from cli.main import run as run_args
-from cli.opening import load_models
 from cli.prompts import Prompt, Row, read_prompts
 from cli.report import attended_bytes, bytes_read, position_bytes, weight_bytes
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.settings import DEFAULT_LENGTH
 from decoding.statistics import Timing
+from drafts.registry import load_models
 from generate import LLM, generate
 from loading.checkpoint import load_model
 from loading.target import pick_device
@@ -585,7 +585,8 @@ def test_models_are_packed_once_they_are_loaded():
         "--checkpoint checkpoints/demo --draft_checkpoint checkpoints/demo-draft --quantize"
         " int4-g32"
     )
-    model, _, drafter = load_models(parse_args(flags.split()), torch.device("cpu"))
+    options = parse_args(flags.split())
+    model, _, drafter = load_models(options.model, options.draft, torch.device("cpu"))
     for part in (model, drafter.model):
         with pytest.raises(ValueError, match="a packed model cannot be saved"):
             check_unpacked(part, "saved")

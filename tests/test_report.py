@@ -169,6 +169,21 @@ def test_steps_count_by_the_costs_of_their_own_threads():
     assert found["predicted_speedup"] == pytest.approx(7 / (3 + 0.18 / 0.1))
 
 
+def test_figures_of_a_growing_text_take_the_costs_that_each_step_was_planned_by():
+    """Two rounds that keep all 3 tokens: one at 0.18 s for plain steps of 0.1 s, one at 0.6 s for
+    plain steps of 0.2 s; what the engine goes by afterwards does not matter."""
+    short, long = Costs(0.1, {3: 0.06}, {3: 0.12}), Costs(0.2, {3: 0.12}, {3: 0.48})
+    timing = batch([[FIRST, *tokens(3, 4, 0.9), *tokens(3, 4, 0.9)]], [3, 3], seconds=1.0)
+    request = timing.requests[0]
+    request.steps = [step._replace(costs=c) for step, c in zip(request.steps, (short, long))]
+    figures = speculative(engine(), [timing])
+    assert figures["measured_speedup"] == pytest.approx(4 * 0.1 + 4 * 0.2)
+    assert figures["predicted_speedup"] == pytest.approx(8 / (1.8 + 3))
+    assert figures["c"] == pytest.approx(0.06 / 3 / 0.1)
+    assert figures["v"] == pytest.approx((0.12 + 0.48) / (0.1 + 0.2))
+    assert figures["predicted_speedup_iid"] == pytest.approx(expected_tokens(0.9, 3) / (0.6 + 2))
+
+
 def test_the_best_k_is_said_to_be_the_best_of_what_was_measured():
     found = speculative(engine(), [batch([[FIRST, *tokens(3, 4, overlap=0.9)]], [3], seconds=0.2)])
     assert found["best_k"] == 3

@@ -20,10 +20,9 @@ import decoding.state
 from decoding.engine import Engine
 from decoding.kv_8bit import Int8Cache
 from decoding.sampling import Sampling
-from drafts.dflash import DFlashDraft, load_dflash
-from drafts.eagle import EagleDraft, load_eagle
 from drafts.ngram import NgramDraft
 from drafts.pard import PardDraft
+from drafts.registry import load_drafter
 from drafts.suffix import SuffixDraft
 from generate import generate
 from loading.checkpoint import load_model
@@ -74,10 +73,8 @@ def drafter_of(kind: str, model):
         return ModelDraft(layer_subset(model, [0, 2]))
     if kind == "pard":
         return PardDraft(load_model(DRAFT_FOLDERS["pard"], dtype=model.norm.weight.dtype), V - 1)
-    if kind == "eagle3":
-        return EagleDraft(load_eagle(DRAFT_FOLDERS["eagle3"], model))
-    if kind == "dflash":
-        return DFlashDraft(load_dflash(DRAFT_FOLDERS["dflash"], model))
+    if kind in ("eagle3", "dflash"):
+        return load_drafter(DRAFT_FOLDERS[kind], model, None, pack=False)
     if kind.startswith("suffix"):  # sampled text depends on a pool's earlier answers
         return SuffixDraft() if kind == "suffix, pool" else SuffixDraft(pool_tokens=0)
     return {

@@ -21,7 +21,7 @@ import decoding.readback as clock
 import decoding.state
 import speculative
 from cli.report import RowStatistics
-from decoding.costs import Costs, expected_tokens
+from decoding.costs import Costs, costs_at, expected_tokens
 from decoding.engine import Engine
 from decoding.runner import ModelRunner
 from decoding.sampling import (
@@ -1062,6 +1062,82 @@ def test_auto_is_lossless_and_finds_what_pays(margins):
         ).rounds
     assert used["itself"].keys() == {8}
     assert used["noise"][0] > 0.8 * used["noise"].total()
+
+
+def test_costs_between_two_lengths_lie_on_a_line():
+    """Six rows over 16,000 positions cost 2.1 plain steps, over 100 they cost 1.04."""
+    short = Costs(0.1, {0: 0.003, 5: 0.02}, {5: 0.104})
+    long = Costs(0.3, {0: 0.009, 5: 0.09}, {5: 0.63})
+    by_length = {100: short, 16_000: long}
+    for length in (1, 99, 100):
+        assert costs_at(by_length, length) == short
+    for length in (16_000, 16_001, 99_999):
+        assert costs_at(by_length, length) == long
+    middle = costs_at(by_length, 8050)
+    assert middle.decode_s == pytest.approx(0.2) and middle.verify_s[5] == pytest.approx(0.367)
+    assert middle.draft_s == pytest.approx({0: 0.006, 5: 0.055})
+    growing = [costs_at(by_length, length) for length in range(100, 16_001, 100)]
+    for before, after in itertools.pairwise(growing):
+        assert before.decode_s < after.decode_s and before.v(5) < after.v(5)
+        assert before.draft_s[0] < after.draft_s[0] and before.c(5) < after.c(5)
+    assert costs_at({100: short}, 1) == costs_at({100: short}, 16_000) == short
+
+
+def test_a_draft_is_shorter_in_a_longer_text():
+    """At the same acceptance, with a token verified for 0.02 of a plain step and then for 0.9."""
+    ks = Drafter.auto_k
+    by_length = {
+        length: Costs(1.0, dict.fromkeys(ks, 0.05), {k: 1 + token_s * k for k in ks})
+        for length, token_s in ((200, 0.02), (16_000, 0.9))
+    }
+    chosen = []
+    for length in range(0, 17_000, 100):
+        chosen.append(DraftLength("auto", costs_at(by_length, length)).choose())
+    assert chosen == sorted(chosen, reverse=True) and set(chosen) == {0, *ks}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_auto_stops_drafting_as_a_text_grows(margins, num_rows, lag, monkeypatch):
+    """By a simulated clock a verified token costs 0.05 of a plain step in a short text and 3 at the
+    context's end, and the draft is perfect. A GPU's results are read two steps late, yet each step
+    is reported at the costs that it was planned by."""
+    target, draft, want = margins
+    monkeypatch.setattr("decoding.warmup.LONG_CONTEXT", 63)
+    monkeypatch.setattr("decoding.warmup.SHORT_LENGTH", 16)
+    drafter = any_drafter("itself", target, draft)
+    engine = Engine(target, num_rows, 64, drafter=drafter, speculate_k="auto")
+    engine.readback.lag = lag
+    engine.runner.length_multiple = 16  # attend to as few positions as the text has
+    run = engine.run
+    plan = engine.plan
+    planned = []
+
+    def run_by_clock(rows, length: int, k: int = 0, forced_tokens=None):
+        seconds = 1 + k * (0.05 if length == 16 else 3.0)
+        times = (0.0, 0.0, seconds, seconds)
+        return run(rows, length, k, forced_tokens)._replace(times=times)
+
+    def plan_and_record(requests):
+        planned.append(plan(requests))
+        return planned[-1]
+
+    monkeypatch.setattr(engine, "run", run_by_clock)
+    monkeypatch.setattr(engine, "plan", plan_and_record)
+    costs = engine.calibrate(Sampling(0), rounds=1)
+    assert (
+        costs
+        == engine.costs
+        == Costs(1.0, dict.fromkeys((0, *engine.ks), 0.0), {k: 1 + 0.05 * k for k in engine.ks})
+    )
+    timing = Timing()
+    options = {"engine": engine, "max_new_tokens": 40, "timing": timing}
+    assert rows_of(target, PROMPTS[:num_rows], **options) == want[:num_rows]
+    assert planned[0].k == 8 and planned[-1].k == 0
+    for step, record in zip(planned, timing.records):
+        assert record.costs is step.costs and record.k == step.k
+        share = (engine.runner.bucket_length(step.length) - 16) / (64 - 16)
+        assert step.costs.v(1) == pytest.approx(1.05 + share * 2.95)
 
 
 def test_draft_length_leaves_and_comes_back():

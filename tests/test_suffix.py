@@ -19,7 +19,7 @@ from cli.main import run as run_args
 from decoding.engine import Engine
 from decoding.sampling import Sampling
 from decoding.statistics import Timing
-from drafts.suffix import Guess, SuffixDraft, Text
+from drafts.suffix import END, DraftToken, SuffixDraft, Text
 from generate import generate
 from speculative import Costs, DraftLength
 
@@ -31,7 +31,7 @@ def text_of(ids: list[int], seed: int | None = None) -> Text:
 
 
 def tokens_of(ids: list[int], depth: int = 24, longest: int = 9) -> list[int]:
-    return [guess.token for guess in text_of(ids).continuation(ids, depth, longest)]
+    return [token.id for token in text_of(ids).continuation(ids, depth, longest)]
 
 
 def test_continuations_by_hand():
@@ -43,17 +43,17 @@ def test_continuations_by_hand():
     assert tokens_of([1, 2, 7, 9, 2, 8, 1, 2], depth=1) == [8, 1], "of at most `depth` tokens"
     assert tokens_of([2, 7, 3, 2, 8, 3, 2, 7, 4, 2], depth=1)[0] == 7, "the most frequent one"
     assert tokens_of([2, 7, 3, 2, 8, 4, 2], depth=1)[0] == 8, "of equal ones the latest"
-    guesses = text_of([2, 7, 3, 2, 8, 3, 2, 7, 4]).continuation([2], 24, 9)
-    assert guesses == [Guess(7, 2 / 3, 1), Guess(4, 1 / 2, 2)], (
+    draft = text_of([2, 7, 3, 2, 8, 3, 2, 7, 4]).continuation([2], 24, 9)
+    assert draft == [DraftToken(7, 2 / 3, 1), DraftToken(4, 1 / 2, 2)], (
         "its share, and the length of the match before it"
     )
     unsure = [n for i in range(20) for n in (1, 10 + i)]
     assert text_of(unsure).continuation([1], 24, 9) == [], "a draft ends below a product of 0.1"
     answers = text_of([1, 2, -1, 2, 5, -1, 3, -1])
-    assert [g.token for g in answers.continuation([1, 2], 24, 9)] == [], (
+    assert [token.id for token in answers.continuation([1, 2], 24, 9)] == [], (
         "an answer that ended has no continuation"
     )
-    assert [g.token for g in answers.continuation([9, 2], 24, 9)] == [5], (
+    assert [token.id for token in answers.continuation([9, 2], 24, 9)] == [5], (
         "and none leads into the next"
     )
 
@@ -74,13 +74,13 @@ def test_the_longest_suffix_as_brute_force_finds_it(symbols, monkeypatch):
             )
         longest = max(lengths.values(), default=0)
         counts = collections.Counter(ids[end + 1] for end, n in lengths.items() if n == longest > 0)
-        guesses = text_of(ids).continuation(ids, depth, 9)
+        draft = text_of(ids).continuation(ids, depth, 9)
         share = max(counts.values(), default=0) / max(1, counts.total())
         if share < suffix.MIN_SHARE:
-            assert guesses == []
+            assert draft == []
         else:
-            assert (guesses[0].share, guesses[0].length) == (share, longest)
-            assert counts[guesses[0].token] == max(counts.values())
+            assert (draft[0].share, draft[0].match_length) == (share, longest)
+            assert counts[draft[0].id] == max(counts.values())
 
 
 # ----------------------------------------------------------------------------------------- rounds
@@ -169,6 +169,22 @@ def unaligned(self, align, state, k):
     align(self, state, k)
 
 
+@pytest.mark.parametrize("last_guess, is_drafted", [(4, True), (9, False)])
+def test_a_draft_is_compared_up_to_the_last_decided_token(last_guess, is_drafted, model):
+    """The host knew the text up to position 1 and drafted three tokens; two more were decided."""
+    drafter = SuffixDraft()
+    state = Engine(model, 1, 96, drafter=drafter, speculate_k=3).state
+    state.tokens[0, :4] = torch.tensor([1, 2, 3, 4])
+    state.pos[0] = 3
+    state.done[0] = False
+    drafter.draft_rows[0] = torch.tensor([1, 3, last_guess, 5, END])
+    drafter.align(state, 2)
+    tokens, probs = drafter.proposal(2)
+    assert tokens.tolist() == [[5, 4] if is_drafted else [4, 4]]
+    assert probs.sum(dim=-1).tolist() == [[float(is_drafted), 0.0]]
+    assert probs[0, 0, 5] == is_drafted
+
+
 def test_k_follows_the_expected_length():
     costs = Costs(
         1.0, dict.fromkeys((1, 2, 3, 5, 8), 0.0), {1: 1.1, 2: 1.3, 3: 1.5, 5: 1.7, 8: 2.5}
@@ -191,18 +207,17 @@ def test_auto_learns_that_matches_lie(model):
     drafter = SuffixDraft(pool_tokens=0)
     engine = Engine(model, 1, 96, drafter=drafter, speculate_k="auto")
     engine.costs = costs
-    engine.costs_by_rows = {1: costs}
     prompt = [n for i in range(8) for n in (1, 2, 3 + i)]  # 1 2 is always followed by another token
     want = rows_of(model, [prompt], max_new_tokens=60)
     assert rows_of(model, [prompt], engine=engine, max_new_tokens=60) == want
-    before = drafter.acceptances([Guess(5, 1.0, 2)])[0]
+    before = drafter.acceptances([DraftToken(5, 1.0, 2)])[0]
     lies = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]
     engine.add_request(lies[:2], sampling=Sampling(0), max_new_tokens=40)
     request = engine.next_prompt()
     for n in range(2, len(lies)):
         request.tokens = lies[2:n]
         drafter.expect([request], 0)
-    assert drafter.acceptances([Guess(5, 1.0, 2)])[0] < before
+    assert drafter.acceptances([DraftToken(5, 1.0, 2)])[0] < before
 
 
 def test_the_host_waits_for_nothing(model):
@@ -251,7 +266,7 @@ def test_a_look_up_ends_among_the_requests_own_seed():
     for num_own, is_drafted in ((10, True), (1000, False)):
         pool = text_of([7, 5, -1], seed=1)
         pool.extend([7, 6, -1] * num_own, 2)
-        assert [guess.token for guess in pool.continuation([7], 24, 1, seed=2)] == [5] * is_drafted
+        assert [token.id for token in pool.continuation([7], 24, 1, seed=2)] == [5] * is_drafted
 
 
 class SlowLookUp(SuffixDraft):

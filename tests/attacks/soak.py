@@ -53,7 +53,7 @@ from decoding.costs import Costs
 from decoding.engine import Engine
 from decoding.runner import padded_length
 from decoding.sampling import FILTERED, GREEDY, PLAIN, Sampling
-from drafts.registry import drafter_for
+from drafts.registry import draft_loader
 from generate import LLM
 from loading.target import load_target, pick_device
 from loading.tokenizer import Tokenizer
@@ -165,7 +165,8 @@ def build(names: list[str]) -> dict[str, tuple[Engine, Tokenizer]]:
     drafters = {}
     for name, options in chosen.items():
         model, tokenizer = targets[options.model]
-        drafters[name] = drafter_for(options.draft, model, tokenizer, options.model.dtype)
+        load_draft = draft_loader(options.draft, model.config, options.model.dtype)
+        drafters[name] = load_draft(model, tokenizer)
     models = [model for model, _ in targets.values()]
     pack_model(
         *models, *[drafter.model for drafter in drafters.values() if drafter and drafter.model]
