@@ -65,7 +65,7 @@ def token_of(
     token = Token(request.tokens[number], text, token_origin(record), round, at)
     if num_logprobs is None:
         return token
-    p, q = request.token_probs[number]
+    p, q, *_ = request.token_probs[number]
     pairs = request.top_logprobs[number][: 1 + num_logprobs]
     pairs = [(int(id), max(logprob, MIN_LOGPROB)) for id, logprob in pairs]
     token = token._replace(p=p, top_logprobs=pairs)
