@@ -35,6 +35,7 @@ class Answer:
         stops: Sequence[str] = (),
         **settings,
     ):
+        self.tokenizer = tokenizer
         self.prompt = prompt
         self.settings = settings
         self.stop_ids = settings.get("stop_ids", frozenset())
@@ -75,6 +76,10 @@ class Answer:
         """The TokenRecord of a token; None without a drafter."""
         records = self.request.token_records
         return records[number] if records else None
+
+    def rejected_texts(self, record) -> list[str]:
+        """The texts of the drafted tokens in whose place a TokenRecord's token stands."""
+        return self.tokenizer.token_texts(record.rejected) if record else []
 
     def add(self, text: str, record=None) -> None:
         self.pieces.append(text)
