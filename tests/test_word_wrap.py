@@ -32,7 +32,7 @@ def test_only_space_changes_and_only_into_line_breaks(text, width):
         rest = line.lstrip(" ")
         while rest.strip():
             part = next(lines).strip(" ")
-            assert rest.startswith(part)
+            assert part and rest.startswith(part)
             rest = rest[len(part) :].lstrip(" ")
         if not line.strip():
             next(lines)
